@@ -123,8 +123,7 @@ class PrefillScheduler:
         victim = self.overserved(request, running)
         if victim is None:
             return False
-        self._pages.preempt(victim)
-        self.counters["preemptions"] += 1
+        self._preempt(victim)
         return True
 
     def overserved(self, request: PrefillRequest, running: Sequence[PrefillRequest]) -> PrefillRequest | None:
@@ -175,10 +174,13 @@ class PrefillScheduler:
         if not holders:
             return False
         victim = min(reversed(holders), key=lambda r: r.submit.priority)
+        self._preempt(victim)
+        return True
+
+    def _preempt(self, victim: PrefillRequest) -> None:
         self._pages.preempt(victim)
         victim.notes.append(LegNote("preempted", self._clock.now() - victim.arrived))
         self.counters["preemptions"] += 1
-        return True
 
     def give_up_prefetch(self, waiting: Sequence[PrefillRequest]) -> bool:
         """Let go of what was prefetched for the youngest of `waiting`, where nothing else will make room; False when

@@ -115,6 +115,7 @@ class DrainAdvisor:
         """Withdraw all offers, as the worker stays; returns the events. Migrations that have begun go on."""
         gone = [v.request for v in self._verdicts.values() if v.goes and not v.request.stopping]
         self._verdicts.clear()
+        self.counters["left_to_finish"] = 0.0
         return [_wanted(request, withdrawn=True) for request in gone]
 
 

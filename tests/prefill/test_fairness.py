@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contracts.messages.worker_events import LegNote
 from prefill.request import PrefillPhase, PrefillRequest
 from tests.prefill_parts import PAGE, PrefillParts
 
@@ -181,6 +182,17 @@ def test_who_has_none_under_way_takes_the_place_of_the_youngest_of_who_has_sever
     assert parts.scheduler.counters["preemptions"] == 1
     parts.scheduler.admit()
     assert only(parts) == ["a1", "a2", "b1"]
+
+
+def test_who_yields_its_place_to_another_tenant_has_a_note_of_it_for_its_router() -> None:
+    parts = PrefillParts(pages=256, max_running=2)
+    first, second = parts.ask("a1", 40, tenant="a"), parts.ask("a2", 40, tenant="a")
+    parts.scheduler.admit()
+    parts.clock.advance(2.0)
+    parts.granted.add(parts.ask("b1", 40, tenant="b"))
+    parts.scheduler.admit()
+    assert only(parts) == ["a1", "b1"]
+    assert (first.notes, second.notes) == ([], [LegNote("preempted", 2.0)])
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,18 @@ def test_where_the_worker_stays_those_that_were_offered_and_have_not_begun_to_le
     assert told(advisor.withdraw()) == []
 
 
+def test_where_the_worker_stays_nobody_is_left_to_finish_any_more() -> None:
+    """`twinpool drain` counts them: those of a drain that was taken back are no part of the next one."""
+    parts = DecodeParts()
+    (request,) = parts.run("a", most=50)
+    advisor = advisor_of(parts)
+    advisor.stays(request)
+    assert list(advisor.advise()) == []
+    assert advisor.counters == {"left_to_finish": 1}
+    assert advisor.withdraw() == []
+    assert advisor.counters == {"left_to_finish": 0}
+
+
 def test_who_has_ended_is_forgotten() -> None:
     parts = DecodeParts()
     (request,) = parts.run("a", most=50)
