@@ -14,12 +14,13 @@ from cache.device.device_port import Completion, DeviceOp
 from contracts.clock import ManualClock
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role
-from contracts.messages.worker_events import LegReport, Tokens
+from contracts.messages.router_commands import Audit
+from contracts.messages.worker_events import Audited, AuditEnd, LegReport, Tokens
 from contracts.sampling_params import SamplingParams
 from decode.request.request import DecodePhase, DecodeRequest
 from tests.checkpoints import Oracle
 from tests.colocated import Colocated, colocated
-from tests.pair import Answer, pair
+from tests.pair import SESSION, Answer, pair
 from tests.workers.test_pair import expect_equal, greedy, prompts
 
 PAGE = 16
@@ -328,3 +329,36 @@ def test_a_prompt_that_could_not_be_begun_before_its_first_token_was_due_is_not_
         assert answers[1].progress == {}
         for prompt, answer in ((first, answers[0]), (patient, answers[2])):
             assert answer.list == oracle.generate(prompt, 4)
+
+
+def test_an_audit_is_counted_while_it_runs_and_ends_with_its_router_and_with_the_worker(model: Path) -> None:
+    """A worker that drains computes no audit any more: one that waited would hold its pages for ever."""
+    prompt = prompts(51, 100)[0]
+    audit = Audit(RequestId("an audit"), 0, (*prompt, 3), len(prompt), greedy(12))
+    with colocated(model, audit={"chunk_tokens": 16}) as both:
+        for ends in ("its router is gone", "the worker drains"):
+            both.worker.handle(SESSION, audit)
+            assert both.step() == []
+            report = both.worker.check()
+            assert report.leases > 0, "it is under way"
+            assert report.violations == ()
+            if ends == "the worker drains":
+                both.worker.drain()
+                assert [told.end for told in both.step() if isinstance(told, Audited)] == [AuditEnd.PREEMPTED]
+            else:
+                both.worker.drop_session(SESSION)
+                assert both.step() == [], "nobody is there to be told"
+            assert both.worker.check().leases == 0
+        both.worker.undrain()
+
+
+def test_prompts_that_wait_for_pages_count_among_the_tokens_that_are_still_to_be_computed(model: Path) -> None:
+    """By this figure routers choose: a worker with a long queue would look idle."""
+    first, waits = prompts(52, 300, 200)
+    with colocated(model, prefill={"chunk_tokens": 64, "max_running": 1}) as both:
+        asked = both.submit(first, greedy(2)), both.submit(waits, greedy(2))
+        assert both.worker.status().prompt_tokens == 500
+        both.step()
+        assert both.worker.status().prompt_tokens == 500 - 64
+        both.run(*asked)
+        assert both.worker.status().prompt_tokens == 0

@@ -17,6 +17,7 @@ from cache.device.device_backends import CpuDevice
 from cache.device.device_port import Device
 from contracts.errors import ErrorKind
 from contracts.ids import Role
+from contracts.messages.kept_answers import Detach
 from contracts.sampling_params import SamplingParams
 from tests.checkpoints import EOS, Oracle, make_checkpoint
 from tests.pair import SESSION, Answer, Pair, pair
@@ -213,4 +214,10 @@ def test_a_request_that_waits_for_its_grammar_can_be_cancelled_and_lost(refused:
     assert len(worker._grammars) == 1
     worker.drop_session(SESSION)
     refused.prefill.drop_session(SESSION)
+    assert not worker._grammars
+    request = refused.submit([1, 2, 3, 4], sampling(PATTERNS[1]), legs=(Role.DECODE,))
+    other = refused.submit([1, 2, 3, 4], sampling(PATTERNS[2]), legs=(Role.DECODE,))
+    worker.handle(SESSION, Detach(request, 0))
+    assert len(worker._grammars) == 1, "its client is gone, and nobody computes it for nobody"
+    worker.handle(SESSION, Detach(other, 0))
     assert not worker._grammars

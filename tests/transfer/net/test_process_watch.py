@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -79,8 +80,6 @@ def test_nothing_stays_open_of_a_writer_of_which_a_later_process_cannot_be_watch
     """A reader that is told of such a writer with each hello would run out of descriptors."""
     with sleepers(1) as (one,):
         before = os.listdir("/proc/self/fd")
-        try:
+        with contextlib.suppress(WireError):  # Of a pid that no process has.
             assert PidfdGroupWatch.open([mark(one), second]) is None
-        except WireError as error:
-            assert str(process.MOST_PID + 1) in str(error)
         assert os.listdir("/proc/self/fd") == before
