@@ -5,6 +5,7 @@ Nothing is computed and nothing is sent: a test says how far each request has co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from cache.device.device_backends import CpuDevice
@@ -52,11 +53,12 @@ class PrefillParts:
         )
 
     def ask(
-        self, name: str, prompt: int, priority: int = 0, tenant: str = "", weight: int = 1, **sampling: Any
-    ) -> PrefillRequest:
-        """A request that waits, of so many tokens, that nobody else's prompt begins with."""
+        self, name: str, prompt: int, priority: int = 0, tenant: str = "", weight: int = 1,
+        begins: Sequence[int] = (), **sampling: Any,
+    ) -> PrefillRequest:  # fmt: skip
+        """A request that waits, of so many tokens; behind those it `begins` with they are in nobody else's prompt."""
         self._asked += 1
-        tokens = tuple(self._asked * 1000 + n for n in range(prompt))
+        tokens = (*begins, *(self._asked * 1000 + n for n in range(len(begins), prompt)))
         params = SamplingParams(max_tokens=4, temperature=0.0, **sampling)
         submit = Submit(
             RequestId(name), 0, RoomId(name), tokens, prompt, params, PEER,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from contracts.clock import ManualClock
 from contracts.config.worker_config import DecodeConfig
@@ -47,6 +48,25 @@ def test_an_answer_is_forgotten_when_its_time_is_over() -> None:
     assert (len(kept), kept.nbytes, deadlines) == (0, 0, [120.0, None])
 
 
+def test_all_whose_time_is_over_are_forgotten_at_once_and_none_of_them_before_its_time() -> None:
+    clock = ManualClock(100.0)
+    kept = KeptAnswers(DecodeConfig(kept_answer_s=20.0), clock)
+    for number in range(3):
+        kept.keep(name("k", number), answer(), 0)
+    clock.advance(1.0)
+    kept.keep(name("later"), answer(), 0)
+    clock.advance(19.0)
+    kept.expire()
+    assert (len(kept), kept.nbytes, kept.next_deadline) == (1, 1024 + 5 * 40, 121.0)
+    assert kept.forgotten == 0
+
+
+def test_an_answers_memory_is_that_of_its_tokens_their_log_probabilities_and_the_best_at_each_position() -> None:
+    plain, scored = answer(5), answer(5, logprobs=5)
+    bare = replace(scored, logprobs=tuple(replace(one, top=()) for one in scored.logprobs))
+    assert [estimated_bytes(one) for one in (plain, bare, scored)] == [1224, 2224, 2974]
+
+
 def test_the_oldest_makes_room_for_those_that_run_for_nobody_too() -> None:
     kept = KeptAnswers(DecodeConfig(kept_answers=4), ManualClock(0.0))
     for number in range(6):
@@ -69,7 +89,7 @@ def test_memory_is_bounded_with_log_probabilities() -> None:
     assert (len(kept), kept.forgotten) == (3, 2)
     kept.keep(name("huge"), answer(100_000, logprobs=100_000), 0)
     assert not kept.of("huge")
-    assert len(kept) == 3
+    assert (len(kept), kept.forgotten) == (3, 3), "one that is kept for no moment is forgotten too"
 
 
 def test_none_are_kept_where_the_configuration_says_so() -> None:

@@ -220,3 +220,27 @@ def test_the_time_of_a_copy_is_measured_from_its_own_begin_and_goes_with_its_req
     for _ in range(4):
         assert turn(parts) == []
     assert list(parts.scheduler.running) == [second]
+
+
+def test_copies_out_and_back_are_measured_each_by_its_own_time() -> None:
+    device = AdversarialDevice(1, stray=0.0, polled=0.0)
+    parts = DecodeParts(64, device, host_pages=9, decode={"retract": "copy"})
+    (request,) = parts.run("a", prompt=9, most=20)
+    parts.scheduler.retract(request)
+    assert parts.scheduler.retraction.advance() == []
+    parts.clock.advance(2.0)
+    for _ in range(3):
+        device.settle()
+        parts.manager.poll()
+        assert list(parts.scheduler.admit()) == []
+    assert request.phase is DecodePhase.RESUMING
+    parts.clock.advance(4.0)
+    parts.manager.launch()
+    for _ in range(3):
+        device.settle()
+        parts.manager.poll()
+        assert parts.scheduler.returned() == []
+    assert list(parts.scheduler.running) == [request]
+    rates, nbytes = parts.scheduler.retraction.rates, 3 * parts.manager.spec.unit_bytes("full")
+    assert (rates.out_bytes_per_s, rates.back_bytes_per_s) == (nbytes / 2.0, nbytes / 4.0)
+    assert rates.positions_per_s == 0.0, "its prompt took no time"

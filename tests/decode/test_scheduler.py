@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from contracts.errors import ErrorKind
 from decode.request.output_length import KNOWN
 from decode.request.request import DecodePhase
@@ -46,6 +48,16 @@ def test_who_migrates_and_finds_no_room_is_told_at_once() -> None:
     assert first.phase is DecodePhase.ARRIVING
 
 
+def test_who_migrates_is_told_at_once_also_while_a_retracted_request_comes_first() -> None:
+    parts = DecodeParts()
+    (leaving,) = parts.run("a")
+    leaving.launched += 1  # Its last step is under way, so it stays.
+    parts.scheduler.retract(leaving)
+    waits, moving = parts.ask("b"), parts.ask("c", migrating=True)
+    assert list(parts.scheduler.admit()) == [RequestFailed(moving, ErrorKind.OVERLOADED, "there is no room for it now")]
+    assert waits.phase is DecodePhase.WAITING
+
+
 def test_a_batch_takes_its_budget_and_who_waited_longest_comes_first() -> None:
     parts = DecodeParts(decode={"max_batch_tokens": 2})
     first, second, third = parts.run("a", "b", "c")
@@ -54,6 +66,21 @@ def test_a_batch_takes_its_budget_and_who_waited_longest_comes_first() -> None:
     assert [r.planned - r.launched for r in (first, second, third)] == [1, 1, 0]
     parts.scheduler.launched(batch)
     assert list(parts.scheduler.running) == [third, first, second]
+
+
+def test_prefills_rate_is_that_of_prompts_which_prefill_computed() -> None:
+    """What another decode worker hands on takes no prefill: it says nothing of how long a prompt takes again."""
+    parts = DecodeParts()
+    for name, computed, expected in (("a", 0, 0.0), ("b", 6, 3.0), ("c", 0, 3.0)):
+        request = parts.ask(name, prompt=6)
+        list(parts.scheduler.admit())
+        parts.clock.advance(0.5 if not computed else 2.0)
+        arrived = parts.arrived(request)
+        metadata = replace(arrived.metadata, computed_tokens=computed)
+        parts.receiver.outcomes.append(replace(arrived, metadata=metadata))
+        assert len(list(parts.transfers.poll())) == 1
+        parts.scheduler.start(request)
+        assert parts.scheduler.retraction.rates.positions_per_s == expected
 
 
 def test_who_is_paused_is_in_no_batch_and_resumes_last() -> None:
@@ -151,6 +178,17 @@ def test_what_a_tenant_draws_while_others_wait_is_on_its_account() -> None:
             running.commit([1])
         parts.leave(running)
         assert granted(parts, *order) == order
+
+
+def test_what_the_tree_had_of_a_prompt_is_on_no_account() -> None:
+    """Nothing of the first prompt has to be sent, so its tenant has had nothing yet when the next ones' turn comes."""
+    parts = DecodeParts(pages=9)
+    parts.leave(*parts.run("ab", prompt=24, most=4))
+    names = {"ba": 24, "a2": 20, "z1": 20, "z2": 20}
+    for name, prompt in names.items():
+        parts.ask(name, prompt=prompt, most=4, tenant="z" if name[0] == "z" else "a")
+        parts.clock.advance(1)
+    assert granted(parts, *names) == ["ba", "a2", "z1", "z2"]
 
 
 def test_where_nobody_waits_nothing_is_remembered() -> None:

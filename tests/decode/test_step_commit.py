@@ -40,14 +40,16 @@ def test_each_step_tells_a_token_at_its_position_and_the_last_the_end() -> None:
     parts = DecodeParts()
     (request,) = parts.run("a", prompt=6, most=3)
     parts.clock.advance(0.5)
-    first, second = step(parts), step(parts)
+    first = step(parts)
+    parts.clock.advance(0.25)
+    second = step(parts)
     assert [told.event for told in first if isinstance(told, RouterEvent)] == [
         Tokens(request.submit.request_id, 0, 7, (request.tokens[7],), ())
     ]
     assert [told.session for told in first if isinstance(told, RouterEvent)] == [SESSION]
     assert second[1:] == [RequestFinished(request, "length", None)]
     assert (request.committed, request.generated) == (8, 3)
-    assert request.marks["first_step"] == 0.5
+    assert request.marks["first_step"] == 0.5, "its pace is reckoned from there on"
     assert (parts.steps.steps, parts.steps.counters["tokens_generated"]) == (2, 2)
     assert parts.steps.committed
     assert len(parts.steps) == 0

@@ -47,6 +47,19 @@ def test_without_a_slot_nothing_is_taken() -> None:
     assert (parts.manager.supply.free_pages("full"), len(parts.manager.table)) == (free, 0)
 
 
+def test_tokens_that_were_held_are_counted_once_and_with_the_grant() -> None:
+    parts = DecodeParts()
+    parts.leave(*parts.run("ab", prompt=24))
+    assert parts.transfers.counters["prompt_tokens_held"] == 0
+    request = parts.ask("ba", prompt=26)
+    parts.receiver.slots = False
+    assert not parts.transfers.preallocate(request)
+    assert parts.transfers.counters["prompt_tokens_held"] == 0, "it has got nothing yet"
+    parts.receiver.slots = True
+    assert parts.transfers.preallocate(request)
+    assert parts.transfers.counters["prompt_tokens_held"] == 24
+
+
 def test_without_pages_nothing_is_taken() -> None:
     parts = DecodeParts(pages=4)
     request = parts.ask("a", prompt=40, most=4)
@@ -59,11 +72,11 @@ def test_what_has_arrived_is_the_requests_with_the_first_token() -> None:
     request = parts.ask("a", prompt=6)
     list(parts.scheduler.admit())
     parts.clock.advance(2.0)
-    parts.receiver.outcomes.append(parts.arrived(request, token=9))
+    parts.receiver.outcomes.append(replace(parts.arrived(request, token=9), hidden_s=0.75, exposed_s=0.25))
     assert list(parts.transfers.poll()) == [PromptReceived(request, 100)]
     assert request.phase is DecodePhase.RUNNING
     assert (request.tokens[-1], request.committed) == (9, 6)
-    assert request.marks["arrived"] == 2.0
+    assert request.marks == {"grant": 0.0, "arrived": 2.0, "hidden": 0.75, "exposed": 0.25}
     assert parts.transfers.counters["received_bytes"] == 100
     assert parts.manager.check() == []
 

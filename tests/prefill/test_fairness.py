@@ -184,6 +184,17 @@ def test_who_has_none_under_way_takes_the_place_of_the_youngest_of_who_has_sever
     assert only(parts) == ["a1", "a2", "b1"]
 
 
+def test_what_yields_is_on_its_tenants_account_no_more_when_the_next_are_chosen() -> None:
+    parts = PrefillParts(pages=38, tenant_credit_tokens=0)
+    for name in ("a1", "a2", "a3"):
+        parts.granted.add(parts.ask(name, 40, tenant="a"))
+    parts.scheduler.admit()
+    for name, tokens in (("a4", 8), ("b1", 100), ("b2", 8)):
+        parts.granted.add(parts.ask(name, tokens, tenant=name[0]))
+    parts.scheduler.admit()
+    assert only(parts) == ["a1", "a4", "b1"], "a has 40 under way and b 100, and there is room for one more"
+
+
 def test_who_yields_its_place_to_another_tenant_has_a_note_of_it_for_its_router() -> None:
     parts = PrefillParts(pages=256, max_running=2)
     first, second = parts.ask("a1", 40, tenant="a"), parts.ask("a2", 40, tenant="a")

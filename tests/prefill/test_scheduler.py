@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from prefill.request import PrefillPhase
 from tests.prefill_parts import PrefillParts
 
@@ -35,6 +37,23 @@ def test_who_nobody_waits_for_any_more_is_as_urgent_as_its_own_prompt() -> None:
     assert parts.step() == {"oldest": list(range(16, 28)), "longer": [0, 1, 2, 3]}
     assert longer.left == 96, "what was waited for is there"
     assert parts.step() == {"oldest": list(range(28, 44))}
+
+
+@pytest.mark.parametrize("common", [(8, 24), (24, 8)])
+def test_of_several_that_wait_for_a_prompt_the_one_that_waits_for_least_says_how_urgent_it_is(
+    common: tuple[int, int],
+) -> None:
+    """Whichever came first; when that one has its pages, the other says."""
+    parts = PrefillParts(chunk_tokens=16, short_share=0.25)
+    oldest = parts.ask("oldest", 60)
+    admitted(parts)
+    for name, count in zip("ab", common, strict=True):
+        parts.ask(name, 40, begins=oldest.tokens[:count])
+    assert admitted(parts) == [PrefillPhase.RUNNING, PrefillPhase.WAITING, PrefillPhase.WAITING]
+    assert (oldest.awaited, oldest.left) == (8, 8)
+    oldest.planned = oldest.launched = oldest.shared = 8
+    assert admitted(parts)[0] is PrefillPhase.RUNNING
+    assert (oldest.awaited, oldest.left) == (24, 16)
 
 
 def test_of_the_tokens_that_are_scored_a_chunk_has_as_many_as_it_computes() -> None:

@@ -162,6 +162,18 @@ def test_a_cancel_ends_the_audit_of_its_own_name_and_its_own_router_and_no_other
         assert told.end is AuditEnd.COMPUTED
 
 
+def test_audits_that_still_wait_end_with_their_cancel_and_with_their_router_too(model: Path) -> None:
+    with pair(model, audit={"chunk_tokens": 16}) as both:
+        sessions = {"runs": SESSION, "cancelled": SESSION, "lost": SessionId(2), "stays": SESSION}
+        for name, session in sessions.items():
+            both.prefill.handle(session, Audit(RequestId(name), 0, (*words(17, 20), 3), 20, GREEDY))
+        assert both.prefill.step() == []
+        both.prefill.handle(SESSION, Cancel(RequestId("cancelled"), 0))
+        both.prefill.drop_session(SessionId(2))
+        ends = {e.request_id: e.end for _ in range(20) for _, e in both.prefill.step() if isinstance(e, Audited)}
+        assert ends == {RequestId(name): AuditEnd.COMPUTED for name in ("runs", "stays")}
+
+
 def test_as_many_audits_wait_as_routers_may_have_sent_and_one_more_is_sent_back(model: Path) -> None:
     with pair(model) as both:
         for number in range(MOST_WAITING + 1):

@@ -17,6 +17,7 @@ from contracts.messages.kept_answers import AnswerName, Attach, Attached, Detach
 from contracts.messages.router_commands import Cancel
 from contracts.messages.worker_events import Done, Event, Tokens
 from contracts.sampling_params import SamplingParams
+from decode.request.request_outcomes import RequestFailed
 from tests.company import Company, company, generated
 from tests.pair import SESSION
 
@@ -192,10 +193,12 @@ def test_with_a_client_that_comes_back_it_has_its_own_deadline_again(scene: Comp
     rid = scene.submit(PROMPT, replace(GREEDY, max_tokens=2000), name=NAME)
     scene.until(generated(scene, rid, 3), "its middle")
     drop(scene)
-    assert len(finds(attach(scene)[0])) == 1
+    clock.advance(1.0)
+    (found,) = finds(attach(scene)[0])
+    assert found.left_s == scene.config.router.request_timeout_s - 1.0
     clock.advance(kept + 0.1)
     assert not [event for _, event in turn(scene, 3) if isinstance(event, Done)]
-    clock.advance(scene.config.router.request_timeout_s - kept)
+    clock.advance(scene.config.router.request_timeout_s - kept - 1.0)
     ends = [(session, event.error) for session, event in turn(scene, 3) if isinstance(event, Done)]
     assert ends == [(OTHER, ErrorKind.DEADLINE)]
     forget(scene)
@@ -223,6 +226,25 @@ def test_an_answer_that_a_stop_string_ended_keeps_its_tokens(scene: Company, cal
     assert (found.running, found.reason) == (False, "")
     assert list(found.tokens) == calm["tokens"][: len(found.tokens)]
     assert len(found.tokens) >= 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept"), [(ErrorKind.WORKER, 1), (ErrorKind.NONFINITE, 0), (ErrorKind.INVALID, 0)], ids=str
+)
+def test_what_failed_for_nobody_is_kept_only_where_another_try_may_come_to_more(
+    scene: Company, kind: ErrorKind, kept: int
+) -> None:
+    """Logits that are no numbers follow from the tokens: a router tries such a request no more than some times."""
+    rid = scene.submit(PROMPT, GREEDY, name=NAME)
+    scene.until(generated(scene, rid, 6), "its middle")
+    decode = scene.decode(scene.worker_of(rid))
+    drop(scene)
+    (request,) = decode._request_table
+    decode._act([RequestFailed(request, kind, "it failed")])
+    assert decode.status().counters["kept_answers"] == kept
+    found = finds(attach(scene)[0])
+    assert [(one.running, one.reason, len(one.tokens) >= 6) for one in found] == [(False, "", True)] * kept
+    forget(scene)
 
 
 def test_a_client_that_is_gone_leaves_its_request_running(scene: Company, calm: dict[str, Any]) -> None:
@@ -340,6 +362,23 @@ def test_a_request_begun_anew_ends_what_runs_for_nobody(scene: Company) -> None:
     scene.run(*others)
     running = [r for n in busy for r in scene.decode(n)._request_table]
     assert running == []
+
+
+def test_a_request_begun_anew_ends_neither_another_choice_nor_what_a_router_has(
+    model: Path, calm: dict[str, Any]
+) -> None:
+    with company(model, clock=ManualClock(100.0), decodes=1) as c:
+        choice = c.submit(PROMPT, replace(GREEDY, max_tokens=400), name=replace(NAME, index=1))
+        c.until(generated(c, choice, 3), "its middle")
+        c.core.detach(choice)
+        owned = c.submit(PROMPT, GREEDY, name=NAME)
+        c.until(generated(c, owned, 3), "its middle")
+        assert c.run(owned, c.submit(PROMPT, GREEDY, name=NAME)) == [calm["tokens"], calm["tokens"]]
+        table = c.decode("decode-0")._request_table
+        assert [(one.submit.request_id, one.session) for one in table] == [(choice, UNOWNED)]
+        found = finds(attach(c)[0])
+        assert [(one.index, one.running) for one in found] == [(0, False), (1, True)]
+        give_up(c, OTHER)
 
 
 def test_b2_too_many_that_run_for_nobody_are_cancelled(model: Path) -> None:

@@ -39,6 +39,21 @@ def test_who_waits_and_who_runs_is_offered_once() -> None:
     assert told(list(advisor.advise())) == [], "its router knows"
 
 
+def test_who_was_offered_before_it_began_is_offered_anew_when_it_runs() -> None:
+    """Until then it had no state to take along, and could be moved without any."""
+    parts = DecodeParts()
+    request = parts.ask("a", most=50)
+    advisor = advisor_of(parts)
+    assert told(list(advisor.advise())) == [("a", False, False)]
+    list(parts.scheduler.admit())
+    assert told(list(advisor.advise())) == [], "its state is on its way here"
+    parts.receiver.outcomes.append(parts.arrived(request))
+    assert len(list(parts.transfers.poll())) == 1
+    parts.scheduler.start(request)
+    assert told(list(advisor.advise())) == [("a", True, False)]
+    assert told(list(advisor.advise())) == []
+
+
 def test_who_is_sooner_done_here_stays_and_is_judged_again() -> None:
     parts = DecodeParts()
     (request,) = parts.run("a", most=50)

@@ -111,6 +111,20 @@ def test_a_request_is_offered_sent_and_gone_when_the_other_worker_has_it() -> No
     }  # fmt: skip
 
 
+def test_what_a_migration_takes_is_measured_from_its_grant_on() -> None:
+    """How long another worker lets an offer wait says nothing of how quickly bytes go."""
+    leaving = Leaving()
+    leaving.parts.clock.advance(10.0)
+    leaving.offered()
+    leaving.parts.clock.advance(3.0)
+    leaving.says(RoomGranted(ROOM))
+    leaving.parts.clock.advance(1.0)
+    leaving.says(RoomReleased(ROOM, received=True))
+    expected = MigrationCosts(leaving.parts.lengths)
+    expected.migrated(2 * leaving.parts.manager.spec.unit_bytes("full"), 1.0)
+    assert leaving.advisor.costs.bytes_per_s == expected.bytes_per_s
+
+
 def test_who_is_offered_and_not_taken_in_time_goes_on_here() -> None:
     leaving = Leaving()
     leaving.offered()

@@ -1,0 +1,103 @@
+"""What workers wake for, and what keeps them from being drained: nothing that any of their parts has still to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache.manager.kv_cache_manager import KVCacheManager
+from contracts.clock import ManualClock
+from contracts.ids import Incarnation, RoomId, WorkerName
+from contracts.messages.router_commands import PeerRef, PushPrefix
+from contracts.messages.worker_events import PrefixOffered
+from contracts.sampling_params import SamplingParams
+from decode.migration.prefix_offers import PATIENCE_S, PrefixOffers
+from tests.company import company
+from tests.pair import SESSION
+from transfer.rooms.sender.kv_sender import KVSender
+from worker.grammar_gate import GrammarGate
+from worker.step_overlap import StepOverlap
+
+WORKERS = ("prefill-0", "decode-0", "colocated-0")
+
+
+@pytest.fixture(scope="module")
+def idle(model: Path) -> Iterator[dict[str, Any]]:
+    """One worker of each role, with nothing to do, by name."""
+    with (
+        company(model, decodes=1, clock=ManualClock(100.0)) as pools,
+        company(model, colocated=1, clock=ManualClock(100.0)) as alone,
+    ):
+        yield {str(name): worker for c in (pools, alone) for name, worker in c.workers.items()}
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_worker_sleeps_no_longer_than_any_of_its_parts_can_wait(
+    idle: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, slept = idle[name], list[float]()
+    monkeypatch.setattr(worker._waiter, "wait", slept.append)
+    parts = [key for key, part in vars(worker).items() if hasattr(type(part), "next_deadline")]
+    assert {"_request_table", "_sender", "_grammars"} <= set(parts)
+    for part in parts:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(getattr(worker, part)), "next_deadline", property(lambda self: 100.125))
+            worker.wait(60.0)
+        assert slept.pop() == 0.125, part
+    worker.wait(60.0)
+    assert slept == [60.0]
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_worker_is_drained_when_nothing_is_under_way_in_any_of_its_parts(
+    idle: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = idle[name]
+    at_work: list[tuple[type, str, Any]] = [
+        (GrammarGate, "__len__", lambda self: 1),
+        (StepOverlap, "__len__", lambda self: 1),
+        (KVCacheManager, "busy", property(lambda self: True)),
+        (KVSender, "quiet", property(lambda self: False)),
+    ]
+    if name != "prefill-0":
+        at_work.append((type(worker._receiver), "rooms", property(lambda self: 1)))
+        at_work.append((PrefixOffers, "over", property(lambda self: False)))
+    assert not worker.drained, "nobody has told it to leave"
+    worker.drain()
+    worker.step()
+    assert worker.drained
+    for part, key, value in at_work:
+        with monkeypatch.context() as patch:
+            patch.setattr(part, key, value)
+            assert not worker.drained, part
+    worker.undrain()
+    assert not worker.drained
+
+
+def test_a_worker_that_stayed_offers_its_prefixes_anew_when_it_leaves_after_all(model: Path) -> None:
+    """And waits for those offers alone: the ones of the drain before are void."""
+    with company(model, decodes=1, clock=ManualClock(100.0), cache={"page_tokens": 16}) as c:
+        worker = c.decode("decode-0")
+        c.run(c.submit(list(range(64)), SamplingParams(8, temperature=0.0)))
+
+        def leaves() -> PrefixOffered:
+            c.settle()
+            worker.drain()
+            offers = [event for _, event in worker.step() if isinstance(event, PrefixOffered)]
+            assert len(offers) == 1
+            assert not worker.drained
+            assert worker._offers.next_deadline == c.clock.now() + PATIENCE_S
+            return offers[0]
+
+        first = leaves()
+        worker.undrain()
+        again = leaves()
+        assert again.tokens == first.tokens
+        assert again.request_id != first.request_id
+        peer = PeerRef(WorkerName("decode-1"), Incarnation(1), worker.control)
+        worker.handle(SESSION, PushPrefix(again.request_id, 0, RoomId("a push"), peer, (7,) * 64, ""))
+        worker.step()
+        assert worker.drained, "the one offer was asked for"
