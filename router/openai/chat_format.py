@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from contracts.errors import RequestError
+from router.openai.json_schemas import problem_of, rewritten
 from router.openai.structured_output import bounded, closed
 from router.openai.template_messages import messages_for
 from router.openai.tool_prompt import with_tool_prompt
@@ -167,9 +168,7 @@ class ChatFormat:
     def _calls(self, use: ToolUse | None, found: AnswerFormat | None) -> CallGrammar | None:
         if use is None or found is None:
             return None
-        schemas = [
-            (tool.name, closed(tool.parameters) if use.forced or tool.strict else ANY_OBJECT) for tool in use.tools
-        ]
+        schemas = [(tool.name, _followed(tool) if use.forced or tool.strict else ANY_OBJECT) for tool in use.tools]
         return FORMATS[found.tool_format].grammar(schemas, use.parallel)
 
 
@@ -180,6 +179,14 @@ def _whole(lark: str, asked: str, use: ToolUse | None) -> str:
         (wanted,) = json.loads(asked)["grammars"]
         grammars.append({**wanted, "name": "answer"})
     return bounded(json.dumps({"grammars": grammars}), "tools" if use is not None else "response_format")
+
+
+def _followed(tool: ChatTool) -> dict[str, Any]:
+    """The schema of a call's arguments as a grammar follows it. Raises `RequestError` where none can."""
+    schema = rewritten(tool.parameters)
+    if wrong := problem_of(schema):
+        raise RequestError(f"the parameters of {tool.name} can't be followed: {wrong}", param="tools")
+    return closed(schema)
 
 
 def _types(tool: ChatTool) -> dict[str, str]:

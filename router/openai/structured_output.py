@@ -17,6 +17,7 @@ from contracts.errors import RequestError
 from contracts.grammar import GRAMMAR_BYTES, JSON_FORM
 from contracts.outside_data import read_json
 from router.openai.grammar_check import subschemas
+from router.openai.json_schemas import problem_of, rewritten
 from router.openai.request_fields import STRUCTURED_OUTPUT, describe
 
 CHOICES_AT_MOST = 4096
@@ -140,6 +141,9 @@ def _schema(value: object, field: str, form: dict[str, Any] = JSON_FORM) -> str:
     refuse_surrogates(schema, field)
     if names_engine(schema):
         raise RequestError(f"{field}: {_ENGINES_OWN} is no keyword of JSON schema", param=_top(field))
+    schema = rewritten(schema)
+    if wrong := problem_of(schema):
+        raise RequestError(f"{field} can't be followed: {wrong}", param=_top(field))
     overrides: Any = form
     return bounded(LLMatcher.grammar_from_json_schema(json.dumps(closed(schema)), overrides=overrides), field)
 
