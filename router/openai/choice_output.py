@@ -12,9 +12,18 @@ from dataclasses import dataclass
 
 from contracts.errors import ErrorKind
 from contracts.messages.worker_events import Done
+from contracts.outside_data import read_json
 from contracts.sampling_params import TokenLogprob
 from router.openai.generate_request import GenerateRequest
-from router.parsers.answer_parts import AnswerPart, ArgumentsOfCalls, CallPart, ReasoningPart, joined
+from router.parsers.answer_parts import (
+    AnswerPart,
+    ArgumentsOfCalls,
+    ArgumentsPart,
+    CallPart,
+    ContentPart,
+    ReasoningPart,
+    joined,
+)
 from router.state.routed_request import RoutedRequest
 from router.text.stop_strings import StopMatcher
 from router.text.tokenizer import ModelTokenizer
@@ -42,6 +51,7 @@ class ChoiceOutput:
 
     __slots__ = (
         "_arguments",
+        "_asks_for_json",
         "_detokenizer",
         "_eos",
         "_first_due",
@@ -110,6 +120,8 @@ class ChoiceOutput:
         )
         self._matcher = StopMatcher(generate_request.stops, include=generate_request.include_stop)
         self._include_stop = generate_request.include_stop
+        asks_for_calls = looked_for is not None and looked_for.tool_format
+        self._asks_for_json = not asks_for_calls and '"json_schema"' in request.sampling.grammar
         self._stop_ids = frozenset(request.sampling.stop_token_ids)
         self._eos = generate_request.eos
         self._min_tokens = request.sampling.min_tokens
@@ -123,7 +135,8 @@ class ChoiceOutput:
         """Take the next tokens and their log-probabilities; returns what they add.
 
         The delta has `finish` set when a stop string matched: tokens after the match are dropped, and the choice takes
-        nothing more.
+        nothing more. One that matched within the arguments of a call, or within an object that was asked for, cuts the
+        answer off as `max_tokens` does: `finish` is "length" then.
         """
         shown: list[str] = []
         used = 0
@@ -175,7 +188,8 @@ class ChoiceOutput:
         if text:
             self.text.append(text)
         first, self._first_due = self._first_due, False
-        return OutputDelta(self.index, text, tokens, logprobs, self.finish, self.stop, first, self._told())
+        told = self._told()
+        return OutputDelta(self.index, text, tokens, logprobs, self.finish, self.stop, first, told)
 
     def _look_at(self, text: str) -> None:
         """Take the next text for its parts."""
@@ -189,14 +203,34 @@ class ChoiceOutput:
     def _told(self) -> Sequence[AnswerPart] | None:
         """Return the parts that were found since the last call; None where nothing is looked for."""
         if self._parser is None or self.parts is None:
+            if self._matcher.matched is not None and self._asks_for_json and not _is_json("".join(self.text)):
+                self.finish = "length"
             return None
         if self.finish is not None:
             self._found += self._parser.finish()
+        if self._matcher.matched is not None and self._cut_short():
+            self.finish = "length"
         found = self._arguments.take(self._found, stopped=self.finish == "stop")
         parts = list(joined(list(found)))
         self._found = []
         self.parts += parts
         return parts
+
+    def _cut_short(self) -> bool:
+        """Whether what was found ends before the arguments of the latest call do, or before an object that was asked
+        for."""
+        content, arguments = "", None
+        for part in (*(self.parts or ()), *self._found):
+            if isinstance(part, CallPart):
+                arguments = ""
+            elif isinstance(part, ArgumentsPart):
+                arguments = (arguments or "") + part.text
+            elif part.text.strip():
+                arguments = None
+                content += part.text if isinstance(part, ContentPart) else ""
+        if arguments is None:
+            return self._asks_for_json and not _is_json(content)
+        return not _is_json(arguments)
 
     @property
     def calls(self) -> bool:
@@ -208,3 +242,11 @@ class ChoiceOutput:
         """Prompt tokens that prefill found in its cache, by the first report of a prefill leg; 0 without one."""
         report = next((p for p in self.request.progress if p.role == "prefill"), None)
         return min(report.cached_tokens, len(self.request.prompt)) if report else 0
+
+
+def _is_json(text: str) -> bool:
+    try:
+        read_json(text)
+    except ValueError:
+        return False
+    return True

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from contracts.errors import RequestError
-from contracts.outside_data import read_json
+from contracts.outside_data import MOST_NESTED, read_json
 from router.openai.request_fields import describe
 from router.openai.structured_output import names_engine, refuse_surrogates
 
@@ -163,7 +166,50 @@ def _read_call(call: object, where: str) -> dict[str, Any]:
         try:
             arguments = read_json(arguments)
         except ValueError as error:
-            raise RequestError(f"{where}.function.arguments is not valid JSON: {error}", param="messages") from None
+            arguments = _whole_object(arguments, error)
+            if arguments is None:
+                raise RequestError(f"{where}.function.arguments is not valid JSON: {error}", param="messages") from None
     if not isinstance(arguments, dict):
         raise RequestError(f"{where}.function.arguments must be a JSON object", param="messages")
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def _whole_object(cut: str, error: ValueError) -> dict[str, Any] | None:
+    """The object that a text begins, as the arguments of an answer that `max_tokens` or a stop string ended, with what
+    is there of it; None where the text isn't only cut off. `error`: why it is no JSON."""
+    if not isinstance(error, json.JSONDecodeError) or len(cut) > CUT_AT_MOST:
+        return None
+    text = error.msg.startswith("Unterminated string") or _CUT_UNICODE.fullmatch(cut, error.pos) is not None
+    if not text and not _CUT_VALUE.fullmatch(cut, error.pos):
+        return None
+    open_: list[str] = []
+    ends: deque[tuple[int, str]] = deque(maxlen=_ENDS_TRIED)
+    for found in _STRUCTURE.finditer(cut):
+        mark = found[0]
+        if mark in "{[":
+            open_.append("}" if mark == "{" else "]")
+            ends.append((found.end(), "".join(reversed(open_))))
+        elif mark in "}]":
+            open_.pop()
+        elif mark == ",":
+            ends.append((found.start(), "".join(reversed(open_))))
+        if len(open_) > MOST_NESTED:
+            return None
+    whole = _CUT_ESCAPE.sub("", cut) + '"' if text else cut
+    for tried in (whole + "".join(reversed(open_)), *(cut[:end] + closers for end, closers in reversed(ends))):
+        with suppress(ValueError):
+            found_object = read_json(tried)
+            return found_object if isinstance(found_object, dict) else None
+    return None
+
+
+CUT_AT_MOST = 1 << 20
+"""Characters of arguments that are looked through for what is whole of them."""
+_ENDS_TRIED = 4
+"""A cut property or value goes back to the last comma or bracket; a few more than that one are tried."""
+_STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\Z)|[\[\]{},]', re.DOTALL)
+"""A string, so that what is in it isn't looked at, or a mark between values."""
+_CUT_VALUE = re.compile(r"t(?:ru?)?|f(?:a(?:ls?)?)?|n(?:ul?)?|-|\.|[eE][+-]?|")
+_CUT_UNICODE = re.compile("u[0-9a-fA-F]{0,4}")
+_CUT_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
+"""An escape at the end of a text that isn't whole."""

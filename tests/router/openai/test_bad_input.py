@@ -133,7 +133,9 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages", "must have a function"),
     ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages", "must be an array"),
     ({"messages": [_called("[1]")]}, "messages", "must be a JSON object"),
-    ({"messages": [_called("{")]}, "messages", "not valid JSON"),
+    ({"messages": [_called("{'a': 1}")]}, "messages", "not valid JSON"),
+    ({"messages": [_called('{"a" 1}')]}, "messages", "not valid JSON"),
+    ({"messages": [_called("[1")]}, "messages", "not valid JSON"),
     (
         {"messages": [{"role": "assistant", "content": "", "function_call": {"name": "f"}}]},
         "messages",

@@ -13,6 +13,7 @@ from contracts.config.router_config import RouterConfig
 from contracts.errors import RequestError
 from router.openai.chat_format import AnswerFormat, ChatFormat
 from router.openai.grammar_check import check_grammar
+from router.openai.parse_request import read_messages
 from router.openai.structured_output import read_grammar
 from router.openai.tools import read_tools
 from router.parsers.answer_parts import ArgumentsPart
@@ -239,3 +240,37 @@ def test_a_tool_that_is_not_to_be_used_is_no_tool() -> None:
         assert use is not None
         assert [tool.name for tool in use.tools] == ["f"]
         assert len(use.shown) == 2, "the prompt of a model shows all"
+
+
+ARGUMENTS: dict[str, Any] = {"a": 'xé\n"}{,', "b": [1, {"c": True, "d": None}, -1.5e3], "e": {}}
+
+
+@pytest.mark.parametrize("escaped", [False, True])
+def test_arguments_that_were_cut_off_anywhere_are_taken_back(escaped: bool) -> None:
+    """As in an answer that `max_tokens` ended: what is whole of them is the beginning of what they would have been."""
+    text = json.dumps(ARGUMENTS, ensure_ascii=escaped)
+    for end in range(1, len(text) + 1):
+        call = {"id": "c", "type": "function", "function": {"name": "get", "arguments": text[:end]}}
+        (message,) = read_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
+        found = message["tool_calls"][0]["function"]["arguments"]
+        assert begins(ARGUMENTS, found), (text[:end], found)
+    assert found == ARGUMENTS
+
+
+def begins(whole: Any, part: Any) -> bool:
+    """Whether a value is what was there of `whole` when its text was cut."""
+    if isinstance(whole, dict):
+        names = list(whole)[: len(part)]
+        return list(part) == names and all(begins(whole[name], part[name]) for name in names)
+    if isinstance(whole, list):
+        return len(part) <= len(whole) and all(map(begins, whole, part))
+    if isinstance(whole, str):
+        return whole.startswith(part)
+    return part == whole or (isinstance(whole, float) and str(whole).startswith(str(part)))
+
+
+def test_arguments_that_nobody_cut_off_have_to_be_an_object() -> None:
+    for arguments in ("{'a': 1}", '{"a" 1}', '{"a": 1}}', "[1", "nope", '{"a": "x\ny', "{" * 200, "12"):
+        call = {"id": "c", "type": "function", "function": {"name": "get", "arguments": arguments}}
+        with pytest.raises(RequestError, match=r"messages\[0\]\.tool_calls\[0\]\.function\.arguments"):
+            read_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])

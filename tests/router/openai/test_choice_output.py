@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -39,8 +40,9 @@ class Asked:
     answer_format: AnswerFormat | None = None
 
 
-def choice_of(model_tokenizer: ModelTokenizer, asked: Asked) -> ChoiceOutput:
-    routed = RoutedRequest(RequestId("r"), (1, 2), SamplingParams(max_tokens=50), now=0.0, deadline=60.0)
+def choice_of(model_tokenizer: ModelTokenizer, asked: Asked, grammar: str = "") -> ChoiceOutput:
+    sampling = SamplingParams(max_tokens=50, grammar=grammar)
+    routed = RoutedRequest(RequestId("r"), (1, 2), sampling, now=0.0, deadline=60.0)
     return ChoiceOutput(0, routed, cast(GenerateRequest, asked), model_tokenizer, "")
 
 
@@ -183,3 +185,42 @@ def test_a_call_that_is_cut_off_before_its_arguments_has_none(
     choice.end(Done(RequestId("r"), 0, reason))
     assert "".join(part.text for part in choice.parts or () if isinstance(part, ArgumentsPart)) == arguments
     assert choice.calls
+
+
+CALL = '<tool_call>\n{"name": "get", "arguments": {"x": "a<b c", "y": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("stop", "finish"),
+    [("a<b", "length"), ('"arguments"', "length"), ("<b c", "length"), ("\n</tool", "stop"), ("nowhere", "stop")],
+)
+def test_a_stop_string_within_a_call_cuts_it_off_as_the_answers_length_does(
+    model_tokenizer: ModelTokenizer, stop: str, finish: str
+) -> None:
+    asked = Asked(stops=(stop,), answer_format=AnswerFormat("hermes", {"get": {}}))
+    choice = choice_of(model_tokenizer, asked)
+    deltas = list(choice.take_each(model_tokenizer.encode(CALL, add_special=False), ()))
+    if choice.finish is None:
+        last = choice.end(Done(RequestId("r"), 0, "stop"))
+        assert last is not None
+        deltas.append(last)
+    assert [delta.finish for delta in deltas if delta.finish] == [finish] == [choice.finish]
+    assert choice.stop == (None if stop == "nowhere" else stop)
+    assert choice.calls
+    arguments = "".join(part.text for part in choice.parts or () if isinstance(part, ArgumentsPart))
+    assert (json.loads(arguments) == {"x": "a<b c", "y": 1}) if finish == "stop" else not arguments.endswith("}")
+
+
+@pytest.mark.parametrize("reasons", [False, True])
+@pytest.mark.parametrize(("stop", "finish"), [("b", "length"), ('{"a', "length"), ("\n", "stop")])
+def test_a_stop_string_within_an_object_that_was_asked_for_cuts_it_off(
+    model_tokenizer: ModelTokenizer, stop: str, finish: str, reasons: bool
+) -> None:
+    text = '{"a": "b"}\n'
+    asked = Asked(stops=(stop,), answer_format=AnswerFormat(reasoning=True) if reasons else None)
+    choice = choice_of(model_tokenizer, asked, '{"grammars": [{"json_schema": {}}]}')
+    choice.take(model_tokenizer.encode(("<think>so {</think>" if reasons else "") + text, add_special=False), ())
+    assert (choice.finish, choice.stop) == (finish, stop)
+    other = choice_of(model_tokenizer, asked, '{"grammars": [{"lark_grammar": "start: /.*/"}]}')
+    other.take(model_tokenizer.encode(text, add_special=False), ())
+    assert other.finish == "stop"
