@@ -83,6 +83,9 @@ class RouterConfig:
     """auto: where the model's chat template shows no tools, a system message describes them, in Hermes' format, and
     earlier calls and their results are written as its text; with `tool_parser` `auto` or `hermes`. none: tools are left
     to the template."""
+    split_special_tokens: bool = True
+    """Whether special tokens that users and tools write into a chat (`<|im_start|>`) are text, so that nobody forges a
+    turn of another role. Prompts of /v1/completions have them as the tokens that they name."""
     reasoning_parser: Literal["auto", "none", "think", "gemma4"] = "auto"
     """How the model writes reasoning; auto: as its chat template says; think: between <think> and </think>; gemma4: in
     a channel of its own. gpt-oss's is part of its format of calls."""

@@ -5,7 +5,9 @@ All requests and threads share one `ModelTokenizer`; after construction it only 
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +34,23 @@ NO_IDS_OF_TEXT = "this checkpoint has no tokenizer.json: text and token ids can'
 NO_TEMPLATE = 'this checkpoint has no chat template: send /v1/completions the text as "prompt"'
 
 
+GUARDS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
+"""Characters that Unicode assigns to nothing: one that the texts of a chat don't have stands within names of tokens in
+them, until they are tokenised."""
+
+
+class GuardedText(str):
+    """A prompt in which `guard` stands behind the first character of each name of a token that is to be text."""
+
+    __slots__ = ("guard",)
+    guard: str
+
+    def __new__(cls, text: str, guard: str) -> GuardedText:
+        made = super().__new__(cls, text)
+        made.guard = guard
+        return made
+
+
 class ModelTokenizer:
     """A checkpoint's tokenizer and chat template; `tree` is the content of its `tokenizer.json`.
 
@@ -44,6 +63,8 @@ class ModelTokenizer:
         self._byte_level = _is_byte_level(tree.get("decoder"))
         self._special_names = {t["content"]: t["id"] for t in tree.get("added_tokens", ()) if t.get("special")}
         self._marks = {t["content"]: t["id"] for t in tree.get("added_tokens", ()) if is_mark(t)}
+        written = sorted((name for name in self._marks if len(name) > 1), key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, written))) if written else None
         self._special = set(self._special_names.values())
         self._fallback: dict[int, int] = {}
         """Of a tokenizer with byte fallback the tokens that are bytes, with the byte."""
@@ -80,9 +101,41 @@ class ModelTokenizer:
             raise RequestError(NO_TOKENIZER, param=param)
         try:
             # The batch call releases the interpreter's lock, and the fast one computes no offsets.
-            return tuple(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
+            found = tuple(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
+            return self._without_guards(found, text, add_special) if isinstance(text, GuardedText) else found
         except (UnicodeError, TypeError):
             raise RequestError("the text holds lone surrogates, which no Unicode text has", param=param) from None
+
+    def guarded(self, texts: Sequence[str]) -> tuple[list[str], str]:
+        """Return texts with a guard within each name of a special token or a mark, and the guard; empty where they have
+        none."""
+        names = self._names
+        if names is None or not any(map(names.search, texts)):
+            return list(texts), ""
+        guard = next((each for each in GUARDS if not any(each in text for text in texts)), "")
+        if not guard:
+            raise RequestError("messages have every character that Unicode assigns to nothing", param="messages")
+        return [names.sub(lambda name: name[0][0] + guard + name[0][1:], text) for text in texts], guard
+
+    def _without_guards(self, tokens: tuple[int, ...], text: GuardedText, add_special: bool) -> tuple[int, ...]:
+        """Return the tokens of a guarded text without the guards'. Where a guard shares a token with other text,
+        what stands between the guards is tokenised piece by piece."""
+        guard, left, kept, at = text.guard.encode(), text.count(text.guard), [], 0
+        while at < len(tokens):
+            end, found = at, b""
+            while end < len(tokens) and len(found) < len(guard) and guard.startswith(found):
+                found += self.token_bytes(tokens[end])
+                end += 1
+            if found == guard:
+                at, left = end, left - 1
+            else:
+                kept.append(tokens[at])
+                at += 1
+        if left == 0:
+            return tuple(kept)
+        first, *others = text.split(text.guard)
+        pieces = [self.encode(first, add_special=add_special), *(self.encode(t, add_special=False) for t in others)]
+        return tuple(itertools.chain.from_iterable(pieces))
 
     def least_tokens(self, text: str) -> int:
         """Return a lower bound on the number of tokens of `text`, without tokenising; 0 where none is known."""

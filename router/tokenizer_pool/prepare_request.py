@@ -43,8 +43,9 @@ from router.openai.special_marks import with_special_marks
 from router.openai.tools import ToolUse, read_tools
 from router.openai_responses.responses_request import read_responses, renamed
 from router.state.prefix_hashes import PAGE_TOKENS, PrefixHashes, prefix_hashes
+from router.text.chat_template import TextParts
 from router.text.open_message import check_open
-from router.text.tokenizer import ModelTokenizer
+from router.text.tokenizer import GuardedText, ModelTokenizer
 
 BODY_BYTES_LEAST = 1024**2
 BODY_BYTES_A_POSITION = 32
@@ -59,6 +60,10 @@ def body_limit(config: RouterConfig, spec: ModelSpec) -> int:
     """Return the limit on a body in bytes: `router.max_body_bytes`, or if that is 0 one from the model's context."""
     derived = min(BODY_BYTES_LEAST + BODY_BYTES_A_POSITION * spec.context, BODY_BYTES_MOST)
     return config.max_body_bytes or derived
+
+
+_TRUSTED = ("system", "developer", "assistant")
+"""Roles of which the application writes the text, or the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +188,32 @@ class BodyReader:
         """Return the text of a chat's prompt."""
         if continues:
             check_open(messages)  # Before a call becomes text, with which an answer could go on.
+        messages, guard = self._guarded(messages)
         told = self._chats.messages(messages, use)
-        return self._model_tokenizer.render(told, opens, args, self._chats.shown(use), continues=continues)
+        text = self._model_tokenizer.render(told, opens, args, self._chats.shown(use), continues=continues)
+        return GuardedText(text, guard) if guard else text
+
+    def _guarded(self, messages: ChatMessages) -> tuple[ChatMessages, str]:
+        """Return the messages with guards within names of special tokens that users and tools wrote, and the guard;
+        empty where they wrote none."""
+        if not self._config.split_special_tokens or not self._model_tokenizer.has_text:
+            return messages, ""
+        places = [
+            (at, key)
+            for at, message in enumerate(messages)
+            for key in ("content", "name")
+            if message.get("role") not in _TRUSTED and isinstance(message.get(key), str)
+        ]
+        texts = [messages[at][key] for at, key in places]
+        parts = [text.parts if isinstance(text, TextParts) else (text,) for text in texts]
+        guarded, guard = self._model_tokenizer.guarded([part for each in parts for part in each])
+        if not guard:
+            return messages, ""
+        changed, left = [dict(message) for message in messages], iter(guarded)
+        for (at, key), each, text in zip(places, parts, texts, strict=True):
+            new = [next(left) for _ in each]
+            changed[at][key] = TextParts(new) if isinstance(text, TextParts) else new[0]
+        return tuple(changed), guard
 
     def _formatted(self, request: GenerateRequest, prompt: str) -> GenerateRequest:
         """Return a chat with what is to be found in its answers, and with the grammar that this takes."""
