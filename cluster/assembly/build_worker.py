@@ -12,8 +12,8 @@ from cluster.assembly.build_parts import WorkerParts, build_parts, numerics_clas
 from cluster.assembly.captured_steps import capture_steps
 from cluster.ranks.rendezvous import RankGroup
 from colocate import decode_class_for
-from contracts.checkpoint.checkpoint_files import TOKENIZER, read_checkpoint_text
 from contracts.checkpoint.model_spec import ModelSpec
+from contracts.checkpoint.tokenizer_files import read_tokenizer_files
 from contracts.clock import Clock, SystemClock
 from contracts.config.cluster_config import Config
 from contracts.grammar import GRAMMAR_ENGINE
@@ -148,7 +148,7 @@ def _decode_worker(
 def grammar_engine(spec: ModelSpec) -> GrammarEngine | None:
     """The structured-output engine of a checkpoint; None for one without a tokenizer. Raises `CheckpointError` for a
     tokenizer that can't be read."""
-    text = read_checkpoint_text(spec.path, TOKENIZER)
+    text = read_tokenizer_files(spec.path).content
     if text is None:
         return None
     from engine.structured_output.llguidance_engine import LLGuidanceEngine

@@ -20,6 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from contracts.checkpoint.checkpoint_files import read_checkpoint_text
+from contracts.checkpoint.tokenizer_files import TokenizerFiles
 from contracts.errors import CheckpointError, RequestError
 
 _REFUSALS = (TemplateError, TypeError, ValueError, ArithmeticError, AttributeError, LookupError)
@@ -86,6 +87,7 @@ class ChatTemplate:
         """
         values = {
             **self._specials,
+            "documents": None,
             **extra,
             "messages": [self._formed(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
@@ -164,7 +166,7 @@ _PROBE: dict[str, Any] = {
 }
 
 
-def read_chat_template(model: Path, tokenizer_config: Mapping[str, Any], max_chars: int) -> ChatTemplate | None:
+def read_chat_template(model: Path, files: TokenizerFiles, max_chars: int) -> ChatTemplate | None:
     """Return the template of a checkpoint, its folder or GGUF file; None without one.
 
     It is `chat_template.jinja`, else `chat_template` of the tokenizer's config: a text, or of a list the entry named
@@ -172,7 +174,7 @@ def read_chat_template(model: Path, tokenizer_config: Mapping[str, Any], max_cha
     ``tool_use``, where there is one. Raises `CheckpointError` for a template that can't be compiled.
     """
     source: object = read_checkpoint_text(model, "chat_template.jinja")
-    source = tokenizer_config.get("chat_template") if source is None else source
+    source = files.config.get("chat_template") if source is None else source
     for_tools: object = read_checkpoint_text(model, "additional_chat_templates/tool_use.jinja")
     if isinstance(source, list):
         named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
@@ -180,12 +182,7 @@ def read_chat_template(model: Path, tokenizer_config: Mapping[str, Any], max_cha
         for_tools = for_tools or named.get("tool_use")
     if not isinstance(source, str):
         return None
-    specials = {}
-    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        value = tokenizer_config.get(name)
-        text = value.get("content") if isinstance(value, dict) else value
-        specials[name] = text if isinstance(text, str) else ""
-    return ChatTemplate(source, specials, max_chars, for_tools if isinstance(for_tools, str) else "")
+    return ChatTemplate(source, files.named, max_chars, for_tools if isinstance(for_tools, str) else "")
 
 
 class _GenerationTag(Extension):

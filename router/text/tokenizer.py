@@ -12,10 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from contracts.checkpoint.checkpoint_files import TOKENIZER, TOKENIZER_CONFIG, read_checkpoint_text
+from contracts.checkpoint.checkpoint_files import TOKENIZER
+from contracts.checkpoint.tokenizer_files import read_tokenizer_files
 from contracts.errors import CheckpointError, RequestError
 from contracts.grammar import is_mark
-from contracts.outside_data import read_json
 from router.text.chat_template import ChatTemplate, TemplateTraits, read_chat_template
 from router.text.detokenizer import ByteDetokenizer, Detokenizer, FallbackDetokenizer, NoText, WindowDetokenizer
 from router.text.open_message import cut_at_mark, marked
@@ -233,32 +233,18 @@ def read_model_tokenizer(model: Path, max_chars: int) -> ModelTokenizer:
     `max_chars` bounds a rendered chat prompt. Raises `CheckpointError` for a file that is there and can't be read. A
     missing tokenizer is no error.
     """
-    config = _tree(model, TOKENIZER_CONFIG, read_checkpoint_text(model, TOKENIZER_CONFIG))
-    template = read_chat_template(model, config, max_chars)
-    content = read_checkpoint_text(model, TOKENIZER)
-    if content is None:
+    files = read_tokenizer_files(model)
+    template = read_chat_template(model, files, max_chars)
+    if files.content is None:
         return ModelTokenizer(None, template, {})
     from tokenizers import Tokenizer
 
-    tree = _tree(model, TOKENIZER, content)
     try:
-        tokenizer = Tokenizer.from_str(content)
+        tokenizer = Tokenizer.from_str(files.content)
     except Exception as error:  # The library raises bare `Exception`.
         text = " ".join(str(error).split())
         raise CheckpointError(f"{model / TOKENIZER} is not a tokenizer: {text}") from None
-    return ModelTokenizer(tokenizer, template, tree)
-
-
-def _tree(model: Path, name: str, content: str | None) -> dict[str, Any]:
-    if content is None:
-        return {}
-    try:
-        tree = read_json(content)
-    except ValueError as error:
-        raise CheckpointError(f"can't read {model / name}: {error}") from None
-    if not isinstance(tree, dict):
-        raise CheckpointError(f"{model / name} must hold a JSON object")
-    return tree
+    return ModelTokenizer(tokenizer, template, files.tree)
 
 
 def _is_byte_level(decoder: object) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from contracts.checkpoint.tokenizer_files import TokenizerFiles
 from contracts.config.load_config import config_from_dict
 from contracts.errors import CheckpointError, ConfigError, RequestError
 from contracts.sampling_params import SamplingParams
@@ -239,7 +240,7 @@ def test_a_template_that_fails_or_reaches_out_is_a_clear_refusal(source: str, sa
 
 def test_templates_are_found_in_each_of_their_places(tmp_path: Path) -> None:
     def text(config: dict[str, Any]) -> str | None:
-        template = read_chat_template(tmp_path, config, 100)
+        template = read_chat_template(tmp_path, TokenizerFiles(None, {}, config), 100)
         return template.render(HELLO, True, {}) if template else None
 
     assert text({}) is None

@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from contracts.checkpoint.tokenizer_files import TokenizerFiles
 from contracts.errors import RequestError
 from router.openai.chat_format import ChatFormat
 from router.openai.parse_request import read_messages
@@ -281,7 +282,7 @@ def test_chats_with_tools_have_a_template_of_their_own_where_there_is_one(tmp_pa
     else:
         (tmp_path / "additional_chat_templates").mkdir()
         (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("<tool_call>{{ tools | length }}")
-    template = read_chat_template(tmp_path, config, 1000)
+    template = read_chat_template(tmp_path, TokenizerFiles(None, {}, config), 1000)
     assert template is not None
     assert template.render([], False, {}) == "plain"
     assert template.render([], False, {}, TOOLS) == "<tool_call>2"

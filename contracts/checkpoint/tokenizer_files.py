@@ -1,0 +1,110 @@
+"""A checkpoint's tokenizer, of all files that say something of it.
+
+`tokenizer.json` has the whole tokenizer in most checkpoints. In others the added tokens, or which of them are special,
+are in `tokenizer_config.json` (`added_tokens_decoder`, `eos_token` and so on), `special_tokens_map.json` or
+`added_tokens.json`; transformers puts them together, and so does this.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from contracts.checkpoint.checkpoint_files import TOKENIZER, TOKENIZER_CONFIG, read_checkpoint_text
+from contracts.errors import CheckpointError
+from contracts.outside_data import read_json
+
+_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """What a checkpoint's files say of its tokenizer."""
+
+    content: str | None
+    """`tokenizer.json`, with what other files say of added tokens; None without one."""
+    tree: Mapping[str, Any]
+    """`content`, read; empty without one."""
+    config: Mapping[str, Any]
+    """The keys of `tokenizer_config.json`, with those of `special_tokens_map.json` over them."""
+
+    @property
+    def named(self) -> dict[str, str]:
+        """Special tokens by the names under which templates have them: ``bos_token`` and others."""
+        extra = self.config.get("extra_special_tokens")
+        given = {name: self.config.get(name) for name in _NAMES} | (extra if isinstance(extra, dict) else {})
+        return {name: text for name, value in given.items() if (text := _text(value))}
+
+
+def read_tokenizer_files(model: Path) -> TokenizerFiles:
+    """Read the tokenizer of a checkpoint, its folder or GGUF file. Raises `CheckpointError` for a file that is there
+    and can't be read."""
+    config = _tree(model, TOKENIZER_CONFIG) | _tree(model, "special_tokens_map.json")
+    content = read_checkpoint_text(model, TOKENIZER)
+    if content is None:
+        return TokenizerFiles(None, {}, config)
+    tree = _tree(model, TOKENIZER)
+    added = [dict(token) for token in tree.get("added_tokens") or () if isinstance(token, dict)]
+    known = {token.get("content"): token for token in added}
+    for number, token in _told_elsewhere(model, config):
+        there = known.get(token["content"])
+        if there is not None:
+            there.update({name: value for name, value in token.items() if name in _FLAGS})
+        else:
+            known[token["content"]] = {"id": number, **_FLAGS, **token}
+    ids = _ids(tree)
+    for name in filter(None, (_text(config.get(each)) for each in _NAMES)):  # Special whatever they are elsewhere.
+        if name in known:
+            known[name]["special"] = True
+        elif name in ids:
+            known[name] = {"id": ids[name], "content": name, **_FLAGS, "special": True}
+    merged = sorted(known.values(), key=lambda token: token.get("id", 0))
+    if merged != (tree.get("added_tokens") or []):
+        tree = {**tree, "added_tokens": merged}
+        content = json.dumps(tree, ensure_ascii=False)
+    return TokenizerFiles(content, tree, config)
+
+
+def _told_elsewhere(model: Path, config: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the added tokens of other files than `tokenizer.json`, each with its id."""
+    for name, number in _tree(model, "added_tokens.json").items():
+        if isinstance(number, int):
+            yield number, {"content": name}
+    decoder = config.get("added_tokens_decoder")
+    for number, token in (decoder if isinstance(decoder, dict) else {}).items():
+        if isinstance(token, dict) and isinstance(token.get("content"), str) and str(number).isdecimal():
+            flags = {name: value for name, value in token.items() if name in _FLAGS and isinstance(value, bool)}
+            yield int(number), {"content": token["content"], **flags}
+
+
+def _text(value: object) -> str:
+    """The text of a special token, which is given alone or with its flags; empty for anything else."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else ""
+
+
+def _ids(tree: Mapping[str, Any]) -> Mapping[str, int]:
+    model = tree.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, dict):
+        return vocab
+    pieces = vocab if isinstance(vocab, list) else []
+    return {piece[0]: number for number, piece in enumerate(pieces) if isinstance(piece, list) and piece}
+
+
+def _tree(model: Path, name: str) -> dict[str, Any]:
+    """A file that is one JSON object; empty where it isn't there."""
+    content = read_checkpoint_text(model, name)
+    if content is None:
+        return {}
+    try:
+        tree = read_json(content)
+    except ValueError as error:
+        raise CheckpointError(f"can't read {model / name}: {error}") from None
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{model / name} must hold a JSON object")
+    return tree
