@@ -227,8 +227,7 @@ def _keep_refusal(
 async def _placed(service: RouterService, exchange: HttpExchange, kind: FrameKind) -> None:
     if service.draining:
         raise ShuttingDown
-    if not exchange.declares_json:
-        raise NotJson
+    exchange.require_json()
     service.room.check()  # Before the body takes memory, and time to read.
     resume = read_resume_headers(
         exchange.header(KEY_HEADER.lower().encode()), exchange.header(SEEN_HEADER.lower().encode())
@@ -352,8 +351,7 @@ async def _stored_response(service: RouterService, exchange: HttpExchange) -> No
 async def _text(service: RouterService, exchange: HttpExchange, kind: FrameKind) -> None:
     if service.draining:
         raise ShuttingDown
-    if not exchange.declares_json:
-        raise NotJson
+    exchange.require_json()
     raw = await exchange.body(service.body_limit, service.buffer)
     told = await service.text(kind, raw)
     exchange.ignored = told.ignored

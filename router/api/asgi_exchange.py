@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from router.anthropic.messages_writer import error_body
-from router.openai.api_errors import ApiError, BodyTooLarge, ClientGone
+from router.openai.api_errors import ApiError, BodyTooLarge, ClientGone, NotJson
 from router.service.body_buffer import BodyBuffer
 
 AsgiScope = MutableMapping[str, Any]
@@ -36,12 +36,19 @@ ON_GONE = "twinpool.on_gone"
 JOINED_BYTES = 16 * 1024
 JSON_KIND = b"application/json"
 JSON_KINDS = frozenset({"", "application/json", "text/json", "text/plain", "application/x-www-form-urlencoded"})
-EVENT_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+EVENT_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # A proxy such as nginx passes events on as they come.
+)
 PREFLIGHT_HEADERS = (
     (b"access-control-allow-methods", b"GET, POST"),
-    (b"access-control-allow-headers", b"authorization, content-type, x-api-key, anthropic-version, x-request-id"),
     (b"access-control-max-age", b"600"),
+    (b"vary", b"access-control-request-headers"),
 )
+ALLOWED_HEADERS = b"authorization, content-type, x-api-key, anthropic-version, x-request-id"
+_HEADER_NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]+(?:[ \t]*,[ \t]*[A-Za-z0-9!#$%&'*+.^_`|~-]+)*")
+_NAMES_AT_MOST = 2048
 IGNORED_HEADER = b"x-twinpool-ignored"
 """The header of an answer that names the fields of its request which had no effect."""
 CLIENT_ID_CHARS = 64
@@ -117,14 +124,21 @@ class HttpExchange:
         return self.method == "OPTIONS" and bool(self._origin) and b"access-control-request-method" in self.headers
 
     async def answer_preflight(self) -> None:
-        await self._begin(204, list(PREFLIGHT_HEADERS))
+        asked = self.headers.get(b"access-control-request-headers", b"")
+        # Clients send headers of their own, OpenAI's x-stainless-*: nothing here depends on which a page may send.
+        names = asked if len(asked) <= _NAMES_AT_MOST and _HEADER_NAMES.fullmatch(asked) else ALLOWED_HEADERS
+        await self._begin(204, [*PREFLIGHT_HEADERS, (b"access-control-allow-headers", names)])
         await self._send({"type": "http.response.body", "body": b""})
 
-    @property
-    def declares_json(self) -> bool:
-        """Whether the body may be JSON by its content type. That of curl's ``-d`` and none at all are let pass."""
+    def require_json(self) -> None:
+        """Raise `NotJson` unless the body may be JSON by its content type and is not compressed. The type of curl's
+        ``-d`` and none at all are let pass."""
         kind = self.header(b"content-type").partition(";")[0].strip().lower()
-        return kind in JSON_KINDS or kind.endswith("+json")
+        if kind not in JSON_KINDS and not kind.endswith("+json"):
+            raise NotJson
+        encoding = self.header(b"content-encoding").strip().lower()
+        if encoding not in ("", "identity"):
+            raise NotJson("compressed bodies are not taken: send the body without Content-Encoding")
 
     @property
     def client_host(self) -> str:

@@ -54,10 +54,10 @@ class Superseded(TwinpoolError):
 
 
 class NotJson(TwinpoolError):
-    """Raised where a body says that it is something else than JSON; none of it is read."""
+    """Raised where a body says that it is something else than JSON, or is encoded; none of it is read."""
 
-    def __init__(self) -> None:
-        super().__init__("the body must be JSON: send Content-Type: application/json")
+    def __init__(self, why: str = "the body must be JSON: send Content-Type: application/json") -> None:
+        super().__init__(why)
 
 
 class BodyTooLarge(TwinpoolError):

@@ -248,12 +248,20 @@ REFUSED: dict[str, FieldRefusal] = {
         "return_prompt_token_ids",
         False,
     ),
+    **_refuse("this sampler is not supported", "typical_p tfs tfs_z encoder_repetition_penalty", 1, 1.0),
     **_refuse(
         "this sampler is not supported",
-        "typical_p top_a tfs tfs_z eta_cutoff epsilon_cutoff mirostat mirostat_mode mirostat_tau mirostat_eta "
-        "dry_multiplier dry_base dry_allowed_length dry_sequence_breakers xtc_probability xtc_threshold "
-        "smoothing_factor smoothing_curve dynatemp_min dynatemp_max dynatemp_exponent temperature_last nsigma "
-        "top_n_sigma no_repeat_ngram_size encoder_repetition_penalty do_sample num_beams sampling_seed",
+        "top_a eta_cutoff epsilon_cutoff mirostat mirostat_mode dry_multiplier xtc_probability smoothing_factor "
+        "dynatemp_min dynatemp_max no_repeat_ngram_size",
+        0,
+        0.0,
+    ),
+    **_refuse("only one beam is supported; use n", "num_beams", 1),
+    **_refuse("use temperature 0 for the likeliest tokens", "do_sample", True),
+    **_refuse(
+        "this sampler is not supported",
+        "mirostat_tau mirostat_eta dry_base dry_allowed_length dry_sequence_breakers xtc_threshold smoothing_curve "
+        "dynatemp_exponent temperature_last nsigma top_n_sigma sampling_seed",
     ),
 }
 

@@ -87,7 +87,7 @@ ASKED: list[tuple[str, Any]] = [
     ("modalities", ["text", "audio"]), ("documents", [{"a": 1}]),
     ("kv_transfer_params", {"a": 1}), ("extra_key", "x"), ("mirostat_mode", 2), ("sampling_params", {"n": 2}),
     ("chat_template", "{{ 1 }}"), ("input_ids", [5]), ("moderation", {"x": 1}),
-    ("return_hidden_states", True),
+    ("return_hidden_states", True), ("num_beams", 4), ("do_sample", False), ("typical_p", 0.9), ("mirostat", 1),
 ]  # fmt: skip
 
 
@@ -103,6 +103,8 @@ NEUTRAL: list[tuple[str, Any]] = [
     ("response_format", {"type": "text"}), ("tools", []), ("best_of", 1), ("use_beam_search", False), ("bad_words", []),
     ("detokenize", True), ("modalities", ["text"]), ("suffix", ""), ("metadata", {"a": "b"}), ("store", True),
     ("service_tier", "auto"), ("parallel_tool_calls", True), ("length_penalty", 2.0), ("user", "x"), ("rid", "y"),
+    ("num_beams", 1), ("do_sample", True), ("typical_p", 1.0), ("typical_p", 1), ("tfs", 1.0), ("mirostat", 0),
+    ("xtc_probability", 0.0), ("dry_multiplier", 0), ("no_repeat_ngram_size", 0), ("top_a", 0.0),
     ("include_reasoning", True), ("truncation_side", "left"), ("echo", False), ("regex", None),
     ("stream_options", None), ("spaces_between_special_tokens", True),
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from contracts.config.cluster_config import Config
 from contracts.config.security_config import SecurityConfig
 from contracts.errors import ConfigError
 from contracts.key_file import check_tenant
+from router.api.asgi_exchange import ALLOWED_HEADERS
 from router.api.connection_limits import HEAD_BYTES
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import WAIT_S, Server, serving
@@ -166,6 +168,39 @@ def test_an_origin_that_is_named_may(origins: str, origin: str, passes: bool) ->
         assert allowed(server.client.get("/nowhere", headers={"Origin": origin})) == (origin if passes else None)
         assert allowed(server.post("/v1/completions", ASK)) is None
         assert "access-control-allow-credentials" not in asked.headers
+
+
+OPENAI_JS = "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-retry-count,x-stainless-runtime"
+
+
+@pytest.mark.parametrize(
+    ("asked", "passes"),
+    [(OPENAI_JS, True), ("X-Custom , other", True), ("a\x00b", False), ("a b", False), ("x-" + "a" * 3000, False)],
+)
+def test_a_page_may_send_the_headers_that_its_client_sends(asked: str, passes: bool) -> None:
+    """OpenAI's package for JavaScript sends some ten of its own."""
+    with serving(FakeCluster(), config=Config(security=SecurityConfig(cors_origins=ORIGIN))) as server:
+        told = b"OPTIONS /v1/completions HTTP/1.1\r\nHost: a\r\nOrigin: %s\r\nAccess-Control-Request-Method: POST\r\n"
+        raw = told % ORIGIN.encode() + b"Access-Control-Request-Headers: %s\r\n\r\n" % asked.encode()
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), 10) as client:
+            client.sendall(raw)
+            head = client.recv(65536).decode("latin-1")
+    if "\x00" in asked:
+        assert head.startswith("HTTP/1.1 400")
+        return
+    names = next(line for line in head.split("\r\n") if line.startswith("access-control-allow-headers: "))
+    assert names.partition(": ")[2] == (asked if passes else ALLOWED_HEADERS.decode())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/tokenize"])
+def test_a_compressed_body_is_refused_unread(server: Server, path: str) -> None:
+    body = gzip.compress(json.dumps(ASK).encode())
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    answer = server.client.post(path, content=body, headers=headers)
+    assert answer.status_code == 415
+    assert "without Content-Encoding" in answer.text
+    assert server.post("/v1/completions", ASK, **{"Content-Encoding": "identity"}).status_code == 200
 
 
 # ---------------------------------------------------------------- what is logged
