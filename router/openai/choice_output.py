@@ -24,6 +24,7 @@ from router.parsers.answer_parts import (
     ReasoningPart,
     joined,
 )
+from router.parsers.mark_tokens import MarkTokens, made_whole
 from router.state.routed_request import RoutedRequest
 from router.text.stop_strings import StopMatcher
 from router.text.tokenizer import ModelTokenizer
@@ -57,6 +58,8 @@ class ChoiceOutput:
         "_first_due",
         "_found",
         "_include_stop",
+        "_mark_of",
+        "_mark_tokens",
         "_matcher",
         "_min_tokens",
         "_parser",
@@ -111,12 +114,16 @@ class ChoiceOutput:
         looked_for = generate_request.answer_format
         self._parser = looked_for.parser() if looked_for is not None else None
         self._arguments = ArgumentsOfCalls()
+        marks = looked_for.marks if looked_for is not None else frozenset[str]()
+        self._mark_of = {model_tokenizer.marks[mark]: mark for mark in marks if mark in model_tokenizer.marks}
+        """Tokens that are marks of what is looked for."""
+        self._mark_tokens = MarkTokens(self._mark_of.values())
         if self._parser is not None:
             self.parts = []
         self._detokenizer = model_tokenizer.detokenizer(
             request.prompt,
             skip_special=generate_request.skip_special_tokens,
-            shown=looked_for.marks if looked_for is not None else (),
+            shown=marks,
         )
         self._matcher = StopMatcher(generate_request.stops, include=generate_request.include_stop)
         self._include_stop = generate_request.include_stop
@@ -146,6 +153,7 @@ class ChoiceOutput:
             if token in self._stop_ids and not self._include_stop:
                 continue
             text = self._detokenizer.feed(token)
+            self._mark_tokens.note(text, self._mark_of.get(token))
             if self._min_tokens and len(self.tokens) <= self._min_tokens:
                 text = self._matcher.skip(text)
             elif text:
@@ -171,7 +179,9 @@ class ChoiceOutput:
         if done.error is not None:
             self.error = done
             return None
-        text = self._matcher.feed(self._detokenizer.finish()) + self._matcher.finish()
+        last = self._detokenizer.finish()
+        self._mark_tokens.note(last, None)
+        text = self._matcher.feed(last) + self._matcher.finish()
         self.finish = done.reason
         if self._matcher.matched is not None:
             self.finish, self.stop = "stop", self._matcher.matched
@@ -195,7 +205,7 @@ class ChoiceOutput:
         """Take the next text for its parts."""
         if self._parser is None or not text:
             return
-        found = self._parser.feed(text)
+        found = list(made_whole(self._parser.feed(self._mark_tokens.take(text))))
         if any(isinstance(part, ReasoningPart) for part in found):
             self.reasoning_tokens = len(self.tokens)
         self._found += found
@@ -207,7 +217,7 @@ class ChoiceOutput:
                 self.finish = "length"
             return None
         if self.finish is not None:
-            self._found += self._parser.finish()
+            self._found += made_whole([*self._parser.feed(self._mark_tokens.finish()), *self._parser.finish()])
         if self._matcher.matched is not None and self._cut_short():
             self.finish = "length"
         found = self._arguments.take(self._found, stopped=self.finish == "stop")

@@ -11,9 +11,13 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from contracts.config.router_config import RouterConfig
+from contracts.ids import RequestId
+from contracts.messages.worker_events import Done
 from engine.structured_output.grammar_engine import GrammarError
 from engine.structured_output.llguidance_engine import LLGuidanceEngine
-from router.parsers.answer_parts import joined
+from router.openai.choice_output import ChoiceOutput
+from router.parsers.answer_parts import ReasoningPart, joined
+from router.state.routed_request import RoutedRequest
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import ModelTokenizer
 from router.tokenizer_pool.prepare_request import BodyReader
@@ -144,3 +148,42 @@ def test_a_text_that_reads_like_a_mark_is_text(site: Site, text: str) -> None:
         assert site.takes(grammar, site.pieces(answer))
         marks = site.marked(answer)
         assert marks == site.pieces(answer) or not site.takes(grammar, marks), "its mark is another token"
+
+
+LETTERS = "a </think> and <tool_call>{} </tool_call>, </thi"
+
+
+@pytest.mark.parametrize("stop", ["", "</tool_call>, ", "never"])
+@pytest.mark.parametrize("each", [False, True])
+def test_marks_end_what_they_mark_and_letters_that_read_like_them_are_text(site: Site, stop: str, each: bool) -> None:
+    request = site.asked(tools=[TOOL], **({"stop": [stop]} if stop else {}))
+    routed = RoutedRequest(RequestId("r"), (1, 2), request.sampling, now=0.0, deadline=60.0)
+    choice = ChoiceOutput(0, routed, request, site.model_tokenizer, "")
+    tokens = [*site.marked("<think>"), *site.pieces(LETTERS.replace(stop, "") if stop else LETTERS)]
+    tokens += [*site.marked("</think>"), *site.pieces("b <think> " + LETTERS), *site.marked(CALL)]
+    for delta in choice.take_each(tokens, ()) if each else [choice.take(tokens, ())]:
+        assert "\ufdd0" not in delta.text
+    if choice.finish is None:
+        choice.end(Done(RequestId("r"), 0, "stop"))
+    found = list(joined(choice.parts or ()))
+    reasoning = "".join(part.text for part in found if isinstance(part, ReasoningPart))
+    assert reasoning == (LETTERS.replace(stop, "") if stop else LETTERS)
+    if stop.startswith("</"):
+        assert choice.stop == stop
+        assert told(found[1:]) == ("b <think> a </think> and <tool_call>{} ", [])
+    else:
+        assert told(found[1:]) == ("b <think> " + LETTERS, [("get", {"x": 2})])
+
+
+def test_letters_are_marks_where_the_model_has_none_as_tokens() -> None:
+    tokenizer = byte_tokenizer(SPECIAL)
+    site = Site(tokenizer)
+    try:
+        request = site.asked(tools=[TOOL])
+        routed = RoutedRequest(RequestId("r"), (1, 2), request.sampling, now=0.0, deadline=60.0)
+        choice = ChoiceOutput(0, routed, request, site.model_tokenizer, "")
+        choice.take(site.pieces("<think>so</think>" + CALL), ())
+        choice.end(Done(RequestId("r"), 0, "stop"))
+        assert told(list(choice.parts or ())[1:]) == ("", [("get", {"x": 2})])
+    finally:
+        site.engine.close()
