@@ -61,6 +61,7 @@ ROUTERS_OWN = {
     "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "n", "stream", "return_token_ids",
     "add_special_tokens", "user", "echo", "best_of", "logprobs", "top_logprobs", "add_generation_prompt",
     "max_completion_tokens", "timeout", "separate_reasoning", "continue_final_message", "truncate_prompt_tokens",
+    "return_tokens_as_token_ids",
 }  # fmt: skip
 """Options that act in the router, or are worked into another one."""
 BODIES: dict[str, dict[str, Any]] = {
