@@ -34,6 +34,8 @@ NO_IDS_OF_TEXT = "this checkpoint has no tokenizer.json: text and token ids can'
 NO_TEMPLATE = 'this checkpoint has no chat template: send /v1/completions the text as "prompt"'
 
 
+NAME_CHARS = 256
+"""The longest name of a token that is looked for in the texts of a chat."""
 GUARDS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 """Characters that Unicode assigns to nothing: one that the texts of a chat don't have stands within names of tokens in
 them, until they are tokenised."""
@@ -63,8 +65,7 @@ class ModelTokenizer:
         self._byte_level = _is_byte_level(tree.get("decoder"))
         self._special_names = {t["content"]: t["id"] for t in tree.get("added_tokens", ()) if t.get("special")}
         self._marks = {t["content"]: t["id"] for t in tree.get("added_tokens", ()) if is_mark(t)}
-        written = sorted((name for name in self._marks if len(name) > 1), key=len, reverse=True)
-        self._names = re.compile("|".join(map(re.escape, written))) if written else None
+        self._names = _any_of([name for name in self._marks if 1 < len(name) <= NAME_CHARS])
         self._special = set(self._special_names.values())
         self._fallback: dict[int, int] = {}
         """Of a tokenizer with byte fallback the tokens that are bytes, with the byte."""
@@ -245,6 +246,25 @@ def read_model_tokenizer(model: Path, max_chars: int) -> ModelTokenizer:
         text = " ".join(str(error).split())
         raise CheckpointError(f"{model / TOKENIZER} is not a tokenizer: {text}") from None
     return ModelTokenizer(tokenizer, template, files.tree)
+
+
+def _any_of(names: Sequence[str]) -> re.Pattern[str] | None:
+    """A pattern of any of the names, of those that begin at one place the longest; None without any. It looks at each
+    character of a text once for each letter that they share, however many they are."""
+    tree: dict[str, Any] = {}
+    for name in names:
+        node = tree
+        for letter in name:
+            node = node.setdefault(letter, {})
+        node[""] = {}
+
+    def written(node: dict[str, Any]) -> str:
+        further = "|".join(re.escape(letter) + written(below) for letter, below in node.items() if letter)
+        if not further:
+            return ""
+        return f"(?:{further})?" if "" in node else f"(?:{further})" if len(node) > 1 else further
+
+    return re.compile(written(tree)) if names else None
 
 
 def _is_byte_level(decoder: object) -> bool:

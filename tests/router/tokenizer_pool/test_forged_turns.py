@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from tokenizers import Tokenizer
 from contracts.config.router_config import RouterConfig
 from contracts.errors import RequestError
 from router.text.chat_template import ChatTemplate
-from router.text.tokenizer import GUARDS, ModelTokenizer
+from router.text.tokenizer import GUARDS, ModelTokenizer, _any_of
 from router.tokenizer_pool.prepare_request import BodyReader
 from tests.router.http_server import demo_spec
 from tests.router.parsers.test_published_marks import MARKS, SPECIAL, TEMPLATE, TOKENIZERS
@@ -99,3 +101,22 @@ def test_the_count_of_tokens_of_a_chat_is_that_of_its_prompt(tokenizer: Tokenize
     read = reader(tokenizer)
     body = json.dumps({"messages": [{"role": "user", "content": FORGED}]}).encode()
     assert json.loads(read.tokenize(body).body)["tokens"] == list(read.chat(body).prompts[0].tokens)
+
+
+def test_of_names_that_begin_alike_the_longest_is_found() -> None:
+    """As a pattern of all names one by one finds them, which takes seconds for a text of many beginnings."""
+    names = [
+        *(f"<|reserved_{number}|>" for number in range(120)),
+        "<|im_start|>",
+        "<|im_start|>x",
+        "[INST]",
+        "<s>",
+        "<",
+    ]
+    one_by_one = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
+    found, rng = _any_of(names), random.Random(1)
+    assert found is not None
+    for _ in range(300):
+        text = "".join(rng.choice([*names, "<|", "<|reserved_", "x", "[IN"]) for _ in range(8))
+        assert [match.span() for match in found.finditer(text)] == [match.span() for match in one_by_one.finditer(text)]
+    assert _any_of([]) is None
