@@ -19,6 +19,10 @@ Schema = dict[str, Any]
 EXACT = 2**53
 """The engine reads numbers as doubles, which hold every whole number up to here."""
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_ROUNDS = 16
+"""How deep references are followed: what is deeper is left to the engine, as one client's schema may not take long."""
+_PAIRS = 8192
+"""Pairs of alternatives that are compared with each other; `oneOf` beyond them stays as it is."""
 _TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 _FREE = frozenset({"string", "integer", "number", "boolean", "null"})
 """Types of which there is always a value, as far as is looked at here."""
@@ -43,11 +47,14 @@ def rewritten(schema: Schema) -> Schema:
     """Return a schema of the same values without what the engine doesn't know, as far as that is possible."""
     if not any("oneOf" in node for _, node in _nodes(schema)):
         return schema
-    copy = deepcopy(schema)
+    copy, left = deepcopy(schema), _PAIRS
     for _, node in list(_nodes(copy)):
         branches = node.get("oneOf")
         if not isinstance(branches, list) or "anyOf" in node or not all(isinstance(b, dict) for b in branches):
             continue
+        left -= len(branches) * (len(branches) - 1) // 2
+        if left < 0:
+            break
         if all(_exclude(copy, one, other) for one, other in combinations(branches, 2)):
             node["anyOf"] = node.pop("oneOf")
     return copy
@@ -168,11 +175,17 @@ def _unfit(schema: Schema) -> str | None:
     nodes = list(_nodes(schema))
     known = {id(node) for _, node in nodes}
     fit: set[int] = set()
-    before = -1
-    while before < len(fit):
-        before = len(fit)
-        fit |= {id(node) for _, node in reversed(nodes) if id(node) not in fit and _fits(schema, node, known - fit)}
-    if id(schema) in fit:
+    for _ in range(_ROUNDS):
+        unfit = known - fit
+        for _, node in reversed(nodes):  # Leaves come last, so that most are known to fit in the first round.
+            if id(node) in unfit and _fits(schema, node, unfit):
+                unfit.discard(id(node))
+        if known - unfit == fit:
+            break
+        fit = known - unfit
+        if id(schema) in fit:
+            return None
+    else:
         return None
     inner = [path for path, node in nodes[1:] if id(node) not in fit and "$ref" not in node]
     return inner[0] if inner else ""

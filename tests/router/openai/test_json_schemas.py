@@ -13,6 +13,7 @@ from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 
 from contracts.errors import RequestError
+from router.openai import json_schemas
 from router.openai.chat_format import ChatFormat
 from router.openai.json_schemas import EXACT, problem_of, rewritten
 from router.openai.structured_output import read_grammar
@@ -166,3 +167,33 @@ def test_the_schemas_of_tools_are_read_alike(use: dict[str, Any]) -> None:
     function["parameters"] = {"type": "object", "properties": {"pay": ONE_OF["a kind"]}, "required": ["pay"]}
     tools = read_tools(body)
     assert "oneOf" not in chats.grammar(tools, chats.answer_format(tools, ""), "")
+
+
+def test_no_clients_schema_takes_long_to_look_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted, as what a schema of the largest size may cost: looks at a schema, and pairs of alternatives."""
+    looked, compared = 0, 0
+    fits, exclude = json_schemas._fits, json_schemas._exclude
+
+    def counted_fits(*args: Any) -> bool:
+        nonlocal looked
+        looked += 1
+        return fits(*args)
+
+    def counted_exclude(*args: Any) -> bool:
+        nonlocal compared
+        compared += 1
+        return exclude(*args)
+
+    monkeypatch.setattr(json_schemas, "_fits", counted_fits)
+    monkeypatch.setattr(json_schemas, "_exclude", counted_exclude)
+    many = 400
+    names = [f"d{number}" for number in range(many)]
+    chain = {
+        name: {"type": "object", "properties": {"x": {"$ref": f"#/$defs/{after}"}}, "required": ["x"]}
+        for name, after in zip(reversed(names[:-1]), reversed(names[1:]), strict=True)
+    }
+    problem_of({"$ref": "#/$defs/d0", "$defs": {names[-1]: {"type": "null"}, **chain}})
+    assert 0 < looked <= 2 * many * (json_schemas._ROUNDS + 1)
+    alternatives = {"oneOf": [{"const": number} for number in range(100)]}
+    rewritten({"anyOf": [alternatives] * 20})
+    assert 0 < compared <= json_schemas._PAIRS
