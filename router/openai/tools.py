@@ -203,7 +203,7 @@ def _whole_object(cut: str, error: ValueError) -> dict[str, Any] | None:
     return None
 
 
-CUT_AT_MOST = 1 << 20
+CUT_AT_MOST = 1 << 18
 """Characters of arguments that are looked through for what is whole of them."""
 _ENDS_TRIED = 4
 """A cut property or value goes back to the last comma or bracket; a few more than that one are tried."""
