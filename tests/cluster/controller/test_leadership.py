@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -28,7 +29,8 @@ from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire.controller_turns import NOT_LEADING
+from contracts.wire import controller_turns
+from contracts.wire.controller_turns import NOT_LEADING, ControllerTurns, call_leader
 from router.links.controller_directory import ControllerDirectory
 from tests.cluster.fake_worker import FakeWorker
 from tests.free_ports import free_port
@@ -335,6 +337,64 @@ def test_where_nobody_leads_a_worker_gives_up_in_time(two: TwoControllers) -> No
     two.leads[:] = [False, False]
     with pytest.raises(LeaseRefused, match="can't be reached"):
         asyncio.run(asyncio.wait_for(two.keeper([]).start(1.0), WAIT_S))
+
+
+class InStep:
+    """Channels to a controller that is gone, or has lost its lease, and to one that leads, and what was asked of them.
+    As many calls as there are `callers` fail there at the same moment."""
+
+    def __init__(self, callers: int, *, away: bool) -> None:
+        self.away = away
+        self.fail = asyncio.Barrier(callers)
+        self.asked: list[str] = []
+
+    def channel_to(self, endpoint: str) -> StepChannel:
+        self.asked.append(endpoint)
+        return StepChannel(self, endpoint)
+
+    async def call(self, channel: object) -> str:
+        assert isinstance(channel, StepChannel)
+        if channel.endpoint == "lost:1":
+            await self.fail.wait()
+            none = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, none, none, NOT_LEADING, None)
+        return channel.endpoint
+
+
+class StepChannel:
+    """One of the channels of `InStep`."""
+
+    def __init__(self, scene: InStep, endpoint: str) -> None:
+        self.scene = scene
+        self.endpoint = endpoint
+
+    async def __aenter__(self) -> StepChannel:
+        return self
+
+    async def __aexit__(self, *error: object) -> None: ...
+
+    async def channel_ready(self) -> None:
+        assert len(self.scene.asked) <= 20, "the calls step over the leader together"
+        if self.scene.away and self.endpoint == "lost:1":
+            await self.scene.fail.wait()
+            raise TimeoutError
+
+
+@pytest.mark.parametrize("callers", [2, 4])
+@pytest.mark.parametrize("away", [True, False], ids=["gone", "leads no more"])
+def test_calls_that_fail_at_the_same_moment_move_on_once(
+    callers: int, away: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller_turns, "TURN_S", 0.0)
+
+    async def life() -> None:
+        scene, turns = InStep(callers, away=away), ControllerTurns("lost:1,leader:1")
+        calls = [call_leader(turns, cast(Any, scene.channel_to), scene.call, WAIT_S) for _ in range(callers)]
+        assert await asyncio.gather(*calls) == ["leader:1"] * callers
+        assert scene.asked == ["lost:1"] * callers + ["leader:1"] * callers
+        assert turns.current == "leader:1"
+
+    asyncio.run(life())
 
 
 def test_a_call_of_the_only_controller_waits_until_it_leads_again() -> None:

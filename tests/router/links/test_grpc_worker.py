@@ -299,6 +299,18 @@ async def test_choices_of_a_long_prompt_encode_it_once_and_arrive_whole(tokens: 
     assert all(len(pb.RouterFrame.FromString(raw).commands) <= 64 for raw in frames)
 
 
+async def test_what_was_encoded_of_one_prompt_is_never_sent_as_anothers_that_has_its_place_in_memory() -> None:
+    worker, writer = FakeWorker("prefill-0", Role.PREFILL), FrameWriter()
+    for first in range(40):  # None is held once it is sent, so the next one may lie where it lay.
+        (frame,) = writer.frames([replace(submit(worker), tokens=tuple(range(first, first + 2000)), prompt_len=2000)])
+        (read,) = pb.RouterFrame.FromString(frame).commands
+        assert list(read.submit.tokens) == list(range(first, first + 2000))
+    held = replace(submit(worker), tokens=tuple(range(2000)), prompt_len=2000)
+    before = writer.encoded
+    assert list(writer.frames([held])) == list(writer.frames([held]))
+    assert writer.encoded - before == 2, "nothing is kept from one call to the next"
+
+
 async def test_frames_of_long_prompts_stay_small() -> None:
     worker = FakeWorker("prefill-0", Role.PREFILL)
     prompt = tuple([200_000] * 200_000)

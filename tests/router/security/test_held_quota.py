@@ -85,6 +85,32 @@ def test_answers_in_flight_are_counted_over_all_routers() -> None:
     assert admitted(next(router for router in routers if router is not busy), limits)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "let"),
+    [
+        (TenantLimits(), TenantLimits(concurrent=6), 6),
+        (TenantLimits(concurrent=12), TenantLimits(concurrent=6), 6),
+        (TenantLimits(concurrent=3), TenantLimits(concurrent=6), 6),
+        (TenantLimits(concurrent=6), TenantLimits(), 40),
+        (TenantLimits(), TenantLimits(requests_per_minute=6), 6),
+        (TenantLimits(requests_per_minute=60), TenantLimits(requests_per_minute=6), 6),
+        (TenantLimits(requests_per_minute=6), TenantLimits(), 40),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else f"{value.concurrent}-{value.requests_per_minute}",
+)
+def test_a_limit_that_changes_while_routers_run_is_kept_from_then_on(
+    before: TenantLimits, after: TenantLimits, let: int
+) -> None:
+    """The key file is read anew, and an operator who adds a limit doesn't restart anything for it."""
+    clock, routers = company(2)
+    for router in routers:
+        assert admitted(router, before)
+        router.ended("acme")
+    for _ in rounds(clock, routers, 3 * RENEW_S):
+        pass
+    assert sum(admitted(routers[number % 2], after) for number in range(40)) == let
+
+
 def test_a_refusal_names_the_limit_and_when_the_cluster_has_room_again() -> None:
     limits = TenantLimits(requests_per_minute=12)
     _, (one, other) = company(2)
