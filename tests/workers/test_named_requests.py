@@ -11,10 +11,10 @@ import pytest
 
 from contracts.clock import ManualClock
 from contracts.errors import ErrorKind
-from contracts.ids import RequestId
+from contracts.ids import RequestId, RoomId
 from contracts.interfaces.worker_interface import UNOWNED, SessionId
 from contracts.messages.kept_answers import AnswerName, Attach, Attached, Detach, KeptAnswer
-from contracts.messages.router_commands import Cancel
+from contracts.messages.router_commands import Cancel, Submit
 from contracts.messages.worker_events import Done, Event, Tokens
 from contracts.sampling_params import SamplingParams
 from decode.request.request_outcomes import RequestFailed
@@ -379,6 +379,22 @@ def test_a_request_begun_anew_ends_neither_another_choice_nor_what_a_router_has(
         found = finds(attach(c)[0])
         assert [(one.index, one.running) for one in found] == [(0, False), (1, True)]
         give_up(c, OTHER)
+
+
+@ROLES
+def test_d5_a_later_attempt_takes_the_place_of_one_that_goes_on_for_nobody(
+    model: Path, calm: dict[str, Any], colocated: int
+) -> None:
+    """Its router lost the connections, so it could not take that one back, and chose the same workers again."""
+    with company(model, clock=ManualClock(100.0), decodes=1, colocated=colocated) as c:
+        c.submit(PROMPT, GREEDY, name=NAME)
+        c.until(generated(c, RequestId("r0"), 5), "its middle")
+        drop(c)
+        forget(c)
+        for worker, command in c.sent:
+            if isinstance(command, Submit):
+                c.workers[worker].handle(OTHER, replace(command, attempt=1, room=RoomId("the next")))
+        assert rest_of(c, [], len(PROMPT)) == calm["tokens"]
 
 
 def test_b2_too_many_that_run_for_nobody_are_cancelled(model: Path) -> None:

@@ -393,6 +393,34 @@ def test_the_receiver_is_due_when_the_first_granted_room_was_silent_for_too_long
         both.quiet()
 
 
+def test_a_room_that_waited_for_its_grant_has_all_of_its_time_from_the_grant_on() -> None:
+    """What the writer can't begin before it is granted is no silence of the writer's."""
+    with ends(SPEC, "local", transfer={"room_timeout_s": 40.0}) as both:
+        known = both.prompt(12)
+        both.open(known)
+        both.receiver.abort(known.room, "cancelled")
+        both.quiet()
+        prompt = both.prompt(12)
+        both.receiver.open(prompt.room, both.writer, ExpectedPrompt(prompt.keys, 12))
+        both.sender.open(prompt.room, PeerRef(WorkerName("decode-0"), Incarnation(1), ""))
+        both.clock.advance(50.0)
+        both.poll()
+        leases = {
+            pool: both.target.allocators[pool].lease(len(run.indices), prompt.room) for pool, run in prompt.runs.items()
+        }
+        assert both.receiver.grant(prompt.room, leases)
+        assert both.receiver.next_deadline == 90.0
+        both.clock.advance(39.0)
+        both.poll()
+        assert both.outcomes == []
+        both.clock.advance(1.0)
+        both.poll()
+        (silent,) = both.outcomes
+        assert isinstance(silent, HandoverFailed)
+        assert (silent.room, silent.message) == (prompt.room, "nothing came for 40 s")
+        both.quiet()
+
+
 def test_a_peer_is_late_from_the_moment_on_by_which_it_should_have_answered() -> None:
     with ends(SPEC, "local", transfer={"connect_timeout_s": 7.0}) as both:
         prompt = both.prompt(12)
