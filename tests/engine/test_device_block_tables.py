@@ -240,6 +240,19 @@ def test_what_the_last_owner_of_a_row_was_found_to_be_says_nothing_of_the_next()
     assert tables.stale(planned, epochs).tolist() == [True]
 
 
+def test_a_row_that_was_found_stale_is_stale_in_the_steps_that_were_planned_ahead_with_it() -> None:
+    """Nothing is freed between them; its neighbour stays fresh throughout."""
+    tables, epochs = DeviceBlockTables(CPU), EpochTable(100)
+    fine, given_away = BlockTable([1, 2], [0, 0]), BlockTable([30, 31], [0, 0])
+    ahead = [plan(tables, [fine, given_away]) for _ in range(2)] + [plan(tables, [given_away])]
+    epochs.bump([31])
+    found = []
+    for planned in ahead:
+        tables.update(planned)
+        found.append(tables.stale(planned, epochs).tolist())
+    assert found == [[False, True], [False, True], [True]]
+
+
 # ------------------------------------------------------------ one copy
 
 

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from llguidance import LLMatcher
+from tokenizers import Tokenizer
 
 from cluster.models.model_source import DEMO
+from engine.runner.sampling.token_mask import TokenMask
 from engine.structured_output import llguidance_engine as module
 from engine.structured_output.grammar_engine import GrammarError, GrammarMatcher
 from engine.structured_output.llguidance_engine import LLGuidanceEngine
@@ -26,14 +28,18 @@ def engine() -> Iterator[LLGuidanceEngine]:
     found.close()
 
 
+def allowed(mask: TokenMask) -> list[int]:
+    """The tokens that may come, in order."""
+    return [int(token) for token in np.flatnonzero(np.unpackbits(mask.words.view(np.uint8), bitorder="little"))]
+
+
 def go_on(engine: LLGuidanceEngine, matcher: GrammarMatcher, rng: random.Random, tokens: int) -> str:
     """Follow an answer of random tokens; returns why it couldn't go on, empty where it could."""
     for _ in range(tokens):
         (made,) = engine.masks([(matcher, ())])
         if isinstance(made, GrammarError):
             return str(made)
-        allowed = np.flatnonzero(np.unpackbits(made[0].words.view(np.uint8), bitorder="little"))
-        matcher.consume([int(rng.choice(list(allowed)))])
+        matcher.consume([rng.choice(allowed(made[0]))])
     return ""
 
 
@@ -60,6 +66,19 @@ def test_answers_share_a_compiled_grammar_and_only_so_many(
     for _ in range(2 * module._SHARED_BY + 1):
         engine.start(DIGITS, ()).result()
     assert compiled == [DIGITS] * 3
+
+
+def test_the_first_mask_of_an_answer_is_of_its_own_place_in_a_grammar_that_others_share(
+    engine: LLGuidanceEngine,
+) -> None:
+    """An answer that goes on at another worker begins behind what it has emitted."""
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    opening, found = tokenizer.token_to_id("q"), []
+    assert opening is not None
+    for emitted in ((), (opening,), ()):
+        mask = engine.start(LLMatcher.grammar_from_regex("q[0-9]"), emitted).result().mask
+        found.append({tokenizer.id_to_token(token) for token in allowed(mask)})
+    assert found == [{"q"}, set("0123456789"), {"q"}]
 
 
 def test_grammars_that_are_kept_are_bounded_and_the_latest_used_stay(

@@ -124,6 +124,30 @@ def test_a_change_whose_supervisor_another_one_has_replaced_is_told_at_once(site
         site.change(replace_it, first)
 
 
+def test_a_change_that_waits_for_the_next_supervisor_leaves_the_loop_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        orders, waits = SettingsOrders(answer_s=WAIT_S), list[int]()
+        orders.come(lambda change: pytest.fail("it went away"))
+        orders.lost()
+        wait = orders._there.wait
+
+        async def counting() -> bool:
+            waits.append(1)
+            assert len(waits) < 10, "it asks for a supervisor over and over, and nobody else has a turn"
+            return await wait()
+
+        monkeypatch.setattr(orders._there, "wait", counting)
+        change = asyncio.create_task(orders.change(CHANGE))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert len(waits) == 1
+        change.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await change
+
+    asyncio.run(run())
+
+
 def test_a_change_waits_for_a_supervisor_that_is_starting_again_and_not_for_ever() -> None:
     async def run() -> None:
         orders, sent = SettingsOrders(answer_s=0.05), list[SettingsChange]()

@@ -190,6 +190,29 @@ def test_an_order_to_leave_that_an_undrain_has_overtaken_is_not_obeyed(
     assert obeyed == ([] if undrained else ["leaves"])
 
 
+def test_an_order_to_leave_after_an_undrain_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An undrain overtakes the one answer that is under way, and no later one."""
+    undrains, obeyed = [0], list[int]()
+    answers = iter([pb.LeaseGrant(drain=True), pb.LeaseGrant(drain=True), pb.LeaseGrant(fenced=True)])
+    asked: list[int] = []
+
+    class Stub:
+        async def Renew(self, renewal: pb.Renewal, **_: object) -> pb.LeaseGrant:
+            asked.append(len(asked) + 1)
+            undrains[0] = 1  # while the first answer is under way
+            return next(answers)
+
+    record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "e", "c", WorkerLimits(1, 1))
+    status = FakeWorker(incarnation=1).status
+    keeper = LeaseKeeper(
+        record, "nowhere", ManualClock(), 0.0, status, lambda _: None,
+        on_drain=lambda: obeyed.append(asked[-1]), undrains=lambda: undrains[0],
+    )  # fmt: skip
+    monkeypatch.setattr(lease, "controller_stub", lambda channel: Stub())
+    asyncio.run(keeper._renew())
+    assert obeyed == [2]
+
+
 class Script:
     """A keeper whose renewals are answered as the test says, over calls; pauses are kept and pass at once."""
 
