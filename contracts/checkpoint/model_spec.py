@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from contracts.checkpoint.checkpoint_files import TOKENIZER, TOKENIZER_CONFIG, read_checkpoint_text
 from contracts.checkpoint.gguf.gguf_config import config_of
 from contracts.checkpoint.gguf.gguf_header import SUFFIX, is_gguf, read_gguf
 from contracts.checkpoint.gguf.gguf_tokenizer import GgufTokenizer
 from contracts.checkpoint.json_fields import JsonFields
 from contracts.checkpoint.safetensors_headers import FLOATS, TensorHeader, digest_samples, read_headers, read_json
+from contracts.checkpoint.tokenizer_files import end_of_tokenizer
 from contracts.errors import CheckpointError
 
 GENERATION_CONFIG = "generation_config.json"
@@ -113,7 +111,7 @@ def read_model_spec(path: Path) -> ModelSpec:
     architecture, dtype = _architecture(config), _dtype(config, headers)
     eos = generation.get("eos_token_id")
     ends = dict.fromkeys(_token_ids(eos if eos is not None else config.values.get("eos_token_id")))
-    if (last := _end_of_tokenizer(path)) is not None:
+    if (last := end_of_tokenizer(path)) is not None:
         ends[last] = None
     vocab_size = config.size("vocab_size")
     beyond = [end for end in ends if not 0 <= end < vocab_size]
@@ -213,39 +211,6 @@ def _listed_layers(config: JsonFields) -> int | None:
     """The number of layers where `config.json` lists their kinds one by one instead; else None."""
     kinds = config.values.get("layers_block_type", config.values.get("hybrid_override_pattern"))
     return len(kinds) if isinstance(kinds, list | str) and kinds else None
-
-
-def _end_of_tokenizer(model: Path) -> int | None:
-    """The id of a folder's `eos_token`, as `tokenizer_config.json` names it; None without one. Of a GGUF file it is
-    among the ends of its header."""
-    if is_gguf(model) or not (model / TOKENIZER_CONFIG).exists():
-        return None
-    config = read_json(model / TOKENIZER_CONFIG)
-    name = config.get("eos_token")
-    name = name.get("content") if isinstance(name, dict) else name
-    if not isinstance(name, str):
-        return None
-    known = config.get("added_tokens_decoder")
-    for number, token in (known if isinstance(known, dict) else {}).items():
-        if isinstance(token, dict) and token.get("content") == name and number.isdecimal():
-            return int(number)
-    return next((t.get("id") for t in _added_tokens(model) if t.get("content") == name), None)
-
-
-def _added_tokens(model: Path) -> list[dict[str, Any]]:
-    """The list of added tokens of `tokenizer.json`, without reading its vocabulary, which takes a second."""
-    text = read_checkpoint_text(model, TOKENIZER) or ""
-    found = _ADDED_TOKENS.search(text)
-    if found is None:
-        return []
-    try:
-        tokens, _ = json.JSONDecoder().raw_decode(text, found.end())
-    except (ValueError, RecursionError):
-        return []
-    return [token for token in tokens if isinstance(token, dict)] if isinstance(tokens, list) else []
-
-
-_ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*')
 
 
 def _token_ids(value: object) -> tuple[int, ...]:

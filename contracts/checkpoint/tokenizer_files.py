@@ -8,12 +8,14 @@ are in `tokenizer_config.json` (`added_tokens_decoder`, `eos_token` and so on), 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from contracts.checkpoint.checkpoint_files import TOKENIZER, TOKENIZER_CONFIG, read_checkpoint_text
+from contracts.checkpoint.gguf.gguf_header import is_gguf
 from contracts.errors import CheckpointError
 from contracts.outside_data import read_json
 
@@ -43,7 +45,7 @@ class TokenizerFiles:
 def read_tokenizer_files(model: Path) -> TokenizerFiles:
     """Read the tokenizer of a checkpoint, its folder or GGUF file. Raises `CheckpointError` for a file that is there
     and can't be read."""
-    config = _tree(model, TOKENIZER_CONFIG) | _tree(model, "special_tokens_map.json")
+    config = _config(model)
     content = read_checkpoint_text(model, TOKENIZER)
     if content is None:
         return TokenizerFiles(None, {}, config)
@@ -67,6 +69,42 @@ def read_tokenizer_files(model: Path) -> TokenizerFiles:
         tree = {**tree, "added_tokens": merged}
         content = json.dumps(tree, ensure_ascii=False)
     return TokenizerFiles(content, tree, config)
+
+
+def end_of_tokenizer(model: Path) -> int | None:
+    """The id of a folder's `eos_token`; None without one. The vocabulary, which takes a second to read, is looked
+    through only where the token is among no added ones. Of a GGUF file it is among the ends of its header. Raises as
+    `read_tokenizer_files` does."""
+    if is_gguf(model):
+        return None
+    config = _config(model)
+    if not (name := _text(config.get("eos_token"))):
+        return None
+    text = read_checkpoint_text(model, TOKENIZER) or ""
+    ids: dict[Any, Any] = {token["content"]: number for number, token in _told_elsewhere(model, config)}
+    for token in _added_tokens(text):
+        ids[token.get("content")] = token.get("id")
+    found = ids.get(name) if name in ids or not text else _ids(_tree(model, TOKENIZER)).get(name)
+    return found if isinstance(found, int) else None
+
+
+def _config(model: Path) -> dict[str, Any]:
+    return _tree(model, TOKENIZER_CONFIG) | _tree(model, "special_tokens_map.json")
+
+
+def _added_tokens(text: str) -> list[dict[str, Any]]:
+    """The added tokens of the text of a `tokenizer.json`; the rest of it isn't read."""
+    found = _ADDED_TOKENS.search(text)
+    if found is None:
+        return []
+    try:
+        tokens, _ = json.JSONDecoder().raw_decode(text, found.end())
+    except (ValueError, RecursionError):
+        return []
+    return [token for token in tokens if isinstance(token, dict)] if isinstance(tokens, list) else []
+
+
+_ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*')
 
 
 def _told_elsewhere(model: Path, config: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from contracts.errors import RequestError
-from router.openai.json_schemas import problem_of, rewritten
-from router.openai.structured_output import bounded, closed
+from router.openai.json_schemas import followed
+from router.openai.structured_output import bounded
 from router.openai.template_messages import messages_for
 from router.openai.tool_prompt import with_tool_prompt
 from router.openai.tools import ANY_OBJECT, ChatTool, ToolUse
@@ -183,10 +183,10 @@ def _whole(lark: str, asked: str, use: ToolUse | None) -> str:
 
 def _followed(tool: ChatTool) -> dict[str, Any]:
     """The schema of a call's arguments as a grammar follows it. Raises `RequestError` where none can."""
-    schema = rewritten(tool.parameters)
-    if wrong := problem_of(schema):
-        raise RequestError(f"the parameters of {tool.name} can't be followed: {wrong}", param="tools")
-    return closed(schema)
+    try:
+        return followed(tool.parameters)
+    except ValueError as error:
+        raise RequestError(f"the parameters of {tool.name} can't be followed: {error}", param="tools") from None
 
 
 def _types(tool: ChatTool) -> dict[str, str]:

@@ -153,7 +153,8 @@ class ChoiceOutput:
             if token in self._stop_ids and not self._include_stop:
                 continue
             text = self._detokenizer.feed(token)
-            self._mark_tokens.note(text, self._mark_of.get(token))
+            if self._mark_of:
+                self._mark_tokens.note(text, self._mark_of.get(token))
             if self._min_tokens and len(self.tokens) <= self._min_tokens:
                 text = self._matcher.skip(text)
             elif text:

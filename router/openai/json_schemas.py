@@ -2,7 +2,8 @@
 
 What the engine would follow wrongly is refused: whole numbers that a double can't hold, and schemas that no value fits,
 after which a model would write until its answer's length is used up. What it doesn't know and is the same as something
-else is rewritten: `oneOf` whose alternatives exclude each other is `anyOf`.
+else is rewritten: `oneOf` whose alternatives exclude each other is `anyOf`. Objects are closed where a small model
+would write properties for ever.
 """
 
 from __future__ import annotations
@@ -26,6 +27,15 @@ _PAIRS = 8192
 _TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 _FREE = frozenset({"string", "integer", "number", "boolean", "null"})
 """Types of which there is always a value, as far as is looked at here."""
+
+
+def followed(schema: Schema) -> Schema:
+    """Return the schema that a grammar is made of: of the same values as a client's, but for the properties that an
+    object doesn't name (`closed`). Raises `ValueError` with the place where none can be made."""
+    found = rewritten(schema)
+    if wrong := problem_of(found):
+        raise ValueError(wrong)
+    return closed(found)
 
 
 def problem_of(schema: Schema) -> str:
@@ -58,6 +68,44 @@ def rewritten(schema: Schema) -> Schema:
         if all(_exclude(copy, one, other) for one, other in combinations(branches, 2)):
             node["anyOf"] = node.pop("oneOf")
     return copy
+
+
+def closed(schema: Schema) -> Schema:
+    """Return a schema in which an object that names its properties has no others, unless the schema speaks of others.
+
+    What follows it follows `schema`, too. A small model that may write more properties writes them until its answer's
+    length is used up. Returns `schema` where it lays several schemas on one object, as one's property may be a stranger
+    to another.
+    """
+    found: list[Schema] = []
+    copy = deepcopy(schema)
+    left = [copy]
+    while left:
+        node = left.pop()
+        if node.keys() & _LAID_ON_ONE or ("properties" in node and node.keys() & _IN_PLACE):
+            return schema
+        found.append(node)
+        left += [part for _, part in subschemas(node)]
+    for node in found:
+        if _names_all_that_it_needs(node):
+            node["additionalProperties"] = False
+    return copy
+
+
+def _names_all_that_it_needs(node: Schema) -> bool:
+    named, required = node.get("properties"), node.get("required", [])
+    if not isinstance(named, dict) or not named or not isinstance(required, list):
+        return False
+    return not node.keys() & _SPEAKS_OF_OTHERS and all(str(name) in named for name in required)
+
+
+_LAID_ON_ONE = frozenset(
+    {"allOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "dependencies", "unevaluatedProperties"}
+)
+_IN_PLACE = frozenset({"anyOf", "$ref", "$dynamicRef"})
+_SPEAKS_OF_OTHERS = frozenset(
+    {"additionalProperties", "patternProperties", "propertyNames", "minProperties", "enum", "const"}
+)
 
 
 def _at(path: str, why: str) -> str:

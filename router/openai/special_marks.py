@@ -1,7 +1,7 @@
-"""Marks of a grammar as the special tokens that they are in a checkpoint's vocabulary.
+"""Marks of a grammar as the tokens that they are in a checkpoint's vocabulary.
 
-Grammars of calls are made and checked with marks as text. A special token is no text to llguidance, which knows it by
-its id: ``<[200005]>``.
+Grammars of calls are made and checked with marks as text. A mark that is a token (`contracts.grammar.is_mark`) is no
+text to llguidance, which knows it by its id: ``<[200005]>``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PIECE = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\]|\\.)*/|%json ')
 
 
 def with_special_marks(grammar: str, tokens: Mapping[str, int]) -> str:
-    """Return a grammar with those marks in its own rules that are special `tokens`, each by its id.
+    """Return a grammar with those marks in its own rules that are `tokens`, each by its id.
 
     `grammar` is the text of one of llguidance's with Lark rules first; the grammars that they name aren't changed.
     """

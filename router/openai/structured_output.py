@@ -10,14 +10,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from typing import Any, NamedTuple
 
 from contracts.errors import RequestError
 from contracts.grammar import GRAMMAR_BYTES, JSON_FORM
 from contracts.outside_data import read_json
-from router.openai.grammar_check import subschemas
-from router.openai.json_schemas import problem_of, rewritten
+from router.openai.json_schemas import followed
 from router.openai.request_fields import STRUCTURED_OUTPUT, describe
 
 CHOICES_AT_MOST = 4096
@@ -141,11 +139,12 @@ def _schema(value: object, field: str, form: dict[str, Any] = JSON_FORM) -> str:
     refuse_surrogates(schema, field)
     if names_engine(schema):
         raise RequestError(f"{field}: {_ENGINES_OWN} is no keyword of JSON schema", param=_top(field))
-    schema = rewritten(schema)
-    if wrong := problem_of(schema):
-        raise RequestError(f"{field} can't be followed: {wrong}", param=_top(field))
+    try:
+        schema = followed(schema)
+    except ValueError as error:
+        raise RequestError(f"{field} can't be followed: {error}", param=_top(field)) from None
     overrides: Any = form
-    return bounded(LLMatcher.grammar_from_json_schema(json.dumps(closed(schema)), overrides=overrides), field)
+    return bounded(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides), field)
 
 
 def _json_object(value: object, field: str, form: dict[str, Any] = JSON_FORM) -> str:
@@ -222,44 +221,6 @@ def names_engine(schema: object) -> bool:
         elif isinstance(node, list):
             left += node
     return False
-
-
-def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema in which an object that names its properties has no others, unless the schema speaks of others.
-
-    What follows it follows `schema`, too. A small model that may write more properties writes them until its answer's
-    length is used up. Returns `schema` where it lays several schemas on one object, as one's property may be a stranger
-    to another.
-    """
-    found: list[dict[str, Any]] = []
-    copy = deepcopy(schema)
-    left = [copy]
-    while left:
-        node = left.pop()
-        if node.keys() & _LAID_ON_ONE or ("properties" in node and node.keys() & _IN_PLACE):
-            return schema
-        found.append(node)
-        left += [part for _, part in subschemas(node)]
-    for node in found:
-        if _names_all_that_it_needs(node):
-            node["additionalProperties"] = False
-    return copy
-
-
-def _names_all_that_it_needs(node: dict[str, Any]) -> bool:
-    named, required = node.get("properties"), node.get("required", [])
-    if not isinstance(named, dict) or not named or not isinstance(required, list):
-        return False
-    return not node.keys() & _SPEAKS_OF_OTHERS and all(str(name) in named for name in required)
-
-
-_LAID_ON_ONE = frozenset(
-    {"allOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "dependencies", "unevaluatedProperties"}
-)
-_IN_PLACE = frozenset({"anyOf", "$ref", "$dynamicRef"})
-_SPEAKS_OF_OTHERS = frozenset(
-    {"additionalProperties", "patternProperties", "propertyNames", "minProperties", "enum", "const"}
-)
 
 
 def _top(field: str) -> str:

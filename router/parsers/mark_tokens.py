@@ -18,7 +18,7 @@ GUARD = "\ufdd0"
 
 
 class MarkTokens:
-    """The text of one answer for a parser that looks for `marks`, of which those in `tokens` are tokens."""
+    """The text of one answer for a parser that looks for marks, of which `tokens` are tokens of the model."""
 
     def __init__(self, tokens: Collection[str]) -> None:
         self._marks = tuple(tokens)

@@ -241,6 +241,8 @@ def test_the_tokenizers_end_is_one_beside_those_of_the_generation_config(
     folder = copy_checkpoint(checkpoint("llama"), tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
     added = [{"id": 5, "content": "</s>", "special": True}, {"id": 9, "content": "<|im_end|>", "special": True}]
+    if decoder:  # A tokenizer.json that lacks it: of one that has it, its id counts.
+        added.pop()
     _with_tokenizer(folder, added, eos_token=eos_token, **({"added_tokens_decoder": decoder} if decoder else {}))
     assert read_model_spec(folder).eos_token_ids == ends
 
@@ -307,3 +309,24 @@ def test_triton_on_a_cpu_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match=r"engine\.attention=torch"):
         attention_for(EngineConfig(attention="triton"), FAST, CPU)
     assert isinstance(attention_for(EngineConfig(), FAST, CPU), TorchAttention)
+
+
+@pytest.mark.parametrize("where", ["tokenizer.json", "special_tokens_map.json", "the vocabulary alone"])
+def test_the_tokenizers_end_is_read_of_the_files_that_the_tokenizer_is_read_of(
+    checkpoint: MakeCheckpoint, tmp_path: Path, where: str
+) -> None:
+    """Its own id counts where `added_tokens_decoder` has another."""
+    folder = copy_checkpoint(checkpoint("llama"), tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
+    added = [] if where == "the vocabulary alone" else [{"id": 9, "content": "<|im_end|>", "special": True}]
+    named: dict[str, Any] = {} if where == "special_tokens_map.json" else {"eos_token": "<|im_end|>"}
+    if where == "tokenizer.json":
+        named["added_tokens_decoder"] = {"11": {"content": "<|im_end|>", "special": True}}
+    _with_tokenizer(folder, added, **named)
+    if where == "special_tokens_map.json":
+        (folder / where).write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}}))
+    if where == "the vocabulary alone":
+        tree = json.loads((folder / "tokenizer.json").read_text())
+        tree["model"]["vocab"] = {"a": 8, "<|im_end|>": 9}
+        (folder / "tokenizer.json").write_text(json.dumps(tree))
+    assert read_model_spec(folder).eos_token_ids == (5, 9)

@@ -12,8 +12,9 @@ from llguidance import LLMatcher, LLTokenizer
 
 from contracts.errors import RequestError
 from router.openai.grammar_check import check_grammar
+from router.openai.json_schemas import closed
 from router.openai.request_fields import STRUCTURED_OUTPUT
-from router.openai.structured_output import CHOICES_AT_MOST, closed, may_need_grammar, read_grammar
+from router.openai.structured_output import CHOICES_AT_MOST, may_need_grammar, read_grammar
 
 POINT = {
     "type": "object",
