@@ -7,11 +7,11 @@ download's folder, a child that looks at GPUs) is removed by unwinding.
 from __future__ import annotations
 
 import os
-import signal
-import threading
+import time
 from types import FrameType
 
 from cluster.serve.shutdown_signal import ASKED, START_DEADLINE_S, handled_signals
+from contracts.signal_listener import SignalListener
 
 
 class EndAsked(BaseException):
@@ -27,14 +27,14 @@ class EarlyEnd:
 
     def install(self) -> None:
         """Handle the signals from now on, until `ShutdownSignal` does. Main thread only."""
-        for number in handled_signals():
-            signal.signal(number, self._on_signal)
+        SignalListener(handled_signals(), _end_later).listen(self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
-            return
-        self._asked = True
-        timer = threading.Timer(START_DEADLINE_S, os._exit, (ASKED,))
-        timer.daemon = True
-        timer.start()
-        raise EndAsked
+        if not self._asked:
+            self._asked = True
+            raise EndAsked
+
+
+def _end_later(number: int) -> None:
+    time.sleep(START_DEADLINE_S)
+    os._exit(ASKED)

@@ -24,6 +24,7 @@ from contracts.errors import TwinpoolError
 from contracts.ids import Role
 from contracts.json_logs import log_to_stream
 from contracts.messages.worker_status import WorkerView
+from contracts.signal_listener import SignalListener
 from router.kv_indexer.event_feed import EventFeed
 from router.kv_indexer.table_memory import TableMemory, TableSize
 from router.links.controller_directory import ControllerDirectory
@@ -78,8 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     log_to_stream("kv index")
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    SignalListener((signal.SIGTERM, signal.SIGINT), lambda number: stop.set()).listen()
     try:
         config = read_config_json(options.config_json)
         page_tokens = config.cache_for(Role.PREFILL).page_tokens

@@ -41,6 +41,7 @@ from contracts.config.ledger_place import on_server, without_password
 from contracts.config.load_config import read_config_json
 from contracts.errors import ConfigError, TwinpoolError
 from contracts.json_logs import log_to_stream
+from contracts.signal_listener import SignalListener
 
 log = logging.getLogger("twinpool.controller")
 
@@ -285,8 +286,7 @@ def keep_controller(config: Config, place: ControllerPlace) -> int:
     raised = set_niceness(LEASES)  # Its threads begin with it.
     log.info("its priority is raised" if raised else "its priority can't be raised: that takes CAP_SYS_NICE")
     ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
+    SignalListener((signal.SIGINT, signal.SIGTERM), lambda number: ended.set()).listen()
     try:
         ControllerProcess(config, place, ended).run()
     except (TwinpoolError, OSError) as error:

@@ -14,7 +14,6 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import FrameType
 from typing import TextIO
 
 from cluster.assembly.build_worker import build_worker
@@ -69,11 +68,11 @@ class _Server(RouterServer):
         self._core = service.core
         self._on_ready, self._on_stop, self._stopping = on_ready, on_stop, stopping
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+    def asked_to_end(self) -> None:
         if not self._stopping.asked and self._stopping.serving:
             self._on_stop()
         self._stopping.ask()
-        super().handle_exit(sig, frame)
+        super().asked_to_end()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -1,8 +1,7 @@
 """The signals that end a run of `twinpool serve`, and the deadline by which it is gone.
 
-Python runs signal handlers between two instructions of its main thread, which may sit in native code for a minute
-(joining a Ray that doesn't answer). So a thread listens instead: the interpreter writes every signal's number to a pipe
-at once, whatever the main thread does, and from then on the deadline runs.
+The main thread may sit in native code for a minute (joining a Ray that doesn't answer). So a thread listens, and from
+the signal on the deadline runs, whatever the main thread does.
 
 An end that was asked for has the exit code `ASKED`, at whatever moment it was asked for and however long it took.
 """
@@ -13,11 +12,11 @@ import contextlib
 import os
 import signal
 import threading
-from types import FrameType
 from typing import TextIO
 
 from cluster.processes.service_manager import ServiceManager
 from contracts.clock import Clock, SystemClock
+from contracts.signal_listener import SignalListener
 
 ASKED, FAILED = 0, 1
 """Exit codes: of an end that a signal asked for, and of one that nobody asked for."""
@@ -44,19 +43,12 @@ class ShutdownSignal:
         self._asking = threading.Lock()
         self._shown_fd = 2
         self.serving = False
-        self._listener: threading.Thread | None = None
+        self._listener = SignalListener(handled_signals(), lambda number: self.ask())
 
     def install(self) -> None:
         """Handle SIGINT, SIGTERM and SIGHUP from now on. Main thread only; call it again after a library (Ray) has
         installed handlers of its own."""
-        for number in handled_signals():
-            signal.signal(number, self._on_signal)
-        if self._listener is None:
-            reading, writing = os.pipe()
-            os.set_blocking(writing, False)
-            signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-            self._listener = threading.Thread(target=self._listen, args=(reading,), name="signals", daemon=True)
-            self._listener.start()
+        self._listener.listen()
 
     def show_on(self, out: TextIO) -> None:
         """Have the last line of an end at once go to `out`."""
@@ -99,7 +91,7 @@ class ShutdownSignal:
             self._deadline(END_S if self.serving else START_DEADLINE_S, code)
 
     def ask(self) -> None:
-        """Ask for an end, as a signal does; any thread."""
+        """Ask for an end, as a signal does; any thread, but no handler of a signal."""
         with self._asking:
             now = self._clock.now()
             if self.asked:
@@ -110,15 +102,6 @@ class ShutdownSignal:
             self._asked.set()
         self._deadline(self.deadline_s, ASKED)
         self.manager.stopping()
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Do nothing: the listener acts on signals, and this keeps them from raising in the main thread."""
-
-    def _listen(self, reading: int) -> None:
-        while numbers := os.read(reading, 64):
-            for number in numbers:
-                if number in SIGNALS:
-                    self.ask()
 
     def _deadline(self, seconds: float, code: int) -> None:
         line = f"not ended within {seconds:g} s: what is left is ended now"

@@ -1,15 +1,15 @@
 """SIGTERM to a worker's process: the worker drains, and leaves when its requests have ended or migrated.
 
-The process's main thread is Ray's, and runs no Python while it waits; a handler would never be called. But the
-interpreter writes the number of each signal to a descriptor at once, on any thread, and a thread of ours reads it.
+The process's main thread is Ray's, and runs no Python while it waits; a handler would never be called.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Callable
+
+from contracts.signal_listener import SignalListener
 
 
 class SigtermDrain:
@@ -25,12 +25,8 @@ class SigtermDrain:
         """Take SIGTERM over. Call it on the main thread; on another nothing happens, and False is returned."""
         if threading.current_thread() is not threading.main_thread():
             return False
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        signal.signal(signal.SIGTERM, lambda number, frame: None)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        SignalListener([signal.SIGTERM], lambda number: self.announce()).listen()
         self.listening = True
-        threading.Thread(target=self._read, args=(reader,), name="signals", daemon=True).start()
         return True
 
     def off(self, call: Callable[[], object]) -> None:
@@ -42,11 +38,6 @@ class SigtermDrain:
     def asked(self) -> bool:
         """Whether SIGTERM has come."""
         return self._asked.is_set()
-
-    def _read(self, reader: int) -> None:
-        while numbers := os.read(reader, 64):
-            if signal.SIGTERM in numbers:
-                self.announce()
 
     def announce(self) -> None:
         """Call all registered functions, as at a SIGTERM."""

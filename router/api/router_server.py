@@ -140,8 +140,13 @@ class RouterServer(uvicorn.Server):
             self._ready_fd = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain, or end at once where a drain has been asked for before; instead of uvicorn's handler, which ends at
-        once, and after the end has the signal kill the process."""
+        """Have the event loop act on a signal: a handler runs within whatever the main thread does, another handler
+        included, which may hold a lock. Instead of uvicorn's, which ends at once, and after the end has the signal kill
+        the process."""
+        asyncio.get_running_loop().call_soon_threadsafe(self.asked_to_end)
+
+    def asked_to_end(self) -> None:
+        """Drain, or end at once where a drain has been asked for before."""
         now = self._service.clock.now()
         if self._drain_began is None:
             self._drain(now)

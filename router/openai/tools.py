@@ -14,6 +14,7 @@ from contracts.errors import RequestError
 from contracts.outside_data import MOST_NESTED, read_json
 from router.openai.request_fields import describe
 from router.openai.structured_output import names_engine, refuse_surrogates
+from router.text.chat_template import CallArguments
 
 TOOLS_AT_MOST = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -161,17 +162,18 @@ def _read_call(call: object, where: str) -> dict[str, Any]:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(name, str):
         raise RequestError(f"{where} must have a function with a name", param="messages")
-    arguments = function.get("arguments") or "{}"
+    arguments, text = function.get("arguments") or "{}", ""
     if isinstance(arguments, str):
+        text = arguments
         try:
             arguments = read_json(arguments)
         except ValueError as error:
-            arguments = _whole_object(arguments, error)
+            arguments, text = _whole_object(arguments, error), ""
             if arguments is None:
                 raise RequestError(f"{where}.function.arguments is not valid JSON: {error}", param="messages") from None
     if not isinstance(arguments, dict):
         raise RequestError(f"{where}.function.arguments must be a JSON object", param="messages")
-    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+    return {**call, "type": "function", "function": {**function, "arguments": CallArguments(arguments, text)}}
 
 
 def _whole_object(cut: str, error: ValueError) -> dict[str, Any] | None:

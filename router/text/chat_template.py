@@ -49,6 +49,21 @@ class TextParts(str):
         return made
 
 
+class CallArguments(dict[str, Any]):
+    """The arguments of a call in an earlier answer. Templates take them as an object; printed whole they are the JSON
+    that the model wrote."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, values: Mapping[str, Any], text: str = "") -> None:
+        """`text`: the JSON as it was written, empty where it is not known."""
+        super().__init__(values)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text or json.dumps(self, ensure_ascii=False)
+
+
 class ChatTemplate:
     """One compiled template. `specials` are the token strings that templates may name (``bos_token``, ...).
 
@@ -201,7 +216,8 @@ def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
         return message
     calls = []
     for call in message["tool_calls"]:
-        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        arguments = call["function"]["arguments"]
+        arguments = str(arguments if isinstance(arguments, CallArguments) else CallArguments(arguments))
         calls.append({**call, "function": {**call["function"], "arguments": arguments}})
     return {**message, "tool_calls": calls}
 

@@ -13,7 +13,9 @@ from cli import commands as cli
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [
-    path for path in ROOT.rglob("*.py") if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+    path
+    for path in ROOT.rglob("*.py")
+    if not any(part.startswith(".") or part == "build" for part in path.relative_to(ROOT).parts)
 ]
 
 

@@ -41,6 +41,21 @@ sys.meta_path.insert(0, StopsAt())
 """
 """A `sitecustomize` that holds a process where it imports a module; it may swallow what is raised meanwhile."""
 
+AGAIN = """
+import io, os, signal
+real = os.fdopen
+class Again(io.TextIOWrapper):
+    def write(self, text):
+        written = super().write(text)
+        if "new requests are refused" in text:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return written
+def fdopen(fd, mode="r", *rest, **more):
+    return Again(open(fd, "wb"), encoding="utf-8") if mode == "w" else real(fd, mode, *rest, **more)
+os.fdopen = fdopen
+"""
+"""A `sitecustomize` with which a second signal comes while the first one's line is written to the terminal."""
+
 
 class Run:
     """A command whose lines are read as they come."""
@@ -207,7 +222,8 @@ def test_one_process_that_is_asked_to_end_while_it_starts(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--colocate",)], ids=["two-pools", "colocated"])
 def test_one_process_drains(tmp_path: Path, more: tuple[str, ...]) -> None:
-    with running(tmp_path / "run", *ONE_PROCESS, *LONG, *more) as run:
+    (tmp_path / "sitecustomize.py").write_text(AGAIN)
+    with running(tmp_path / "run", *ONE_PROCESS, *LONG, *more, paths=(tmp_path,)) as run:
         drains(run, lambda: run.signalled(signal.SIGTERM))
         assert run.code() == ASKED, run.lines
         run.nothing_is_left()

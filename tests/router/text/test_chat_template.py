@@ -263,6 +263,27 @@ def test_results_of_tools_are_one_text_where_a_template_takes_either() -> None:
     assert ChatTemplate(CONTENT_FORMS["either"], SPECIALS, 10_000).render(messages, False, {}) == "[tool]12\ndegrees"
 
 
+@pytest.mark.parametrize(
+    "written", ['{"town":"Zürich",\n "days": [1]}', '{"town": "Zürich", "days": [1]}', '{"town": "Zü']
+)
+@pytest.mark.parametrize(
+    "printed", ["ARGUMENTS", "ARGUMENTS | string", "'' ~ ARGUMENTS", "'' + ARGUMENTS", "ARGUMENTS | tojson"]
+)
+def test_arguments_that_a_template_prints_are_json_as_it_was_written(printed: str, written: str) -> None:
+    """As transformers prints the text; a template that looks into them gets an object, where theirs would fail."""
+    one = {"id": "c", "type": "function", "function": {"name": "f", "arguments": written}}
+    messages = read_messages([{"role": "assistant", "content": None, "tool_calls": [one]}])
+    source = "{% for c in messages[0].tool_calls %}{{ " + printed + " }}{% endfor %}"
+    source = source.replace("ARGUMENTS", "c.function.arguments")
+    whole = written if written.endswith("}") else '{"town": "Zü"}'
+    shown = json.loads(whole) if printed.endswith("tojson") else whole
+    theirs = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+    asked = [{**messages[0], "tool_calls": [{**one, "function": {"name": "f", "arguments": shown}}]}]
+    rendered = theirs.apply_chat_template(asked, chat_template=source, tokenize=False)
+    assert ChatTemplate(source, SPECIALS, 10_000).render(messages, False, {}) == rendered
+    assert json.loads(rendered) == json.loads(whole)
+
+
 def test_a_template_that_takes_arguments_neither_way_says_the_first_reason() -> None:
     messages = talk("hermes")
     with pytest.raises(RequestError, match='can only concatenate str \\(not "dict"\\) to str'):
