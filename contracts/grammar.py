@@ -32,7 +32,12 @@ _REASONS = {
 GRAMMAR_BYTES = 256 * 1024
 """The longest grammar, in bytes of UTF-8."""
 
-JSON_FORM = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": r"\x20?"}
+JSON_FORM = {
+    "lenient": False,
+    "coerce_one_of": False,
+    "whitespace_pattern": r"\x20?",
+    "json_allow_general_unicode_escapes": True,
+}
 """How JSON is written where a schema is followed, as llguidance takes it (``x-guidance``): in one line, with one blank
 at most between its parts. A small model that may write more writes nothing else until its answer's length is used up.
 """
@@ -51,9 +56,9 @@ one mask adds to the lexer; a state takes up to 2 kB."""
 
 def is_mark(token: Mapping[str, Any]) -> bool:
     """Whether an added token of a `tokenizer.json` is a mark, which grammars name by its id: it is special, or named
-    ``<...>``, as Qwen's ``<tool_call>`` and ``<think>``, which are published with ``special: false``."""
-    name = token["content"]
-    return bool(token.get("special")) or (name.startswith("<") and name.endswith(">") and not _BYTE.fullmatch(name))
+    ``<...>`` or ``[NAME]``, as Qwen's ``<tool_call>`` and ``<think>``, which are published with ``special: false``. Others
+    are text that a vocabulary has whole: runs of blanks, words."""
+    return bool(token.get("special")) or _MARK.fullmatch(token["content"]) is not None
 
 
-_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+_MARK = re.compile(r"<(?!0x[0-9A-Fa-f]{2}>).*>|\[/?[A-Z][A-Z0-9_]*\]", re.DOTALL)
