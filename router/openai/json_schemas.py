@@ -22,6 +22,7 @@ Schema = dict[str, Any]
 
 EXACT = 2**53
 """The engine reads numbers as doubles, which hold every whole number up to here."""
+TOO_DEEP = "it is nested too deeply; put parts of it below $defs and refer to them"
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _ROUNDS = 16
 """How deep references are followed: what is deeper is left to the engine, as one client's schema may not take long."""
@@ -34,13 +35,16 @@ def followed(schema: Schema) -> Schema:
     """Return the schema that a grammar is made of: in keywords that the engine follows exactly, and of values that fit
     a client's. An object that names its properties has no others (`closed`). Raises `ValueError` with the place where
     none can be made."""
-    found = kept(schema)
-    if wrong := problem_of(found):
-        raise ValueError(wrong)
-    if not is_plain(found):
-        return rewritten(found)
-    found.pop("$schema", None)
-    return closed(found)
+    try:
+        found = kept(schema)
+        if wrong := problem_of(found):
+            raise ValueError(wrong)
+        if not is_plain(found):
+            return rewritten(found)
+        found.pop("$schema", None)
+        return closed(found)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
 
 
 def problem_of(schema: Schema) -> str:
@@ -61,7 +65,9 @@ def problem_of(schema: Schema) -> str:
 def is_plain(schema: Schema) -> bool:
     """Whether the engine follows all of a schema's keywords as they stand."""
     older = bool(_OLDER.search(str(schema.get("$schema", ""))))
-    return not any(_is_beyond(node, older) for _, node in _nodes(schema))
+    return not any(
+        _is_beyond(node, older) or ("$ref" in node and _target(schema, node) is None) for _, node in _nodes(schema)
+    )
 
 
 _OLDER = re.compile(r"draft-0[3467]\b")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from contracts.errors import RequestError
 from contracts.grammar import GRAMMAR_BYTES, JSON_FORM
 from contracts.outside_data import read_json
-from router.openai.json_schemas import followed
+from router.openai.json_schemas import TOO_DEEP, followed
 from router.openai.request_fields import STRUCTURED_OUTPUT, describe
 
 CHOICES_AT_MOST = 4096
@@ -144,7 +144,11 @@ def _schema(value: object, field: str, form: dict[str, Any] = JSON_FORM) -> str:
     except ValueError as error:
         raise RequestError(f"{field} can't be followed: {error}", param=_top(field)) from None
     overrides: Any = form
-    return bounded(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides), field)
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
+    except (ValueError, RecursionError):  # The engine's reader of JSON takes 127 lists and objects within each other.
+        raise RequestError(f"{field} can't be followed: {TOO_DEEP}", param=_top(field)) from None
+    return bounded(grammar, field)
 
 
 def _json_object(value: object, field: str, form: dict[str, Any] = JSON_FORM) -> str:

@@ -12,6 +12,7 @@ pattern decides how much there is.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 Ranges = tuple[tuple[int, int], ...]
@@ -202,7 +203,7 @@ class RegularTerms:
             seen |= new
             left += new
         ordered = sorted(bounds)
-        pieces = [(low, high - 1) for low, high in zip(ordered, ordered[1:], strict=False) if low != 0xD800]
+        pieces = [(low, high - 1) for low, high in pairwise(ordered) if low != 0xD800]
         told_apart: dict[tuple[bool, ...], list[tuple[int, int]]] = {}
         sets = [self._terms[part].chars for part in sorted(seen) if self._terms[part].chars]
         for piece in pieces:

@@ -15,7 +15,7 @@ from router.schemas.schema_forms import Form, SchemaForms, State
 from router.schemas.schema_parts import Schema, SchemaError, SchemaParts
 from router.schemas.schema_ways import SchemaWays
 
-STATES_AT_MOST = 512
+STATES_AT_MOST = 4096
 """States of one schema."""
 
 

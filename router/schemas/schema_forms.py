@@ -10,7 +10,8 @@ from itertools import combinations, permutations
 from math import comb, gcd, lcm, perm
 from typing import Any
 
-from router.schemas.ecma_patterns import is_hard
+from contracts.outside_data import read_json
+from router.schemas.ecma_patterns import is_hard, searched
 from router.schemas.regular_terms import ALL, text_of_others
 from router.schemas.schema_parts import Schema, SchemaError
 from router.schemas.schema_values import canonical, decimal
@@ -162,8 +163,9 @@ class SchemaForms:
         facts: dict[str, list[Fact]] = {}
         for fact in way.facts:
             facts.setdefault(about(fact) or "", []).append(fact)
-        free = [name for name in ("string", "number", "boolean", "null", "array", "object")
-                if name in way.types and not facts.get(name) and not any(_denies(name, text) for text in denied)]  # fmt: skip
+        ordered = ("string", "number", "boolean", "null", "array", "object")
+        free = [name for name in ordered if name in way.types and not facts.get(name)]
+        free = [name for name in free if not any(_denies(name, text) for text in denied)]
         found: list[Form] = [PlainForm({"type": free} if len(free) > 1 else {"type": free[0]})] if free else []
         for name in sorted(way.types - set(free)):
             mine = facts.get(name, [])
@@ -229,11 +231,9 @@ class SchemaForms:
         ends = [*((each, False) for each in out), None if high is None else (high[0], high[1])]
         found: list[Form] = []
         for below, above in zip(bounds, ends, strict=True):
-            if below is not None and low is not None and below[0] < low[0]:
-                below = low
-            if above is not None and high is not None and above[0] > high[0]:
-                above = high
-            found += _range(below, above, step, whole)
+            from_ = low if below is not None and low is not None and below[0] < low[0] else below
+            to = high if above is not None and high is not None and above[0] > high[0] else above
+            found += _range(from_, to, step, whole)
         if no_multiple := [Fraction(fact[1]) for fact in facts if fact[0] == "no multiple"]:
             few = [value for form in found for value in _few(form) or []]
             if any(_few(form) is None for form in found):
@@ -336,9 +336,10 @@ class SchemaForms:
         for fact in facts:
             if fact[0] == "contains":
                 shapes = [shape for before in shapes for shape in self._containing(before, fact)]
-        if len(shapes) > FORMS_AT_MOST:
-            path = next(fact[4] for fact in facts if fact[0] == "contains")
-            raise SchemaError(path, "too many places for what it asks for; have fewer of them, or fewer prefixItems")
+                if len(shapes) > FORMS_AT_MOST or len(shapes) * count > 16 * ITEMS_AT_MOST:
+                    raise SchemaError(
+                        fact[4], "too many places for what it asks for; have fewer of them, or of prefixItems"
+                    )
         for text in denied:
             if _denies("array", text):
                 shapes = _of_other_sizes(shapes, _items_of(text))
@@ -497,7 +498,7 @@ class ObjectForms:
         patterns = list(dict.fromkeys(pattern for schema in schemas for pattern in schema.get("patternProperties", ())))
         patterns += [p for fact in self.others for p in fact[2] if p not in patterns]
         speaks = patterns or names or any("additionalProperties" in schema for schema in schemas) or self.others
-        if known and not speaks and not any(fact[0] == "count" for fact in self.facts):
+        if known and not speaks and not any(fact[0] == "count" and fact[1] for fact in self.facts):
             return (), None
         if len(patterns) > PATTERNS_AT_MOST:
             raise SchemaError(
@@ -582,9 +583,15 @@ class ObjectForms:
         return terms.either(found)
 
     def _counted(
-        self, named: list[tuple[str, State, bool]], absent: tuple[str, ...], patterns: tuple[tuple[str, State], ...],
-        rest: State | None, least: int, most: int | None, path: str,
-    ) -> list[Form]:  # fmt: skip
+        self,
+        named: list[tuple[str, State, bool]],
+        absent: tuple[str, ...],
+        patterns: tuple[tuple[str, State], ...],
+        rest: State | None,
+        least: int,
+        most: int | None,
+        path: str,
+    ) -> list[Form]:
         """Return the forms with enough properties and not too many. Other properties may repeat a name, so that only one
         of them counts."""
         must = [each for each in named if each[2]]
@@ -602,16 +609,18 @@ class ObjectForms:
             return [form((), may, 0, None, free)]
         if most is not None and most < max(least, len(must)):
             return []
-        if comb(len(may), len(may) // 2) > FORMS_AT_MOST and (most is not None or least - len(must) > 1):
-            raise SchemaError(path, "it has too many ways to choose from so many properties; require some of them")
-        found: list[Form] = []
         missing = max(0, least - len(must))
+        if most is None and not free and not must and least == 1:
+            return [form((), may, 1, None, False)]  # The engine's own.
+        sizes = range(missing, missing + 1) if most is None else range(max(0, missing - 1), most - len(must) + 1)
+        if sum(comb(len(may), size) for size in sizes if size <= len(may)) > FORMS_AT_MOST:
+            raise SchemaError(path, _TOO_MANY)
+        found: list[Form] = []
         if most is None:
             found += [form(chosen, set(may) - set(chosen), 0, None, free) for chosen in combinations(may, missing)]
             if free and missing > len(may):
                 if missing > len(may) + 1:
-                    raise SchemaError(path, "properties without names may repeat each other, so that only one more than the named "
-                                            "can be asked for; name them in properties")  # fmt: skip
+                    raise SchemaError(path, _REPEATED)
                 found.append(form(may, (), least, None, True))
             elif free and missing == 1:
                 found.append(form((), (), least, None, True))
@@ -625,17 +634,21 @@ class ObjectForms:
                 for chosen in combinations(may, count):
                     found.append(form(chosen, (), low, high, True))
         if len(found) > FORMS_AT_MOST:
-            raise SchemaError(path, "it has too many ways to choose from so many properties; require some of them")
+            raise SchemaError(path, _TOO_MANY)
         if not found and free and missing > len(may):
-            raise SchemaError(path, "properties without names may repeat each other, so that only one more than the named "
-                                    "can be asked for; name them in properties")  # fmt: skip
+            raise SchemaError(path, _REPEATED)
         return found
+
+
+_TOO_MANY = "it has too many ways to choose from so many properties; require some of them"
+_REPEATED = (
+    "properties without names may repeat each other, so that only one more than the named can be asked for; name them in "
+    "properties"
+)
 
 
 def read_pattern(ways: SchemaWays, pattern: str, path: str) -> int:
     """Return the texts in which a pattern is found. Raises `SchemaError` with the reason where it can't be read."""
-    from router.schemas.ecma_patterns import searched
-
     try:
         return searched(pattern, ways.terms)
     except ValueError as error:
@@ -649,8 +662,6 @@ def _denies(type_: str, text: str) -> bool:
 
 
 def _text(canonical_text: str) -> str:
-    from contracts.outside_data import read_json
-
     return str(read_json(canonical_text))
 
 
@@ -738,7 +749,7 @@ def _few(form: Form) -> list[Any] | None:
         return [schema["const"]]
     kinds = schema.get("type")
     if isinstance(kinds, list):
-        few = {"null": [None], "boolean": [True, False]}
+        few: dict[str, list[Any]] = {"null": [None], "boolean": [True, False]}
         return [v for kind in kinds for v in few[kind]] if all(kind in few for kind in kinds) else None
     if kinds == "null":
         return [None]

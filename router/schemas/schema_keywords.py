@@ -10,8 +10,8 @@ from router.schemas.schema_parts import SchemaError, Steps, shown, subparts
 
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 _REFUSED = frozenset({
-    "$recursiveRef", "allRequired", "anyRequired", "deepProperties", "deepRequired", "disallow", "divisibleBy", "extends",
-    "formatExclusiveMaximum", "formatExclusiveMinimum", "formatMaximum", "formatMinimum", "instanceof", "oneRequired",
+    "$recursiveRef", "allRequired", "anyRequired", "deepProperties", "deepRequired", "disallow", "divisibleBy",
+    "extends", "formatExclusiveMaximum", "formatExclusiveMinimum", "formatMaximum", "formatMinimum", "instanceof", "oneRequired",
     "patternRequired", "prohibited", "propertyDependencies", "range", "regexp", "select", "typeof",
     "uniqueItemProperties",
 })  # fmt: skip
@@ -48,6 +48,10 @@ def _type(value: object) -> bool:
     )
 
 
+def _dependencies(value: object) -> bool:
+    return isinstance(value, dict) and all(_schema(each) or _names(each) for each in value.values())
+
+
 _Shape = tuple[Callable[[object], bool], str]
 _NUMBER: _Shape = _number, "a number"
 _COUNT: _Shape = _count, "a whole number of at least 0"
@@ -72,8 +76,7 @@ SHAPES: dict[str, _Shape] = {
     "dependentRequired": ((lambda value: isinstance(value, dict) and all(map(_names, value.values()))),
                           "an object of arrays of strings"),
     "dependentSchemas": _NAMED,
-    "dependencies": ((lambda value: isinstance(value, dict) and all(_schema(each) or _names(each) for each in value.values())),
-                     "an object of schemas and arrays of strings"),
+    "dependencies": (_dependencies, "an object of schemas and arrays of strings"),
 }  # fmt: skip
 """The keywords that are followed, each with what its value must be. What isn't here says nothing about values, as JSON
 schema has it, unless it is refused."""

@@ -32,7 +32,7 @@ def shown(steps: Steps) -> str:
     out = ""
     for step in steps:
         out += f"[{step}]" if isinstance(step, int) else f"{'.' if out else ''}{step[:64]}"
-    return out
+    return out if len(out) <= 256 else f"{out[:120]}...{out[-120:]}"
 
 
 def subparts(schema: Any) -> Iterator[tuple[Steps, Any]]:

@@ -63,7 +63,9 @@ def type_of(value: Any) -> str:
         return "boolean"
     if isinstance(value, int | float):
         return "number"
-    return {str: "string", list: "array"}.get(type(value), "object")
+    if isinstance(value, str):
+        return "string"
+    return "array" if isinstance(value, list) else "object"
 
 
 def is_number(value: Any) -> bool:
@@ -83,6 +85,7 @@ class SchemaValues:
         self.looks = 0
         self._parts, self._terms = parts, terms
         self._patterns: dict[str, int | None] = {}
+        self._enums: dict[int, frozenset[str]] = {}
         self._depth = 0
 
     def pattern(self, text: str) -> int | None:
@@ -129,7 +132,9 @@ class SchemaValues:
         if "const" in schema:
             yield canonical(value) == canonical(schema["const"])
         if "enum" in schema:
-            yield canonical(value) in {canonical(each) for each in schema["enum"]}
+            if part not in self._enums:
+                self._enums[part] = frozenset(map(canonical, schema["enum"]))
+            yield canonical(value) in self._enums[part]
         for key in ("allOf", "anyOf"):
             if key in schema:
                 found = [fits(child(part, key, number), value) for number in range(len(schema[key]))]

@@ -19,6 +19,8 @@ WAYS_AT_MOST = 256
 """Ways of one schema."""
 PRODUCTS_AT_MOST = 30_000
 """Combinations of ways that are tried for one client's schema."""
+LAID_AT_MOST = 60
+"""Schemas within or behind each other that are all about one value."""
 NAMES_AT_MOST = 32
 """Names of properties that are tried where a schema asks for one that another doesn't have."""
 
@@ -86,6 +88,7 @@ class SchemaWays:
         """Paths of what couldn't be said, the first found first."""
         self._known: dict[Demand, Ways] = {}
         self._open: set[Demand] = set()
+        self._told_apart: dict[tuple[int, int], bool] = {}
         self._denials = 0
         """Times that ways not to fit something were asked for: they may lack some."""
         self._narrower: set[Demand] = set()
@@ -100,8 +103,8 @@ class SchemaWays:
             before = self._denials
             if demand in self._open:
                 raise SchemaError(self.parts.path(part), "it refers to itself for the same value, which says nothing")
-            if len(self._open) > 100:
-                raise SchemaError(self.parts.path(part), "more than 100 schemas are laid on one value")
+            if len(self._open) > LAID_AT_MOST:
+                raise SchemaError(self.parts.path(part), f"more than {LAID_AT_MOST} schemas are laid on one value")
             self._open.add(demand)
             schema = self.parts.schema(part)
             if isinstance(schema, bool):
@@ -126,7 +129,7 @@ class SchemaWays:
         found: dict[tuple[frozenset[str], frozenset[Fact]], Way] = {}
         for first in one:
             for second in other:
-                self.products += 1
+                self.products += 1 + (len(first.facts) + len(second.facts)) // 8
                 if self.products > PRODUCTS_AT_MOST:
                     raise SchemaError(path, "its alternatives take too many combinations; have fewer of them, or ones "
                                             "that a constant property tells apart")  # fmt: skip
@@ -147,8 +150,11 @@ class SchemaWays:
             allowed: set[str] | None = None
             types = ALL_TYPES
             for part in parts:
-                schema = self.parts.schema(part).get("properties", {})
-                if name in schema:
+                schema = self.parts.schema(part)
+                if name not in schema.get("properties", ()):
+                    if schema.get("additionalProperties") is False and "patternProperties" not in schema:
+                        types = frozenset()
+                else:
                     inner = self._plain(self.parts.child(part, "properties", name))
                     types &= inner[0]
                     if inner[1] is not None:
@@ -199,7 +205,8 @@ class SchemaWays:
         return ways
 
     def _fit_keyword(self, part: int, schema: dict[str, Any], key: str) -> Ways | None:
-        value, child, of = schema.get(key), self.parts.child, self.of
+        value: Any = schema.get(key)
+        child, of = self.parts.child, self.of
         path = self.parts.path(part, key)
         match key:
             case "$ref" | "$dynamicRef":
@@ -234,6 +241,8 @@ class SchemaWays:
                 return _facts(("pattern", value, True, path))
             case "format" if value in _FORMAT_PATTERNS:
                 return _facts(("pattern", _FORMAT_PATTERNS[value], True, path))
+            case "format" if value in ("email", "idn-email"):
+                return _facts(("format", "email", path), ("pattern", _SHORT_LOCAL_PART, True, path))
             case "format":
                 return _facts(("format", _NARROWER_FORMATS.get(value, value), path))
             case "items":
@@ -278,9 +287,12 @@ class SchemaWays:
 
     def _apart(self, one: int, other: int) -> bool:
         """Whether what is known of two parts shows that no value fits both."""
-        if (one, True) in self._narrower or (other, True) in self._narrower:
-            return False
-        return not self.both(self.of(one, True), self.of(other, True), self.parts.path(one))
+        pair = (min(one, other), max(one, other))
+        if pair not in self._told_apart:
+            ways = self.of(one, True), self.of(other, True)
+            exact = not {(one, True), (other, True)} & self._narrower
+            self._told_apart[pair] = exact and not self.both(*ways, self.parts.path(one))
+        return self._told_apart[pair]
 
     def _needed(self, ways: Ways, parts: Sequence[int], path: str) -> Ways:
         """Return the ways; raises `SchemaError` where there are none because something can't be said."""
@@ -367,7 +379,8 @@ class SchemaWays:
         return ways
 
     def _unfit_keyword(self, part: int, schema: dict[str, Any], key: str) -> Ways:
-        value, child, of = schema.get(key), self.parts.child, self.of
+        value: Any = schema.get(key)
+        child, of = self.parts.child, self.of
         path = self.parts.path(part, key)
         match key:
             case "$ref" | "$dynamicRef":
@@ -504,11 +517,12 @@ _FORMAT_PATTERNS = {
 """RFC 6901 and draft-bhutton-relative-json-pointer."""
 _NARROWER_FORMATS = {
     **dict.fromkeys(("iri", "iri-reference", "uri-reference", "uri-template"), "uri"),
-    "idn-email": "email",
     "idn-hostname": "hostname",
 }
 """Formats that the engine doesn't know, each with one that it does and all of whose texts have both."""
-FORMATS = frozenset({*_FORMAT_PATTERNS, *_NARROWER_FORMATS})
+_SHORT_LOCAL_PART = "^[^@]{1,64}@"
+"""RFC 5321, 4.5.3.1.1, which the engine doesn't keep."""
+FORMATS = frozenset({"email", "idn-email", *_FORMAT_PATTERNS, *_NARROWER_FORMATS})
 """Formats that become something else."""
 
 
@@ -543,8 +557,8 @@ def _without_contradictions(types: frozenset[str], facts: tuple[Fact, ...]) -> f
     for kind, type_ in (("length", "string"), ("size", "array"), ("count", "object")):
         if kind in kinds:
             bounds = [fact for fact in facts if fact[0] == kind]
-            most = [fact[2] for fact in bounds if fact[2] is not None]
-            if most and max(fact[1] for fact in bounds) > min(most):
+            ceilings = [fact[2] for fact in bounds if fact[2] is not None]
+            if ceilings and max(fact[1] for fact in bounds) > min(ceilings):
                 types -= {type_}
     if {"low", "high"} <= kinds:
         low = max((fact[1], fact[2]) for fact in facts if fact[0] == "low")
