@@ -53,7 +53,7 @@ def problem_of(schema: Schema) -> str:
         values = node["enum"] if isinstance(node.get("enum"), list) else []
         if "const" in node:
             values = [*values, node["const"]]
-        values += [node[name] for name in _NUMBERS if name in node]
+        values = [*values, *(node[name] for name in _NUMBERS if name in node)]
         if (number := next(_inexact(values), None)) is not None:
             return _at(path, f"{number} is beyond 2^53, up to which whole numbers can be followed exactly")
     unfit = _unfit(schema)

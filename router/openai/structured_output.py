@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from contracts.errors import RequestError
 from contracts.grammar import GRAMMAR_BYTES, JSON_FORM
 from contracts.outside_data import read_json
+from router.openai.endless_grammar import is_endless
 from router.openai.json_schemas import TOO_DEEP, followed
 from router.openai.request_fields import STRUCTURED_OUTPUT, describe
 
@@ -188,7 +189,13 @@ def _grammar(value: object, field: str) -> str:
     if named := next((name for name in ("%llguidance", _ENGINES_OWN) if name in value), ""):
         raise RequestError(f"{field}: {named} is not supported", param=_top(field))
     try:
-        return _lark(any_to_lark(value), field)
+        lark = any_to_lark(value)
+        if is_endless(lark):
+            raise RequestError(
+                f"{field}: no text can follow it to an end, as every way through start needs a rule that never ends",
+                param=_top(field),
+            )
+        return _lark(lark, field)
     except (GbnfToLarkError, RecursionError) as error:
         raise RequestError(f"{field}: {str(error).strip()[:300]}", param=_top(field)) from None
 
@@ -211,6 +218,8 @@ def refuse_surrogates(value: object, field: str) -> None:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise RequestError(f"{field} holds lone surrogates, which no Unicode text has", param=_top(field)) from None
+    except RecursionError:
+        raise RequestError(f"{field}: {TOO_DEEP}", param=_top(field)) from None
 
 
 def names_engine(schema: object) -> bool:

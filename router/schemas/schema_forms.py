@@ -592,8 +592,8 @@ class ObjectForms:
         most: int | None,
         path: str,
     ) -> list[Form]:
-        """Return the forms with enough properties and not too many. Other properties may repeat a name, so that only one
-        of them counts."""
+        """Return the forms with enough properties and not too many. Other properties may repeat a name, so that one of
+        them counts at most."""
         must = [each for each in named if each[2]]
         may = [name for name, _, required in named if not required]
         free = rest is not None or bool(patterns)
@@ -642,8 +642,8 @@ class ObjectForms:
 
 _TOO_MANY = "it has too many ways to choose from so many properties; require some of them"
 _REPEATED = (
-    "properties without names may repeat each other, so that only one more than the named can be asked for; name them in "
-    "properties"
+    "properties without names may repeat each other, so that only one more than the named can be asked for; name them "
+    "in properties"
 )
 
 

@@ -11,8 +11,8 @@ from router.schemas.schema_parts import SchemaError, Steps, shown, subparts
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 _REFUSED = frozenset({
     "$recursiveRef", "allRequired", "anyRequired", "deepProperties", "deepRequired", "disallow", "divisibleBy",
-    "extends", "formatExclusiveMaximum", "formatExclusiveMinimum", "formatMaximum", "formatMinimum", "instanceof", "oneRequired",
-    "patternRequired", "prohibited", "propertyDependencies", "range", "regexp", "select", "typeof",
+    "extends", "formatExclusiveMaximum", "formatExclusiveMinimum", "formatMaximum", "formatMinimum", "instanceof",
+    "oneRequired", "patternRequired", "prohibited", "propertyDependencies", "range", "regexp", "select", "typeof",
     "uniqueItemProperties",
 })  # fmt: skip
 """Keywords of older drafts and of validators' own that constrain values, and aren't followed."""
@@ -23,7 +23,7 @@ def _number(value: object) -> bool:
 
 
 def _count(value: object) -> bool:
-    return _number(value) and value >= 0 and value == int(value)  # type: ignore[operator, call-overload, no-any-return]
+    return _number(value) and value >= 0 and value == int(value)  # type: ignore[operator, call-overload]
 
 
 def _schema(value: object) -> bool:

@@ -9,8 +9,8 @@ from tests.router.schemas.test_json_schema_suite import CASES, faults
 from tests.schema_samples import accepts, grammar_of, suite
 
 FOLLOWED, ACCEPTED = 0.87, 0.9
-"""Of the suite's schemas, those that are followed; of the instances that fit those, the ones that may be written. Others
-are never written, as a schema is read more narrowly than it is meant."""
+"""Of the suite's schemas, those that are followed; of the instances that fit those, the ones that may be written. Some
+never are, as a schema is read more narrowly than it is meant."""
 
 
 @pytest.mark.parametrize("part", range(8))
