@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import jsonschema_rs
 import numpy as np
 from jsonschema import Draft7Validator, Draft202012Validator
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from contracts.errors import RequestError
+from contracts.grammar import BOUNDS
 from router.openai.grammar_check import check_grammar
 from router.openai.structured_output import read_grammar
 
@@ -66,7 +67,9 @@ def grammar_of(schema: Schema) -> str:
 def written(grammar: str, seed: int, hints: str = "") -> str | None:
     """An answer of random bytes that the grammar allows, None where it didn't end: escapes and brackets more often with
     an odd seed, letters of `hints` with an even one, and what ends it after a while."""
-    rng, matcher, out = random.Random(seed), LLMatcher(byte_tokenizer(), grammar, log_level=0), bytearray()
+    bounds: dict[str, Any] = {**BOUNDS, "verbose_errors": False}
+    matcher = LLMatcher(byte_tokenizer(), grammar, limits=LLParserLimits(**bounds), log_level=0)
+    rng, out = random.Random(seed), bytearray()
     assert not matcher.is_error(), matcher.get_error()
     liked = frozenset(_ODD if seed % 2 else hints.encode())
     for step in range(4 * _LATE):
@@ -86,7 +89,7 @@ def written(grammar: str, seed: int, hints: str = "") -> str | None:
         elif rng.random() < 0.6:
             choices = [token for token in choices if token in liked] or choices
         out.append(rng.choice(choices))
-        assert matcher.consume_token(out[-1])
+        assert matcher.consume_token(out[-1]), matcher.get_error()
     return None
 
 

@@ -138,6 +138,7 @@ def _schema(value: object, field: str, form: dict[str, Any] = JSON_FORM) -> str:
     if not isinstance(schema, dict):
         raise RequestError(f"{field} must be a JSON schema, an object; got {describe(schema)}", param=_top(field))
     refuse_surrogates(schema, field)
+    bounded(json.dumps(schema, ensure_ascii=False), field)
     if names_engine(schema):
         raise RequestError(f"{field}: {_ENGINES_OWN} is no keyword of JSON schema", param=_top(field))
     try:

@@ -23,6 +23,8 @@ STEPS_AT_MOST = 40_000
 """Derivatives of one schema."""
 STATES_AT_MOST = 400
 """States of one automaton."""
+WRITTEN_AT_MOST = 150
+"""States of an automaton that is written as a regular expression."""
 WORD_AT_MOST = 64
 """Characters of a text that others are told from."""
 TEXT_AT_MOST = 1 << 15
@@ -74,10 +76,11 @@ class RegularTerms:
 
     def __init__(self) -> None:
         self.steps = 0
-        """Derivatives that were computed."""
+        """Derivatives that were computed, and what else takes as long."""
         self._terms: list[Term] = []
         self._known: dict[Term, int] = {}
         self._derived: dict[tuple[int, int], int] = {}
+        self._texts: dict[int, str] = {}
         self.none = self._add(Term("none", (), (), 0, 0, False))
         self.empty = self._add(Term("empty", (), (), 0, 0, True))
         self.anything = self.repeat(self.chars(ALL), 0, -1)
@@ -165,9 +168,7 @@ class RegularTerms:
         known = self._derived.get((term, char))
         if known is not None:
             return known
-        self.steps += 1
-        if self.steps > STEPS_AT_MOST:
-            raise TooMuchWork("its patterns take too many steps to combine; make them simpler")
+        self._count(1)
         kind, parts, chars, least, most, _ = self._terms[term]
         if kind == "chars":
             out = self.empty if any(low <= char <= high for low, high in chars) else self.none
@@ -191,6 +192,11 @@ class RegularTerms:
             out = self.none
         self._derived[term, char] = out
         return out
+
+    def _count(self, steps: int) -> None:
+        self.steps += steps
+        if self.steps > STEPS_AT_MOST:
+            raise TooMuchWork("its patterns take too many steps to combine; make them simpler")
 
     def _classes(self, term: int) -> list[Ranges]:
         """Return the sets of characters between which `term` makes no difference."""
@@ -236,8 +242,10 @@ class RegularTerms:
 
         Raises `TooMuchWork`, and `ValueError` for a language without texts.
         """
-        plain = self._plain(term)
-        return f"^(?:{plain if plain is not None else self._text_of_automaton(term)})$"
+        if term not in self._texts:
+            plain = self._plain(term)
+            self._texts[term] = f"^(?:{plain if plain is not None else self._text_of_automaton(term)})$"
+        return self._texts[term]
 
     def texts(self, term: int) -> list[str]:
         """Return regular expressions that are all to fit, which are shorter than one for an intersection. Raises as
@@ -263,7 +271,11 @@ class RegularTerms:
         return f"(?:{known[0]}){{{least},{'' if most < 0 else most}}}"
 
     def _text_of_automaton(self, term: int) -> str:
-        states = self._merged(self._automaton(term), term)
+        found = self._automaton(term)
+        if len(found) > WRITTEN_AT_MOST:
+            raise TooMuchWork("its patterns take too many states to combine; make them simpler")
+        self._count(len(found) ** 2 // 2)  # About what it takes to take the states away.
+        states = self._merged(found, term)
         alive = _alive(states, {state for state in states if self._terms[state].nullable})
         if term not in alive:
             raise ValueError("no text fits its patterns")

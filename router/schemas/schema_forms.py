@@ -535,7 +535,11 @@ class ObjectForms:
 
     def _pattern_path(self) -> str:
         part = next((p for p in self.sources if "patternProperties" in self.ways.parts.schema(p)), None)
-        return "" if part is None else self.ways.parts.path(part, "patternProperties")
+        if part is not None:
+            return self.ways.parts.path(part, "patternProperties")
+        return next(
+            (fact[2] for fact in self.facts if fact[0] == "names"), self.ways.parts.path((self.sources or [0])[0])
+        )
 
     def _text(self, term: int) -> str:
         try:

@@ -243,6 +243,8 @@ class SchemaWays:
                 return _facts(("pattern", _FORMAT_PATTERNS[value], True, path))
             case "format" if value in ("email", "idn-email"):
                 return _facts(("format", "email", path), ("pattern", _SHORT_LOCAL_PART, True, path))
+            case "format" if value in ("date-time", "time"):
+                return _facts(("format", value, path), ("pattern", _LEAP_SECOND, False, path))
             case "format":
                 return _facts(("format", _NARROWER_FORMATS.get(value, value), path))
             case "items":
@@ -484,9 +486,9 @@ class SchemaWays:
         if "patternProperties" in schema or "additionalProperties" in schema:
             self.unsaid.setdefault(self.parts.path(part))
             for name in [name for name in self.parts.names if name not in named][:NAMES_AT_MOST]:
-                for inner in self.values.of_property(part, name):
-                    if inner is not None and self.parts.schema(inner) is not True:
-                        found.append(_facts(("required", name), ("property", name, (inner, False)), of="object"))
+                for other in self.values.of_property(part, name):
+                    if other is not None and self.parts.schema(other) is not True:
+                        found.append(_facts(("required", name), ("property", name, (other, False)), of="object"))
         return self.either(*found)
 
     def _not_dependent(self, part: int, key: str, value: dict[str, Any]) -> Ways:
@@ -522,7 +524,9 @@ _NARROWER_FORMATS = {
 """Formats that the engine doesn't know, each with one that it does and all of whose texts have both."""
 _SHORT_LOCAL_PART = "^[^@]{1,64}@"
 """RFC 5321, 4.5.3.1.1, which the engine doesn't keep."""
-FORMATS = frozenset({"email", "idn-email", *_FORMAT_PATTERNS, *_NARROWER_FORMATS})
+_LEAP_SECOND = ":60"
+"""There are few of them (RFC 3339, 5.7), and the engine doesn't know which."""
+FORMATS = frozenset({"date-time", "email", "idn-email", "time", *_FORMAT_PATTERNS, *_NARROWER_FORMATS})
 """Formats that become something else."""
 
 
