@@ -20,6 +20,8 @@ except PackageNotFoundError:
 def engine_error(told: str) -> str:
     """Return the reason in an error of the engine's, in words for a client; `told` may be of many lines."""
     reason = told.strip().removesuffix("<non-verbose/>").strip()
+    if reason.startswith("recursion limit exceeded"):
+        return "it is nested too deeply"
     return _REASONS.get(reason.partition("\n")[0], reason) or "the grammar can't be followed"
 
 

@@ -1,41 +1,50 @@
 """JSON schemas as clients send them, made into ones that the grammar engine follows, or refused with the place.
 
 What the engine would follow wrongly is refused: whole numbers that a double can't hold, and schemas that no value fits,
-after which a model would write until its answer's length is used up. What it doesn't know and is the same as something
-else is rewritten: `oneOf` whose alternatives exclude each other is `anyOf`. Objects are closed where a small model
-would write properties for ever.
+after which a model would write until its answer's length is used up. Keywords that it doesn't know are written again in
+those that it does (`router/schemas/`). Objects are closed where a small model would write properties for ever.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from itertools import combinations
 from typing import Any
 
 from router.openai.grammar_check import subschemas
+from router.schemas.ecma_patterns import is_hard
+from router.schemas.rewritten_schema import rewritten
+from router.schemas.schema_keywords import kept
+from router.schemas.schema_ways import FORMATS
 
 Schema = dict[str, Any]
 
 EXACT = 2**53
 """The engine reads numbers as doubles, which hold every whole number up to here."""
+TOO_DEEP = "it is nested too deeply; put parts of it below $defs and refer to them"
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _ROUNDS = 16
 """How deep references are followed: what is deeper is left to the engine, as one client's schema may not take long."""
-_PAIRS = 8192
-"""Pairs of alternatives that are compared with each other; `oneOf` beyond them stays as it is."""
 _TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 _FREE = frozenset({"string", "integer", "number", "boolean", "null"})
 """Types of which there is always a value, as far as is looked at here."""
 
 
 def followed(schema: Schema) -> Schema:
-    """Return the schema that a grammar is made of: of the same values as a client's, but for the properties that an
-    object doesn't name (`closed`). Raises `ValueError` with the place where none can be made."""
-    found = rewritten(schema)
-    if wrong := problem_of(found):
-        raise ValueError(wrong)
-    return closed(found)
+    """Return the schema that a grammar is made of: in keywords that the engine follows exactly, and of values that fit
+    a client's. An object that names its properties has no others (`closed`). Raises `ValueError` with the place where
+    none can be made."""
+    try:
+        found = kept(schema)
+        if wrong := problem_of(found):
+            raise ValueError(wrong)
+        if not is_plain(found):
+            return rewritten(found)
+        found.pop("$schema", None)
+        return closed(found)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
 
 
 def problem_of(schema: Schema) -> str:
@@ -44,7 +53,7 @@ def problem_of(schema: Schema) -> str:
         values = node["enum"] if isinstance(node.get("enum"), list) else []
         if "const" in node:
             values = [*values, node["const"]]
-        values += [node[name] for name in _NUMBERS if name in node]
+        values = [*values, *(node[name] for name in _NUMBERS if name in node)]
         if (number := next(_inexact(values), None)) is not None:
             return _at(path, f"{number} is beyond 2^53, up to which whole numbers can be followed exactly")
     unfit = _unfit(schema)
@@ -53,40 +62,52 @@ def problem_of(schema: Schema) -> str:
     return ""
 
 
-def rewritten(schema: Schema) -> Schema:
-    """Return a schema of the same values without what the engine doesn't know, as far as that is possible."""
-    if not any("oneOf" in node for _, node in _nodes(schema)):
-        return schema
-    copy, left = deepcopy(schema), _PAIRS
-    for _, node in list(_nodes(copy)):
-        branches = node.get("oneOf")
-        if not isinstance(branches, list) or "anyOf" in node or not all(isinstance(b, dict) for b in branches):
-            continue
-        left -= len(branches) * (len(branches) - 1) // 2
-        if left < 0:
-            break
-        if all(_exclude(copy, one, other) for one, other in combinations(branches, 2)):
-            node["anyOf"] = node.pop("oneOf")
-    return copy
+def is_plain(schema: Schema) -> bool:
+    """Whether the engine follows all of a schema's keywords as they stand."""
+    older = bool(_OLDER.search(str(schema.get("$schema", ""))))
+    return not any(
+        _is_beyond(node, older) or ("$ref" in node and _target(schema, node) is None) for _, node in _nodes(schema)
+    )
+
+
+_OLDER = re.compile(r"draft-0[3467]\b")
+_BEYOND = frozenset({
+    "$anchor", "$dynamicRef", "additionalItems", "allOf", "contains", "dependencies", "dependentRequired",
+    "dependentSchemas", "else", "if", "maxContains", "maxProperties", "minContains", "minProperties", "not", "oneOf",
+    "patternProperties", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
+})  # fmt: skip
+"""Keywords that the engine doesn't know, or follows in some cases."""
+_BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "const", "enum"})
+
+
+def _is_beyond(node: Schema, older: bool) -> bool:
+    if node.keys() & _BEYOND or node.get("uniqueItems") is True or isinstance(node.get("items"), list):
+        return True
+    if "multipleOf" in node and node.keys() & _BOUNDS:  # The engine's doubles miss 19.99 as a multiple of 0.01.
+        return True
+    if "$ref" in node and (not str(node["$ref"]).startswith("#/") or (older and len(node) > 1)):
+        return True
+    if "properties" in node and node.keys() & {"anyOf", "$ref"}:
+        return True
+    if node.keys() & {"properties", "required"} and not (_names_all_that_it_needs(node) or _has_no_others(node)):
+        return True
+    if any(isinstance(node.get(key), bool) for key in ("exclusiveMinimum", "exclusiveMaximum")):
+        return True
+    return ("pattern" in node and is_hard(node["pattern"])) or node.get("format") in FORMATS
+
+
+def _has_no_others(node: Schema) -> bool:
+    return node.get("additionalProperties") is False and set(_required(node)) <= node.get("properties", {}).keys()
 
 
 def closed(schema: Schema) -> Schema:
     """Return a schema in which an object that names its properties has no others, unless the schema speaks of others.
 
     What follows it follows `schema`, too. A small model that may write more properties writes them until its answer's
-    length is used up. Returns `schema` where it lays several schemas on one object, as one's property may be a stranger
-    to another.
+    length is used up.
     """
-    found: list[Schema] = []
     copy = deepcopy(schema)
-    left = [copy]
-    while left:
-        node = left.pop()
-        if node.keys() & _LAID_ON_ONE or ("properties" in node and node.keys() & _IN_PLACE):
-            return schema
-        found.append(node)
-        left += [part for _, part in subschemas(node)]
-    for node in found:
+    for _, node in list(_nodes(copy)):
         if _names_all_that_it_needs(node):
             node["additionalProperties"] = False
     return copy
@@ -99,10 +120,6 @@ def _names_all_that_it_needs(node: Schema) -> bool:
     return not node.keys() & _SPEAKS_OF_OTHERS and all(str(name) in named for name in required)
 
 
-_LAID_ON_ONE = frozenset(
-    {"allOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "dependencies", "unevaluatedProperties"}
-)
-_IN_PLACE = frozenset({"anyOf", "$ref", "$dynamicRef"})
 _SPEAKS_OF_OTHERS = frozenset(
     {"additionalProperties", "patternProperties", "propertyNames", "minProperties", "enum", "const"}
 )
@@ -144,74 +161,6 @@ def _target(root: Schema, node: Schema) -> Any:
         name = step.replace("~1", "/").replace("~0", "~")
         found = found.get(name) if isinstance(found, dict) else None
     return found
-
-
-# ---------------------------------------------------------------- alternatives that exclude each other
-
-
-def _exclude(root: Schema, one: Schema, other: Schema) -> bool:
-    """Whether no value fits both schemas, as their types, values or the values of a property that both require show."""
-    one, other = _resolved(root, one), _resolved(root, other)
-    types = _types(one), _types(other)
-    if not _as_numbers(types[0]) & _as_numbers(types[1]):
-        return True
-    values = _values(one), _values(other)
-    if values[0] is not None and values[1] is not None and not values[0] & values[1]:
-        return True
-    if types != ({"object"}, {"object"}):
-        return False
-    properties = one.get("properties"), other.get("properties")
-    if not isinstance(properties[0], dict) or not isinstance(properties[1], dict):
-        return False
-    for name in set(_required(one)) & set(_required(other)):
-        parts = properties[0].get(name), properties[1].get(name)
-        if isinstance(parts[0], dict) and isinstance(parts[1], dict):
-            told = _values(_resolved(root, parts[0])), _values(_resolved(root, parts[1]))
-            if told[0] is not None and told[1] is not None and not told[0] & told[1]:
-                return True
-    return False
-
-
-def _resolved(root: Schema, node: Schema) -> Schema:
-    """A schema behind its references; itself where there are none, or other keywords beside them."""
-    for _ in range(16):
-        target = _target(root, node)
-        if not isinstance(target, dict) or node.keys() & {"type", "enum", "const", "properties"}:
-            return node
-        node = target
-    return node
-
-
-def _types(node: Schema) -> set[str]:
-    given = node.get("type")
-    if isinstance(given, str):
-        return {given}
-    if isinstance(given, list):
-        return {each for each in given if isinstance(each, str)}
-    values = [node["const"]] if "const" in node else node.get("enum")
-    return {_type_of(value) for value in values} if isinstance(values, list) else set(_TYPES)
-
-
-def _type_of(value: Any) -> str:
-    names: Mapping[type, str] = {bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
-    return "null" if value is None else names.get(type(value), "object")
-
-
-def _as_numbers(types: set[str]) -> set[str]:
-    return {"number" if each == "integer" else each for each in types}
-
-
-def _values(node: Schema) -> set[tuple[str, Any]] | None:
-    """The values that a schema names, each with its type; None where it names none, or others than plain ones."""
-    values = [node["const"]] if "const" in node else node.get("enum")
-    if not isinstance(values, list) or any(isinstance(value, list | dict) for value in values):
-        return None
-    return {(_type_of(value), value) for value in values}
-
-
-def _required(node: Schema) -> list[str]:
-    given = node.get("required")
-    return [name for name in given if isinstance(name, str)] if isinstance(given, list) else []
 
 
 # ---------------------------------------------------------------- schemas that no value fits
@@ -276,3 +225,23 @@ def _fits_object(node: Schema, good: Callable[[object], bool]) -> bool:
 def _listed(node: Schema, key: str) -> list[Any]:
     given = node.get(key)
     return given if isinstance(given, list) else []
+
+
+def _types(node: Schema) -> set[str]:
+    given = node.get("type")
+    if isinstance(given, str):
+        return {given}
+    if isinstance(given, list):
+        return {each for each in given if isinstance(each, str)}
+    values = [node["const"]] if "const" in node else node.get("enum")
+    return {_type_of(value) for value in values} if isinstance(values, list) else set(_TYPES)
+
+
+def _type_of(value: Any) -> str:
+    names: Mapping[type, str] = {bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
+    return "null" if value is None else names.get(type(value), "object")
+
+
+def _required(node: Schema) -> list[str]:
+    given = node.get("required")
+    return [name for name in given if isinstance(name, str)] if isinstance(given, list) else []

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from contracts.errors import RequestError
 from contracts.grammar import GRAMMAR_BYTES, JSON_FORM
 from contracts.outside_data import read_json
-from router.openai.json_schemas import followed
+from router.openai.endless_grammar import is_endless
+from router.openai.json_schemas import TOO_DEEP, followed
 from router.openai.request_fields import STRUCTURED_OUTPUT, describe
 
 CHOICES_AT_MOST = 4096
@@ -137,6 +138,7 @@ def _schema(value: object, field: str, form: dict[str, Any] = JSON_FORM) -> str:
     if not isinstance(schema, dict):
         raise RequestError(f"{field} must be a JSON schema, an object; got {describe(schema)}", param=_top(field))
     refuse_surrogates(schema, field)
+    bounded(json.dumps(schema, ensure_ascii=False), field)
     if names_engine(schema):
         raise RequestError(f"{field}: {_ENGINES_OWN} is no keyword of JSON schema", param=_top(field))
     try:
@@ -144,7 +146,11 @@ def _schema(value: object, field: str, form: dict[str, Any] = JSON_FORM) -> str:
     except ValueError as error:
         raise RequestError(f"{field} can't be followed: {error}", param=_top(field)) from None
     overrides: Any = form
-    return bounded(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides), field)
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
+    except (ValueError, RecursionError):  # The engine's reader of JSON takes 127 lists and objects within each other.
+        raise RequestError(f"{field} can't be followed: {TOO_DEEP}", param=_top(field)) from None
+    return bounded(grammar, field)
 
 
 def _json_object(value: object, field: str, form: dict[str, Any] = JSON_FORM) -> str:
@@ -184,7 +190,13 @@ def _grammar(value: object, field: str) -> str:
     if named := next((name for name in ("%llguidance", _ENGINES_OWN) if name in value), ""):
         raise RequestError(f"{field}: {named} is not supported", param=_top(field))
     try:
-        return _lark(any_to_lark(value), field)
+        lark = any_to_lark(value)
+        if is_endless(lark):
+            raise RequestError(
+                f"{field}: no text can follow it to an end, as every way through start needs a rule that never ends",
+                param=_top(field),
+            )
+        return _lark(lark, field)
     except (GbnfToLarkError, RecursionError) as error:
         raise RequestError(f"{field}: {str(error).strip()[:300]}", param=_top(field)) from None
 
@@ -207,6 +219,8 @@ def refuse_surrogates(value: object, field: str) -> None:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise RequestError(f"{field} holds lone surrogates, which no Unicode text has", param=_top(field)) from None
+    except RecursionError:
+        raise RequestError(f"{field}: {TOO_DEEP}", param=_top(field)) from None
 
 
 def names_engine(schema: object) -> bool:

@@ -1,0 +1,1 @@
+"""JSON schemas of clients, written again in the keywords that the grammar engine follows."""

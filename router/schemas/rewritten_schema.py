@@ -1,0 +1,114 @@
+"""A client's schema, written again in keywords that the engine follows exactly.
+
+Every value that may be needed is a state: the parts of the schema that it must fit, and those that it must not. A
+state's forms are in the engine's keywords and name further states; states that no value fits are left out with what
+needs them. The result says less than the client's schema nowhere; it may allow fewer values.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from router.schemas.regular_terms import TooMuchWork
+from router.schemas.schema_forms import Form, SchemaForms, State
+from router.schemas.schema_parts import Schema, SchemaError, SchemaParts
+from router.schemas.schema_ways import SchemaWays
+
+STATES_AT_MOST = 4096
+"""States of one schema."""
+
+
+def rewritten(schema: Schema) -> Schema:
+    """Return a schema all of whose values fit `schema`. Raises `SchemaError` where none can be made, with the place."""
+    parts = SchemaParts(schema)
+    ways = SchemaWays(parts)
+    forms = SchemaForms(ways)
+    root: State = forms.state([(parts.number((), schema), True)])
+    states: dict[State, list[Form]] = {}
+    left = [root]
+    while left:
+        state = left.pop()
+        if state in states:
+            continue
+        if len(states) >= STATES_AT_MOST:
+            raise SchemaError(
+                "", f"it takes more than {STATES_AT_MOST} kinds of values once it is combined; make it simpler"
+            )
+        try:
+            states[state] = forms.of(state)
+        except TooMuchWork as error:
+            raise SchemaError(_path(parts, state), str(error)) from None
+        left += [inner for form in states[state] for inner in form.states()]
+    alive = _alive(states)
+    if root not in alive:
+        unsaid = next(iter(ways.unsaid), "")
+        more = f" once what doesn't fit {unsaid}, which can't be told in advance, is left out" if unsaid else ""
+        raise SchemaError("", f"no value fits it{more}")
+    return _written(parts, root, states, alive)
+
+
+def _alive(states: dict[State, list[Form]]) -> set[State]:
+    """The states that some value fits: those whose needs are alive, from the innermost on."""
+    alive: set[State] = set()
+    waiting: dict[State, list[State]] = {}
+    left = list(states)
+    while left:
+        state = left.pop()
+        if state in alive:
+            continue
+        for form in states[state]:
+            missing = next((need for need in form.needs() if need not in alive), None)
+            if missing is None:
+                alive.add(state)
+                left += waiting.pop(state, [])
+                break
+            waiting.setdefault(missing, []).append(state)
+    return alive
+
+
+def _written(parts: SchemaParts, root: State, states: dict[State, list[Form]], alive: set[State]) -> Schema:
+    names: dict[State, str] = {}
+    uses: dict[State, int] = {}
+    for forms in states.values():
+        for form in forms:
+            for inner in form.states():
+                uses[inner] = uses.get(inner, 0) + 1
+
+    def refer(state: State) -> Schema | None:
+        if state not in alive:
+            return None
+        if not state:
+            return {}
+        if (simple := _simple(states[state])) is not None and uses.get(state, 0) < 8:
+            return simple
+        if state not in names:
+            names[state] = _name(_path(parts, state), len(names))
+            waiting.append(state)
+        return {"$ref": f"#/$defs/{names[state]}"}
+
+    def shape(state: State) -> Schema:
+        found = [form.written(refer) for form in states[state] if all(need in alive for need in form.needs())]
+        known = [each for each in found if each is not None]
+        return known[0] if len(known) == 1 else {"anyOf": known}
+
+    waiting: list[State] = []
+    out: Schema = shape(root) if root else {}
+    definitions: dict[str, Any] = {}
+    while waiting:
+        state = waiting.pop()
+        definitions[names[state]] = shape(state)
+    return {**out, "$defs": definitions} if definitions else out
+
+
+def _simple(forms: list[Form]) -> Schema | None:
+    """The schema of a state that has one form, without others in it."""
+    return forms[0].written(lambda _: {}) if len(forms) == 1 and not list(forms[0].states()) else None
+
+
+def _name(path: str, number: int) -> str:
+    return f"{re.sub(r'[^A-Za-z0-9_.]', '_', path)[:48]}_{number}"
+
+
+def _path(parts: SchemaParts, state: State) -> str:
+    return parts.path(min(state)[0]) if state else ""

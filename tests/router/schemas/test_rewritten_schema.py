@@ -1,0 +1,272 @@
+"""Keywords that the engine doesn't know, written again: what is written fits, what can't be followed is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+
+from contracts.errors import RequestError
+from router.openai.json_schemas import followed
+from router.schemas import regular_terms, schema_ways
+from router.schemas.regular_terms import RegularTerms
+from router.schemas.schema_keywords import SHAPES
+from router.schemas.schema_parts import SchemaParts
+from router.schemas.schema_ways import SchemaWays
+from tests.schema_samples import DRAFT7, accepts, byte_tokenizer, grammar_of, why_invalid, written
+
+Schema = dict[str, Any]
+ROOT = Path(__file__).parents[3]
+AB = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+FOLLOWED: dict[str, tuple[Schema, list[Any]]] = {
+    "oneOf": (
+        {
+            "oneOf": [
+                {"type": "integer", "minimum": 0, "maximum": 9},
+                {"type": "integer", "multipleOf": 2, "minimum": 0, "maximum": 20},
+            ]
+        },
+        [1, 9, 10, 20],
+    ),
+    "anyOf": ({"anyOf": [{"type": "boolean"}, {"const": 3}]}, [True, 3]),
+    "allOf": (
+        {"allOf": [AB, {"required": ["b"]}, {"properties": {"a": {"maximum": 5}}}]},
+        [{"a": 5, "b": 9}, {"b": 1}],
+    ),
+    "not": ({"not": {"enum": ["a", 1]}, "type": ["string", "integer"]}, ["b", "", "aa", 0, 2]),
+    "if": (
+        {
+            **AB,
+            "if": {"properties": {"a": {"const": 1}}, "required": ["a"]},
+            "then": {"required": ["b"]},
+            "else": {"properties": {"b": {"const": 7}}},
+        },
+        [{"a": 1, "b": 3}, {"a": 2, "b": 7}, {"a": 2}],
+    ),
+    "dependentRequired": ({**AB, "dependentRequired": {"a": ["b"]}}, [{"a": 1, "b": 1}, {"b": 1}, {}]),
+    "dependentSchemas": (
+        {**AB, "dependentSchemas": {"a": {"properties": {"b": {"minimum": 5}}}}},
+        [{"a": 1, "b": 5}, {"b": 1}],
+    ),
+    "dependencies": ({**AB, "dependencies": {"a": ["b"], "b": {"maxProperties": 2}}}, [{"a": 1, "b": 5}]),
+    "contains": (
+        {"type": "array", "items": {"type": "integer"}, "contains": {"const": 7}, "maxContains": 2},
+        [[7], [7, 7, 1]],
+    ),
+    "minContains": (
+        {"type": "array", "items": {"type": "integer"}, "contains": {"minimum": 5}, "minContains": 2},
+        [[5, 6, 1]],
+    ),
+    "maxContains": (
+        {"items": {"enum": [1, 2]}, "contains": {"const": 1}, "minContains": 0, "maxContains": 1},
+        [[1, 2], [2]],
+    ),
+    "uniqueItems": (
+        {"type": "array", "items": {"enum": ["a", "b", "c"]}, "uniqueItems": True},
+        [["c", "a"], [], ["b"]],
+    ),
+    "prefixItems": (
+        {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "boolean"}], "items": False},
+        [[1, True], [1]],
+    ),
+    "additionalItems": (
+        {"$schema": DRAFT7, "type": "array", "items": [{"const": 1}], "additionalItems": {"const": 2}},
+        [[1, 2, 2], []],
+    ),
+    "unevaluatedItems": (
+        {"type": "array", "allOf": [{"prefixItems": [{"const": 1}]}], "unevaluatedItems": False},
+        [[1], []],
+    ),
+    "unevaluatedProperties": (
+        {**AB, "anyOf": [{"properties": {"c": {"const": 1}}, "required": ["c"]}, {}], "unevaluatedProperties": False},
+        [{"a": 1}, {"b": 2, "c": 1}],
+    ),
+    "propertyNames": (
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^x", "maxLength": 3},
+            "additionalProperties": {"type": "integer"},
+        },
+        [{"x": 1, "xab": 2}, {}],
+    ),
+    "patternProperties": (
+        {
+            "type": "object",
+            "properties": {"aa": {"minimum": 3}},
+            "patternProperties": {"^a": {"type": "integer"}, "b$": {"maximum": 9}},
+        },
+        [{"aa": 3, "ab": 1}, {"b": 0}],
+    ),
+    "minProperties": ({"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1}, [{"k": 1}]),
+    "maxProperties": ({**AB, "maxProperties": 1}, [{"a": 1}, {"b": 1}, {}]),
+    "additionalProperties": ({**AB, "additionalProperties": {"type": "string"}}, [{"a": 1, "c": "x"}, {"": ""}]),
+    "multipleOf": ({"type": "number", "multipleOf": 0.01, "minimum": 19.99, "maximum": 20}, [19.99, 20]),
+    "const": ({"const": 19.99, "multipleOf": 0.01}, [19.99]),
+    "enum": ({"enum": [19.99, 0.07, 0.005, "x"], "multipleOf": 0.01}, [19.99, 0.07, "x"]),
+    "pattern": ({"type": "string", "pattern": "^(?=.*[A-Z])(?=.*[0-9])(?!.*x).{4,8}$"}, ["AB12", "1234567A"]),
+    "$ref": (
+        {"$defs": {"n": {"$anchor": "few", "type": "integer", "minimum": 3}}, "$ref": "#few", "maximum": 5},
+        [3, 5],
+    ),
+    "$dynamicRef": (
+        {"type": "array", "items": {"$dynamicRef": "#n"}, "$defs": {"n": {"$dynamicAnchor": "n", "const": 1}}},
+        [[1]],
+    ),
+    "format": ({"type": "string", "format": "json-pointer", "minLength": 1}, ["/a", "/~1"]),
+}
+"""A schema for each keyword, and instances that may be written."""
+REFUSED: dict[str, tuple[Schema, str]] = {
+    "uniqueItems": ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, "at uniqueItems: it can be"),
+    "minProperties": ({"type": "object", "minProperties": 2}, "at minProperties: properties without names may repeat"),
+    "not": ({"type": "number", "not": {"type": "integer"}}, "no value fits it once what doesn't fit not.type"),
+    "oneOf": (
+        {"oneOf": [{"format": "date"}, {"format": "time"}]},
+        "at oneOf[0]: what doesn't fit oneOf[1].format can't",
+    ),
+    "$ref": ({"$ref": "https://example.com/x"}, "at $ref: it leads nowhere within the schema"),
+    "itself": ({"allOf": [{"$ref": "#"}]}, "no value fits it"),
+    "look-behind": ({"properties": {"p": {"pattern": "(?<=a)b"}}}, "at properties.p.pattern: look-behinds"),
+    "formatMinimum": ({"type": "string", "formatMinimum": "a"}, "at formatMinimum: this keyword can't be followed"),
+    "misspelt": (
+        {"properties": {"p": {"max_length": 3}}},
+        "at properties.p.max_length: there is no such keyword; maxLength",
+    ),
+    "shape": ({"properties": {"p": {"minLength": "3"}}}, "at properties.p.minLength: it must be a whole number"),
+    "draft": ({"allOf": [{"required": True}]}, "at allOf[0].required: it must be an array of strings"),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_a_keyword_is_followed(name: str) -> None:
+    schema, instances = FOLLOWED[name]
+    before = json.dumps(schema)
+    grammar = grammar_of(schema)
+    assert json.dumps(schema) == before
+    assert [value for value in instances if not accepts(grammar, value)] == []
+    answers = [answer for seed in range(10) if (answer := written(grammar, seed, before)) is not None]
+    assert answers
+    assert [why for answer in answers if (why := why_invalid(schema, answer))] == []
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cant_be_followed_is_refused_with_its_place(name: str) -> None:
+    schema, says = REFUSED[name]
+    with pytest.raises(RequestError, match=re.escape(says)) as refused:
+        grammar_of(schema)
+    assert refused.value.param == "response_format"
+
+
+def test_a_named_property_isnt_there_again_with_a_character_escaped() -> None:
+    schema = {**AB, "additionalProperties": {"type": "string"}}
+    grammar = grammar_of(schema)
+    assert accepts(grammar, {"a": 1, "c": "x"})
+    for text in (r'{"a":1,"\u0061":"x"}', r'{"\u0061":"x"}', '{"a":1,"a":"x"}', '{"a":"x"}'):
+        raw = list(text.encode())
+        assert LLMatcher(byte_tokenizer(), grammar, log_level=0).validate_tokens(raw) < len(raw)
+
+
+@pytest.mark.parametrize("key", ["title", "x-order", "deprecated", "discriminator", "markdownDescription", "example"])
+def test_what_says_nothing_about_values_is_ignored(key: str) -> None:
+    assert accepts(grammar_of({"type": "integer", key: {"deep": [[]]}}), 5)
+
+
+def nested(depth: int, keyword: str) -> Schema:
+    schema: Schema = {"type": "integer"}
+    for _ in range(depth):
+        schema = {keyword: schema} if keyword in ("not", "items") else {keyword: [schema]}
+    return schema
+
+
+@pytest.mark.parametrize("keyword", ["not", "items", "allOf", "oneOf"])
+@pytest.mark.parametrize("depth", [60, 118, 124, 127, 500])
+def test_a_deep_schema_is_followed_or_refused(keyword: str, depth: int) -> None:
+    told = ""
+    try:
+        grammar_of(nested(depth, keyword))
+    except RequestError as refused:
+        told = str(refused)
+    assert depth < 124 or "nested too deeply" in told or "schemas are laid on one value" in told
+
+
+@pytest.mark.parametrize("depth", [1, 100, 900])
+def test_a_deep_default_says_nothing(depth: int) -> None:
+    default: Any = 1
+    for _ in range(depth):
+        default = [default]
+    assert accepts(grammar_of({"type": "integer", "default": default}), 1)
+
+
+HOSTILE: dict[str, Schema] = {
+    "alternatives of alternatives": {
+        "allOf": [{"anyOf": [{"required": [f"p{i}{j}"]} for j in range(8)]} for i in range(8)]
+    },
+    "many that overlap": {"oneOf": [{"required": [f"p{i}"]} for i in range(300)]},
+    "many told apart": {"oneOf": [{"properties": {"k": {"const": i}}, "required": ["k"]} for i in range(250)]},
+    "lengths": {"allOf": [{"minLength": i} for i in range(3000)]},
+    "places": {"allOf": [{"contains": {"const": i}} for i in range(10)], "prefixItems": [{}] * 12},
+    "an automaton of 2^15": {"type": "string", "pattern": "^(?!(a|b)*a(a|b){14}$).*$"},
+    "patterns of names": {
+        "properties": {
+            f"p{i}": {"patternProperties": {"^x{1,30}a": {}, f"b{{{i}}}c": {}, "[0-9]$": {}}} for i in range(40)
+        }
+    },
+    "look-aheads": {"type": "string", "not": {"pattern": "^" + "".join(f"(?=.*{c})" for c in "abcdefghijklm")}},
+    "characters": {"type": "string", "not": {"pattern": f"[{''.join(chr(0x4E00 + 2 * i) for i in range(480))}]"}},
+    "choices of properties": {"properties": {f"k{i}": {} for i in range(24)}, "minProperties": 12},
+    "permutations": {
+        "type": "array",
+        "prefixItems": [{"enum": list(range(30))}] * 20,
+        "items": False,
+        "uniqueItems": True,
+    },
+    "conditions": {"dependentRequired": {f"k{i}": [f"k{i + 1}"] for i in range(40)}},
+    "values": {"allOf": [{"enum": [f"word{i}" for i in range(9000)]}, {"pattern": "^w"}]},
+    "names": {"type": "object", "properties": {f"p{i}": {} for i in range(2000)}, "not": {"required": ["zz"]}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_clients_schema_takes_much_work(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted: ways that are joined, and derivatives."""
+    made: list[RegularTerms] = []
+    joined = 0
+    join, begin = schema_ways._joined, RegularTerms.__init__
+
+    def counted_join(*args: Any) -> Any:
+        nonlocal joined
+        joined += 1
+        return join(*args)
+
+    def counted_begin(self: RegularTerms) -> None:
+        begin(self)
+        made.append(self)
+
+    monkeypatch.setattr(schema_ways, "_joined", counted_join)
+    monkeypatch.setattr(RegularTerms, "__init__", counted_begin)
+    with suppress(ValueError):
+        followed(HOSTILE[name])
+    assert 0 < joined <= 1.5 * schema_ways.PRODUCTS_AT_MOST
+    assert sum(terms.steps for terms in made) <= regular_terms.STEPS_AT_MOST + regular_terms.WRITTEN_AT_MOST**2 // 2
+
+
+def test_alternatives_that_a_constant_tells_apart_arent_combined() -> None:
+    tagged = [{"properties": {"k": {"const": i}}, "required": ["k"], "type": "object"} for i in range(40)]
+    schema = {"oneOf": tagged}
+    ways = SchemaWays(parts := SchemaParts(schema))
+    assert len(ways.of(parts.number((), schema), True)) == 40
+    assert ways.products < 2000
+
+
+def test_the_table_of_keywords_says_what_is_followed() -> None:
+    """Each keyword of the documentation's table has its example here, and each keyword is in the table."""
+    page = (ROOT / "docs" / "using.md").read_text()
+    table = page[page.index("| keyword | followed |") :].partition("\n\n")[0]
+    named = set(re.findall(r"`([$A-Za-z]+)`", "\n".join(row.split("|")[1] for row in table.splitlines()[2:])))
+    assert named >= SHAPES.keys()
+    assert named >= FOLLOWED.keys()
