@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "Gemma4ForConditionalGeneration": "gemma4.Gemma4",
     "GptOssForCausalLM": "gpt_oss.GptOss",
     "LlamaForCausalLM": "llama.Llama",
+    "MistralForCausalLM": "mistral.Mistral",
     "NemotronHForCausalLM": "nemotron_h.NemotronH",
     "Qwen2ForCausalLM": "qwen2.Qwen2",
     "Qwen3ForCausalLM": "qwen3.Qwen3",
@@ -59,6 +60,7 @@ def model_for(spec: ModelSpec) -> Model:
     return model
 
 
-def read_model(folder: Path) -> Model:
-    """Read and check a checkpoint folder without loading a tensor. Raises `CheckpointError`."""
-    return model_for(read_model_spec(folder))
+def read_model(folder: Path, context: int = 0) -> Model:
+    """Read and check a checkpoint folder without loading a tensor. Raises `CheckpointError`; `ConfigError` for a
+    `context` (`engine.context`) that it doesn't have."""
+    return model_for(read_model_spec(folder, context))

@@ -32,6 +32,7 @@ CHECKPOINTS: list[tuple[str, str, dict[str, Any]]] = [
     ("GptOssForCausalLM", "gpt_oss", {}),
     ("GptOssForCausalLM", "gpt_oss", PUBLISHED | {"packed": True, "num_hidden_layers": 2}),
     ("LlamaForCausalLM", "llama", {"bias": True}),
+    ("MistralForCausalLM", "mistral", PUBLISHED),
     ("NemotronHForCausalLM", "nemotron_h", {"use_bias": True, "mlp_bias": True}),
     ("Qwen2ForCausalLM", "qwen2", PUBLISHED),
     ("Qwen3ForCausalLM", "qwen3", {}),

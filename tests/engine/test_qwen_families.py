@@ -122,10 +122,8 @@ def test_numbers_that_cannot_be_are_refused_in_one_line(family: Family, tmp_path
         (moe, {"mlp_only_layers": 3}, "mlp_only_layers must be a list"),
         (moe, {"moe_intermediate_size": 41}, r"experts.0.gate_proj.weight has shape \[40, 64\]"),
         (moe, {"num_local_experts": 9}, r"gate.weight has shape \[8, 64\]"),
-        (dense, {"use_sliding_window": True, "max_window_layers": 1}, "sliding window"),
     ]
     for number, (folder, changes, message) in enumerate(cases):
         with pytest.raises(CheckpointError, match=message) as error:
             read_model(copy_checkpoint(folder, tmp_path / str(number), **changes))
         assert "\n" not in str(error.value)
-    read_model(copy_checkpoint(dense, tmp_path / "window-unused", use_sliding_window=True, max_window_layers=2))
