@@ -99,9 +99,9 @@ def _name_of(path: Path) -> str:
 def read_model_spec(path: Path, context: int = 0) -> ModelSpec:
     """Read and check a checkpoint folder, or a GGUF file, without loading a tensor.
 
-    `context`: the setting `engine.context`; 0: as long as the model declares. Raises `CheckpointError` in one line for a
-    missing or truncated file, a missing or bad number, or a dtype that is not supported, and `ConfigError` for a context
-    that the model doesn't have.
+    `context`: the setting `engine.context`; 0: as long as the model declares. Raises `CheckpointError` in one line for
+    a missing or truncated file, a missing or bad number, or a dtype that is not supported, and `ConfigError` for a
+    context that the model doesn't have.
     """
     if is_gguf(path):
         header = read_gguf(path)
@@ -163,7 +163,7 @@ def _context(config: JsonFields, wanted: int) -> tuple[int, tuple[str, ...]]:
         )
     if wanted == 1:
         raise ConfigError("engine.context=1 leaves no room for a prompt and an answer: set 2 or more, or 0")
-    if limits.most > limits.usual and not wanted:
+    if kind == "dynamic" and limits.most > limits.usual and not wanted:
         return limits.usual, (
             f"{config.path}: rope scaling {kind!r} is for sequences of more than {limits.usual} tokens; "
             f"engine.context above that, up to {limits.most}, rotates all of them as for that length",

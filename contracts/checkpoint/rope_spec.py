@@ -56,7 +56,7 @@ class ContextLimits:
     usual: int
     """Without a setting."""
     most: int
-    """With one; more than `usual` only where a longer context changes how positions are rotated."""
+    """With one; more than `usual` where scaling can do more, but whether it is meant to isn't written."""
     trained: int
     """Without scaling."""
 
@@ -65,21 +65,21 @@ def context_limits(config: JsonFields) -> ContextLimits:
     """Read the longest sequence that a configuration declares. Raises `CheckpointError` for a bad number.
 
     `max_position_embeddings`, or what yarn extends it to where that is more: `factor` times the length of training.
-    Makers who ship yarn write the extended length into `max_position_embeddings` (DeepSeek, gpt-oss); who adds yarn to a
-    model by its makers' advice leaves it as it was (Qwen). Dynamic scaling is used for longer sequences alone, so only
-    a setting asks for it.
+    Makers who ship yarn write the extended length into `max_position_embeddings` (DeepSeek, gpt-oss); who adds yarn to
+    a model by its makers' advice leaves it as it was (Qwen). With linear scaling both are published. Dynamic scaling is
+    used for longer sequences alone, so only a setting asks for it.
     """
     length, rope = config.size("max_position_embeddings"), _table(config)
     kind, factor = _kind(rope), rope.get("factor")
     trained = _trained(config.peek(_TRAINED), rope, length) if kind == "yarn" else length
-    if kind not in ("yarn", "dynamic") or not (_is_positive(factor) and _is_positive(trained)):
+    if kind not in ("yarn", "linear", "dynamic") or not (_is_positive(factor) and _is_positive(trained)):
         return ContextLimits(length, length, length)  # A bad number is refused by who reads the rope.
     assert isinstance(factor, int | float)
     assert isinstance(trained, int | float)
     if not factor * trained < _MOST_POSITIONS:
         raise config.refuse(f"rope scaling {kind!r} with factor {factor!r} makes more positions than can be counted")
     extended = max(length, int(factor * trained))
-    return ContextLimits(length if kind == "dynamic" else extended, extended, int(trained))
+    return ContextLimits(extended if kind == "yarn" else length, extended, int(trained))
 
 
 def rope_kind(config: JsonFields) -> str:
@@ -126,18 +126,18 @@ def read_rope(
     config: JsonFields,
     raw: Mapping[str, object] | None = None,
     *,
+    context: int,
     theta_key: str = "rope_theta",
     default_theta: float = _DEFAULT_THETA,
     partial: bool = False,
     default_partial: float = 1.0,
-    context: int = 0,
 ) -> RopeSpec:
     """Read the rope of a configuration, or of one kind of its layers if `raw` is that kind's part of `rope_parameters`.
 
     Old spelling: `rope_theta` beside `rope_scaling` (with ``type`` or ``rope_type``); new: `rope_parameters`.
     `partial`: whether the architecture knows `partial_rotary_factor`; where not given it is `default_partial`.
-    `context`: the longest sequence that is served, which dynamic scaling is computed for. Raises `CheckpointError` for a
-    scaling that is unknown, lacks a number, or depends on the length of the whole sequence.
+    `context`: the longest sequence that is served, which dynamic scaling is computed for. Raises `CheckpointError` for
+    a scaling that is unknown, lacks a number, or depends on the length of the whole sequence.
     """
     if raw is None:
         raw = config.table("rope_scaling") or config.table("rope_parameters")

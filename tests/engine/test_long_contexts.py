@@ -185,10 +185,14 @@ def spec_of(folder: Path, context: int) -> ModelSpec:
     return read_model(folder, context).spec
 
 
-def test_a_context_may_be_any_that_the_model_has(folder_of: Callable[[str], Path]) -> None:
-    for name, most in (("yarn", 512), ("dynamic", 512), ("yarn_extended", 512)):
-        for context in (2, 100, TRAINED, most):
-            assert spec_of(folder_of(name), context).context == context
+def test_a_context_may_be_any_that_the_model_has(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    linear = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    written_before_scaling = copy_checkpoint(folder_of("yarn"), tmp_path / "linear", rope_parameters=linear)
+    for folder in (*map(folder_of, ("yarn", "dynamic", "yarn_extended")), written_before_scaling):
+        for context in (2, 100, TRAINED, 4 * TRAINED):
+            assert spec_of(folder, context).context == context
+        with pytest.raises(ConfigError):
+            spec_of(folder, 4 * TRAINED + 1)
 
 
 @pytest.mark.parametrize(("keys", "said"), [
@@ -208,7 +212,7 @@ def test_a_longer_context_is_refused_and_what_would_give_it_is_said(
 
 
 def test_a_context_of_one_token_is_refused(folder_of: Callable[[str], Path]) -> None:
-    with pytest.raises(ConfigError, match="engine.context=1 leaves no room"):
+    with pytest.raises(ConfigError, match=r"engine\.context=1 leaves no room"):
         read_model_spec(folder_of("yarn"), 1)
 
 

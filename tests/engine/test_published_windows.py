@@ -1,5 +1,5 @@
-"""Sliding windows of architectures whose published configurations seldom have one (Qwen, Mistral), against transformers,
-with prompts far longer than the windows."""
+"""Sliding windows of architectures whose published configurations seldom have one (Qwen, Mistral), against
+transformers, with prompts far longer than the windows."""
 
 from __future__ import annotations
 
