@@ -208,11 +208,13 @@ def _of_text(values: Mapping[str, object]) -> dict[str, object]:
     if inner is None:
         return dict(values)
     assert isinstance(inner, dict)
+    nulls = {key: None for key, value in inner.items() if value is None}
     outer = {key: value for key, value in values.items() if not isinstance(value, dict)}
     given = {key: value for key, value in inner.items() if value is not None}
-    return (
-        _LEFT_OUT.get(str(inner.get("model_type")), {}) | outer | given | {"architectures": values.get("architectures")}
-    )
+    # Of a model without a head of its own either flag says that it is tied; transformers goes by the outer one.
+    tied = {"tie_word_embeddings": True} if values.get("tie_word_embeddings") is True else {}
+    left_out = _LEFT_OUT.get(str(inner.get("model_type")), {})
+    return nulls | left_out | outer | given | tied | {"architectures": values.get("architectures")}
 
 
 def _numbers(config: JsonFields) -> dict[str, object]:

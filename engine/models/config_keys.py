@@ -46,7 +46,8 @@ _GENERAL = """
     pretraining_tp ep_size num_logits_to_keep
     boi_token_index eoi_token_index image_token_index boi_token_id eoi_token_id eoi_token_index image_token_id
     boa_token_id eoa_token_id eoa_token_index audio_token_id video_token_id mm_tokens_per_image
-    vision_soft_tokens_per_image vision_start_token_id vision_end_token_id vision_config audio_config text_config
+    vision_soft_tokens_per_image vision_start_token_id vision_end_token_id vision_token_id vision_feature_layer
+    multimodal_projector_bias projector_hidden_act spatial_merge_size vision_config audio_config text_config
     llm_config language_model_only
 """
 GENERAL = frozenset(_GENERAL.split())

@@ -7,7 +7,7 @@ from engine.models.sliding_window import whole_window
 
 
 class Mistral(Llama):
-    """``MistralForCausalLM``"""
+    """``MistralForCausalLM``, and the text of ``Mistral3ForConditionalGeneration``."""
 
     def biases(self) -> tuple[bool, bool]:
         return False, False

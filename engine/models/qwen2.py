@@ -1,4 +1,7 @@
-"""Qwen2 and Qwen2.5: Llama with biases of queries, keys and values, and none of the output projection."""
+"""Qwen2 and Qwen2.5: Llama with biases of queries, keys and values, and none of the output projection.
+
+The text of Qwen2-VL and Qwen2.5-VL is one as well.
+"""
 
 from __future__ import annotations
 

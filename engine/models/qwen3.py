@@ -15,7 +15,8 @@ from engine.tensors.weight_loader import Weights
 
 
 class Qwen3(Llama):
-    """``Qwen3ForCausalLM``: Llama with norms of queries and keys by head."""
+    """``Qwen3ForCausalLM``: Llama with norms of queries and keys by head. And the text of
+    ``Qwen3VLForConditionalGeneration``."""
 
     qk_norm = True
 

@@ -88,6 +88,8 @@ def test_every_key_that_transformers_computes_by_is_known_here(folders: dict[str
 def test_the_other_names_of_an_architecture_read_the_same_text() -> None:
     """Those that no family is made of: models of more than text, and mixtures with another configuration."""
     made = {"Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"}
+    made |= {"Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration"}  # By test_text_beside_images.py.
+    made |= {"Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"}
     others = made | {"Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"}
     of_families = {
         "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM",
