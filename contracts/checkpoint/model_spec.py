@@ -36,6 +36,7 @@ _LEFT_OUT = {
     "gemma4_text": _GEMMA | {"vocab_size": 262_144, "sliding_window": 512},
 }
 """Keys that published folders leave out, with the defaults of their text model's type."""
+_TRAINED = "original_max_position_embeddings"
 _SPELLINGS = ("rope_theta", "rope_scaling", "rope_parameters", "torch_dtype", "dtype")
 _NOISE = ("transformers_version", "use_cache", "architectures", "model_type", "bos_token_id", "eos_token_id")
 
@@ -152,10 +153,8 @@ def _context(config: JsonFields, wanted: int) -> tuple[int, tuple[str, ...]]:
     limits, kind = context_limits(config), rope_kind(config)
     if wanted > limits.most:
         given = "has no rope scaling" if kind == "default" else f"has rope scaling {kind!r}"
-        scaling = (
-            f'"rope_scaling": {{"rope_type": "yarn", "factor": {_factor(wanted, limits.trained)}, '
-            f'"original_max_position_embeddings": {limits.trained}}}'
-        )
+        yarn = {"rope_type": "yarn", "factor": _factor(wanted, limits.trained), _TRAINED: limits.trained}
+        scaling = f'"rope_scaling":{json.dumps(yarn, separators=(",", ":"))}'
         needs = "a file converted with yarn scaling" if is_gguf(config.path) else f"it to say, for instance, {scaling}"
         raise ConfigError(
             f"engine.context={wanted} is more than the {limits.most} tokens of {config.path}, which {given}; a longer "
@@ -171,10 +170,9 @@ def _context(config: JsonFields, wanted: int) -> tuple[int, tuple[str, ...]]:
     return wanted or limits.usual, ()
 
 
-def _factor(wanted: int, trained: int) -> str:
+def _factor(wanted: int, trained: int) -> float:
     """The least factor, with at most one digit after the point, that makes `wanted` of `trained` positions."""
-    tenths = -(-10 * wanted // trained)
-    return f"{tenths // 10}.{tenths % 10}"
+    return -(-10 * wanted // trained) / 10
 
 
 def _read_folder(folder: Path) -> tuple[JsonFields, dict[str, object], dict[str, TensorHeader]]:

@@ -196,10 +196,10 @@ def test_a_context_may_be_any_that_the_model_has(folder_of: Callable[[str], Path
 
 
 @pytest.mark.parametrize(("keys", "said"), [
-    ({}, "more than the 512 tokens of .*config.json, which has rope scaling 'yarn'; .*\"factor\": 4.1, "
-         '"original_max_position_embeddings": 128}'),
+    ({}, "more than the 512 tokens of .*config.json, which has rope scaling 'yarn'; .*\"factor\":4.1,"
+         '"original_max_position_embeddings":128}'),
     (OLD, "more than the 128 tokens of .*config.json, which has no rope scaling; .*needs it to say, for instance, "
-          '"rope_scaling": {"rope_type": "yarn", "factor": 4.1, "original_max_position_embeddings": 128}'),
+          '"rope_scaling":{"rope_type":"yarn","factor":4.1,"original_max_position_embeddings":128}'),
 ])  # fmt: skip
 def test_a_longer_context_is_refused_and_what_would_give_it_is_said(
     folder_of: Callable[[str], Path], tmp_path: Path, keys: dict[str, Any], said: str

@@ -46,9 +46,7 @@ def test_a_shorter_context_takes_less_memory_and_is_what_pools_are_counted_in() 
 
 
 def test_a_context_that_the_model_does_not_have_is_refused_and_what_would_give_it_is_said() -> None:
-    with pytest.raises(
-        ConfigError, match=r"engine\.context=4096 is more than the 2048 tokens of .*\"rope_scaling\": {"
-    ):
+    with pytest.raises(ConfigError, match=r"engine\.context=4096 is more than the 2048 tokens of .*\"rope_scaling\":{"):
         prepare(options(assignments=("engine.context=4096",)), 64 * GIB)
 
 
