@@ -4,6 +4,7 @@ transformers, with prompts far longer than the windows."""
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -90,6 +91,27 @@ def test_torchs_operations_give_the_oracles_as_well(
 ) -> None:
     folder = folder_of(name)
     expect_the_oracles(folder, oracle_of(folder), (WINDOW + 1, 300), attention="torch")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["auto", "torch"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_hang_on_neither_chunks_nor_pages_nor_company_where_windows_are_read_of_the_full_pool(
+    folder_of: Callable[[str], Path], attention: str, dtype: str
+) -> None:
+    folder, rng = folder_of("mistral"), random.Random(3)
+    tokens, other = prompts(3, 200, 70)
+    want = Bench(folder, 16, 1024, attention=attention, dtype=dtype).forced(tokens, [200])
+    for page_tokens, seed in ((1, 1), (64, 2)):
+        bench = Bench(folder, page_tokens, 1024, seed, attention=attention, dtype=dtype)
+        at, held, beside, parts = 0, bench.hold(200), bench.hold(70), []
+        while at < 200:
+            count = min(200 - at, rng.choice([1, 1, 2, 5, 31, 64]))
+            rows = [bench.row(tokens[at : at + count], at, held), bench.row(other, 0, beside)]
+            place = rng.randrange(2)
+            parts.append(bench.logits(rows[::-1] if place else rows)[place])
+            at += count
+        assert torch.equal(torch.cat(parts), want), page_tokens
 
 
 def test_windows_are_in_a_pool_of_their_own_but_where_all_layers_have_one(folder_of: Callable[[str], Path]) -> None:
