@@ -126,7 +126,7 @@ def serve(options: argparse.Namespace, config: Config, directory: ControllerDire
             admin = stack.enter_context(listen_for_operators(config, options.admin_port))
         live = stack.enter_context(listen_at(options.live_socket))
         handover = stack.enter_context(listen_at(options.handover_socket))
-        spec, address = read_model_spec(options.model), "{}:{}".format(*bound.getsockname()[:2])
+        spec, address = read_model_spec(options.model, config.engine.context), "{}:{}".format(*bound.getsockname()[:2])
         service = RouterService(
             spec,
             config,

@@ -32,6 +32,7 @@ FAMILIES: dict[str, Make] = {
     "gemma3": partial(family_window.make_gemma3, tie_word_embeddings=False),
     "gemma4": partial(family_window.make_gemma4, tie_word_embeddings=False),
     "gpt_oss": family_window.make_gpt_oss,
+    "mistral": family_window.make_mistral,
     "qwen3_next": family_hybrid.make_qwen3_next,
     "qwen3_5": family_hybrid.make_qwen3_5,
     "falcon_h1": family_hybrid.make_falcon_h1,

@@ -1,6 +1,6 @@
-"""Gemma 3, Gemma 4 and gpt-oss, for the tests that go over all families.
+"""Gemma 3, Gemma 4, gpt-oss and Mistral, for the tests that go over all families.
 
-Windows are far shorter than the prompts of tests, and layers of both kinds take turns.
+Windows are far shorter than the prompts of tests, and layers of both kinds take turns, but in Mistral all have one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Gemma3TextConfig, Gemma4TextConfig, GptOssConfig
+from transformers import Gemma3TextConfig, Gemma4TextConfig, GptOssConfig, MistralConfig
 
 from tests.family import COMMON, published_config, rewrite_tensors, tensors_of, write_family
 
@@ -153,6 +153,21 @@ def make_gpt_oss(
         published_config(folder, initial_context_length=256, experts_per_token=4, swiglu_alpha=None)
     if packed:
         _pack(folder, store=published)
+    return folder
+
+
+def make_mistral(
+    folder: Path, *, dtype: str = "float32", seed: int = 0, published: bool = False, **changes: object
+) -> Path:
+    """Two layers, both with a window; `sliding_window=None` is how most are published."""
+    numbers = {
+        "num_hidden_layers": 2,
+        "head_dim": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
+    write_family(folder, MistralConfig(**(_NUMBERS | numbers | changes)), dtype=dtype, seed=seed)
+    if published:
+        published_config(folder)
     return folder
 
 

@@ -83,7 +83,7 @@ class DoctorCase:
 
     @cached_property
     def model(self) -> PlannedModel:
-        return planned_model(self.options.model, self.config.router.served_model_name)
+        return planned_model(self.options.model, self.config.router.served_model_name, self.config.engine.context)
 
     @cached_property
     def cards(self) -> tuple[CardFacts, ...]:

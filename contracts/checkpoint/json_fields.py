@@ -39,6 +39,8 @@ class JsonFields:
 
     def __init__(self, path: Path, values: Mapping[str, object]) -> None:
         self.path = path
+        self.nulls = frozenset(key for key, value in values.items() if value is None)
+        """The keys that are there without a value, where that isn't the default."""
         self.values = _Noting({key: value for key, value in values.items() if value is not None})
 
     @property
@@ -48,6 +50,10 @@ class JsonFields:
 
     def __contains__(self, key: str) -> bool:
         return key in self.values
+
+    def peek(self, key: str) -> object:
+        """The value, or None, for what isn't said to be read by looking at it."""
+        return dict.get(self.values, key)
 
     def size(self, key: str, default: int | None = None) -> int:
         """A whole number of 1 or more."""

@@ -17,9 +17,10 @@ from contracts.checkpoint.gguf.gguf_config import config_of
 from contracts.checkpoint.gguf.gguf_header import SUFFIX, is_gguf, read_gguf
 from contracts.checkpoint.gguf.gguf_tokenizer import GgufTokenizer
 from contracts.checkpoint.json_fields import JsonFields
+from contracts.checkpoint.rope_spec import context_limits, rope_kind
 from contracts.checkpoint.safetensors_headers import FLOATS, TensorHeader, digest_samples, read_headers, read_json
 from contracts.checkpoint.tokenizer_files import end_of_tokenizer
-from contracts.errors import CheckpointError
+from contracts.errors import CheckpointError, ConfigError
 
 GENERATION_CONFIG = "generation_config.json"
 _GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -35,6 +36,7 @@ _LEFT_OUT = {
     "gemma4_text": _GEMMA | {"vocab_size": 262_144, "sliding_window": 512},
 }
 """Keys that published folders leave out, with the defaults of their text model's type."""
+_TRAINED = "original_max_position_embeddings"
 _SPELLINGS = ("rope_theta", "rope_scaling", "rope_parameters", "torch_dtype", "dtype")
 _NOISE = ("transformers_version", "use_cache", "architectures", "model_type", "bos_token_id", "eos_token_id")
 
@@ -52,6 +54,7 @@ class ModelSpec:
     vocab_size: int
     layers: int
     context: int
+    """The longest sequence that is served, prompt and answer together: `engine.context` where that is given."""
     dtype: str
     """The checkpoint's dtype: ``float32``, ``bfloat16`` or ``float16``."""
     bos_token_id: int | None
@@ -94,11 +97,12 @@ def _name_of(path: Path) -> str:
     return parts[-1]
 
 
-def read_model_spec(path: Path) -> ModelSpec:
+def read_model_spec(path: Path, context: int = 0) -> ModelSpec:
     """Read and check a checkpoint folder, or a GGUF file, without loading a tensor.
 
-    Raises `CheckpointError` in one line for a missing or truncated file, a missing or bad number, or a dtype that is
-    not supported.
+    `context`: the setting `engine.context`; 0: as long as the model declares. Raises `CheckpointError` in one line for
+    a missing or truncated file, a missing or bad number, or a dtype that is not supported, and `ConfigError` for a
+    context that the model doesn't have.
     """
     if is_gguf(path):
         header = read_gguf(path)
@@ -116,14 +120,18 @@ def read_model_spec(path: Path) -> ModelSpec:
     vocab_size = config.size("vocab_size")
     beyond = [end for end in ends if not 0 <= end < vocab_size]
     bos = generation.get("bos_token_id", config.values.get("bos_token_id"))
+    served, notes = _context(config, context)
     identity = json.dumps([architecture, dtype, _numbers(config)], sort_keys=True, default=str)
+    if rope_kind(config) == "dynamic":
+        # The rotation of every key depends on it.
+        identity += f" for {max(served, context_limits(config).usual)}"
     return ModelSpec(
         path=path,
         name=_name_of(path),
         architecture=architecture,
         vocab_size=vocab_size,
         layers=config.size("num_hidden_layers", _listed_layers(config)),
-        context=config.size("max_position_embeddings"),
+        context=served,
         dtype=dtype,
         bos_token_id=bos if isinstance(bos, int) else None,
         eos_token_ids=tuple(end for end in ends if end not in beyond),
@@ -133,12 +141,38 @@ def read_model_spec(path: Path) -> ModelSpec:
             for key in _GENERATION_KEYS
             if isinstance(value := generation.get(key), int | float) and not isinstance(value, bool)
         },
-        warnings=(f"{path}: eos_token_id {beyond} is left out: the vocabulary has {vocab_size} tokens",)
-        if beyond
-        else (),
+        warnings=notes
+        + ((f"{path}: eos_token_id {beyond} is left out: the vocabulary has {vocab_size} tokens",) if beyond else ()),
         config=config,
         headers=headers,
     )
+
+
+def _context(config: JsonFields, wanted: int) -> tuple[int, tuple[str, ...]]:
+    """The longest sequence that is served, and what the operator should know of it. Raises `ConfigError`."""
+    limits, kind = context_limits(config), rope_kind(config)
+    if wanted > limits.most:
+        given = "has no rope scaling" if kind == "default" else f"has rope scaling {kind!r}"
+        yarn = {"rope_type": "yarn", "factor": _factor(wanted, limits.trained), _TRAINED: limits.trained}
+        scaling = f'"rope_scaling":{json.dumps(yarn, separators=(",", ":"))}'
+        needs = "a file converted with yarn scaling" if is_gguf(config.path) else f"it to say, for instance, {scaling}"
+        raise ConfigError(
+            f"engine.context={wanted} is more than the {limits.most} tokens of {config.path}, which {given}; a longer "
+            f"context needs {needs}"
+        )
+    if wanted == 1:
+        raise ConfigError("engine.context=1 leaves no room for a prompt and an answer: set 2 or more, or 0")
+    if kind == "dynamic" and limits.most > limits.usual and not wanted:
+        return limits.usual, (
+            f"{config.path}: rope scaling {kind!r} is for sequences of more than {limits.usual} tokens; "
+            f"engine.context above that, up to {limits.most}, rotates all of them as for that length",
+        )
+    return wanted or limits.usual, ()
+
+
+def _factor(wanted: int, trained: int) -> float:
+    """The least factor, with at most one digit after the point, that makes `wanted` of `trained` positions."""
+    return -(-10 * wanted // trained) / 10
 
 
 def _read_folder(folder: Path) -> tuple[JsonFields, dict[str, object], dict[str, TensorHeader]]:
@@ -172,11 +206,13 @@ def _of_text(values: Mapping[str, object]) -> dict[str, object]:
     if inner is None:
         return dict(values)
     assert isinstance(inner, dict)
+    nulls = {key: None for key, value in inner.items() if value is None}
     outer = {key: value for key, value in values.items() if not isinstance(value, dict)}
     given = {key: value for key, value in inner.items() if value is not None}
-    return (
-        _LEFT_OUT.get(str(inner.get("model_type")), {}) | outer | given | {"architectures": values.get("architectures")}
-    )
+    # Of a model without a head of its own either flag says that it is tied; transformers goes by the outer one.
+    tied = {"tie_word_embeddings": True} if values.get("tie_word_embeddings") is True else {}
+    left_out = _LEFT_OUT.get(str(inner.get("model_type")), {})
+    return nulls | left_out | outer | given | tied | {"architectures": values.get("architectures")}
 
 
 def _numbers(config: JsonFields) -> dict[str, object]:

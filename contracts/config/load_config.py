@@ -311,7 +311,8 @@ def _coerce(kind: Any, value: Any, name: str) -> Any:
 
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _MAY_BE_ZERO = {
-    "engine.threads", "cache.device_tokens", "prefill.cache.device_tokens", "decode.cache.device_tokens",
+    "engine.threads", "engine.context",
+    "cache.device_tokens", "prefill.cache.device_tokens", "decode.cache.device_tokens",
     "cache.device_requests", "prefill.cache.device_requests", "decode.cache.device_requests",
     "cache.host_bytes", "prefill.cache.host_bytes", "decode.cache.host_bytes", "cache.prefetch.base_s",
     "colocate.cache.device_tokens", "colocate.cache.device_requests", "colocate.cache.host_bytes",

@@ -60,6 +60,7 @@ _PAIRS = _new("workers with the old and the new value can't hand over to each ot
 _ROUTERS = SettingEffect(Effect.ROUTERS)
 _CONTROLLERS = SettingEffect(Effect.CONTROLLERS)
 _MODE = _new("routers and decode workers must have the same, and they start one after the other")
+_CONTEXT = _new("routers and workers must have the same, and they start one after the other")
 _WHERE = _new("clients were told it when the cluster started")
 _SERVICES = _new("the controller and the supervisor read it when they start")
 _SOCKETS = _new("both ends of a connection must have it, and open connections have the old value")
@@ -92,6 +93,7 @@ EFFECTS: Mapping[str, SettingEffect] = {
     "cache.storage.url": _STORAGE,
     "cache.storage.group_access": _STORAGE,
     "engine": _ALL,
+    "engine.context": _CONTEXT,
     "engine.dtype": _PAIRS,
     "engine.attention": _PAIRS,
     "engine.numerics": _PAIRS,

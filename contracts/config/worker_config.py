@@ -12,6 +12,9 @@ from contracts.config.cache_config import CacheOverride
 class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The dtype of computation; auto: the checkpoint's own."""
+    context: int = 0
+    """The longest sequence that is served, prompt and answer together, in tokens; 0: the model's own. Less takes less
+    memory for a request at most; more is refused unless the model's rope scaling gives it."""
     attention: Literal["auto", "torch", "native", "triton"] = "auto"
     """auto: triton on an NVIDIA GPU; on a CPU native, kernels compiled by g++ where there is one; else torch."""
     threads: int = 0

@@ -4,7 +4,8 @@ The frequencies follow transformers' definitions, operation by operation, since 
 grows with the position: default, ``linear`` (positions divided by a factor), ``llama3`` (long wavelengths divided,
 short ones kept, a smooth passage between), ``yarn`` (arXiv 2309.00071: a ramp between divided and kept over the head's
 dimensions, and a factor on cos and sin), ``factors`` (each divided by a number of its own, as GGUF files have what
-Llama 3's scaling came to) and ``proportional`` (a part of a head's dimensions is rotated, at the
+Llama 3's scaling came to), ``dynamic`` (a larger base, for the longest sequence that is served instead of the one at
+hand) and ``proportional`` (a part of a head's dimensions is rotated, at the
 frequencies that it has when all of them are; the angle of the other dimensions is zero).
 """
 
@@ -29,7 +30,8 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
         return _yarn(rope, head_dim)
     if rope.kind == "proportional":
         return _proportional(rope, head_dim), 1.0
-    inv_freq = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    theta = _dynamic_theta(rope, head_dim) if rope.kind == "dynamic" else rope.theta
+    inv_freq = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
     if rope.kind == "linear":
         inv_freq /= _number(rope, "factor")
     elif rope.kind == "llama3":
@@ -82,6 +84,13 @@ def _number(rope: RopeSpec, key: str) -> float:
 def _optional(rope: RopeSpec, key: str) -> float | None:
     value = rope.parameters.get(key)
     return None if value is None else float(cast(float, value))
+
+
+def _dynamic_theta(rope: RopeSpec, head_dim: int) -> float:
+    """The base for sequences of the length that is served: one for all of them, however long each is."""
+    factor, trained = _number(rope, "factor"), _number(rope, "original_max_position_embeddings")
+    stretch = factor * _number(rope, "context") / trained - (factor - 1)
+    return rope.theta if head_dim == 2 else float(rope.theta * stretch ** (head_dim / (head_dim - 2)))
 
 
 def _llama3(rope: RopeSpec, inv_freq: Tensor) -> Tensor:

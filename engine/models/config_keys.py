@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from contracts.checkpoint.json_fields import JsonFields
+from contracts.checkpoint.rope_spec import unknown_rope_keys
 from contracts.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,8 @@ _GENERAL = """
     pretraining_tp ep_size num_logits_to_keep
     boi_token_index eoi_token_index image_token_index boi_token_id eoi_token_id eoi_token_index image_token_id
     boa_token_id eoa_token_id eoa_token_index audio_token_id video_token_id mm_tokens_per_image
-    vision_soft_tokens_per_image vision_start_token_id vision_end_token_id vision_config audio_config text_config
+    vision_soft_tokens_per_image vision_start_token_id vision_end_token_id vision_token_id vision_feature_layer
+    multimodal_projector_bias projector_hidden_act spatial_merge_size vision_config audio_config text_config
     llm_config language_model_only
 """
 GENERAL = frozenset(_GENERAL.split())
@@ -76,10 +78,7 @@ CACHE = ("sliding_window", "attention_chunk_size", "layer_types", "kv_sharing_mo
 `sliding_window` in a Llama changes its answers. Where a key isn't read here, its value must mean that all is kept."""
 _ALL_KEPT = (None, "full_attention")
 
-_WINDOWS = {
-    "sliding_window": "only with use_sliding_window, which is read",
-    "max_window_layers": "only with use_sliding_window, which is read",
-}
+_WINDOWS = {"sliding_window": "only with use_sliding_window, which is read"}
 _LATENT = {
     "layer_types": "every layer attends alike",
     "head_dim": "overwritten by qk_rope_head_dim",
@@ -97,7 +96,8 @@ KEYS: Mapping[str, ConfigKeys] = {
     "Llama": ConfigKeys(),
     "Qwen2": ConfigKeys(_WINDOWS),
     "Qwen3": ConfigKeys(_WINDOWS),
-    "Qwen3Moe": ConfigKeys(_WINDOWS | _EXPERTS),
+    "Qwen3Moe": ConfigKeys(_WINDOWS | _EXPERTS | {"max_window_layers": "its window is of all layers or of none"}),
+    "Mistral": ConfigKeys(),
     "DeepseekV3": ConfigKeys(_LATENT, {"num_key_value_heads": SameKey("num_attention_heads")}),
     "DeepseekV32": ConfigKeys(_LATENT, {"num_key_value_heads": SameKey("num_attention_heads")}),
     "GlmMoeDsa": ConfigKeys(_LATENT, {"num_key_value_heads": SameKey("num_attention_heads")}),
@@ -156,8 +156,10 @@ def check_keys(model: str, config: JsonFields) -> tuple[str, ...]:
             text = f"{key} {value!r:.60} is not supported: {model} keeps and attends to every token"
             raise CheckpointError(f"{config.path}: {text}")
     known |= set(CACHE)
-    items = sorted(config.values.items())
-    return tuple(f"{k}={v!r:.60}" for k, v in items if k not in known and not k.startswith("_") and v not in _OFF)
+    given = {key: value for key, value in config.values.items() if key not in known and not key.startswith("_")}
+    if "rope_parameters" in config.read:
+        given |= unknown_rope_keys(config)
+    return tuple(f"{key}={value!r:.60}" for key, value in sorted(given.items()) if value not in _OFF)
 
 
 def warn_of(unknown: tuple[str, ...], architecture: str, config: JsonFields) -> None:

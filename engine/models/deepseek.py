@@ -31,7 +31,7 @@ class DeepseekV3(Model):
         super().__init__(spec)
         config = spec.config
         self.inner = config.size("intermediate_size")
-        self.rope = read_rope(config)
+        self.rope = read_rope(config, context=spec.context)
         self.latent = MLAShape(
             hidden=self.hidden,
             heads=config.size("num_attention_heads"),

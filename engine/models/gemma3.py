@@ -114,9 +114,11 @@ class Gemma3(Gemma):
         config, raw = self.config, rope_by_kind(self.config, name)
         if name == SLIDING:
             raw = raw or {"rope_type": "default"}
-            rope = read_rope(config, raw, theta_key="rope_local_base_freq", default_theta=10_000.0)
+            rope = read_rope(
+                config, raw, context=self.spec.context, theta_key="rope_local_base_freq", default_theta=10_000.0
+            )
         else:
-            rope = read_rope(config, raw, default_theta=1_000_000.0)
+            rope = read_rope(config, raw, default_theta=1_000_000.0, context=self.spec.context)
         kv_heads, head_dim = config.size("num_key_value_heads"), config.size("head_dim", 256)
         return LayerKind(name, self.window_of(name), kv_heads, head_dim, rope)
 

@@ -58,7 +58,7 @@ class Gemma4(Gemma):
 
     def kind(self, name: str) -> LayerKind:
         config = self.config
-        rope = read_rope(config, rope_by_kind(config, name) or _ROPES[name], partial=True)
+        rope = read_rope(config, rope_by_kind(config, name) or _ROPES[name], partial=True, context=self.spec.context)
         kv_heads, head_dim = config.size("num_key_value_heads"), config.size("head_dim", 256)
         if name == FULL:
             head_dim = self._of_full_layers("head_dim", config.size("global_head_dim", 512))

@@ -31,7 +31,7 @@ class GptOss(WindowModel):
 
     def kind(self, name: str) -> LayerKind:
         config = self.config
-        rope = read_rope(config, default_theta=150_000.0)
+        rope = read_rope(config, default_theta=150_000.0, context=self.spec.context)
         kv_heads, head_dim = config.size("num_key_value_heads", 8), config.size("head_dim", 64)
         return LayerKind(name, self.window_of(name), kv_heads, head_dim, rope)
 

@@ -1,8 +1,10 @@
-"""Llama: full grouped-query attention and gated feed-forward layers."""
+"""Llama: grouped-query attention, in kin of it with a sliding window in some layers, and gated feed-forward layers."""
 
 from __future__ import annotations
 
-from cache.memory.kv_cache_spec import PoolSpec
+from collections import Counter
+
+from cache.memory.kv_cache_spec import PoolKind, PoolSpec
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.checkpoint.rope_spec import read_rope
 from engine.layers.decoder import Layer, Sublayer
@@ -10,7 +12,7 @@ from engine.layers.forward_context import LayerPlace
 from engine.layers.mixers.head_attention import HeadAttention, kv_buffers
 from engine.layers.mlp import GatedMlp
 from engine.layers.rope import RopeTable
-from engine.models.model_base import FULL_POOL, Model, StateOptions
+from engine.models.model_base import FULL_POOL, WINDOW_POOL, Model, StateOptions
 from engine.tensors.weight_loader import Weights
 
 
@@ -28,14 +30,15 @@ class Llama(Model):
         self.head_dim = config.size("head_dim", self.default_head_dim)
         self.attention_bias, self.out_bias = self.biases()
         self.mlp_bias = config.flag("mlp_bias")
-        self.rope = read_rope(config)
+        self.rope = read_rope(config, context=spec.context)
         if config.text("hidden_act", "silu") != "silu":
             raise config.refuse(f"hidden_act {config.text('hidden_act')!r} is not supported; only silu is")
         if self.heads % self.kv_heads:
             raise config.refuse(f"{self.heads} attention heads do not divide among {self.kv_heads} key-value heads")
         if self.head_dim % 2:
             raise config.refuse(f"head_dim {self.head_dim} must be even for rotary embeddings")
-        self.refuse_windows()
+        # A window as long as the longest sequence hides nothing.
+        self.windows = [window if window < spec.context else 0 for window in self.layer_windows()]
 
     @property
     def default_head_dim(self) -> int:
@@ -46,16 +49,31 @@ class Llama(Model):
         bias = self.config.flag("attention_bias")
         return bias, bias
 
-    def refuse_windows(self) -> None:
-        """Raise `CheckpointError` where `config.json` asks for other than full attention in some layers."""
+    def layer_windows(self) -> list[int]:
+        """How many positions each layer's queries see, their own included; 0: all. Raises `CheckpointError` where
+        `config.json` asks for what this architecture doesn't have."""
         kinds = self.config.values.get("layer_types")
         others = {str(kind) for kind in kinds if kind != "full_attention"} if isinstance(kinds, list) else set()
         if others:
             raise self.config.refuse(f"{', '.join(sorted(others))} layers are not supported; only full attention is")
+        return [0] * self.layers
 
     def pools(self, options: StateOptions) -> tuple[PoolSpec, ...]:
-        buffers = kv_buffers(self.layers, self.kv_heads, self.head_dim, options.dtype, options.shard)
-        return (PoolSpec(FULL_POOL, buffers),)
+        counts = Counter(self.place(number).pool for number in range(self.layers))
+        pools = []
+        for name, layers in sorted(counts.items()):
+            buffers = kv_buffers(layers, self.kv_heads, self.head_dim, options.dtype, options.shard)
+            kind = PoolKind.WINDOW if name == WINDOW_POOL else PoolKind.FULL
+            pools.append(PoolSpec(name, buffers, kind, max(self.windows) if name == WINDOW_POOL else 0))
+        return tuple(pools)
+
+    def place(self, number: int) -> LayerPlace:
+        """The place of the keys and values of layer `number`. Those of windows are in a pool of their own, but where
+        all layers have one: a model has a full pool, which says which prefixes there are."""
+        if all(self.windows) or not any(self.windows):
+            return LayerPlace(FULL_POOL, number)
+        before = sum(bool(window) == bool(self.windows[number]) for window in self.windows[:number])
+        return LayerPlace(WINDOW_POOL if self.windows[number] else FULL_POOL, before)
 
     def layer(self, number: int, weights: Weights) -> Layer:
         attention = self.attention(number, weights.scope("self_attn."))
@@ -64,7 +82,7 @@ class Llama(Model):
     def attention(self, number: int, weights: Weights) -> HeadAttention:
         return HeadAttention(
             weights,
-            LayerPlace(FULL_POOL, number),
+            self.place(number),
             self.rope_table(weights),
             hidden=self.hidden,
             heads=self.heads,
@@ -74,6 +92,7 @@ class Llama(Model):
             out_bias=self.out_bias,
             qk_norm_eps=self.eps if self.qk_norm else None,
             scale=self.scale(),
+            window=self.windows[number],
         )
 
     def scale(self) -> float:

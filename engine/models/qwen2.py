@@ -1,8 +1,12 @@
-"""Qwen2 and Qwen2.5: Llama with biases of queries, keys and values, and none of the output projection."""
+"""Qwen2 and Qwen2.5: Llama with biases of queries, keys and values, and none of the output projection.
+
+The text of Qwen2-VL and Qwen2.5-VL is one as well.
+"""
 
 from __future__ import annotations
 
 from engine.models.llama import Llama
+from engine.models.sliding_window import qwen_windows
 
 
 class Qwen2(Llama):
@@ -11,15 +15,5 @@ class Qwen2(Llama):
     def biases(self) -> tuple[bool, bool]:
         return True, False
 
-    def refuse_windows(self) -> None:
-        config = self.config
-        if (
-            config.flag("use_sliding_window")
-            and "sliding_window" in config
-            and config.count("max_window_layers", 28) < self.layers
-        ):
-            raise config.refuse(
-                "layers with a sliding window are not supported in this architecture; set use_sliding_window to false "
-                "in config.json if prompts stay shorter than the window"
-            )
-        super().refuse_windows()
+    def layer_windows(self) -> list[int]:
+        return qwen_windows(self.config, self.layers)

@@ -10,11 +10,13 @@ from engine.layers.moe.expert_router import SoftmaxRouter
 from engine.layers.moe.experts import ExpertSizes
 from engine.layers.moe.mixture import MixtureOfExperts
 from engine.models.llama import Llama
+from engine.models.sliding_window import qwen_windows, whole_window
 from engine.tensors.weight_loader import Weights
 
 
 class Qwen3(Llama):
-    """``Qwen3ForCausalLM``: Llama with norms of queries and keys by head."""
+    """``Qwen3ForCausalLM``: Llama with norms of queries and keys by head. And the text of
+    ``Qwen3VLForConditionalGeneration``."""
 
     qk_norm = True
 
@@ -22,11 +24,8 @@ class Qwen3(Llama):
     def default_head_dim(self) -> int:
         return 128
 
-    def refuse_windows(self) -> None:
-        config = self.config
-        if config.flag("use_sliding_window") and "sliding_window" in config:
-            raise config.refuse("sliding_attention layers are not supported; only full attention is")
-        super().refuse_windows()
+    def layer_windows(self) -> list[int]:
+        return qwen_windows(self.config, self.layers)
 
 
 def sparse_layers(config: JsonFields, layers: int) -> frozenset[int]:
@@ -54,6 +53,10 @@ class Qwen3Moe(Qwen3):
     @property
     def default_head_dim(self) -> int:
         return self.hidden // self.heads
+
+    def layer_windows(self) -> list[int]:
+        """One window for all layers: this architecture knows neither `max_window_layers` nor `layer_types`."""
+        return whole_window(self.config, self.layers, used=self.config.flag("use_sliding_window"))
 
     def mlp(self, number: int, weights: Weights) -> Sublayer:
         if number not in self.sparse:

@@ -36,7 +36,7 @@ class Qwen3Next(Model):
         self.kv_heads = config.size("num_key_value_heads", self.heads)
         self.head_dim = config.size("head_dim", 256)
         self.bias = config.flag("attention_bias")
-        self.rope = read_rope(config, partial=True, default_partial=0.25)
+        self.rope = read_rope(config, partial=True, default_partial=0.25, context=spec.context)
         self.rope_dim = int(self.head_dim * self.rope.partial)
         every = config.size("full_attention_interval", 4)
         usual = [_KINDS[(i + 1) % every == 0] for i in range(self.layers)]

@@ -19,9 +19,14 @@ ARCHITECTURES = {
     "Gemma4ForConditionalGeneration": "gemma4.Gemma4",
     "GptOssForCausalLM": "gpt_oss.GptOss",
     "LlamaForCausalLM": "llama.Llama",
+    "Mistral3ForConditionalGeneration": "mistral.Mistral",
+    "MistralForCausalLM": "mistral.Mistral",
     "NemotronHForCausalLM": "nemotron_h.NemotronH",
     "Qwen2ForCausalLM": "qwen2.Qwen2",
+    "Qwen2VLForConditionalGeneration": "qwen2.Qwen2",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2.Qwen2",
     "Qwen3ForCausalLM": "qwen3.Qwen3",
+    "Qwen3VLForConditionalGeneration": "qwen3.Qwen3",
     "DeepseekV3ForCausalLM": "deepseek.DeepseekV3",
     "DeepseekV32ForCausalLM": "deepseek.DeepseekV32",
     "GlmMoeDsaForCausalLM": "deepseek.GlmMoeDsa",
@@ -59,6 +64,7 @@ def model_for(spec: ModelSpec) -> Model:
     return model
 
 
-def read_model(folder: Path) -> Model:
-    """Read and check a checkpoint folder without loading a tensor. Raises `CheckpointError`."""
-    return model_for(read_model_spec(folder))
+def read_model(folder: Path, context: int = 0) -> Model:
+    """Read and check a checkpoint folder without loading a tensor. Raises `CheckpointError`; `ConfigError` for a
+    `context` (`engine.context`) that it doesn't have."""
+    return model_for(read_model_spec(folder, context))

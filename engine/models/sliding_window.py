@@ -101,6 +101,33 @@ def layer_names(config: JsonFields, layers: int, pattern: int) -> list[str]:
     return config.words("layer_types", layers, (FULL, SLIDING), default)
 
 
+def given_window(config: JsonFields) -> int:
+    """The positions that `sliding_window` says; 0 where it is null. Qwen and Mistral have 4096 where it isn't there."""
+    return 0 if "sliding_window" in config.nulls else config.size("sliding_window", 4096)
+
+
+def qwen_windows(config: JsonFields, layers: int) -> list[int]:
+    """The window of each layer by the keys of Qwen2 and Qwen3, 0 for none: with `use_sliding_window` those that
+    `layer_types` says, or those from `max_window_layers` on. Raises `CheckpointError`."""
+    window = given_window(config) if config.flag("use_sliding_window") else 0
+    first = config.count("max_window_layers", 28)
+    usual = [SLIDING if window and number >= first else FULL for number in range(layers)]
+    names = config.words("layer_types", layers, (FULL, SLIDING), usual)
+    if SLIDING in names and not window:
+        raise config.refuse(f"layer_types has {SLIDING} layers, but use_sliding_window or sliding_window says none")
+    return [window if name == SLIDING else 0 for name in names]
+
+
+def whole_window(config: JsonFields, layers: int, *, used: bool = True) -> list[int]:
+    """The window of each layer of an architecture whose layers all have the same, 0 for none. Raises `CheckpointError`
+    where `layer_types`, by which transformers' cache goes, says something else."""
+    window = given_window(config) if used else 0
+    usual = [SLIDING if window else FULL] * layers
+    if config.words("layer_types", layers, (FULL, SLIDING), usual) != usual:
+        raise config.refuse(f"layer_types must be {usual[0]} for all layers in this architecture")
+    return [window] * layers
+
+
 def rope_by_kind(config: JsonFields, name: str) -> Mapping[str, object] | None:
     """The part of `rope_parameters` for one kind of layers; None where `rope_parameters` isn't divided by kind."""
     found = config.table("rope_parameters").get(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +22,10 @@ def prompts(seed: int, *lengths: int) -> list[list[int]]:
     return [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
 
 
-def expect_the_oracles(folder: Path, oracle: Oracle, lengths: Sequence[int], chunk: int = 64) -> None:
+def expect_the_oracles(folder: Path, oracle: Oracle, lengths: Sequence[int], chunk: int = 64, **config: Any) -> None:
     """float32: greedy tokens after prompts of these lengths, computed in chunks and decoded as one batch; and logits of
-    the last, within four times the oracle's own difference."""
-    asked, bench = prompts(1, *lengths), Bench(folder, tokens=sum(lengths) + 1000)
+    the last, within four times the oracle's own difference. `config`: keys of the engine's section."""
+    asked, bench = prompts(1, *lengths), Bench(folder, tokens=sum(lengths) + 1000, **config)
     for prompt, got in zip(asked, bench.generate_many(asked, 10, chunk), strict=True):
         verdict = compare(oracle, prompt, got)
         assert verdict.equal, (len(prompt), verdict)

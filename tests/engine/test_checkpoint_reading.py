@@ -113,8 +113,11 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "size no number": (config(hidden_size="64"), ("hidden_size must be a positive whole number", "'64'")),
     "size zero": (config(num_hidden_layers=0), ("num_hidden_layers", "got 0")),
     "layers sliding": (config(layer_types=["full_attention", "sliding_attention"]), ("sliding_attention layers",)),
-    "rope unknown": (rope(rope_type="spiral"), ("unknown rope scaling 'spiral'", "default, linear, llama3, yarn")),
-    "rope dynamic": (rope(rope_type="dynamic", factor=2.0), ("'dynamic' is not supported", "length")),
+    "rope unknown": (
+        rope(rope_type="spiral"),
+        ("unknown rope scaling 'spiral'", "default, linear, dynamic, llama3, yarn"),
+    ),
+    "rope dynamic": (rope(rope_type="dynamic"), ("'dynamic' needs a positive factor", "None")),
     "rope longrope": (rope(rope_type="longrope"), ("'longrope' is not supported",)),
     "rope number": (rope(rope_type="linear"), ("'linear' needs a positive factor", "None")),
     "rope theta": (config(rope_parameters={"rope_type": "default", "rope_theta": -1}), ("positive rope_theta", "-1")),
@@ -146,16 +149,6 @@ def test_a_bad_folder_is_refused_in_one_line_that_says_what_is_wrong(
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere does not exist"):
         read_model_spec(tmp_path / "nowhere")
-
-
-def test_a_sliding_window_is_refused_where_it_is_used_and_ignored_where_it_is_not(
-    checkpoint: MakeCheckpoint, tmp_path: Path
-) -> None:
-    used = {"use_sliding_window": True, "sliding_window": 128, "layer_types": None}
-    with pytest.raises(CheckpointError, match="sliding_attention layers are not supported"):
-        read_model(copy_checkpoint(checkpoint("qwen3"), tmp_path / "used", **used))
-    unused = {"use_sliding_window": False, "sliding_window": 128}
-    assert read_model(copy_checkpoint(checkpoint("qwen3"), tmp_path / "unused", **unused)).layers == 2
 
 
 @pytest.mark.parametrize(

@@ -88,11 +88,14 @@ def test_every_key_that_transformers_computes_by_is_known_here(folders: dict[str
 def test_the_other_names_of_an_architecture_read_the_same_text() -> None:
     """Those that no family is made of: models of more than text, and mixtures with another configuration."""
     made = {"Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"}
+    made |= {"Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration"}  # By test_text_beside_images.py.
+    made |= {"Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"}
     others = made | {"Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"}
     of_families = {
         "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM",
         "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "Gemma3ForCausalLM", "Gemma4ForCausalLM", "GptOssForCausalLM",
         "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "FalconH1ForCausalLM", "NemotronHForCausalLM",
+        "MistralForCausalLM",
     }  # fmt: skip
     assert set(ARCHITECTURES) == of_families | others, "a new architecture needs a family here"
     assert set(KEYS) == {entry.partition(".")[2] for entry in ARCHITECTURES.values()}
@@ -176,9 +179,11 @@ def test_keys_that_only_other_programs_know_are_named_in_one_warning(
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "window"),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 64}, "sliding_attention"),
+        ("qwen3_moe", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "full_attention for"),
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention for all"),
+        ("mistral", {"sliding_window": 0}, "sliding_window must be a positive whole number"),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "by kind of layer"),
         ("llama", {"sliding_window": 128}, "sliding_window 128"),
         ("llama", {"attention_chunk_size": 64}, "attention_chunk_size 64"),
         ("llama", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention layers"),

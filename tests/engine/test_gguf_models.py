@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from contracts.checkpoint.model_spec import read_model_spec
 from contracts.config.worker_config import EngineConfig
+from contracts.errors import ConfigError
 from engine.models.registry import model_for, read_model
 from engine.tensors.shard import Shard
 from engine.tensors.weight_loader import Weights, dtype_for
@@ -195,6 +196,20 @@ def test_quantised_weights_compute_in_bfloat16_and_others_as_stored(base: Path) 
         spec = read_model_spec(file_of(base, "llama", kind))
         assert (spec.dtype, dtype_for(spec, auto)) == (declared, computed)
         assert dtype_for(spec, EngineConfig(dtype="float32")) == torch.float32
+
+
+def test_a_files_context_is_what_yarn_gives_and_may_be_set(base: Path, tmp_path: Path) -> None:
+    numbers: dict[str, Any] = {"rope__scaling__type": "yarn", "rope__scaling__factor": 2.5}
+    plain, scaled = file_of(base, "qwen2", "F32"), tmp_path / "scaled.gguf"
+    write_gguf(folder_of(base, "qwen2"), scaled, "qwen2", **numbers)
+    trained = read_model_spec(plain).context
+    assert read_model_spec(scaled).context == 2.5 * trained
+    assert [read_model_spec(file, 300).context for file in (plain, scaled)] == [300, 300]
+    said = (
+        f"engine.context={trained + 1} is more than the {trained} tokens .* needs a file converted with yarn scaling$"
+    )
+    with pytest.raises(ConfigError, match=said):
+        read_model_spec(plain, trained + 1)
 
 
 def test_what_the_file_says_is_the_spec(base: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from contracts.checkpoint.model_spec import read_model_spec
@@ -19,6 +20,7 @@ from engine.runner.model_runner import ModelRunner
 from engine.tensors.weight_loader import Weights
 from tests.checkpoints import VOCAB, compare, compare_forced, copy_checkpoint
 from tests.engine.harness import Bench, MakeCheckpoint, MakeOracle, row
+from tests.families import FAMILIES
 
 WHOLE = 1 << 20
 LENGTHS = (1, 2, 15, 16, 17, 64, 65, 100, 129, 300, 700)
@@ -115,6 +117,27 @@ def test_a_head_beside_the_flag_that_it_is_tied_counts_as_transformers_takes_it(
     for weights in taken:
         model_for(weights.spec).build(weights)
     assert taken[1].nbytes - taken[0].nbytes == (embed.numel() * 4 if stored == "own head" else 0), "a copy is not kept"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "embed"), [
+    ("qwen2", "model.embed_tokens.weight"),
+    ("mistral", "model.embed_tokens.weight"),
+    ("gemma3", "language_model.model.embed_tokens.weight"),
+    ("qwen3_5", "model.language_model.embed_tokens.weight"),
+])  # fmt: skip
+def test_a_tied_model_of_any_family_may_store_its_head_alone(tmp_path: Path, family: str, embed: str) -> None:
+    """Flat configurations and those with the text's keys inside; the same bits as with the embedding alone."""
+    (tokens,) = prompts(3, 60)
+    folder = FAMILIES[family](tmp_path / "tied", published=True, tie_word_embeddings=True)
+    want = Bench(folder).forced(tokens, [60])
+    held = load_file(folder / "model.safetensors")
+    for head in ("lm_head.weight", "language_model.lm_head.weight"):
+        alone = copy_checkpoint(folder, tmp_path / head)
+        stored = {head if name == embed else name: tensor for name, tensor in held.items()}
+        assert stored.keys() != held.keys()
+        save_file(stored, alone / "model.safetensors", {"format": "pt"})
+        assert torch.equal(Bench(alone).forced(tokens, [60]), want)
 
 
 @pytest.mark.slow

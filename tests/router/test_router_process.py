@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from contracts.config.cluster_config import Config
+from contracts.config.worker_config import EngineConfig
 from tests.router.fake_worker import FakeCluster
 from tests.router.grpc_fakes import grpc_cluster
 from tests.router.http_server import DEMO
@@ -36,7 +37,7 @@ async def read_line(fd: int) -> bytes:
 @pytest.mark.asyncio
 async def test_a_router_process_serves_and_ends_on_a_signal(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(Config().to_dict()))
+    config.write_text(json.dumps(Config(engine=EngineConfig(context=512)).to_dict()))
     reading, writing = os.pipe()
     cluster = FakeCluster()
     async with grpc_cluster(cluster) as controller:
@@ -62,6 +63,8 @@ async def test_a_router_process_serves_and_ends_on_a_signal(tmp_path: Path) -> N
                 answer = await client.post("/v1/completions", json=body)
                 assert answer.json()["usage"]["completion_tokens"] == 9
                 assert (await client.get("/health")).status_code == 200
+                models = await client.get("/v1/models")
+                assert models.json()["data"][0]["max_model_len"] == 512
             process.send_signal(signal.SIGTERM)
             out, log = await asyncio.wait_for(asyncio.to_thread(process.communicate), WAIT_S)
         finally:

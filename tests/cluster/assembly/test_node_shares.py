@@ -13,9 +13,11 @@ from rich.console import Console
 from cluster.assembly.device_cards import CardFacts
 from cluster.assembly.memory_plan import MemoryPlan
 from cluster.assembly.node_shares import MemoryShort, NodeFacts, NodeShare, by_machine, cores, free_bytes
+from cluster.models.model_source import DEMO
 from cluster.serve.preflight import ServeOptions, ServePlan, prepare
 from cluster.serve.terminal import node_table, threads_of
 from cluster.worker_process.worker_plan import WorkerPlan
+from contracts.config.load_config import config_from_dict
 from contracts.errors import ConfigError
 from contracts.ids import PAIR, Incarnation, Role, WorkerName
 
@@ -165,6 +167,14 @@ def test_a_worker_takes_the_sizes_of_the_node_that_it_has_landed_on() -> None:
     with pytest.raises(ConfigError, match="was not measured"):
         plan.on("of-a-node-that-joined-just-now")
     assert replace(plan, by_node={}).on("any").config == cluster.config
+
+
+def test_a_worker_reads_its_model_for_the_context_that_is_set() -> None:
+    config = config_from_dict({"engine": {"context": 512}})
+    plan = WorkerPlan(
+        WorkerName("decode-0"), Role.DECODE, Incarnation(1), DEMO, config, {}, "", "", Path("logs")
+    )  # fmt: skip
+    assert plan.read_spec().context == 512
 
 
 def test_nodes_that_share_a_machine_share_its_cores_and_memory() -> None:

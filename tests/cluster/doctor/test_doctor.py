@@ -81,6 +81,12 @@ def only(findings: list[Finding]) -> Finding:
     return findings[0]
 
 
+def test_a_context_that_the_model_does_not_have_is_found(tmp_path: Path) -> None:
+    found = only(look("model", case(tmp_path, "engine.context=4096")))
+    assert "engine.context=4096 is more than the 2048 tokens" in found.found
+    assert '"rope_scaling":{"rope_type":"yarn","factor":2.0,' in found.advice
+
+
 @pytest.mark.slow
 def test_a_healthy_machine_has_nothing_to_do_and_each_check_says_what_it_saw(tmp_path: Path) -> None:
     found = examine(case(tmp_path))

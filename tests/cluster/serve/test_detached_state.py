@@ -54,7 +54,7 @@ def changed(folder: Path, **changes: Any) -> None:
 
 @pytest.mark.parametrize("options", [{"prefill": 2, "decode": 3, "routers": 2, "host": "0.0.0.0"}, {"colocate": 2}])
 def test_the_plan_comes_to_the_same_from_what_was_given_and_measured(tmp_path: Path, options: dict[str, Any]) -> None:
-    prepared = plan("decode.retract=recompute", "security.open=true", **options)
+    prepared = plan("decode.retract=recompute", "security.open=true", "engine.context=512", **options)
     state(tmp_path, prepared).save()
     found = DetachedState.load(tmp_path).prepared
     told = dataclasses.replace(prepared.options, model=str(prepared.spec.path), assignments=())

@@ -37,6 +37,19 @@ def test_pools_hold_eight_contexts_where_memory_allows() -> None:
     assert positions(free_bytes=64 * GIB) == dict.fromkeys(PAIR, 8 * context)
 
 
+def test_a_shorter_context_takes_less_memory_and_is_what_pools_are_counted_in() -> None:
+    own, shorter = prepare(options(), 64 * GIB), prepare(options(assignments=("engine.context=256",)), 64 * GIB)
+    assert own.spec.context > shorter.spec.context == 256
+    assert {plan.positions for plan in shorter.here.plans.values()} == {8 * 256}
+    steps = [sum(step.nbytes for step in each.here.steps.values()) for each in (own, shorter)]
+    assert steps[1] < steps[0]
+
+
+def test_a_context_that_the_model_does_not_have_is_refused_and_what_would_give_it_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.context=4096 is more than the 2048 tokens of .*\"rope_scaling\":{"):
+        prepare(options(assignments=("engine.context=4096",)), 64 * GIB)
+
+
 def test_pool_sizes_can_be_set_by_role() -> None:
     assert positions(("cache.device_tokens=4096", "decode.cache.device_tokens=1030")) == {
         Role.PREFILL: 4096, Role.DECODE: 1024
