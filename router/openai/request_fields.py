@@ -295,8 +295,11 @@ def read_json(body: bytes) -> dict[str, Any]:
 class _JsonReader:
     """A reader of bodies, made once, as that takes as long as reading a short body."""
 
-    def __init__(self, **numbers: Callable[[str], Any]) -> None:
-        self._decoder = json.JSONDecoder(parse_constant=_refuse_constant, **numbers)
+    def __init__(
+        self, integer: Callable[[str], Any] | None = None, fraction: Callable[[str], Any] | None = None
+    ) -> None:
+        """What reads numbers; None: Python."""
+        self._decoder = json.JSONDecoder(parse_constant=_refuse_constant, parse_int=integer, parse_float=fraction)
 
     def read(self, body: Any) -> Any:
         return self._decoder.decode(body.decode(json.detect_encoding(body), "surrogatepass"))
@@ -318,8 +321,8 @@ def _int_or_infinite(text: str) -> float:
     return int(text) if len(text) <= sys.int_info.str_digits_check_threshold else float(text)
 
 
-_JSON = _JsonReader(parse_float=_finite)
-_JSON_WITH_INFINITIES = _JsonReader(parse_int=_int_or_infinite)
+_JSON = _JsonReader(fraction=_finite)
+_JSON_WITH_INFINITIES = _JsonReader(integer=_int_or_infinite)
 
 
 def _infinite_within(tree: object) -> tuple[str, ...] | None:
