@@ -117,6 +117,7 @@ def _read_common(
         messages=messages,
         template_args=template_args or {},
         tool_use=tool_use,
+        tool_named=tool_use is not None and tool_use.named,
         answer_format=None,
         separate_reasoning=values.get("separate_reasoning", True),
         add_generation_prompt=opens_turn(values),

@@ -45,6 +45,8 @@ class ToolUse:
     """Whether several may be."""
     shown: tuple[dict[str, Any], ...]
     """All tools, for the chat template."""
+    named: bool = False
+    """Whether the request names the tool that is to be called."""
 
     @property
     def constrained(self) -> bool:
@@ -79,7 +81,8 @@ def read_tools(body: Mapping[str, Any]) -> ToolUse | None:
     allowed, forced = _read_choice(choice, names)
     callable_ = tuple(tool for tool in tools if tool.name in allowed)
     named = isinstance(choice, dict) and choice["type"] == "function"
-    return ToolUse(callable_, forced, parallel is not False and not named, tuple(tool.raw for tool in tools))
+    shown = tuple(tool.raw for tool in tools)
+    return ToolUse(callable_, forced, parallel is not False and not named, shown, named)
 
 
 _PARALLEL = "parallel_tool_calls"

@@ -47,7 +47,7 @@ for choice in ("auto", "required", named):
     tools = {"tools": [TOOL, OTHER], "tool_choice": choice, "parallel_tool_calls": False}
     (told,) = client.chat.completions.create(**asked, **tools).choices
     calls = told.message.tool_calls or []
-    assert told.finish_reason == ("tool_calls" if calls else told.finish_reason)
+    assert told.finish_reason == (("stop" if choice == named else "tool_calls") if calls else told.finish_reason)
     name, arguments = "", ""
     for chunk in client.chat.completions.create(stream=True, **asked, **tools):
         for call in chunk.choices[0].delta.tool_calls or []:
