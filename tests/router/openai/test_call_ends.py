@@ -19,6 +19,7 @@ from tests.router.parsers.test_harmony import byte_tokenizer
 from tests.router.parsers.test_published_marks import CALL, MARKS, SPECIAL, TOOL, Site
 
 FUNCTION = {"type": "function", "function": {"name": "get"}}
+PARAMETERS = {"type": "object", "properties": {"x": {"enum": [1, 2]}}}
 ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [FUNCTION]}}
 ENDS: list[tuple[Any, str, str, str]] = [
     ("auto", CALL, "stop", "tool_calls"),
@@ -70,7 +71,7 @@ def test_a_named_tool_of_messages_ends_as_any_other(site: Site) -> None:
     body = {
         "messages": [{"role": "user", "content": "?"}], "max_tokens": 90,
         "tool_choice": {"type": "tool", "name": "get"},
-        "tools": [{"name": "get", "input_schema": TOOL["function"]["parameters"]}],
+        "tools": [{"name": "get", "input_schema": PARAMETERS}],
     }  # fmt: skip
     request = site.reader.messages(json.dumps(body).encode()).request
     routed = RoutedRequest(RequestId("r"), (1, 2), request.sampling, now=0.0, deadline=60.0)
