@@ -74,8 +74,8 @@ def test_prefill_reports_what_it_computed(how: str, least: int) -> None:
 
 @pytest.mark.parametrize("how", ["cancelled", "too late"])
 def test_a_colocated_worker_does_so_too(how: str) -> None:
-    clock, sections = ManualClock(), {"prefill": {"chunk_tokens": CHUNK}, "colocate": {"prompt_tokens": CHUNK}}
-    with hash_colocated("full", 200, clock=clock, **sections) as both:
+    clock, prefill, colocate = ManualClock(), {"chunk_tokens": CHUNK}, {"prompt_tokens": CHUNK}
+    with hash_colocated("full", 200, clock=clock, prefill=prefill, colocate=colocate) as both:
         request = both.submit(PROMPT, PARAMS, deadline_s=DEADLINE_S)
         given_up = GivenUp(both.worker, lambda: next(iter(both.worker._prompts._admitted), None))  # type: ignore[attr-defined]
         computed = given_up.until_computed(CHUNK)
