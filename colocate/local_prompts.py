@@ -26,12 +26,12 @@ from contracts.config.worker_config import PrefillConfig
 from contracts.ids import RequestId, WorkerName
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Submit
-from contracts.messages.worker_events import Done, LegNote
+from contracts.messages.worker_events import Done, LegNote, LegReport
 from decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
 from decode.request.request_outcomes import PromptPreempted, PromptReceived, RequestFailed, RequestLeft, RouterEvent
 from decode.transfer_queue import TransferQueue
 from engine.structured_output.answer_grammar import AnswerGrammar
-from prefill.first_token_events import first_token_events
+from prefill.first_token_events import first_token_events, unfinished_report
 from prefill.request import PrefillEvent, PrefillPhase, PrefillRequest
 from prefill.scheduler import PrefillScheduler, ScheduledChunk
 from prefill.step_commit import ChunkDone, ChunkFailed
@@ -159,19 +159,21 @@ class LocalPrompts:
     def poll(self) -> Iterator[PromptReceived | RequestFailed | RequestLeft | ReceiverOutcome]:
         return self._rooms.poll()
 
-    def abort(self, request: DecodeRequest, reason: str) -> None:
-        """Give up the request's prompt, if it isn't handed over yet. Idempotent."""
+    def abort(self, request: DecodeRequest, reason: str) -> LegReport | None:
+        """Give up the request's prompt, if it isn't handed over yet. Idempotent. Returns what was done here for the
+        prompt, where something was."""
         if request.submit.peer is not None:
             self._rooms.abort(request, reason)
-            return
+            return None
         prompt = self._of(request)
         if prompt is None:
-            return
+            return None
         if self._waiting.pop(request.submit.request_id, None) is None:
             self._admitted.remove(prompt)
         self._pages.free(prompt)
         self._pages.release_prefetch(prompt)
         prompt.step(PrefillEvent.END)
+        return unfinished_report(prompt, self._name)
 
     def hand_to(self, session: SessionId, request: DecodeRequest) -> None:
         """Make the request's prompt, if it is computed here, another session's; the request follows."""

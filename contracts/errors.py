@@ -20,6 +20,10 @@ class ErrorKind(StrEnum):
 
     INVALID = "invalid"
     """The client's fault: the request can never be served as asked."""
+    TOO_LONG = "too_long"
+    """The client's fault: prompt and answer have more positions than the worker can hold."""
+    GRAMMAR = "grammar"
+    """The client's fault: the answer can't follow the grammar."""
     OVERLOADED = "overloaded"
     """There is no room for the request now; the client may try later."""
     CANCELLED = "cancelled"
@@ -51,6 +55,11 @@ class ErrorKind(StrEnum):
             ErrorKind.ROOM, ErrorKind.DAMAGED, ErrorKind.DRAINING, ErrorKind.WORKER, ErrorKind.RETRACTED,
             ErrorKind.NONFINITE, ErrorKind.CANCELLED,
         )  # fmt: skip
+
+    @property
+    def of_client(self) -> bool:
+        """Whether it is the client's fault."""
+        return self in (ErrorKind.INVALID, ErrorKind.TOO_LONG, ErrorKind.GRAMMAR)
 
     @classmethod
     def of(cls, said: str) -> ErrorKind:

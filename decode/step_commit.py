@@ -160,11 +160,11 @@ class DecodeStepCommit:
                     wanted.append((request.grammar.behind(request.answer), drafts))
                     places.append(Masked(request, number))
                 except GrammarError as error:
-                    failed.append(RequestFailed(request, ErrorKind.INVALID, f"the grammar can't be followed: {error}"))
+                    failed.append(RequestFailed(request, ErrorKind.GRAMMAR, f"the grammar can't be followed: {error}"))
             number += 1 + len(drafts)
         for (request, first), made in zip(places, self._grammars.masks(wanted) if wanted else (), strict=True):
             if isinstance(made, GrammarError):
-                failed.append(RequestFailed(request, ErrorKind.INVALID, f"the grammar can't be followed: {made}"))
+                failed.append(RequestFailed(request, ErrorKind.GRAMMAR, f"the grammar can't be followed: {made}"))
             else:
                 masks.update(enumerate(made, first))
         self._engine.draw(begun.step, masks)

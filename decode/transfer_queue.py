@@ -162,5 +162,6 @@ class TransferQueue:
         return PromptReceived(request, arrived.bytes)
 
     def abort(self, request: DecodeRequest, reason: str) -> None:
-        """Give up the request's room, if that is still open. The room releases what it holds by its own rules."""
+        """Give up the request's room, if that is still open. The room releases what it holds by its own rules. Whoever
+        computes the prompt reports it."""
         self._receiver.abort(request.submit.room, reason)

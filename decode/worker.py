@@ -461,7 +461,8 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         """The one way out of the table, from any phase."""
         self._advisor.forget(request)
         self._migrations.drop(request, reason)
-        self._prompts.abort(request, reason)
+        if (report := self._prompts.abort(request, reason)) is not None:
+            self._request_table.emit(request.session, report)
         self._request_pages.free(request)
         # Where anything above breaks off, as in a round that failed, the request is still in the table, whole.
         self._scheduler.remove(request)

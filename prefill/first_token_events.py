@@ -1,4 +1,5 @@
-"""The events of a finished prompt for its router: prompt scores, the first token, and the leg's report."""
+"""The events of a prompt for its router: once it is finished prompt scores, the first token and the leg's report, and
+the report alone where it is given up before that."""
 
 from __future__ import annotations
 
@@ -16,10 +17,20 @@ def first_token_events(request: PrefillRequest, worker: WorkerName) -> list[Even
     if request.first is not None:
         logprobs = (request.first.logprob,) if request.first.logprob is not None else ()
         events.append(Tokens(*key, len(submit.tokens), (request.first.token,), logprobs))
+    return [*events, _report(request, worker)]
+
+
+def unfinished_report(request: PrefillRequest, worker: WorkerName) -> LegReport | None:
+    """Return the report of a prompt that is given up; None where it has been reported, or nothing was done for it."""
+    done = request.computed or request.cached.total
+    return _report(request, worker) if done and "prefill" not in request.marks else None
+
+
+def _report(request: PrefillRequest, worker: WorkerName) -> LegReport:
+    key = (request.submit.request_id, request.submit.attempt)
     cached, marks = request.cached, dict(request.marks)
     tiers = {"device": cached.device, "host": cached.host, "storage": cached.storage}
     notes = tuple(request.notes)
-    report = LegReport(
+    return LegReport(
         *key, Role.PREFILL, worker, marks, cached.total, request.computed, cached_by_tier=tiers, notes=notes
     )
-    return [*events, report]

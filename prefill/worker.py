@@ -26,7 +26,7 @@ from engine.runner.model_runner import ModelRunner
 from engine.structured_output.answer_grammar import AnswerGrammar
 from engine.structured_output.grammar_engine import GrammarEngine
 from prefill.audit_runner import AuditRunner
-from prefill.first_token_events import first_token_events
+from prefill.first_token_events import first_token_events, unfinished_report
 from prefill.handover import Damaged, Granted, Lost, PrefillHandover
 from prefill.layered_sends import LayeredSends
 from prefill.request import PrefillEvent, PrefillPhase, PrefillRequest
@@ -275,6 +275,8 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
 
     def _drop(self, request: PrefillRequest, kind: ErrorKind, message: str) -> None:
         self._handover.fail(request, kind, message)
+        if (report := unfinished_report(request, self._name)) is not None:
+            self._request_table.emit(request.session, report)
         self._leave(request)
 
     def _leave(self, request: PrefillRequest) -> None:

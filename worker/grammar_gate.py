@@ -38,7 +38,7 @@ class _Waiting:
         try:
             started = self.started.result()
         except GrammarError as error:
-            return AdmissionRefusal(ErrorKind.INVALID, f"the grammar can't be used: {error}")
+            return AdmissionRefusal(ErrorKind.GRAMMAR, f"the grammar can't be used: {error}")
         return AnswerGrammar(started, len(emitted(self.command)))
 
 
@@ -60,7 +60,7 @@ class GrammarGate:
         if not isinstance(command, Submit | Audit) or not command.sampling.grammar:
             return False
         if self._engine is None:
-            return AdmissionRefusal(ErrorKind.INVALID, NO_GRAMMARS)
+            return AdmissionRefusal(ErrorKind.GRAMMAR, NO_GRAMMARS)
         # A later attempt takes the place of one that its router could not take back.
         self._drop(lambda w: w.command.request_id == command.request_id)
         started = self._engine.start(command.sampling.grammar, emitted(command))

@@ -87,12 +87,12 @@ class RequestTable(Generic[R]):
         positions = max(submit.max_len, len(submit.tokens))
         if positions > self._fits.context:
             return AdmissionRefusal(
-                ErrorKind.INVALID, f"{positions} positions exceed the context of {self._fits.context}"
+                ErrorKind.TOO_LONG, f"{positions} positions exceed the context of {self._fits.context}"
             )
         if positions > self._fits.max_positions:
             limit = self._fits.max_positions
             return AdmissionRefusal(
-                ErrorKind.INVALID, f"{positions} positions exceed what {self._name} can hold, {limit}"
+                ErrorKind.TOO_LONG, f"{positions} positions exceed what {self._name} can hold, {limit}"
             )
         if submit.request_id in self._requests:
             return AdmissionRefusal(ErrorKind.INVALID, f"request {submit.request_id} is here already")

@@ -55,11 +55,11 @@ class LegNote:
 class LegReport:
     """What one leg of a request did, and when. The counts of several reports of one leg add up.
 
-    Prefill reports once, with its first token. Decode reports what it held and received as soon as the received state
-    is verified, so that answers which end before decode does (by a stop string, say) are reported too; then at each
-    retraction and return of the request; and at its end with the rest of its marks. `marks` are seconds since the leg's
-    arrival at that worker: ``queue``, ``grant``, ``prefill`` on prefill; ``grant``, ``arrived``, ``first_step``,
-    ``done`` on decode.
+    Prefill reports once, with its first token, or where it gives the prompt up before that. Decode reports what it held
+    and received as soon as the received state is verified, so that answers which end before decode does (by a stop
+    string, say) are reported too; then at each retraction and return of the request; and at its end with the rest of
+    its marks. `marks` are seconds since the leg's arrival at that worker: ``queue``, ``grant``, ``prefill`` on prefill;
+    ``grant``, ``arrived``, ``first_step``, ``done`` on decode.
     """
 
     request_id: RequestId

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Submit
+from contracts.messages.worker_events import LegReport
 from decode.request.request import DecodeRequest
 from decode.request.request_outcomes import PromptReceived, RequestFailed, RequestLeft
 from engine.structured_output.answer_grammar import AnswerGrammar
@@ -44,5 +45,6 @@ class PromptSource(Protocol):
     def poll(self) -> Iterator[PromptReceived | RequestFailed | RequestLeft | ReceiverOutcome]:
         """Yield what became of prompts, one by one; the caller must act on each before it takes the next."""
 
-    def abort(self, request: DecodeRequest, reason: str) -> None:
-        """Give up the request's prompt, if it is still on its way. Idempotent."""
+    def abort(self, request: DecodeRequest, reason: str) -> LegReport | None:
+        """Give up the request's prompt, if it is still on its way. Idempotent. Returns what was done here for the
+        prompt, where something was."""

@@ -268,7 +268,7 @@ async def _placed(service: RouterService, exchange: HttpExchange, kind: FrameKin
             if gone:
                 return
             if stream.failed is not None:
-                await exchange.fail(failure_of_done(stream.failed))
+                await exchange.fail(failure_of_done(stream.failed, stream.request))
                 return
             await exchange.answer_parts(200, stream.answer.whole(stream.timeline() if wants_timeline else None))
     except TimeoutError:
@@ -311,9 +311,9 @@ async def _stream(service: RouterService, exchange: HttpExchange, stream: Respon
         closing = stream.closing(stream.timeline() if wants_timeline else None)
         await exchange.write(closing, more=False)
     elif not exchange.started:
-        await exchange.fail(failure_of_done(stream.failed))
+        await exchange.fail(failure_of_done(stream.failed, stream.request))
     else:
-        await exchange.write(stream.answer.failed(failure_of_done(stream.failed)), more=False)
+        await exchange.write(stream.answer.failed(failure_of_done(stream.failed, stream.request)), more=False)
 
 
 async def _give_up(exchange: HttpExchange, stream: ResponseStream, failure: ApiError) -> None:

@@ -22,7 +22,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from contracts.config.router_config import RouterConfig
 from router.api.asgi_exchange import AsgiReceive, AsgiScope, AsgiSend
 from router.api.coalesced_writes import CoalescingHttpProtocol, JoinedWrites
-from router.api.server_extensions import LeavingCalls, offer_extensions
+from router.api.server_extensions import LeavingCalls, answer_http_1_0, offer_extensions
 from router.openai.api_errors import ApiError
 from router.state.router_log import log
 
@@ -218,6 +218,8 @@ class BoundedHttpProtocol(CoalescingHttpProtocol):
         self.registry.busy(self)
         super().on_headers_complete()
         offer_extensions(self.cycle, self._leaving)
+        if self.parser.get_http_version() == "1.0":
+            answer_http_1_0(self.cycle, keeps=self.parser.should_keep_alive())
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)

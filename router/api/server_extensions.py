@@ -1,4 +1,4 @@
-"""What the server offers beside ASGI's coroutines, as functions in the scope's extensions.
+"""What the server offers beside ASGI's coroutines, as functions in the scope's extensions, and answers for HTTP/1.0.
 
 `send` and `receive` are coroutines: each event of a stream would have to wake the task that awaits it, which takes
 longer than making the event, and each request would need a task of its own that waits for the client to leave. Servers
@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from router.api.asgi_exchange import DIRECT_WRITE, ON_GONE, AsgiScope
+from router.api.asgi_exchange import DIRECT_WRITE, ON_GONE, AsgiMessage, AsgiScope
 
 
 class LeavingCalls:
@@ -52,3 +52,31 @@ def offer_extensions(cycle: RequestResponseCycle, leaving: LeavingCalls) -> None
 
     extensions: dict[str, Any] = {DIRECT_WRITE: write, ON_GONE: lambda call: leaving.add(cycle, call)}
     cast(AsgiScope, cycle.scope)["extensions"] = extensions
+
+
+def answer_http_1_0(cycle: RequestResponseCycle, *, keeps: bool) -> None:
+    """Have the answer to an HTTP/1.0 request be one that its client can read: never in chunks, which HTTP/1.0 doesn't
+    have, and without ``100 Continue``.
+
+    A body without ``content-length``, a stream's, ends with the connection. `keeps`: the client has asked for the
+    connection to stay open (``Connection: keep-alive``); it does where the body has a length.
+    """
+    cycle.waiting_for_100_continue = False
+    send = cycle.send
+    until_close = False
+
+    async def sized(message: AsgiMessage) -> None:
+        nonlocal until_close
+        if message["type"] == "http.response.start":
+            headers = list(message.get("headers", ()))
+            names = {name.lower() for name, _ in (*cycle.default_headers, *headers)}
+            if b"content-length" not in names:
+                until_close, cycle.chunked_encoding = True, False
+            elif keeps and b"connection" not in names:
+                cycle.keep_alive = True
+                message = {**message, "headers": [*headers, (b"connection", b"keep-alive")]}
+        elif until_close:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(cast(Any, message))
+
+    cast(Any, cycle).send = sized

@@ -94,7 +94,7 @@ class Failover:
         if kind is ErrorKind.SUPERSEDED:  # Decode's leg is another router's now. Nobody takes over prefill's.
             return AttemptFailure(done.message, kind=kind, ended=(Role.DECODE,), fatal=done.message, leave=Detach)
         # What one worker took can't be invalid at the next: the latter may still hold an attempt that was lost here.
-        if not kind.retryable and not (kind is ErrorKind.INVALID and r.attempt):
+        if not kind.retryable and not (kind.of_client and r.attempt):
             message = done.message or f"{worker[0]} failed the request: {kind}"
             return AttemptFailure(message, kind=kind, fatal=message)
         ended = (Role.PREFILL,) if worker == r.prefill else (Role.DECODE,)

@@ -118,7 +118,7 @@ class PrometheusMetrics:
             ),
             ("twinpool_client_disconnects", "Requests whose client left", self.disconnects),
             ("twinpool_slow_clients", "Requests cancelled because their client read too slowly", self.slow_clients),
-            ("twinpool_prompt_tokens", "Tokens of prompts whose first token was delivered", tally.prompt_tokens),
+            ("twinpool_prompt_tokens", "Tokens of prompts that were processed", tally.prompt_tokens),
             ("twinpool_generated_tokens", "Tokens delivered to clients' answers", tally.generated_tokens),
         ):
             yield CounterMetricFamily(name, text, value=value)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
-from contracts.ids import Role
+from contracts.ids import RequestId, Role
 from contracts.messages.latency_shape import LatencyShape
 from contracts.messages.worker_events import LegReport
 from router.anthropic.messages_request import IGNORED as ANTHROPICS
@@ -20,6 +20,8 @@ from router.metrics.histogram_tally import (
 from router.openai.choice_output import ChoiceOutput
 from router.openai.request_fields import IGNORED
 
+UNANSWERED_AT_MOST = 4096
+"""Choices without a first token whose reports are waited for."""
 FINISH_REASONS = ("stop", "length", "error")
 TIERS = ("device", "host", "storage")
 
@@ -55,6 +57,8 @@ class RequestTally:
         """Prompt tokens that were looked for in prefill workers' caches."""
         self.transfer_bytes = 0
         self.prompt_tokens = 0
+        self._unanswered: OrderedDict[RequestId, None] = OrderedDict()
+        """Choices that ended before their first token, whose workers are still to report: the latest."""
         self.generated_tokens = 0
         self.answers: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
         """Choices that ended, by why."""
@@ -77,6 +81,9 @@ class RequestTally:
     def report(self, event: LegReport) -> None:
         """Count what a leg reports, whether or not its request still runs."""
         self.computed[event.worker, event.role] += event.computed_tokens
+        if event.role is Role.PREFILL and event.request_id in self._unanswered:
+            del self._unanswered[event.request_id]
+            self.prompt_tokens += event.computed_tokens + event.cached_tokens
         if event.role is Role.PREFILL:
             self.looked_up += event.computed_tokens + event.cached_tokens
             by_tier = event.cached_by_tier or {"device": event.cached_tokens}
@@ -104,6 +111,13 @@ class RequestTally:
             self.target.first_token(first_s)
             self.first_token_shape.observe(first_s)
         choice.last_at = now
+
+    def unanswered(self, choice: ChoiceOutput) -> None:
+        """Expect the report of a choice that is over without a first token, as its client left or it failed: what a
+        worker did for its prompt counts, too."""
+        self._unanswered[choice.request.id] = None
+        if len(self._unanswered) > UNANSWERED_AT_MOST:
+            self._unanswered.popitem(last=False)
 
     def ended(self, choice: ChoiceOutput) -> None:
         """Count a choice's end and, unless that is an error, its times and lengths; its `ended_at` must be set."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from contracts.errors import ErrorKind, RequestError, TwinpoolError
 from contracts.messages.worker_events import Done
-from router.openai.generate_request import UnknownModel
+from router.openai.generate_request import GenerateRequest, UnknownModel
 from router.security.tenant_accounts import TenantLimited
 
 SHUTDOWN_RETRY_S = 5
@@ -95,6 +95,8 @@ class ApiError:
 
 _OF_KIND: dict[ErrorKind, tuple[int, str, str]] = {
     ErrorKind.INVALID: (400, "invalid_request_error", "invalid"),
+    ErrorKind.TOO_LONG: (400, "invalid_request_error", "invalid"),
+    ErrorKind.GRAMMAR: (400, "invalid_request_error", "invalid"),
     ErrorKind.OVERLOADED: (503, "server_error", "overloaded"),
     ErrorKind.DEADLINE: (504, "server_error", "deadline"),
     ErrorKind.LATE: (429, "rate_limit_error", "slo_unreachable"),
@@ -104,11 +106,28 @@ _OF_KIND: dict[ErrorKind, tuple[int, str, str]] = {
 }
 
 
-def failure_of_done(done: Done) -> ApiError:
-    """Return the error response for a request that a worker or the router core has ended with an error."""
+_IN_RESPONSES = {"messages": "input", "response_format": "text"}
+"""Names of chats' fields, and of those that they come from in the Responses API."""
+
+
+def failure_of_done(done: Done, request: GenerateRequest) -> ApiError:
+    """Return the error response for a request that a worker or the router core has ended with an error; one of the
+    client's names the field at fault."""
     status, kind, code = _OF_KIND.get(done.error or ErrorKind.WORKER, (503, "server_error", "worker_failed"))
     retry = 1 if status in (429, 503) else None
-    return ApiError(status, done.message or "the request failed", kind, code, retry_after_s=retry)
+    param = _field_at_fault(done.error, request)
+    return ApiError(status, done.message or "the request failed", kind, code, param, retry)
+
+
+def _field_at_fault(kind: ErrorKind | None, request: GenerateRequest) -> str | None:
+    match kind:
+        case ErrorKind.TOO_LONG:
+            name = "messages" if request.chat else "prompt"
+        case ErrorKind.GRAMMAR if request.grammar_field:
+            name = request.grammar_field.partition(".")[0]
+        case _:
+            return None
+    return _IN_RESPONSES.get(name, name) if request.shape == "responses" else name
 
 
 def failure_of(error: TwinpoolError) -> ApiError:

@@ -37,6 +37,8 @@ class GenerateRequest:
     template_args: dict[str, Any]
     tool_use: ToolUse | None
     """The tools that a chat may use."""
+    tool_named: bool
+    """Whether the request names the tool that a chat is to call."""
     answer_format: AnswerFormat | None
     """What is to be found in a chat's answers; known once its prompt is rendered."""
     separate_reasoning: bool

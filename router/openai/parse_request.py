@@ -25,7 +25,7 @@ from router.openai.request_fields import (
     describe,
     read_fields,
 )
-from router.openai.structured_output import read_grammar
+from router.openai.structured_output import RequestedGrammar, read_grammar
 from router.openai.tools import ToolUse, read_calls, read_tools
 from router.text.chat_template import TextParts
 
@@ -108,7 +108,7 @@ def _read_common(
         raise RequestError("truncate_prompt_tokens is 1 or more, or -1", param="truncate_prompt_tokens")
     echo = values.get("echo", False)
     grammar = read_grammar(body)
-    sampling = _read_sampling(body, values, spec, grammar.text, logprobs=logprobs, echo=echo)
+    sampling = _read_sampling(body, values, spec, grammar, logprobs=logprobs, echo=echo)
     return GenerateRequest(
         chat=chat,
         shape="openai",
@@ -117,6 +117,7 @@ def _read_common(
         messages=messages,
         template_args=template_args or {},
         tool_use=tool_use,
+        tool_named=tool_use is not None and tool_use.named,
         answer_format=None,
         separate_reasoning=values.get("separate_reasoning", True),
         add_generation_prompt=opens_turn(values),
@@ -151,7 +152,7 @@ def _read_sampling(
     body: Mapping[str, Any],
     values: Mapping[str, Any],
     spec: ModelSpec,
-    grammar: str,
+    grammar: RequestedGrammar,
     *,
     logprobs: int | None,
     echo: bool,
@@ -159,10 +160,10 @@ def _read_sampling(
     defaults = sampling_defaults(spec)
     stop_ids = read_tokens(body.get("stop_token_ids") or [], spec, "stop_token_ids")
     # Where a grammar is at its end nothing else may come than the end.
-    ends = () if values.get("ignore_eos", False) and not grammar else spec.eos_token_ids
+    ends = () if values.get("ignore_eos", False) and not grammar.text else spec.eos_token_ids
     allowed = _read_allowed(body.get("allowed_token_ids"), spec)
-    if grammar:
-        check_grammar_fits(spec, allowed)
+    if grammar.text:
+        check_grammar_fits(spec, allowed, grammar.field)
     if values.get("min_tokens", 0):
         if len({*stop_ids, *ends}) >= spec.vocab_size:
             raise RequestError(
@@ -189,7 +190,7 @@ def _read_sampling(
         frequency_penalty=float(values.get("frequency_penalty", 0.0)),
         logit_bias=_read_bias(body.get("logit_bias"), spec),
         allowed_token_ids=allowed,
-        grammar=grammar,
+        grammar=grammar.text,
         seed=secrets.randbits(64) if seed is None else seed & (2**64 - 1),
         min_tokens=values.get("min_tokens", 0),
         stop_token_ids=tuple(dict.fromkeys((*stop_ids, *ends))),
@@ -206,12 +207,14 @@ def sampling_defaults(spec: ModelSpec) -> dict[str, float]:
     return {**_PLAIN, **spec.generation_defaults}
 
 
-def check_grammar_fits(spec: ModelSpec, allowed: tuple[int, ...]) -> None:
-    """Raise `RequestError` where an answer can't follow a grammar: of this model, or with `allowed_token_ids`."""
+def check_grammar_fits(spec: ModelSpec, allowed: tuple[int, ...], field: str) -> None:
+    """Raise `RequestError` where an answer can't follow the grammar of `field`: of this model, or with
+    `allowed_token_ids`."""
     if allowed:
         raise RequestError("allowed_token_ids can't be combined with structured output", param="allowed_token_ids")
     if not spec.eos_token_ids:
-        raise RequestError("this model has no token that ends an answer, which structured output needs")
+        message = "this model has no token that ends an answer, which structured output needs"
+        raise RequestError(message, param=field)
 
 
 def _read_prompts(prompt: object, spec: ModelSpec) -> tuple[Prompt, ...]:

@@ -16,7 +16,8 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -78,7 +79,7 @@ SAMPLING: dict[str, RequestField] = {
     "priority": RequestField(
         "integer", -INT64, INT64 - 1, "Higher stays longer in the caches, under cache.eviction=priority; default 0."
     ),
-    "timeout": RequestField("number", 0, doc="Seconds from its arrival until it ends with an error.", above=True),
+    "timeout": RequestField("number", 0, 10**9, "Seconds from its arrival until it ends with an error.", above=True),
 }
 
 COMPLETION: dict[str, RequestField] = {
@@ -269,9 +270,21 @@ _NAMES = {"integer": "an integer", "number": "a number", "boolean": "true or fal
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """Return the request body as an object. Raises `RequestError` for a body that isn't strict JSON, or no object."""
+    """Return the request body as an object. Raises `RequestError` for a body that isn't strict JSON, or no object.
+
+    A number beyond all floats, or with more digits than Python reads, is infinite where it is a field's value, so that
+    whoever reads the field refuses it with the field's range. Within a field it is refused here, with its place.
+    """
     try:
-        tree = outside_data.read_json(body, _decoded)
+        try:
+            tree = outside_data.read_json(body, _JSON.read)
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            raise
+        except ValueError:  # A number, most likely; this reading tells which.
+            tree = outside_data.read_json(body, _JSON_WITH_INFINITIES.read)
+            if (place := _infinite_within(tree)) is not None:
+                message = f"{'.'.join(place)}: the number is too large to be read"
+                raise RequestError(message, param=place[0]) from None
     except ValueError as error:
         raise RequestError(f"the body is not valid JSON: {error}") from None
     if not isinstance(tree, dict):
@@ -279,16 +292,62 @@ def read_json(body: bytes) -> dict[str, Any]:
     return tree
 
 
+class _JsonReader:
+    """A reader of bodies, made once, as that takes as long as reading a short body."""
+
+    def __init__(
+        self, integer: Callable[[str], Any] | None = None, fraction: Callable[[str], Any] | None = None
+    ) -> None:
+        """What reads numbers; None: Python."""
+        self._decoder = json.JSONDecoder(parse_constant=_refuse_constant, parse_int=integer, parse_float=fraction)
+
+    def read(self, body: Any) -> Any:
+        return self._decoder.decode(body.decode(json.detect_encoding(body), "surrogatepass"))
+
+
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
-_JSON = json.JSONDecoder(parse_constant=_refuse_constant)
-"""Made once, as that takes as long as reading a short body."""
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:20]} is too large")
+    return value
 
 
-def _decoded(body: Any) -> Any:
-    return _JSON.decode(body.decode(json.detect_encoding(body), "surrogatepass"))
+def _int_or_infinite(text: str) -> float:
+    """Return a number of any length; Python refuses to read longer ones, which takes the square of their length."""
+    return int(text) if len(text) <= sys.int_info.str_digits_check_threshold else float(text)
+
+
+_JSON = _JsonReader(fraction=_finite)
+_JSON_WITH_INFINITIES = _JsonReader(integer=_int_or_infinite)
+
+
+def _infinite_within(tree: object) -> tuple[str, ...] | None:
+    """Return the names and numbers that lead to an infinite number within a field of a body; None without one."""
+    left: list[tuple[Any, _Place]] = [(tree, None)]
+    while left:
+        part, place = left.pop()
+        for key, value in part.items() if isinstance(part, dict) else enumerate(part):
+            if isinstance(value, dict | list):
+                left.append((value, (place, key)))
+            elif place is not None and isinstance(value, float) and math.isinf(value):
+                return _names((place, key))
+    return None
+
+
+_Place = tuple[Any, Any] | None
+"""Where something is in a body: the place of what has it, and its name or number there; None: it is the body."""
+
+
+def _names(place: _Place) -> tuple[str, ...]:
+    names: list[str] = []
+    while place is not None:
+        place, key = place
+        names.append(str(key)[:64])
+    return tuple(reversed(names))
 
 
 def describe(value: object) -> str:
@@ -374,13 +433,8 @@ def check_value(name: str, value: object, field: RequestField) -> Any:
         "boolean": type(value) is bool,
         "string": type(value) is str,
     }[field.kind]
-    if not good:
-        raise RequestError(f"{name} must be {_NAMES[field.kind]}; got {describe(value)}", param=name)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        low, high = field.low, field.high
-        under = low is not None and (value < low or (field.above and value == low))
-        if under or (high is not None and value > high) or not math.isfinite(value):
-            raise RequestError(f"{name} must be {_bounds(field)}; got {describe(value)}", param=name)
+    if not good or (isinstance(value, int | float) and not _is_within(value, field)):
+        raise RequestError(f"{name} must be {_NAMES[field.kind]}{_bounds(field)}; got {describe(value)}", param=name)
     return value
 
 
@@ -388,13 +442,12 @@ _ELSEWHERE = frozenset({*COMPLETION, *CHAT, *TOKENIZE, "prompt", "messages", "to
 """Fields of all endpoints: where one doesn't exist, an empty value (`_EMPTY`) of it asks for nothing."""
 
 
+def _is_within(value: float, field: RequestField) -> bool:
+    over = field.high is not None and value > field.high
+    return not over and (field.low is None or value > field.low or (value == field.low and not field.above))
+
+
 def _bounds(field: RequestField) -> str:
-    if field.low == field.high:
-        return f"{field.low:g}"
-    if field.high is None:
-        return f"above {field.low:g}" if field.above else f"{field.low:g} or more"
-    if field.high == MOST_TOKENS:
-        return f"{field.low:g} or more"
-    if field.kind == "integer" and field.high == INT64 - 1:
-        return "a 64-bit integer"
-    return f"{'above' if field.above else 'from'} {field.low:g} {'and at most' if field.above else 'to'} {field.high:g}"
+    if field.low is None or field.high is None:
+        return ""
+    return f" {'above' if field.above else 'from'} {field.low} {'and at most' if field.above else 'to'} {field.high}"

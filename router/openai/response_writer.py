@@ -79,7 +79,7 @@ class ResponseWriter:
         has_news = shows or piece.finish or (piece.tokens and (request.return_token_ids or logprobs)) or piece.first
         if not has_news:
             return b""
-        finish = compact_json(_finish(choice)) if piece.finish else "null"
+        finish = compact_json(_finish(choice, request)) if piece.finish else "null"
         stop = f',"stop_reason":{compact_json(piece.stop)}' if piece.finish else ""
         ids = f',"token_ids":{compact_json(list(piece.tokens))}' if request.return_token_ids else ""
         tail = f',"usage":{compact_json(self.usage())}}}\n\n' if request.continuous_usage else self._tail
@@ -168,7 +168,7 @@ class ResponseWriter:
         request = self._request
         shape: dict[str, Any] = {"index": c.index}
         logprobs = self._logprobs(c, c.logprobs, echo=request.echo) if request.logprobs is not None else None
-        shape |= {"logprobs": logprobs, "finish_reason": _finish(c), "stop_reason": c.stop}
+        shape |= {"logprobs": logprobs, "finish_reason": _finish(c, request), "stop_reason": c.stop}
         if request.return_token_ids:
             shape["token_ids"] = c.tokens
         text = "".join(c.text)
@@ -269,9 +269,10 @@ class _TextPlace:
         return begin
 
 
-def _finish(choice: ChoiceOutput) -> str | None:
-    """Return why a choice ended, in OpenAI's words."""
-    return "tool_calls" if choice.finish == "stop" and choice.calls else choice.finish
+def _finish(choice: ChoiceOutput, request: GenerateRequest) -> str | None:
+    """Return why a choice ended, in OpenAI's words: what calls a tool that the request names ends with ``stop``."""
+    calls = choice.finish == "stop" and choice.calls and not request.tool_named
+    return "tool_calls" if calls else choice.finish
 
 
 def _finite(value: float) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -138,6 +139,7 @@ def _schema(value: object, field: str, form: dict[str, Any] = JSON_FORM) -> str:
     if not isinstance(schema, dict):
         raise RequestError(f"{field} must be a JSON schema, an object; got {describe(schema)}", param=_top(field))
     refuse_surrogates(schema, field)
+    refuse_huge_numbers(schema, field)
     bounded(json.dumps(schema, ensure_ascii=False), field)
     if names_engine(schema):
         raise RequestError(f"{field}: {_ENGINES_OWN} is no keyword of JSON schema", param=_top(field))
@@ -221,6 +223,19 @@ def refuse_surrogates(value: object, field: str) -> None:
         raise RequestError(f"{field} holds lone surrogates, which no Unicode text has", param=_top(field)) from None
     except RecursionError:
         raise RequestError(f"{field}: {TOO_DEEP}", param=_top(field)) from None
+
+
+def refuse_huge_numbers(value: object, field: str) -> None:
+    """Raise `RequestError` where a number in `value` is beyond all floats, which the engine can't read."""
+    left = [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            left += part.values()
+        elif isinstance(part, list):
+            left += part
+        elif isinstance(part, int | float) and abs(part) > sys.float_info.max:
+            raise RequestError(f"{field} holds a number beyond {sys.float_info.max:.1e}", param=_top(field))
 
 
 def names_engine(schema: object) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from contracts.errors import RequestError
 from contracts.outside_data import MOST_NESTED, read_json
 from router.openai.request_fields import describe
-from router.openai.structured_output import names_engine, refuse_surrogates
+from router.openai.structured_output import names_engine, refuse_huge_numbers, refuse_surrogates
 from router.text.chat_template import CallArguments
 
 TOOLS_AT_MOST = 128
@@ -46,6 +46,8 @@ class ToolUse:
     """Whether several may be."""
     shown: tuple[dict[str, Any], ...]
     """All tools, for the chat template."""
+    named: bool = False
+    """Whether the request names the tool that is to be called."""
 
     @property
     def constrained(self) -> bool:
@@ -70,6 +72,7 @@ def read_tools(body: Mapping[str, Any]) -> ToolUse | None:
     if len(given) > TOOLS_AT_MOST:
         raise RequestError(f"tools takes at most {TOOLS_AT_MOST}; got {len(given)}", param="tools")
     refuse_surrogates(given, "tools")
+    refuse_huge_numbers(given, "tools")
     tools = tuple(_read_tool(tool, f"tools[{number}]") for number, tool in enumerate(given))
     names = [tool.name for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), ""):
@@ -79,7 +82,8 @@ def read_tools(body: Mapping[str, Any]) -> ToolUse | None:
     allowed, forced = _read_choice(choice, names)
     callable_ = tuple(tool for tool in tools if tool.name in allowed)
     named = isinstance(choice, dict) and choice["type"] == "function"
-    return ToolUse(callable_, forced, parallel is not False and not named, tuple(tool.raw for tool in tools))
+    shown = tuple(tool.raw for tool in tools)
+    return ToolUse(callable_, forced, parallel is not False and not named, shown, named)
 
 
 _PARALLEL = "parallel_tool_calls"

@@ -62,7 +62,7 @@ class ResponsesWriter:
     def failed(self, failure: ApiError) -> bytes:
         """Return the end of a stream that failed."""
         opening = b"" if self._number >= 0 else b"".join(self._opening())
-        code = "rate_limit_exceeded" if failure.status == 429 else "server_error"
+        code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(failure.status, "server_error")
         error = {"code": code, "message": failure.message}
         response = self._response("failed", self._items.ended, error=error, usage=self.usage())
         return opening + self._event("response.failed", {"response": response})

@@ -209,4 +209,6 @@ class OpenAnswers:
                 self._tenants.ended(owner[0].tenant)
             if self._watch is not None:
                 self._watch.end(choice.request.id)
+            if not choice.first_at:
+                self._metrics.tally.unanswered(choice)
             self._ended(*owner)

@@ -165,7 +165,8 @@ class ChatTemplate:
             parts.append(part)
             size += len(part)
             if size > self._max_chars:
-                raise RequestError(f"the chat template made more than {self._max_chars} characters of the messages")
+                message = f"the chat template made more than {self._max_chars} characters of the messages"
+                raise RequestError(message, param="messages")
         return "".join(parts)
 
 

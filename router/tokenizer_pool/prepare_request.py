@@ -153,7 +153,8 @@ class BodyReader:
             request = replace(request, salt=f"{tenant}\n{request.salt}")
         limit = self._config.max_queue
         if request.choices > limit:
-            raise RequestError(f"{request.choices} answers in one request are above the server's queue of {limit}")
+            message = f"{request.choices} answers in one request are above the server's queue of {limit}"
+            raise RequestError(message, param="n")
         prompts: Sequence[Prompt] = request.prompts
         if request.chat:
             prompt = self._render(
@@ -227,7 +228,7 @@ class BodyReader:
             request = replace(request, eos=request.eos.union(ends))
         grammar = self._chats.grammar(request.tool_use, found, sampling.grammar)
         if grammar != sampling.grammar:
-            check_grammar_fits(self._spec, sampling.allowed_token_ids)
+            check_grammar_fits(self._spec, sampling.allowed_token_ids, request.grammar_field or "tools")
             stops = dict.fromkeys((*sampling.stop_token_ids, *self._spec.eos_token_ids))
             sampling = replace(sampling, grammar=grammar, stop_token_ids=tuple(stops))
         if found is not None and not request.separate_reasoning:

@@ -209,7 +209,7 @@ def test_in_a_mixed_batch_each_draw_has_the_mask_of_its_own_row(failing: bool) -
     if not failing:
         want |= {6 + n: f"d {n}" for n in range(4)}
     assert engine.masks == [want]
-    assert [(one.request, one.kind) for one in told] == ([(requests["d"], ErrorKind.INVALID)] if failing else [])
+    assert [(one.request, one.kind) for one in told] == ([(requests["d"], ErrorKind.GRAMMAR)] if failing else [])
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -47,7 +47,7 @@ for choice in ("auto", "required", named):
     tools = {"tools": [TOOL, OTHER], "tool_choice": choice, "parallel_tool_calls": False}
     (told,) = client.chat.completions.create(**asked, **tools).choices
     calls = told.message.tool_calls or []
-    assert told.finish_reason == ("tool_calls" if calls else told.finish_reason)
+    assert told.finish_reason == (("stop" if choice == named else "tool_calls") if calls else told.finish_reason)
     name, arguments = "", ""
     for chunk in client.chat.completions.create(stream=True, **asked, **tools):
         for call in chunk.choices[0].delta.tool_calls or []:
@@ -371,3 +371,81 @@ for forced in ({"tool_required": True}, {"tool_choice": "get_weather"}, {}):
 print("done")
 """
 )
+
+IN_A_BROWSER = """
+import OpenAI from "openai";
+import { zodResponseFormat } from "openai/helpers/zod";
+import { z } from "zod";
+
+const messages = [{ role: "user", content: "What is the weather in Oslo?" }];
+const parameters = { type: "object", properties: { town: { enum: ["Rome", "Oslo"] } }, required: ["town"],
+  additionalProperties: false };
+const tool = { type: "function", function: { name: "get_weather", strict: true, parameters } };
+const Person = z.object({ name: z.enum(["Ada", "Alan"]), age: z.literal(20) });
+
+class Client {
+  constructor(url) {
+    this.openai = new OpenAI({ baseURL: url + "/v1", apiKey: "none", maxRetries: 0, dangerouslyAllowBrowser: true });
+    this.asked = { model: "demo", messages, max_tokens: 60, temperature: 0, seed: 1 };
+  }
+  async whole() {
+    const { data, request_id } = await this.openai.chat.completions.create(this.asked).withResponse();
+    return { text: data.choices[0].message.content, usage: data.usage.completion_tokens, request: request_id };
+  }
+  async streamed() {
+    const stream = await this.openai.chat.completions.create(
+      { ...this.asked, stream: true, stream_options: { include_usage: true } });
+    let text = "", events = 0, usage = 0;
+    for await (const chunk of stream) {
+      events += 1;
+      text += chunk.choices[0]?.delta.content ?? "";
+      usage = chunk.usage?.completion_tokens ?? usage;
+    }
+    return { text, events, usage };
+  }
+  async tools(choice) {
+    const asked = { ...this.asked, tools: [tool], tool_choice: choice, parallel_tool_calls: false };
+    const whole = (await this.openai.chat.completions.create(asked)).choices[0];
+    const streamed = (await this.openai.chat.completions.stream(asked).finalChatCompletion()).choices[0];
+    return [whole, streamed].map((one) =>
+      [one.finish_reason, one.message.tool_calls.map((call) => [call.function.name, call.function.arguments])]);
+  }
+  async structured() {
+    const asked = { ...this.asked, response_format: zodResponseFormat(Person, "person") };
+    return (await this.openai.chat.completions.parse(asked)).choices[0].message.parsed;
+  }
+  async error(body) {
+    try {
+      await this.openai.chat.completions.create({ ...this.asked, ...body });
+    } catch (error) {
+      const { status, code, param, type, requestID, message } = error;
+      return { name: error.constructor.name, of: error instanceof OpenAI.APIError, status, code, param, type, message,
+        request: requestID };
+    }
+  }
+  async aborted() {
+    const stop = new AbortController();
+    const long = { ...this.asked, max_tokens: 1500, ignore_eos: true, stream: true };
+    const stream = await this.openai.chat.completions.create(long, { signal: stop.signal });
+    let events = 0;
+    for await (const chunk of stream) {
+      events += 1;
+      if (events === 3) stop.abort();
+    }
+    return events;
+  }
+  async response() {
+    const asked = { model: "demo", input: "What is the weather in Oslo?", max_output_tokens: 40, temperature: 0 };
+    const whole = await this.openai.responses.create(asked);
+    const kinds = [];
+    let text = "", last;
+    for await (const event of await this.openai.responses.create({ ...asked, stream: true })) {
+      kinds.push(event.type);
+      if (event.type === "response.output_text.delta") text += event.delta;
+      last = event;
+    }
+    return { whole: whole.output_text, text, first: kinds[0], last: last.type, status: last.response.status };
+  }
+}
+window.client = (url) => { window.openai = new Client(url); return true; };
+"""

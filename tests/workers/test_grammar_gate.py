@@ -106,7 +106,7 @@ def test_a_grammar_that_cannot_be_used_is_the_clients_fault(scene: Scene) -> Non
     scene.compilers.futures[0].set_exception(GrammarError("too much of it"))
     ((_, _, said),) = scene.passed()
     assert isinstance(said, AdmissionRefusal)
-    assert (said.kind, "too much of it" in said.message) == (ErrorKind.INVALID, True)
+    assert (said.kind, "too much of it" in said.message) == (ErrorKind.GRAMMAR, True)
 
 
 def test_one_whose_deadline_passes_is_refused_and_its_compiler_stopped(scene: Scene) -> None:
@@ -175,7 +175,7 @@ def test_a_model_without_text_refuses_grammars_and_nothing_else() -> None:
     assert gate.holds(ONE, submit("a", grammar="")) is False
     said = gate.holds(ONE, submit("a"))
     assert isinstance(said, AdmissionRefusal)
-    assert said.kind is ErrorKind.INVALID
+    assert said.kind is ErrorKind.GRAMMAR
     gate.close()
 
 

@@ -490,7 +490,7 @@ def test_c10_what_can_never_fit_is_refused_with_the_numbers(model: Path) -> None
             answers, ("140 positions exceed what", "4104 positions exceed the context of 4096"), strict=True
         ):
             assert answer.done is not None
-            assert answer.done.error is ErrorKind.INVALID
+            assert answer.done.error is ErrorKind.TOO_LONG
             assert says in answer.done.message
 
 

@@ -345,7 +345,7 @@ def test_c10_what_can_never_fit_is_refused_at_once(model: Path) -> None:
     with working(model, tokens=7 * PAGE) as (both, _):
         (answer,) = both.run(both.submit(prompt_of(1, 60), greedy(100)))
         assert answer.done is not None
-        assert answer.done.error is ErrorKind.INVALID
+        assert answer.done.error is ErrorKind.TOO_LONG
         assert "can hold" in answer.done.message
 
 

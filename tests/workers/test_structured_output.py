@@ -200,7 +200,7 @@ def test_a_grammar_that_cant_be_compiled_is_refused_by_both_and_hurts_nobody(
     for leg in (Role.PREFILL, Role.DECODE):
         (answer,) = refused.run(refused.submit([1, 2, 3, 4], bad, legs=(leg,)))
         assert answer.done is not None
-        assert answer.done.error is ErrorKind.INVALID
+        assert answer.done.error is ErrorKind.GRAMMAR
         assert why in (answer.done.message or "")
     assert len(refused.run(good)[0].list) == 4
 

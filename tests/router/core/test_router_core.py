@@ -354,7 +354,10 @@ def test_the_only_worker_is_tried_again_after_a_pause() -> None:
     stage.assert_answered(rid)
 
 
-@pytest.mark.parametrize("kind", [ErrorKind.INVALID, ErrorKind.OVERLOADED, ErrorKind.DEADLINE])
+FATAL = [ErrorKind.INVALID, ErrorKind.TOO_LONG, ErrorKind.GRAMMAR, ErrorKind.OVERLOADED, ErrorKind.DEADLINE]
+
+
+@pytest.mark.parametrize("kind", FATAL)
 def test_other_errors_end_the_request_at_once(kind: ErrorKind) -> None:
     stage = Stage()
     rid = stage.submit()

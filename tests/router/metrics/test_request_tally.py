@@ -9,10 +9,11 @@ from typing import cast
 import pytest
 
 from contracts.errors import ErrorKind
-from contracts.ids import RequestId
+from contracts.ids import RequestId, Role, WorkerName
 from contracts.messages.latency_shape import percentile
-from contracts.messages.worker_events import Done
+from contracts.messages.worker_events import Done, LegReport
 from contracts.sampling_params import SamplingParams, TokenLogprob
+from router.metrics import request_tally
 from router.metrics.request_tally import RequestTally
 from router.openai.choice_output import ChoiceOutput
 from router.openai.generate_request import GenerateRequest
@@ -32,10 +33,14 @@ class Asked:
     answer_format: None = None
 
 
+def choice_of(name: str) -> ChoiceOutput:
+    routed = RoutedRequest(RequestId(name), (1, 2), SamplingParams(max_tokens=500), now=0.0, deadline=60.0)
+    return ChoiceOutput(0, routed, cast(GenerateRequest, Asked()), read_model_tokenizer(DEMO, 1000), "")
+
+
 def answered(tally: RequestTally, deliveries: Sequence[tuple[float, int]], *, fails: bool = False) -> None:
     """Count an answer whose tokens come in these deliveries: when, and how many."""
-    routed = RoutedRequest(RequestId("r"), (1, 2), SamplingParams(max_tokens=500), now=0.0, deadline=60.0)
-    choice = ChoiceOutput(0, routed, cast(GenerateRequest, Asked()), read_model_tokenizer(DEMO, 1000), "")
+    choice = choice_of("r")
     for at, count in deliveries:
         tally.tokens(choice, count, at)
         choice.take([7] * count, [TokenLogprob(7, 0.0, ())] * count)
@@ -43,6 +48,29 @@ def answered(tally: RequestTally, deliveries: Sequence[tuple[float, int]], *, fa
     if fails:
         choice.error = Done(RequestId("r"), 1, "error", error=ErrorKind.WORKER)
     tally.ended(choice)
+
+
+def test_what_was_done_for_prompts_without_a_first_token_counts_once() -> None:
+    tally = RequestTally()
+    left, answered_one = choice_of("left"), choice_of("answered")
+    tally.unanswered(left)
+    tally.tokens(answered_one, 1, 1.0)
+    for name, tokens in (("left", (10, 20)), ("left", (1, 1)), ("answered", (1, 1)), ("other", (1, 1))):
+        computed, cached = tokens
+        report = LegReport(
+            RequestId(name), 0, Role.PREFILL, WorkerName("p"), computed_tokens=computed, cached_tokens=cached
+        )
+        tally.report(report)
+    assert tally.prompt_tokens == 30 + len(answered_one.request.prompt)
+    assert tally.computed["p", Role.PREFILL] == 13
+
+
+def test_choices_whose_workers_never_report_take_no_more_room_than_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_tally, "UNANSWERED_AT_MOST", 3)
+    tally = RequestTally()
+    for number in range(10):
+        tally.unanswered(choice_of(str(number)))
+    assert list(tally._unanswered) == ["7", "8", "9"]
 
 
 def counted(tally: RequestTally) -> int:

@@ -179,7 +179,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]}, "include", "logprobs"),
     ({"include": "x"}, "include", "not supported"),
     ({"top_logprobs": 3}, "top_logprobs", "/v1/chat/completions"),
-    ({"max_output_tokens": 0}, "max_output_tokens", "1 or more"),
+    ({"max_output_tokens": 0}, "max_output_tokens", "from 1 to 2147483647"),
     ({"max_output_tokens": "5"}, "max_output_tokens", "integer"),
     ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),
     ({"messages": []}, "messages", "use input"),

@@ -280,5 +280,5 @@ def test_a_worker_that_fails_in_mid_stream_ends_it_with_an_event(server: Server)
     *_, last = stream
     assert isinstance(last, ResponseFailedEvent)
     assert last.response.error is not None
-    assert (last.response.error.code, last.response.error.message) == ("server_error", "planted")
+    assert (last.response.error.code, last.response.error.message) == ("invalid_prompt", "planted")
     server.call(worker.legs.clear)

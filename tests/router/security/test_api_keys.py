@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -156,6 +157,31 @@ def test_limits_hold_and_say_when_to_come_back(server: Server, keys: Path, secre
     assert 'twinpool_tenant_refused_total{tenant="acme"} 1.0' in metrics
     assert 'twinpool_tenant_tokens_total{tenant="acme"} 14.0' in metrics
     assert 'twinpool_tenant_in_flight{tenant="acme"} 0.0' in metrics
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_what_a_client_that_left_had_asked_for_counts_for_its_tenant(server: Server, secret: str, role: str) -> None:
+    """Its prompt, and as much of its answer as it was sent; and in the router's counts what was done for it."""
+    tally, tenants, metrics = server.service.metrics.tally, server.service.tenants, server.service.metrics
+    prompts, generated = tally.prompt_tokens, tally.generated_tokens
+    spent, left = (tenants._accounts["acme"].tokens if "acme" in tenants._accounts else 0), metrics.disconnects
+    server.pause(role)
+    body = {**ASK, "max_tokens": 50, "stream": True}
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        raw = json.dumps(body).encode()
+        lines = (f"POST {COMPLETIONS} HTTP/1.1", "Host: x", f"Authorization: Bearer {secret}")
+        client.sendall("\r\n".join((*lines, f"Content-Length: {len(raw)}", "", "")).encode() + raw)
+        server.wait_until(lambda: server.service.core.requests.in_flight == 1)
+        if role == "decode":
+            assert client.recv(65536), "the first token, which prefill drew"
+    server.wait_until(lambda: metrics.disconnects == left + 1)
+    server.resume()
+    server.at_rest()
+    first = int(role == "decode")
+    size = 3
+    assert tally.generated_tokens - generated == first
+    assert tally.prompt_tokens - prompts == size * first, "nothing was done while prefill stood still"
+    assert tenants._accounts["acme"].tokens - spent == size + first
 
 
 def test_a_tenant_that_is_beyond_its_limits_has_no_body_read(server: Server, keys: Path, secret: str) -> None:

@@ -389,7 +389,7 @@ def test_everything_that_was_asked_comes_out_of_a_reader(model_tokenizer: ModelT
 
 OF_CHATS = {
     "messages", "template_args", "add_generation_prompt", "continue_final_message", "shape", "tool_use",
-    "answer_format", "separate_reasoning",
+    "answer_format", "separate_reasoning", "tool_named",
 }  # fmt: skip
 """Fields that only chats give, and of them those that are done with once the prompt is tokenised."""
 DONE_WITH = {"messages", "template_args", "tool_use"}
@@ -397,7 +397,7 @@ A_CHAT: dict[str, Any] = {
     "max_tokens": 5,
     "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "I look"}],
     "tools": [{"name": "f", "strict": True, "input_schema": {"properties": {"n": {"type": "integer"}}}}],
-    "tool_choice": {"type": "any"},
+    "tool_choice": {"type": "tool", "name": "f"},
     "separate_reasoning": True,
     "add_generation_prompt": False,
 }
