@@ -241,6 +241,12 @@ def test_all_assignments_are_read_after_one_that_is_wrong() -> None:
     assert lines[0].startswith("4 errors")
 
 
+def test_a_section_that_is_none_is_told_of_alone() -> None:
+    """What its keys would have said isn't known, so nothing that needs one of them is judged."""
+    tree = {"cache": 5, "decode": {"retract": "copy"}, "cluster": NO_BUDGET}
+    assert refusal(tree) == "config section cache must hold keys, got 5"
+
+
 def test_an_empty_text_is_a_value_of_an_assignment() -> None:
     assert load_config(None, ["cluster.name=x", "cluster.name="]).cluster.name == ""
 
