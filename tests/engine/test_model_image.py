@@ -7,7 +7,8 @@ import mmap
 import os
 import random
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -211,3 +212,28 @@ def test_a_part_of_an_image_is_refused(checkpoint: MakeCheckpoint) -> None:
     (image,) = images.kept.values()
     with pytest.raises(ImageUnfit, match="part of one"):
         model_of(image[:-64], None)
+
+
+def test_views_of_one_memory_are_views_of_one_memory_in_the_image() -> None:
+    """Of any part of it, in any order, of any shape; what none of them shows isn't written."""
+    rng = random.Random(2)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        whole = torch.arange(4096).to(dtype)
+        cuts = [(begin, begin + rng.randrange(1, 300)) for begin in rng.sample(range(1000, 3000), 9)]
+        views = [whole[begin:end] for begin, end in cuts]
+        views += [whole[1500:2100].view(20, 30).T, whole[2000:2600:3], whole[1700:1701], whole[:0]]
+        model: Any = SimpleNamespace(kernels=None, views=views)
+        expected = [view.clone() for view in views]
+        low, high = min(begin for begin, _ in cuts), max(2600, *(end for _, end in cuts))
+        images = Images()
+        image = images.keep("key", image_of(model, model))
+        assert len(image) < (high - low) * dtype.itemsize + 8192
+        both: Any = model_of(image, None)
+        mapped, again = both
+        assert mapped is again
+        for got, want in zip(mapped.views, expected, strict=True):
+            assert got.dtype == want.dtype
+            assert torch.equal(got, want)
+        first, second = mapped.views[0], mapped.views[1]
+        apart = (cuts[1][0] - cuts[0][0]) * dtype.itemsize
+        assert second.data_ptr() - first.data_ptr() == apart
