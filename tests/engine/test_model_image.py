@@ -119,6 +119,18 @@ def test_the_writer_frees_what_it_has_written(checkpoint: MakeCheckpoint) -> Non
     assert storage.nbytes() == 0
 
 
+@pytest.mark.skipif(not OneDnnWeight.packed(torch.zeros(16, 16)), reason="oneDNN packs nothing here")
+def test_the_writer_gives_up_what_onednn_has_packed(checkpoint: MakeCheckpoint) -> None:
+    """Its bytes are in the image by then: they would be there twice."""
+    engine = Bench(checkpoint("qwen3"), share_weights="off", attention="torch").engine
+    packed = packed_weights(engine.decoder)
+    assert packed
+    Images().keep("key", image_of(engine.decoder, engine.numerics))
+    for weight in packed:
+        with pytest.raises(AssertionError, match="released"):
+            weight(torch.zeros(1, weight.shape[1]), None)
+
+
 def test_other_settings_and_other_weights_are_other_images(checkpoint: MakeCheckpoint) -> None:
     images = Images()
     Bench(checkpoint("llama"), images=images)
