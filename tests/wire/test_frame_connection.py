@@ -328,28 +328,25 @@ def test_one_that_ended_before_it_was_made_is_cut_when_it_is(monkeypatch: pytest
 
 def test_a_peer_that_stops_reading_now_and_then_is_there(scene: Scene) -> None:
     """Only ticks in a row count: one that reads again begins anew, and so does one for which nothing waits."""
+
+    def ticks(count: int) -> None:
+        for _ in range(count):
+            scene.hear(framed(b""))
+            scene.loop.fire()
+            assert scene.reasons == []
+
     scene.wire.reads = False
     scene.connection.send(b"x" * 1000)
     for _ in range(3):
-        for _ in range(TICKS):
-            scene.hear(framed(b""))
-            scene.loop.fire()
+        ticks(TICKS)
         scene.wire.taken += 1
-        scene.hear(framed(b""))
-        scene.loop.fire()
-    assert scene.reasons == []
-    for _ in range(TICKS):
-        scene.hear(framed(b""))
-        scene.loop.fire()
+        ticks(1)
+    ticks(TICKS)
     scene.wire.reads = True
-    scene.hear(framed(b""))
-    scene.loop.fire()
+    ticks(1)
     scene.wire.reads = False
     scene.connection.send(b"y" * 1000)
-    for _ in range(TICKS):
-        scene.hear(framed(b""))
-        scene.loop.fire()
-    assert scene.reasons == []
+    ticks(TICKS)
 
 
 def test_after_its_end_nobody_is_told_that_the_peer_reads_again(scene: Scene) -> None:
