@@ -58,8 +58,8 @@ one mask adds to the lexer; a state takes up to 2 kB."""
 
 def is_mark(token: Mapping[str, Any]) -> bool:
     """Whether an added token of a `tokenizer.json` is a mark, which grammars name by its id: it is special, or named
-    ``<...>`` or ``[NAME]``, as Qwen's ``<tool_call>`` and ``<think>``, which are published with ``special: false``. Others
-    are text that a vocabulary has whole: runs of blanks, words."""
+    ``<...>`` or ``[NAME]``, as Qwen's ``<tool_call>`` and ``<think>``, which are published with ``special: false``.
+    Others are text that a vocabulary has whole: runs of blanks, words."""
     return bool(token.get("special")) or _MARK.fullmatch(token["content"]) is not None
 
 

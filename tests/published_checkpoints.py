@@ -30,7 +30,8 @@ UNKNOWN, USER_DEFINED, BYTE = 2, 4, 6
 ENDS = {
     "hermes": "<|im_end|>", "qwen3_coder": "<|im_end|>", "nemotron_json": "<|im_end|>", "kimi_k2": "<|im_end|>",
     "glm45": "<|user|>", "glm47": "<|user|>", "llama3_json": "<|eot_id|>", "minimax_m2": "[e~[",
-    "deepseek_v3": "<｜end▁of▁sentence｜>", "deepseek_v31": "<｜end▁of▁sentence｜>", "deepseek_v32": "<｜end▁of▁sentence｜>",
+    "deepseek_v3": "<｜end▁of▁sentence｜>", "deepseek_v31": "<｜end▁of▁sentence｜>",
+    "deepseek_v32": "<｜end▁of▁sentence｜>",
     "mistral": "</s>", "mistral_json": "</s>", "gemma4": "<turn|>", "harmony": "<|return|>",
 }  # fmt: skip
 """By format of calls, the token that ends an answer."""
@@ -211,7 +212,8 @@ def write_published(form: PublishedForm, folder: Path) -> Path:
     }
     model = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab, "hidden_size": 64,
              "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
-             "head_dim": 64, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "torch_dtype": "float32"}  # fmt: skip
+             "head_dim": 64, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096,
+             "torch_dtype": "float32"}  # fmt: skip
     if form.ends == "config":
         model["eos_token_id"] = end
     files = {"config.json": model, "tokenizer_config.json": config}
@@ -261,7 +263,8 @@ def _write_file(form: PublishedForm, folder: Path, turns: list[str], marks: list
     bare.mkdir()
     (bare / "config.json").write_text(json.dumps({
         "num_attention_heads": 1, "hidden_size": 64, "max_position_embeddings": 4096, "num_hidden_layers": 1,
-        "intermediate_size": 64, "num_key_value_heads": 1, "head_dim": 64, "rms_norm_eps": 1e-5, "vocab_size": len(names),
+        "intermediate_size": 64, "num_key_value_heads": 1, "head_dim": 64, "rms_norm_eps": 1e-5,
+        "vocab_size": len(names),
     }))  # fmt: skip
     save_file({"model.embed_tokens.weight": torch.zeros(len(names), 64)}, bare / "model.safetensors")
     return write_gguf(bare, folder / "published.gguf", "llama", tokenizer=write)

@@ -127,15 +127,18 @@ def read_file_headers(path: Path) -> dict[str, TensorHeader]:
         }
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         raise CheckpointError(f"{path} has a malformed safetensors header") from None
-    _check_ranges(path, size, out)
+    _check_ranges(path, start, size, out)
     return out
 
 
-def _check_ranges(path: Path, size: int, headers: Mapping[str, TensorHeader]) -> None:
+def _check_ranges(path: Path, start: int, size: int, headers: Mapping[str, TensorHeader]) -> None:
+    """`start`: where the tensors' bytes begin in the file, of `size` bytes."""
     needed = max((h.end for h in headers.values()), default=0)
     if needed > size:
         raise CheckpointError(f"{path} is truncated: it has {size} bytes and its header describes {needed}")
     for name, header in headers.items():
+        if not start <= header.begin <= header.end:
+            raise CheckpointError(f"{path} has a malformed safetensors header: {name} lies where no tensor can")
         width = _BYTES.get(header.dtype)
         if width is not None and header.end - header.begin != width * prod(header.shape):
             raise CheckpointError(

@@ -106,12 +106,17 @@ def test_what_prefill_reads_rolls_decode_workers_too_that_compute_prompts(key: s
 
 def test_keys_that_are_given_replace_and_others_stay() -> None:
     before = config_from_dict(
-        {"prefill": {"chunk_tokens": 64, "cache": {"host_bytes": 5}}, "decode": {"retract": "recompute"}}
+        {
+            "prefill": {"chunk_tokens": 64, "cache": {"host_bytes": 5, "device_tokens": 48}},
+            "decode": {"retract": "recompute"},
+            "cache": {"storage": {"ttl_s": 9}},
+        }
     )
-    tree = merged(before, {"prefill": {"cache": {"host_bytes": 7}}, "cache": {"device_tokens": 32}})
+    changes = {"prefill": {"cache": {"host_bytes": 7}}, "cache": {"device_tokens": 32, "storage": {"timeout_s": 2.0}}}
+    tree = merged(before, changes)
     after = config_from_dict(tree)
     changed = {key for key, value in settings_of(after).items() if settings_of(before)[key] != value}
-    assert changed == {"prefill.cache.host_bytes", "cache.device_tokens"}
+    assert changed == {"prefill.cache.host_bytes", "cache.device_tokens", "cache.storage.timeout_s"}
     assert (after.prefill.chunk_tokens, after.prefill.cache.host_bytes) == (64, 7)
 
 

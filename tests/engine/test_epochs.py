@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 
 from cache.allocation.block_table import TableSlice
 from engine.runner.batch import BatchRow, TokenDraw
 from tests.engine.harness import GREEDY, Bench, MakeCheckpoint
+from tests.families import FAMILIES
 
 PROMPT = list(range(40, 77))
 
@@ -57,3 +61,39 @@ def test_the_null_page_stays_zero_when_a_stale_row_computed_infinities(checkpoin
     bench.engine.decoder.embed_vh.fill_(torch.inf)
     bench.engine.forward([BatchRow(PROMPT, 0, {"full": TableSlice.of(pages, [1, 0, 0, 0])})])
     assert not any(view[0].any() for buffers in bench.layers for view in buffers.values())
+
+
+def leased_before(row: BatchRow, pool: str) -> BatchRow:
+    """The row, whose first page or slot of `pool` alone was freed after it was leased."""
+    table = row.tables[pool]
+    epochs = [7, *[0] * (len(table.pages) - 1)]
+    return row._replace(tables={**row.tables, pool: TableSlice.of(table.pages, epochs, first=table.first)})
+
+
+@pytest.mark.parametrize(
+    ("family", "pool"),
+    [
+        ("gemma3", "full"), ("gemma3", "window"), ("qwen3_next", "full"), ("qwen3_next", "state"),
+        ("falcon_h1", "full"), ("falcon_h1", "state"), ("deepseek_v32", "full"), ("nemotron_h", "state"),
+    ],
+)  # fmt: skip
+def test_what_is_stale_in_one_pool_is_written_in_none(family: str, pool: str, tmp_path: Path) -> None:
+    """Neither by a chunk that fills blocks of a state nor by a single token, beside a row that writes."""
+    bench = Bench(FAMILIES[family](tmp_path / "model"), 16, 256)
+    mine, other = bench.hold(48), bench.hold(48)
+    bench.engine.forward([bench.row(PROMPT, 0, mine)])
+    for count in (11, 1):
+        tokens = PROMPT[:count]
+        before = bench.region.clone()
+        (out,) = bench.engine.forward([leased_before(bench.row(tokens, 37, mine), pool)])
+        assert out.stale
+        assert torch.equal(bench.region, before)
+        good, bad = bench.engine.forward(
+            [bench.row(PROMPT[-count:], 0, other), leased_before(bench.row(tokens, 37, mine), pool)]
+        )
+        assert (good.stale, bad.stale) == (False, True)
+        assert not torch.equal(bench.region, before), "the other row writes"
+        for name in bench.pools.spec.by_name:
+            for buffers in bench.views(name):
+                for view in buffers.values():
+                    assert not view[0].float().any(), "padding and stale rows write zeros"

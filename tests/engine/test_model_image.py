@@ -7,7 +7,8 @@ import mmap
 import os
 import random
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -118,6 +119,18 @@ def test_the_writer_frees_what_it_has_written(checkpoint: MakeCheckpoint) -> Non
     assert storage.nbytes() == 0
 
 
+@pytest.mark.skipif(not OneDnnWeight.packed(torch.zeros(16, 16)), reason="oneDNN packs nothing here")
+def test_the_writer_gives_up_what_onednn_has_packed(checkpoint: MakeCheckpoint) -> None:
+    """Its bytes are in the image by then: they would be there twice."""
+    engine = Bench(checkpoint("qwen3"), share_weights="off", attention="torch").engine
+    packed = packed_weights(engine.decoder)
+    assert packed
+    Images().keep("key", image_of(engine.decoder, engine.numerics))
+    for weight in packed:
+        with pytest.raises(AssertionError, match="released"):
+            weight(torch.zeros(1, weight.shape[1]), None)
+
+
 def test_other_settings_and_other_weights_are_other_images(checkpoint: MakeCheckpoint) -> None:
     images = Images()
     Bench(checkpoint("llama"), images=images)
@@ -211,3 +224,31 @@ def test_a_part_of_an_image_is_refused(checkpoint: MakeCheckpoint) -> None:
     (image,) = images.kept.values()
     with pytest.raises(ImageUnfit, match="part of one"):
         model_of(image[:-64], None)
+
+
+def test_views_of_one_memory_are_views_of_one_memory_in_the_image() -> None:
+    """Of any part of it, in any order, of any shape; what none of them shows isn't written."""
+    rng = random.Random(2)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        whole = torch.arange(4096).to(dtype)
+        cuts = [(begin, begin + rng.randrange(1, 300)) for begin in rng.sample(range(1000, 3000), 9)]
+        views = [whole[begin:end] for begin, end in cuts]
+        views += [whole[1500:2100].view(20, 30).T, whole[2000:2600:3], whole[1700:1701], whole[:0]]
+        model: Any = SimpleNamespace(kernels=None, views=views)
+        expected = [view.clone() for view in views]
+        low, high = min(begin for begin, _ in cuts), max(2600, *(end for _, end in cuts))
+        images = Images()
+        image = images.keep("key", image_of(model, model))
+        assert len(image) < (high - low) * dtype.itemsize + 8192
+        try:
+            both: Any = model_of(image, None)
+        except RuntimeError as error:
+            pytest.fail(f"a view reaches beyond what was written: {error}")
+        mapped, again = both
+        assert mapped is again
+        for got, want in zip(mapped.views, expected, strict=True):
+            assert got.dtype == want.dtype
+            assert torch.equal(got, want)
+        first, second = mapped.views[0], mapped.views[1]
+        apart = (cuts[1][0] - cuts[0][0]) * dtype.itemsize
+        assert second.data_ptr() - first.data_ptr() == apart

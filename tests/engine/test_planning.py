@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from cache.allocation.block_table import TableSlice
 from cache.device.adversarial_device import AdversarialDevice
 from cache.device.device_backends import CpuDevice
 from cache.device.device_port import Device
-from engine.runner.batch import TokenDraw
+from contracts.errors import UnorderedAccess
+from contracts.sampling_params import SamplingParams
+from engine.runner.batch import BatchRow, TokenDraw
+from engine.runner.sampling.token_history import TokenHistory
+from tests.checkpoints import VOCAB
 from tests.engine.harness import GREEDY, Bench, MakeCheckpoint, row
 
 
@@ -69,3 +74,41 @@ def test_a_step_takes_the_tokens_of_several_earlier_steps_where_they_lie(checkpo
     assert beside_n.tolist() == [4, 2]
     got = tokens_m.tolist()
     assert got == [drawn[1][1], 11, 12, drawn[0][0], drawn[1][0], 13, 0, 0]
+
+
+class Refusing(CpuDevice):
+    """Refuses forward passes while told to, as a device does that finds two operations without an order."""
+
+    def __init__(self) -> None:
+        self.refuses = False
+
+    def submit(self, op: Any, run: Any, after: Sequence[Any] = (), **options: Any) -> Any:
+        if self.refuses:
+            raise UnorderedAccess("planted")
+        return super().submit(op, run, after, **options)
+
+
+def test_a_step_that_was_refused_leaves_tables_and_histories_as_the_device_has_them(checkpoint: MakeCheckpoint) -> None:
+    """The same step again brings what the refused one would have brought: else it would read pages and tokens that
+    never came. All tokens but a few are in the prompt, and the penalty lets none of them be drawn again."""
+    device = Refusing()
+    bench = Bench(checkpoint("llama"), tokens=1024, device=device)
+    few = {VOCAB - 1, VOCAB - 7, 11}
+    prompt = [token for token in range(VOCAB) if token not in few]
+    params = SamplingParams(max_tokens=9, temperature=0.0, repetition_penalty=1e6)
+    table = TableSlice.of(bench.lease(len(prompt) + 2))
+    history = TokenHistory(list(prompt))
+
+    def of(tokens: list[int], start: int, draw: TokenDraw | None) -> BatchRow:
+        return BatchRow(tokens, start, {"full": table}, draw)
+
+    bench.engine.forward([of(prompt[:-1], 0, None)])
+    last = of(prompt[-1:], len(prompt) - 1, TokenDraw(params, history, len(prompt), at=len(prompt)))
+    for refuses in (True, True, False):
+        device.refuses = refuses
+        if refuses:
+            with pytest.raises(UnorderedAccess, match="planted"):
+                bench.engine.begin([last])
+    (out,) = bench.engine.forward([last])
+    assert out.drawn is not None
+    assert out.drawn.token in few

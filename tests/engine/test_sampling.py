@@ -374,3 +374,44 @@ def test_log_probabilities_of_logits_that_are_no_numbers_are_flagged() -> None:
             False,
             True,
         ]
+
+
+@pytest.mark.parametrize(
+    "penalty", [{"repetition_penalty": 1.9}, {"presence_penalty": 2.5}, {"frequency_penalty": 1.5}]
+)
+def test_each_penalty_counts_alone_where_no_row_has_another(penalty: dict[str, Any]) -> None:
+    """Beside rows whose histories are longer, shorter, or all prompt."""
+    rng = random.Random(3)
+    params = replace(PLAIN, temperature=0.0, **penalty)
+    draws = []
+    for _ in range(60):
+        tokens = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 200)))
+        draws.append(TokenDraw(params, tokens, rng.randrange(1, len(tokens) + 1)))
+    logits = random_logits(60, 4)
+    want = [reference(row, draw) for row, draw in zip(logits.double().tolist(), draws, strict=True)]
+    assert [drawn.token for drawn in draw_tokens(logits, draws)] == want
+    assert [draw_tokens(logits[i : i + 1], [draw])[0].token for i, draw in enumerate(draws)] == want
+    assert want != logits.argmax(-1).tolist(), "it changes some of them"
+
+
+@pytest.mark.parametrize(("vocab", "longest"), [(50, 400), (300, 40)])
+def test_rows_with_penalties_are_looked_at_together_as_far_as_memory_allows(
+    vocab: int, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits of some rows, or their histories where these are longer; a single row always is."""
+    most = 6 * max(vocab, longest)
+    monkeypatch.setattr(penalties, "_ELEMENTS", most)
+    rng = random.Random(5)
+    lengths = [rng.randrange(1, longest) for _ in range(30)] + [longest, 9 * most]
+    groups: list[list[int]] = []
+
+    def read(some: Sequence[int]) -> Tensor:
+        groups.append(list(some))
+        return torch.zeros(len(some), max(lengths[i] for i in some), dtype=torch.int64)
+
+    params = [replace(PLAIN, presence_penalty=1.0)] * len(lengths)
+    penalties.penalise(torch.zeros(32, vocab), range(32), params, [0] * 32, lengths, read)
+    assert sorted(itertools.chain(*groups)) == list(range(32))
+    for group in groups:
+        assert len(group) == 1 or len(group) * max(vocab, *(lengths[i] for i in group)) <= most
+    assert len(groups) < 10

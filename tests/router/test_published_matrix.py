@@ -56,7 +56,8 @@ TOOLS = {"tools": [FIND, NOW]}
 NAMED = {"type": "function", "function": {"name": "find"}}
 RESPONSE_FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 ASKED = [{"role": "user", "content": "Où est la gare? 駅 🙂"}]
-LONGEST = 150
+LONGEST = 250
+PIECES = ("metaspace", "prepended", "without prefix", "gguf sentencepiece")
 BAR = "\x01"
 """A character that no token has beside others."""
 
@@ -193,15 +194,15 @@ class Site:
 
     def pieces(self, text: str) -> list[int] | None:
         """The characters of a text as tokens of one each; None where it has others than the vocabulary."""
-        found = [self.tokenizer.token_to_id(letter) for letter in text]
-        return None if None in found else found
+        found = [number for letter in text if (number := self.tokenizer.token_to_id(letter)) is not None]
+        return found if len(found) == len(text) else None
 
 
 def streamed(events: Sequence[Any]) -> tuple[str, str, list[tuple[str, str]], str | None, dict[str, Any]]:
     """What the events of a chat's stream tell, put together as a client does."""
     content = reasoning = ""
     calls: list[list[str]] = []
-    finish, usage = None, {}
+    finish, usage = None, dict[str, Any]()
     assert events[-1] == "[DONE]"
     for event in events[:-1]:
         usage = event.get("usage") or usage
@@ -219,20 +220,34 @@ def streamed(events: Sequence[Any]) -> tuple[str, str, list[tuple[str, str]], st
     return content, reasoning, [(name, arguments) for name, arguments in calls], finish, usage
 
 
+def is_published(row: Sequence[str | None]) -> bool:
+    """Whether people publish such a form. U+2581 is a blank to SentencePiece, and DeepSeek's marks have it; and a token
+    of `added_tokens.json` is normalised by transformers: it isn't found where a blank is put first."""
+    tokenizer, marks, template, _ = row
+    if template in ("deepseek_v3", "deepseek_v31") and tokenizer in PIECES:
+        return False
+    return not (tokenizer == "prepended" and marks == "added_tokens.json")
+
+
 def covering(rng: random.Random) -> Iterator[PublishedForm]:
     """Forms in which any two values of two properties come together at least once."""
     factors = (TOKENIZER_KINDS, MARK_KINDS, TEMPLATE_KINDS, END_KINDS)
-    pairs = {
-        (a, x, b, y) for a, b in itertools.combinations(range(len(factors)), 2) for x in factors[a] for y in factors[b]
-    }
+    pairs = set()
+    for (a, left), (b, right) in itertools.combinations(enumerate(factors), 2):
+        for x, y in itertools.product(left, right):
+            if is_published([x if at == a else y if at == b else None for at in range(len(factors))]):
+                pairs.add((a, x, b, y))
     while pairs:
         a, x, b, y = min(pairs)
         best: tuple[int, tuple[str, ...]] = (-1, ())
         for _ in range(40):
             row = [rng.choice(values) for values in factors]
             row[a], row[b] = x, y
+            if not is_published(row):
+                continue
             covered = sum((i, row[i], j, row[j]) in pairs for i, j in itertools.combinations(range(len(row)), 2))
             best = max(best, (covered, tuple(row)))
+        assert best[1], (x, y)
         row = list(best[1])
         pairs -= {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2)}
         yield PublishedForm(*row)
@@ -349,7 +364,7 @@ def called(choice: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def calls_are_found(site: Site) -> None:
-    whole, choice = site.chat(site.call("find", ARGUMENTS), **TOOLS)
+    _, choice = site.chat(site.call("find", ARGUMENTS), **TOOLS)
     assert called(choice) == [("find", ARGUMENTS)]
     assert choice["finish_reason"] == "tool_calls"
     assert not (choice["message"]["content"] or "").strip()

@@ -324,3 +324,60 @@ def test_one_that_ended_before_it_was_made_is_cut_when_it_is(monkeypatch: pytest
     connection.connection_made(cast(Any, wire))
     assert wire.ended == "aborted"
     assert loop.timers == []
+
+
+def test_a_peer_that_stops_reading_now_and_then_is_there(scene: Scene) -> None:
+    """Only ticks in a row count: one that reads again begins anew, and so does one for which nothing waits."""
+
+    def ticks(count: int) -> None:
+        for _ in range(count):
+            scene.hear(framed(b""))
+            scene.loop.fire()
+            assert scene.reasons == []
+
+    scene.wire.reads = False
+    scene.connection.send(b"x" * 1000)
+    for _ in range(3):
+        ticks(TICKS)
+        scene.wire.taken += 1
+        ticks(1)
+    ticks(TICKS)
+    scene.wire.reads = True
+    ticks(1)
+    scene.wire.reads = False
+    scene.connection.send(b"y" * 1000)
+    ticks(TICKS)
+
+
+def test_after_its_end_nobody_is_told_that_the_peer_reads_again(scene: Scene) -> None:
+    flowing: list[bool] = []
+    scene.connection.on_flow = lambda: flowing.append(scene.connection.flows)
+    scene.connection.pause_writing()
+    scene.connection.close(2.0)
+    scene.connection.resume_writing()  # What was left to send has gone.
+    assert flowing == []
+
+
+def test_what_has_come_of_a_frame_is_let_go_at_the_end(scene: Scene) -> None:
+    scene.connection.most_bytes = 1 << 20
+    scene.hear(struct.pack(">I", 1 << 20) + bytes(1 << 19))
+    scene.connection.abort()
+    assert not scene.connection._data
+
+
+def test_one_whose_socket_is_never_opened_is_lost_at_once_and_tells_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, reasons = Loop(), list[str]()
+    monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
+    connection = FrameConnection(SILENCE_S)
+    connection.on_end = reasons.append
+    connection.unmade()
+    assert reasons == ["the connection couldn't be made"]
+    assert connection.lost.done()
+    connection.unmade()
+    assert len(reasons) == 1
+
+
+def test_one_that_was_opened_is_not_lost_for_the_end_of_its_opening(scene: Scene) -> None:
+    scene.connection.unmade()
+    assert scene.reasons == []
+    assert not scene.connection.lost.done()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
+import os
 import socket
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -132,27 +135,28 @@ def test_an_error_of_our_own_is_logged_and_the_next_connection_is_accepted(caplo
 class Exhausted:
     """A listening socket for which the process has no descriptor left, `times` times."""
 
-    def __init__(self, bound: socket.socket, times: int) -> None:
-        self._bound, self.left = bound, times
+    def __init__(self, bound: socket.socket, times: int, number: int = errno.EMFILE) -> None:
+        self._bound, self.left, self._number = bound, times, number
 
     def accept(self) -> tuple[socket.socket, Any]:
         if self.left:
             self.left -= 1
-            raise OSError(errno.EMFILE, "too many open files")
+            raise OSError(self._number, os.strerror(self._number))
         return self._bound.accept()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._bound, name)
 
 
-def test_where_no_descriptor_is_left_it_pauses_and_goes_on(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
+def test_where_no_descriptor_or_memory_is_left_it_pauses_and_goes_on(
+    number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(socket_acceptor, "PAUSE_S", 0.01)
 
     async def life() -> None:
         scene = Scene(waits)
-        tired: Any = Exhausted(scene.bound, 1)
+        tired: Any = Exhausted(scene.bound, 1, number)
         scene.acceptor._bound = tired
         _, writer = await scene.connect()
         await scene.until(lambda: scene.accepted)
@@ -162,3 +166,60 @@ def test_where_no_descriptor_is_left_it_pauses_and_goes_on(
 
     asyncio.run(life())
     assert [record.message for record in caplog.records] == ["no connection can be accepted"]
+
+
+@pytest.mark.parametrize("number", [errno.ECONNABORTED, errno.EINTR, errno.EAGAIN])
+def test_a_connection_that_is_gone_before_it_is_accepted_is_nothing_to_speak_of(
+    number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def life() -> None:
+        scene = Scene(waits)
+        gone: Any = Exhausted(scene.bound, 1, number)
+        scene.acceptor._bound = gone
+        _, writer = await scene.connect()
+        await scene.until(lambda: scene.accepted)
+        assert gone.left == 0
+        writer.close()
+        await scene.close()
+
+    asyncio.run(life())
+    assert caplog.records == []
+
+
+def test_one_that_is_closed_while_it_pauses_accepts_nothing_after_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket_acceptor, "PAUSE_S", 1000.0)
+
+    async def life() -> None:
+        scene = Scene(waits)
+        tired: Any = Exhausted(scene.bound, 1)
+        scene.acceptor._bound = tired
+        _, writer = await scene.connect()
+        await scene.until(lambda: tired.left == 0)
+        pause = scene.acceptor._pause
+        assert pause is not None
+        assert not pause.cancelled()
+        scene.acceptor.stop_accepting()
+        assert pause.cancelled()
+        scene.acceptor.stop_accepting()
+        writer.close()
+        await scene.close()
+
+    asyncio.run(life())
+
+
+def test_nothing_is_kept_of_a_connection_that_has_opened() -> None:
+    async def opens(connection: socket.socket) -> None:
+        await asyncio.sleep(0)
+
+    async def life() -> None:
+        scene = Scene(opens)
+        _, writer = await scene.connect()
+        await scene.until(lambda: scene.ended)
+        gone = weakref.ref(scene.ended.pop())
+        writer.close()
+        await asyncio.sleep(0)
+        gc.collect()
+        assert gone() is None, "its task is kept for as long as the listener lives"
+        await scene.close()
+
+    asyncio.run(life())
