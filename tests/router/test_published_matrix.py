@@ -253,10 +253,20 @@ def covering(rng: random.Random) -> Iterator[PublishedForm]:
         yield PublishedForm(*row)
 
 
-ALL = list(covering(random.Random(39)))
+MARKS_OF_RUNS: list[tuple[pytest.MarkDecorator, ...]] = [
+    (),
+    (pytest.mark.soak,),
+    (pytest.mark.thorough,),
+    (pytest.mark.soak,),
+]
+ALL = [
+    pytest.param(form, id=str(form), marks=MARKS_OF_RUNS[number % 4])
+    for number, form in enumerate(covering(random.Random(39)))
+]
+"""A quarter is for `make test`, half for CI, all for `make soak`."""
 
 
-@pytest.fixture(params=ALL, ids=str)
+@pytest.fixture(params=ALL)
 def site(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     form: PublishedForm = request.param
     path = write_published(form, tmp_path / "published")
