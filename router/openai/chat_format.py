@@ -192,7 +192,9 @@ def _followed(tool: ChatTool) -> dict[str, Any]:
 
 def tools_fault(use: ToolUse | None) -> str:
     """Which tool's parameters alone the engine refuses, with the place and why; empty where it refuses none's."""
-    for tool in use.tools if use is not None else ():
+    if use is None:
+        return ""
+    for tool in use.tools:
         if (use.forced or tool.strict) and (told := why_not_compiled(grammar_of(_followed(tool)))):
             return f"the parameters of {tool.name} can't be followed: {engine_fault(tool.parameters, told)}"
     return ""

@@ -105,7 +105,7 @@ def _entries(node: Any, steps: Steps) -> list[Step]:
 def _cut(schema: Any, steps: Steps, kept: list[Step]) -> Any:
     """Return a copy of a schema in which the part at `steps` has only the entries `kept`."""
     if steps:
-        copy = dict(schema) if isinstance(schema, dict) else list(schema)
+        copy: Any = dict(schema) if isinstance(schema, dict) else list(schema)
         copy[steps[0]] = _cut(schema[steps[0]], steps[1:], kept)
         return copy
     if isinstance(schema, list):

@@ -61,7 +61,7 @@ def test_every_file_of_the_suite_is_sampled() -> None:
     }
 
 
-ALONE = {
+ALONE: dict[str, list[Any]] = {
     "format": ["regex", "unknown"],
     "multipleOf": [1e-300],
     "uniqueItems": [True],
