@@ -631,7 +631,8 @@ class ObjectForms:
             raise SchemaError(path, _TOO_MANY)
         found: list[Form] = []
         if most is None:
-            found += [form(chosen, set(may) - set(chosen), 0, None, free) for chosen in combinations(may, missing)]
+            chosen_ones = combinations(may, missing) if missing <= len(may) else ()
+            found += [form(chosen, set(may) - set(chosen), 0, None, free) for chosen in chosen_ones]
             if free and missing > len(may):
                 if missing > len(may) + 1:
                     raise SchemaError(path, _REPEATED)

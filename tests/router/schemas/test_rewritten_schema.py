@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +297,8 @@ EXTREMES: list[Schema] = [
     {"items": {"type": "integer", "minimum": -1e300, "maximum": 1e300}, "uniqueItems": True},
     {"type": "object", "maxProperties": 10**12},
     {"properties": {"a": {}}, "minProperties": 10**12, "maxProperties": 1e300},
+    {"type": "object", "properties": {"a": {}}, "minProperties": 10**12},
+    {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1e300, "maxProperties": 5},
     {"contains": {"const": 1}, "minContains": 10**12},
     {"contains": {"const": 1}, "maxContains": 10**12},
     {"prefixItems": [{"enum": [1, 2]}], "items": {"enum": [3]}, "minItems": 10**12, "uniqueItems": True},
@@ -318,6 +322,60 @@ def test_alternatives_that_a_constant_tells_apart_arent_combined() -> None:
     ways = SchemaWays(parts := SchemaParts(schema))
     assert len(ways.of(parts.number((), schema), True)) == 40
     assert ways.products < 2000
+
+
+def some_schema(rng: random.Random, depth: int = 2) -> Schema | bool:
+    """A schema of few types and values, so that its keywords meet."""
+    inner = partial(some_schema, rng, depth - 1)
+    few: list[Any] = [0, 1, 2, 3, "", "a", "ab", None, True, [1], {"a": 1}, 0.5]
+    made: dict[str, Callable[[], Any]] = {
+        "type": lambda: rng.choice(["integer", "number", "string", "object", "array", ["string", "integer", "null"]]),
+        "enum": lambda: rng.sample(few, 4),
+        "const": lambda: rng.choice(few),
+        "minimum": lambda: rng.randint(0, 3),
+        "exclusiveMaximum": lambda: rng.randint(1, 5),
+        "multipleOf": lambda: rng.choice([1, 2, 0.5]),
+        "minLength": lambda: rng.randint(0, 2),
+        "maxLength": lambda: rng.randint(1, 3),
+        "pattern": lambda: rng.choice(["^a", "b$", "^[ab]*$", "^(?!a)"]),
+        "minItems": lambda: rng.randint(0, 2),
+        "maxItems": lambda: rng.randint(1, 3),
+        "required": lambda: rng.sample("abc", rng.randint(1, 2)),
+        "maxProperties": lambda: rng.randint(1, 2),
+    }
+    if depth:
+        made |= {
+            **dict.fromkeys(("items", "contains", "not", "additionalProperties", "if", "then", "else"), inner),
+            **dict.fromkeys(("allOf", "anyOf", "oneOf"), lambda: [inner() for _ in range(2)]),
+            "prefixItems": lambda: [inner()],
+            "properties": lambda: {name: inner() for name in rng.sample("abc", 2)},
+            "patternProperties": lambda: {rng.choice(["^a", "b"]): inner()},
+            "dependentRequired": lambda: {"a": ["b"]},
+            "dependentSchemas": lambda: {"b": inner()},
+            "propertyNames": lambda: {"pattern": "^[ab]"},
+            "unevaluatedProperties": lambda: rng.choice([False, {"type": "integer"}]),
+            "unevaluatedItems": lambda: False,
+        }
+    elif rng.random() < 0.1:
+        return rng.random() < 0.5
+    return {key: made[key]() for key in rng.sample(sorted(made), rng.randint(1, 3))}
+
+
+def random_faults(seed: int) -> list[str]:
+    """What is wrong with what becomes of a random schema: answers that don't fit it, errors that are no refusals."""
+    schema = some_schema(random.Random(seed))
+    assert isinstance(schema, dict)
+    try:
+        grammar = grammar_of(schema)
+    except RequestError:
+        return []
+    answers = [answer for seed in range(4) if (answer := written(grammar, seed, "ab01")) is not None]
+    return [f"{json.dumps(schema)}: {why}" for answer in answers if (why := why_invalid(schema, answer))]
+
+
+@pytest.mark.slow
+def test_what_is_written_for_random_schemas_fits_them() -> None:
+    assert [fault for seed in range(60) for fault in random_faults(seed)] == []
 
 
 def test_the_table_of_keywords_says_what_is_followed() -> None:
