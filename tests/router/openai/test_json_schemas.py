@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from contracts.errors import RequestError
 from router.openai import json_schemas
-from router.openai.chat_format import ChatFormat
+from router.openai.chat_format import ChatFormat, tools_fault
 from router.openai.json_schemas import EXACT, followed
 from router.openai.structured_output import read_grammar
 from router.openai.tools import read_tools
@@ -173,6 +173,20 @@ def test_the_schemas_of_tools_are_read_alike(use: dict[str, Any]) -> None:
     function["parameters"] = {"type": "object", "properties": {"pay": ONE_OF["a kind"]}, "required": ["pay"]}
     tools = read_tools(body)
     assert "oneOf" not in chats.grammar(tools, chats.answer_format(tools, ""), "")
+
+
+def test_a_tools_keyword_that_the_engine_refuses_is_named() -> None:
+    good = {"type": "object", "properties": {"a": {"type": "string"}}}
+    bad = {"type": "object", "properties": {"a": {"items": {"type": "string", "pattern": "a("}}}}
+    told = [
+        tools_fault(read_tools({"tools": [
+            {"type": "function", "function": {"name": name, "strict": strict, "parameters": schema}}
+            for name, schema in (("fine", good), ("get", bad))
+        ]}))
+        for strict in (True, False)
+    ]  # fmt: skip
+    assert told[0].startswith("the parameters of get can't be followed: at properties.a.items.pattern: ")
+    assert told[1] == ""
 
 
 def test_no_clients_schema_takes_long_to_look_through(monkeypatch: pytest.MonkeyPatch) -> None:
