@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from contracts.errors import RequestError
-from router.openai.json_schemas import followed
+from router.openai.grammar_check import why_not_compiled
+from router.openai.json_schemas import engine_fault, followed, grammar_of
 from router.openai.structured_output import bounded
 from router.openai.template_messages import messages_for
 from router.openai.tool_prompt import with_tool_prompt
@@ -187,6 +188,16 @@ def _followed(tool: ChatTool) -> dict[str, Any]:
         return followed(tool.parameters)
     except ValueError as error:
         raise RequestError(f"the parameters of {tool.name} can't be followed: {error}", param="tools") from None
+
+
+def tools_fault(use: ToolUse | None) -> str:
+    """Which tool's parameters alone the engine refuses, with the place and why; empty where it refuses none's."""
+    if use is None:
+        return ""
+    for tool in use.tools:
+        if (use.forced or tool.strict) and (told := why_not_compiled(grammar_of(_followed(tool)))):
+            return f"the parameters of {tool.name} can't be followed: {engine_fault(tool.parameters, told)}"
+    return ""
 
 
 def _types(tool: ChatTool) -> dict[str, str]:

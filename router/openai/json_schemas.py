@@ -7,15 +7,20 @@ those that it does (`router/schemas/`). Objects are closed where a small model w
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
-from router.openai.grammar_check import subschemas
+from contracts.grammar import JSON_FORM
+from router.openai.grammar_check import subschemas, why_not_compiled
 from router.schemas.ecma_patterns import is_hard
+from router.schemas.fault_place import Effort, fault_place
 from router.schemas.rewritten_schema import rewritten
 from router.schemas.schema_keywords import kept
+from router.schemas.schema_parts import PARTS_AT_MOST, SchemaError, Steps, shown, subparts
+from router.schemas.schema_places import too_deep_place
 from router.schemas.schema_ways import FORMATS
 
 Schema = dict[str, Any]
@@ -23,7 +28,9 @@ Schema = dict[str, Any]
 EXACT = 2**53
 """The engine reads numbers as doubles, which hold every whole number up to here."""
 TOO_DEEP = "it is nested too deeply; put parts of it below $defs and refer to them"
-_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+DEEP_AT_MOST = 100
+"""Lists and objects within each other beside which none is at fault for being too deep."""
+_WITH_NUMBERS = frozenset({"const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 _ROUNDS = 16
 """How deep references are followed: what is deeper is left to the engine, as one client's schema may not take long."""
 _TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
@@ -31,35 +38,79 @@ _FREE = frozenset({"string", "integer", "number", "boolean", "null"})
 """Types of which there is always a value, as far as is looked at here."""
 
 
-def followed(schema: Schema) -> Schema:
+def followed(schema: Schema, effort: Effort | None = None) -> Schema:
     """Return the schema that a grammar is made of: in keywords that the engine follows exactly, and of values that fit
-    a client's. An object that names its properties has no others (`closed`). Raises `ValueError` with the place where
-    none can be made."""
+    a client's. An object that names its properties has no others (`closed`). `effort` is charged what it took. Raises
+    `SchemaError`, a `ValueError`, with the place where none can be made."""
+    effort = Effort() if effort is None else effort
+    try:
+        return _followed(schema, effort)
+    except SchemaError as error:
+        if error.path:
+            raise
+        why = error.why
+
+    def fails(part: Schema) -> bool:
+        try:
+            _followed(part, effort)
+        except SchemaError as error:
+            return error.why == why
+        return False
+
+    raise SchemaError(shown(fault_place(schema, fails, effort)), why)
+
+
+def engine_fault(schema: Schema, told: str, effort: Effort | None = None) -> SchemaError:
+    """Return the error `told` of the engine's about what becomes of a client's schema, with its place there."""
+    effort = Effort() if effort is None else effort
+
+    def fails(part: Schema) -> bool:
+        try:
+            return why_not_compiled(grammar_of(_followed(part, effort))) == told
+        except ValueError:
+            return False
+
+    return SchemaError(shown(fault_place(schema, fails, effort)), told)
+
+
+def grammar_of(schema: Schema, form: Mapping[str, Any] = JSON_FORM) -> str:
+    """Return the engine's grammar of a schema that `followed` made. Raises `SchemaError` where it is too deep."""
+    from llguidance import LLMatcher
+
+    overrides: Any = form
+    try:
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
+    except (ValueError, RecursionError):  # The engine's reader of JSON takes 127 lists and objects within each other.
+        raise SchemaError(shown(too_deep_place(schema, DEEP_AT_MOST)), TOO_DEEP) from None
+
+
+def _followed(schema: Schema, effort: Effort) -> Schema:
     try:
         found = kept(schema)
-        if wrong := problem_of(found):
-            raise ValueError(wrong)
+        effort.spent += sum(1 for _ in _nodes(found)) / PARTS_AT_MOST
+        check_numbers(found)
+        if _unfit(found):
+            raise SchemaError("", "no value fits it: what it requires has none, or ends nowhere")
         if not is_plain(found):
-            return rewritten(found)
+            return rewritten(found, effort)
         found.pop("$schema", None)
         return closed(found)
     except RecursionError:
-        raise ValueError(TOO_DEEP) from None
+        raise SchemaError(shown(too_deep_place(schema, DEEP_AT_MOST)), TOO_DEEP) from None
 
 
-def problem_of(schema: Schema) -> str:
-    """Why a schema can't be followed, with the place; empty where nothing is found. The engine finds more."""
-    for path, node in _nodes(schema):
-        values = node["enum"] if isinstance(node.get("enum"), list) else []
-        if "const" in node:
-            values = [*values, node["const"]]
-        values = [*values, *(node[name] for name in _NUMBERS if name in node)]
-        if (number := next(_inexact(values), None)) is not None:
-            return _at(path, f"{number} is beyond 2^53, up to which whole numbers can be followed exactly")
-    unfit = _unfit(schema)
-    if unfit is not None:
-        return _at(unfit, "no value fits it: what it requires has none, or ends nowhere")
-    return ""
+def check_numbers(schema: Schema) -> None:
+    """Raise `SchemaError` for the first keyword with a whole number that can't be followed exactly."""
+    left: list[tuple[Steps, Any]] = [((), schema)]
+    while left:
+        steps, node = left.pop()
+        if not isinstance(node, dict):
+            continue
+        for key in node.keys() & _WITH_NUMBERS:
+            if (number := next(_inexact([node[key]]), None)) is not None:
+                why = f"{number} is beyond 2^53, up to which whole numbers can be followed exactly"
+                raise SchemaError(shown((*steps, key)), why)
+        left += [((*steps, *more), part) for more, part in subparts(node)]
 
 
 def is_plain(schema: Schema) -> bool:
@@ -125,10 +176,6 @@ _SPEAKS_OF_OTHERS = frozenset(
 )
 
 
-def _at(path: str, why: str) -> str:
-    return f"at {path}: {why}" if path else why
-
-
 def _nodes(schema: Schema) -> Iterator[tuple[str, Schema]]:
     """Yield all schemas in a schema, the outer first, each with its path."""
     left = [("", schema)]
@@ -166,26 +213,22 @@ def _target(root: Schema, node: Schema) -> Any:
 # ---------------------------------------------------------------- schemas that no value fits
 
 
-def _unfit(schema: Schema) -> str | None:
-    """The path of a schema that no value of finite length fits, where `schema` is such a one; None where it isn't. What
-    fits grows from the leaves until nothing is added."""
-    nodes = list(_nodes(schema))
-    known = {id(node) for _, node in nodes}
+def _unfit(schema: Schema) -> bool:
+    """Whether no value of finite length fits a schema. What fits grows from the leaves until nothing is added."""
+    nodes = [node for _, node in _nodes(schema)]
+    known = set(map(id, nodes))
     fit: set[int] = set()
     for _ in range(_ROUNDS):
         unfit = known - fit
-        for _, node in reversed(nodes):  # Leaves come last, so that most are known to fit in the first round.
+        for node in reversed(nodes):  # Leaves come last, so that most are known to fit in the first round.
             if id(node) in unfit and _fits(schema, node, unfit):
                 unfit.discard(id(node))
         if known - unfit == fit:
-            break
+            return True
         fit = known - unfit
         if id(schema) in fit:
-            return None
-    else:
-        return None
-    inner = [path for path, node in nodes[1:] if id(node) not in fit and "$ref" not in node]
-    return inner[0] if inner else ""
+            return False
+    return False
 
 
 def _fits(root: Schema, node: Schema, unfit: set[int]) -> bool:

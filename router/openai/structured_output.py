@@ -1,8 +1,9 @@
 """The fields by which clients ask for structured output, read into one grammar.
 
 OpenAI's `response_format`, vLLM's `structured_outputs` and `guided_*`, SGLang's `json_schema`, `regex` and `ebnf` all
-become the text of one llguidance grammar, which workers compile. Nothing in a schema is ignored: the engine refuses
-what it doesn't know, and what a client may tell the engine itself (``x-guidance``) is refused here.
+become the text of one llguidance grammar, which workers compile. It is compiled here first, so that what the engine
+refuses is said with its place in what the client sent. Nothing in a schema is ignored: what can't be followed is
+refused, and so is what a client may tell the engine itself (``x-guidance``).
 """
 
 from __future__ import annotations
@@ -16,9 +17,14 @@ from typing import Any, NamedTuple
 from contracts.errors import RequestError
 from contracts.grammar import GRAMMAR_BYTES, JSON_FORM
 from contracts.outside_data import read_json
+from router.openai.client_grammar import ClientGrammar, line_and_column, regex_error
 from router.openai.endless_grammar import is_endless
-from router.openai.json_schemas import TOO_DEEP, followed
+from router.openai.grammar_check import check_grammar
+from router.openai.json_schemas import DEEP_AT_MOST, TOO_DEEP, engine_fault, followed, grammar_of
 from router.openai.request_fields import STRUCTURED_OUTPUT, describe
+from router.schemas.fault_place import Effort
+from router.schemas.schema_parts import SchemaError, Steps, shown
+from router.schemas.schema_places import first_place, has_surrogate, is_huge, large_place, too_deep_place
 
 CHOICES_AT_MOST = 4096
 _COMPACT = {**JSON_FORM, "whitespace_pattern": None, "whitespace_flexible": False}
@@ -32,6 +38,8 @@ _SPACES = re.compile(r"(?:[ \t\n\r]|\\[ tnrs]|\\x(?:20|09|0[aAdD])|[\[\]()?*+|]|
 """Regular expressions of nothing but JSON's whitespace."""
 _OBJECT = {"type": "object"}
 _ENGINES_OWN = "x-guidance"
+_SCHEMAS_EFFORT = 1.5
+"""What the schemas within one grammar may take together; 1 is as much as one schema may."""
 
 
 def may_need_grammar(raw: bytes) -> bool:
@@ -49,8 +57,8 @@ class RequestedGrammar(NamedTuple):
 def read_grammar(body: Mapping[str, Any]) -> RequestedGrammar:
     """Return the grammar that a body asks for.
 
-    Raises `RequestError` naming the field that is wrong, or two that both ask for one. Whether the grammar can be
-    compiled is `router.openai.grammar_check`'s to say.
+    Raises `RequestError` naming the field that is wrong, and the place in it, or two that both ask for one. Takes up to
+    a second, as `router.openai.grammar_check` does.
     """
     found: list[RequestedGrammar] = []
     older = body.get(_OLDER_WHITESPACE)
@@ -128,31 +136,42 @@ def _with_whitespace(pattern: object, field: str) -> dict[str, Any]:
 
 def _schema(value: object, field: str, form: dict[str, Any] = JSON_FORM) -> str:
     """Read a JSON schema, an object or the JSON text of one."""
-    from llguidance import LLMatcher
-
     schema = value
     if isinstance(value, str):
         try:
             schema = read_json(value)
         except ValueError as error:
             raise RequestError(f"{field} is not valid JSON: {error}", param=_top(field)) from None
+    return _schema_grammar(schema, field, form, Effort())
+
+
+def _schema_grammar(schema: object, field: str, form: dict[str, Any], effort: Effort) -> str:
+    """Return the grammar of a client's schema, which the engine has compiled."""
     if not isinstance(schema, dict):
         raise RequestError(f"{field} must be a JSON schema, an object; got {describe(schema)}", param=_top(field))
     refuse_surrogates(schema, field)
     refuse_huge_numbers(schema, field)
-    bounded(json.dumps(schema, ensure_ascii=False), field)
-    if names_engine(schema):
-        raise RequestError(f"{field}: {_ENGINES_OWN} is no keyword of JSON schema", param=_top(field))
+    size = len(json.dumps(schema, ensure_ascii=False).encode())
+    if size > GRAMMAR_BYTES:
+        raise _at(large_place(schema), f"it has {size} bytes; at most {GRAMMAR_BYTES} are allowed", field)
+    if (place := names_engine(schema)) is not None:
+        raise _at(place, f"{_ENGINES_OWN} is no keyword of JSON schema", field)
     try:
-        schema = followed(schema)
-    except ValueError as error:
+        grammar = grammar_of(followed(schema, effort), form)
+        size = len(grammar.encode())
+        if size > GRAMMAR_BYTES:
+            why = f"it takes {size} bytes once it is combined; at most {GRAMMAR_BYTES} are allowed"
+            raise _at(large_place(schema), why, field)
+        if told := check_grammar(grammar):
+            raise engine_fault(schema, told, effort)
+    except SchemaError as error:
         raise RequestError(f"{field} can't be followed: {error}", param=_top(field)) from None
-    overrides: Any = form
-    try:
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
-    except (ValueError, RecursionError):  # The engine's reader of JSON takes 127 lists and objects within each other.
-        raise RequestError(f"{field} can't be followed: {TOO_DEEP}", param=_top(field)) from None
-    return bounded(grammar, field)
+    return grammar
+
+
+def _at(steps: Steps, why: str, field: str) -> RequestError:
+    place = f"at {shown(steps)}: " if steps else ""
+    return RequestError(f"{field} can't be followed: {place}{why}", param=_top(field))
 
 
 def _json_object(value: object, field: str, form: dict[str, Any] = JSON_FORM) -> str:
@@ -167,7 +186,10 @@ def _regex(value: object, field: str) -> str:
     if not isinstance(value, str) or not value:
         raise RequestError(f"{field} must be a regular expression, a string; got {describe(value)}", param=_top(field))
     refuse_surrogates(value, field)
-    return bounded(LLMatcher.grammar_from_regex(value), field)
+    grammar = bounded(LLMatcher.grammar_from_regex(value), field)
+    if told := check_grammar(grammar):
+        raise RequestError(f"{field} can't be followed: {regex_error(told, value)}", param=_top(field))
+    return grammar
 
 
 def _choice(value: object, field: str) -> str:
@@ -183,24 +205,35 @@ def _choice(value: object, field: str) -> str:
 
 def _grammar(value: object, field: str) -> str:
     """Read a grammar: Lark's, or GBNF with its rules as ``name ::= ...``."""
-    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
-
     if not isinstance(value, str) or not value.strip():
         raise RequestError(f"{field} must be a grammar, a string; got {describe(value)}", param=_top(field))
     refuse_surrogates(value, field)
     bounded(value, field)
     if named := next((name for name in ("%llguidance", _ENGINES_OWN) if name in value), ""):
-        raise RequestError(f"{field}: {named} is not supported", param=_top(field))
+        where = line_and_column(value, value.index(named))
+        raise RequestError(f"{field}: at {where}: {named} is not supported", param=_top(field))
+    effort = Effort()
+
+    def schema_text(schema: object, where: str) -> str:
+        grammar = _schema_grammar(schema, f"{field}: at {where}: %json", JSON_FORM, effort)
+        if effort.spent > _SCHEMAS_EFFORT:
+            raise RequestError(f"{field}: at {where}: its schemas take too much work together", param=_top(field))
+        (made,) = json.loads(grammar)["grammars"]
+        return json.dumps(made["json_schema"])
+
     try:
-        lark = any_to_lark(value)
-        if is_endless(lark):
-            raise RequestError(
-                f"{field}: no text can follow it to an end, as every way through start needs a rule that never ends",
-                param=_top(field),
-            )
-        return _lark(lark, field)
-    except (GbnfToLarkError, RecursionError) as error:
-        raise RequestError(f"{field}: {str(error).strip()[:300]}", param=_top(field)) from None
+        grammar = ClientGrammar.read(value, schema_text)
+    except SchemaError as error:
+        raise RequestError(f"{field}: {error}", param=_top(field)) from None
+    if is_endless(grammar.lark):
+        raise RequestError(
+            f"{field}: no text can follow it to an end, as every way through start needs a rule that never ends",
+            param=_top(field),
+        )
+    text = _lark(grammar.lark, field)
+    if told := check_grammar(text):
+        raise RequestError(f"{field} can't be followed: {grammar.told(told)}", param=_top(field))
+    return text
 
 
 def _lark(text: str, field: str) -> str:
@@ -220,40 +253,26 @@ def refuse_surrogates(value: object, field: str) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise RequestError(f"{field} holds lone surrogates, which no Unicode text has", param=_top(field)) from None
+        raise _at(
+            first_place(value, has_surrogate) or (), "it holds lone surrogates, which no Unicode text has", field
+        ) from None
     except RecursionError:
-        raise RequestError(f"{field}: {TOO_DEEP}", param=_top(field)) from None
+        raise _at(too_deep_place(value, DEEP_AT_MOST), TOO_DEEP, field) from None
 
 
 def refuse_huge_numbers(value: object, field: str) -> None:
     """Raise `RequestError` where a number in `value` is beyond all floats, which the engine can't read."""
-    left = [value]
-    while left:
-        part = left.pop()
-        if isinstance(part, dict):
-            left += part.values()
-        elif isinstance(part, list):
-            left += part
-        elif isinstance(part, int | float) and abs(part) > sys.float_info.max:
-            raise RequestError(f"{field} holds a number beyond {sys.float_info.max:.1e}", param=_top(field))
+    if (place := first_place(value, is_huge)) is not None:
+        raise _at(place, f"it is a number beyond {sys.float_info.max:.1e}", field)
 
 
-def names_engine(schema: object) -> bool:
-    """Whether a schema tells the engine how to read it. No recursion: a client decides how deep a schema is."""
-    left = [schema]
-    while left:
-        node = left.pop()
-        if isinstance(node, dict):
-            if _ENGINES_OWN in node:
-                return True
-            left += node.values()
-        elif isinstance(node, list):
-            left += node
-    return False
+def names_engine(schema: object) -> Steps | None:
+    """Return the steps to where a schema tells the engine how to read it; None where it doesn't."""
+    return first_place(schema, lambda place: place.step == _ENGINES_OWN)
 
 
 def _top(field: str) -> str:
-    return field.partition(".")[0]
+    return field.partition(":")[0].partition(".")[0]
 
 
 _JSON_OF_VLLM: dict[str, Callable[[object, str, dict[str, Any]], str]] = {"json": _schema, "json_object": _json_object}

@@ -144,7 +144,7 @@ def _read_tool(tool: object, where: str) -> ChatTool:
         parameters = {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
         raise RequestError(f"{where}.function.parameters must be the JSON schema of an object", param="tools")
-    if names_engine(parameters):
+    if names_engine(parameters) is not None:
         raise RequestError(f"{where}.function.parameters: x-guidance is no keyword of JSON schema", param="tools")
     properties = parameters.get("properties", {})
     if not isinstance(properties, dict) or not all(isinstance(part, dict) for part in properties.values()):

@@ -27,6 +27,8 @@ WRITTEN_AT_MOST = 150
 """States of an automaton that is written as a regular expression."""
 WORD_AT_MOST = 64
 """Characters of a text that others are told from."""
+NODES_AT_MOST = 20_000
+"""Characters of texts that others are told from, those of a common beginning once."""
 TEXT_AT_MOST = 1 << 15
 """Characters of one regular expression."""
 
@@ -168,8 +170,8 @@ class RegularTerms:
         known = self._derived.get((term, char))
         if known is not None:
             return known
-        self._count(1)
         kind, parts, chars, least, most, _ = self._terms[term]
+        self._count(1 + (len(parts) + len(chars)) // 8)
         if kind == "chars":
             out = self.empty if any(low <= char <= high for low, high in chars) else self.none
         elif kind == "seq":
@@ -315,12 +317,16 @@ def text_of_others(words: Iterable[str]) -> str:
     Raises `TooMuchWork` where one of them is longer than `WORD_AT_MOST`.
     """
     root: dict[str, Any] = {}
+    nodes = 0
     for word in words:
         if len(word) > WORD_AT_MOST:
             raise TooMuchWork(f"a text that is left out may have {WORD_AT_MOST} characters")
         node = root
         for char in word:
+            nodes += char not in node
             node = node.setdefault(char, {})
+        if nodes > NODES_AT_MOST:
+            raise TooMuchWork(f"texts that are left out may have {NODES_AT_MOST} characters together; have fewer")
         node[""] = {}
     return f"^{_others(root)}$"
 

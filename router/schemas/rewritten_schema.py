@@ -10,22 +10,34 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from router.schemas.regular_terms import TooMuchWork
+from router.schemas.fault_place import Effort
+from router.schemas.regular_terms import STEPS_AT_MOST, TooMuchWork
 from router.schemas.schema_forms import Form, SchemaForms, State
 from router.schemas.schema_parts import Schema, SchemaError, SchemaParts
-from router.schemas.schema_ways import SchemaWays
+from router.schemas.schema_values import LOOKS_AT_MOST
+from router.schemas.schema_ways import PRODUCTS_AT_MOST, SchemaWays
 
 STATES_AT_MOST = 4096
 """States of one schema."""
 
 
-def rewritten(schema: Schema) -> Schema:
-    """Return a schema all of whose values fit `schema`. Raises `SchemaError` where none can be made, with the place."""
+def rewritten(schema: Schema, effort: Effort | None = None) -> Schema:
+    """Return a schema all of whose values fit `schema`; `effort` is charged what it took. Raises `SchemaError` where
+    none can be made: with the place, or without one where no part of it alone is at fault."""
     parts = SchemaParts(schema)
     ways = SchemaWays(parts)
+    states: dict[State, list[Form]] = {}
+    try:
+        return _rewritten(schema, parts, ways, states)
+    finally:
+        if effort is not None:
+            effort.spent += max(ways.products / PRODUCTS_AT_MOST, ways.terms.steps / STEPS_AT_MOST,
+                                ways.values.looks / LOOKS_AT_MOST, len(states) / STATES_AT_MOST)  # fmt: skip
+
+
+def _rewritten(schema: Schema, parts: SchemaParts, ways: SchemaWays, states: dict[State, list[Form]]) -> Schema:
     forms = SchemaForms(ways)
     root: State = forms.state([(parts.number((), schema), True)])
-    states: dict[State, list[Form]] = {}
     left = [root]
     while left:
         state = left.pop()
@@ -33,7 +45,8 @@ def rewritten(schema: Schema) -> Schema:
             continue
         if len(states) >= STATES_AT_MOST:
             raise SchemaError(
-                "", f"it takes more than {STATES_AT_MOST} kinds of values once it is combined; make it simpler"
+                _path(parts, state),
+                f"it takes more than {STATES_AT_MOST} kinds of values once it is combined; make it simpler",
             )
         try:
             states[state] = forms.of(state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
@@ -31,6 +31,8 @@ FEW_NUMBERS = 64
 """Numbers that are listed rather than described."""
 ITEMS_AT_MOST = 1000
 """Items of an array that are described one by one."""
+PLACES_AT_MOST = 16 * ITEMS_AT_MOST
+"""Items of all arrays that are described for one value."""
 Reference = Callable[[State], Schema | None]
 """Gives the schema of a state; None where no value fits it."""
 
@@ -335,11 +337,14 @@ class SchemaForms:
         shapes = [([at(number) for number in range(count)], at(count), least, most)]
         for fact in facts:
             if fact[0] == "contains":
-                shapes = [shape for before in shapes for shape in self._containing(before, fact)]
-                if len(shapes) > FORMS_AT_MOST or len(shapes) * count > 16 * ITEMS_AT_MOST:
-                    raise SchemaError(
-                        fact[4], "too many places for what it asks for; have fewer of them, or of prefixItems"
-                    )
+                found, items = [], 0
+                for shape in (shape for before in shapes for shape in self._containing(before, fact)):
+                    found.append(shape)
+                    items += len(shape[0])
+                    if len(found) > FORMS_AT_MOST or items > PLACES_AT_MOST:
+                        why = "too many places for what it asks for; have fewer of them, or of prefixItems"
+                        raise SchemaError(fact[4], why)
+                shapes = found
         for text in denied:
             if _denies("array", text):
                 shapes = _of_other_sizes(shapes, _items_of(text))
@@ -355,14 +360,13 @@ class SchemaForms:
     def state(self, demands: Iterable[Demand]) -> State:
         return frozenset(d for d in demands if self._parts.schema(d[0]) is not d[1] and self._parts.schema(d[0]) != {})
 
-    def _containing(self, shape: _Shape, fact: Fact) -> list[_Shape]:
+    def _containing(self, shape: _Shape, fact: Fact) -> Iterator[_Shape]:
         """Return the shapes in which enough items fit what `contains` asks for, and not too many: they stand together,
         at each place among the first items."""
         first, rest, low, high = shape
         _, (part, fits), least, most, _ = fact
         if most is not None and least > most:
-            return []
-        found: list[_Shape] = []
+            return
         for start in range(len(first) + 1) if least or most is not None else [0]:
             end = start + (least if most is None else most)
             if end > ITEMS_AT_MOST:
@@ -377,8 +381,7 @@ class SchemaForms:
                     items[number].add((part, not fits))
             if most is not None:
                 others.add((part, not fits))
-            found.append((items, others, max(low, start + least if least else 0), high))
-        return found
+            yield items, others, max(low, start + least if least else 0), high
 
     def _unique(self, form: ArrayForm, path: str) -> list[Form]:
         """Return the arrays of a form in which no item is there twice: listed, as far as they are few."""
@@ -406,9 +409,9 @@ class SchemaForms:
         if not options:
             size = len(last)
             counts = range(form.least, min(most, size) + 1)
-            if sum(perm(size, count) for count in counts) <= UNIQUE_AT_MOST:
+            if _few_in_all((perm(size, count) for count in counts), UNIQUE_AT_MOST):
                 found = [list(each) for count in counts for each in permutations(last, count)]
-            elif sum(comb(size, count) for count in counts) <= 4 * UNIQUE_AT_MOST:  # In their order alone.
+            elif _few_in_all((comb(size, count) for count in counts), 4 * UNIQUE_AT_MOST):  # In their order alone.
                 found = [list(each) for count in counts for each in combinations(last, count)]
             else:
                 raise SchemaError(
@@ -444,10 +447,15 @@ class ObjectForms:
     denied: set[str]
     sources: list[int] = field(init=False)
     others: list[Fact] = field(init=False)
+    properties: dict[str, list[Demand]] = field(default_factory=dict, init=False)
+    """What holds of properties, by their names."""
 
     def forms(self) -> list[Form]:
         self.sources = list(dict.fromkeys(fact[1] for fact in self.facts if fact[0] == "object"))
         self.others = [fact for fact in self.facts if fact[0] == "others"]
+        for fact in self.facts:
+            if fact[0] == "property":
+                self.properties.setdefault(fact[1], []).append(fact[2])
         names = [fact for fact in self.facts if fact[0] == "names"]
         absent = {fact[1] for fact in self.facts if fact[0] == "absent"}
         required = dict.fromkeys(fact[1] for fact in self.facts if fact[0] == "required")
@@ -477,7 +485,7 @@ class ObjectForms:
         return all(each is True for each in told)
 
     def _value(self, name: str) -> State:
-        found: set[Demand] = {fact[2] for fact in self.facts if fact[0] == "property" and fact[1] == name}
+        found: set[Demand] = set(self.properties.get(name, ()))
         for part in self.sources:
             for inner in self.ways.values.of_property(part, name):
                 if inner is None:
@@ -606,7 +614,8 @@ class ObjectForms:
             there, optional = set(there), set(optional)
             kept = tuple((name, state, needed or name in there) for name, state, needed in named
                          if needed or name in there or name in optional)  # fmt: skip
-            gone = (*absent, *(name for name, _, _ in named if not any(name == each for each, _, _ in kept)))
+            names = {name for name, _, _ in kept}
+            gone = (*absent, *(name for name, _, _ in named if name not in names))
             return ObjectForm(kept, gone, patterns if open_ else (), rest if open_ else None, low, high)
 
         if least <= len(must) and (most is None or (most >= len(named) and not free)):
@@ -617,11 +626,13 @@ class ObjectForms:
         if most is None and not free and not must and least == 1:
             return [form((), may, 1, None, False)]  # The engine's own.
         sizes = range(missing, missing + 1) if most is None else range(max(0, missing - 1), most - len(must) + 1)
-        if sum(comb(len(may), size) for size in sizes if size <= len(may)) > FORMS_AT_MOST:
+        sizes = range(sizes.start, min(sizes.stop, len(may) + 1))
+        if not _few_in_all((comb(len(may), size) for size in sizes), FORMS_AT_MOST):
             raise SchemaError(path, _TOO_MANY)
         found: list[Form] = []
         if most is None:
-            found += [form(chosen, set(may) - set(chosen), 0, None, free) for chosen in combinations(may, missing)]
+            chosen_ones = combinations(may, missing) if missing <= len(may) else ()
+            found += [form(chosen, set(may) - set(chosen), 0, None, free) for chosen in chosen_ones]
             if free and missing > len(may):
                 if missing > len(may) + 1:
                     raise SchemaError(path, _REPEATED)
@@ -657,6 +668,16 @@ def read_pattern(ways: SchemaWays, pattern: str, path: str) -> int:
         return searched(pattern, ways.terms)
     except ValueError as error:
         raise SchemaError(path, str(error)) from None
+
+
+def _few_in_all(numbers: Iterable[int], most: int) -> bool:
+    """Whether numbers add up to `most` or less. They may be long, and aren't computed once they are more."""
+    total = 0
+    for number in numbers:
+        total += number
+        if total > most:
+            return False
+    return True
 
 
 def _denies(type_: str, text: str) -> bool:
@@ -760,6 +781,6 @@ def _few(form: Form) -> list[Any] | None:
     if kinds == "boolean":
         return [True, False]
     if kinds == "integer" and "multipleOf" not in schema and {"minimum", "maximum"} <= schema.keys():
-        numbers = range(schema["minimum"], schema["maximum"] + 1)
-        return list(numbers) if len(numbers) <= FEW_NUMBERS else None
+        low, high = schema["minimum"], schema["maximum"]
+        return list(range(low, high + 1)) if high - low < FEW_NUMBERS else None
     return None

@@ -60,6 +60,8 @@ _SCHEMAS: _Shape = _schemas, "an array of schemas"
 _NAMED: _Shape = _named, "an object of schemas"
 _NAMES: _Shape = _names, "an array of strings"
 _TEXT: _Shape = (lambda value: isinstance(value, str)), "a string"
+_FORMAT: _Shape = (lambda value: isinstance(value, str) and value != "unknown"), "the name of a format"
+"""The engine takes the format called unknown for any text."""
 _BOUND: _Shape = (lambda value: isinstance(value, bool) or _number(value)), "a number"
 SHAPES: dict[str, _Shape] = {
     "$ref": _TEXT, "$dynamicRef": _TEXT, "$defs": _NAMED, "definitions": _NAMED, "type": (_type, "a type or several"),
@@ -67,12 +69,13 @@ SHAPES: dict[str, _Shape] = {
     "allOf": _SCHEMAS, "anyOf": _SCHEMAS, "oneOf": _SCHEMAS, "not": _SCHEMA, "if": _SCHEMA, "then": _SCHEMA,
     "else": _SCHEMA, "minimum": _NUMBER, "maximum": _NUMBER, "exclusiveMinimum": _BOUND, "exclusiveMaximum": _BOUND,
     "multipleOf": ((lambda value: _number(value) and value > 0), "a number above 0"),  # type: ignore[operator]
-    "minLength": _COUNT, "maxLength": _COUNT, "pattern": _TEXT, "format": _TEXT, "minItems": _COUNT, "maxItems": _COUNT,
-    "uniqueItems": ((lambda value: isinstance(value, bool)), "true or false"), "prefixItems": _SCHEMAS,
-    "items": ((lambda value: _schema(value) or _schemas(value)), "a schema"), "additionalItems": _SCHEMA,
-    "contains": _SCHEMA, "minContains": _COUNT, "maxContains": _COUNT, "unevaluatedItems": _SCHEMA,
-    "properties": _NAMED, "patternProperties": _NAMED, "additionalProperties": _SCHEMA, "propertyNames": _SCHEMA,
-    "required": _NAMES, "minProperties": _COUNT, "maxProperties": _COUNT, "unevaluatedProperties": _SCHEMA,
+    "minLength": _COUNT, "maxLength": _COUNT, "pattern": _TEXT, "format": _FORMAT,
+    "minItems": _COUNT, "maxItems": _COUNT, "uniqueItems": ((lambda value: isinstance(value, bool)), "true or false"),
+    "prefixItems": _SCHEMAS, "items": ((lambda value: _schema(value) or _schemas(value)), "a schema"),
+    "additionalItems": _SCHEMA, "contains": _SCHEMA, "minContains": _COUNT, "maxContains": _COUNT,
+    "unevaluatedItems": _SCHEMA, "properties": _NAMED, "patternProperties": _NAMED, "additionalProperties": _SCHEMA,
+    "propertyNames": _SCHEMA, "required": _NAMES, "minProperties": _COUNT, "maxProperties": _COUNT,
+    "unevaluatedProperties": _SCHEMA,
     "dependentRequired": ((lambda value: isinstance(value, dict) and all(map(_names, value.values()))),
                           "an object of arrays of strings"),
     "dependentSchemas": _NAMED,

@@ -25,6 +25,8 @@ class SchemaError(ValueError):
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(f"at {path}: {why}" if path else why)
+        self.path = path
+        self.why = why
 
 
 def shown(steps: Steps) -> str:
@@ -32,7 +34,8 @@ def shown(steps: Steps) -> str:
     out = ""
     for step in steps:
         out += f"[{step}]" if isinstance(step, int) else f"{'.' if out else ''}{step[:64]}"
-    return out if len(out) <= 256 else f"{out[:120]}...{out[-120:]}"
+    out = out if len(out) <= 256 else f"{out[:120]}...{out[-120:]}"
+    return out.encode(errors="backslashreplace").decode()
 
 
 def subparts(schema: Any) -> Iterator[tuple[Steps, Any]]:
@@ -77,7 +80,7 @@ class SchemaParts:
             steps, schema, base = left.pop()
             count += 1
             if count > PARTS_AT_MOST:
-                raise SchemaError("", f"it has more than {PARTS_AT_MOST} schemas within each other")
+                raise SchemaError(shown(steps), f"there are more than {PARTS_AT_MOST} schemas within each other")
             if not isinstance(schema, dict):
                 continue
             alone = self.older and "$ref" in schema

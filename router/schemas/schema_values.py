@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from router.schemas.ecma_patterns import UnreadPattern, searched
@@ -173,7 +174,7 @@ class SchemaValues:
             )
             or (is_number(low) and number <= decimal(low))
             or (is_number(high) and number >= decimal(high))
-            or ("multipleOf" in schema and number % decimal(schema["multipleOf"]) != 0)
+            or ("multipleOf" in schema and Fraction(number) % Fraction(decimal(schema["multipleOf"])) != 0)
         )
 
     def _string(self, schema: dict[str, Any], value: str) -> Iterable[Known]:

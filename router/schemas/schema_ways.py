@@ -127,9 +127,11 @@ class SchemaWays:
     def both(self, one: Ways, other: Ways, path: str) -> Ways:
         """Return the ways that are ways of both, but for those that are seen to be impossible."""
         found: dict[tuple[frozenset[str], frozenset[Fact]], Way] = {}
+        weights = [_weight(way) for way in other]
         for first in one:
-            for second in other:
-                self.products += 1 + (len(first.facts) + len(second.facts)) // 8
+            own = _weight(first)
+            for second, weight in zip(other, weights, strict=True):
+                self.products += 1 + (own + weight) // 8
                 if self.products > PRODUCTS_AT_MOST:
                     raise SchemaError(path, "its alternatives take too many combinations; have fewer of them, or ones "
                                             "that a constant property tells apart")  # fmt: skip
@@ -528,6 +530,11 @@ _LEAP_SECOND = ":60"
 """There are few of them (RFC 3339, 5.7), and the engine doesn't know which."""
 FORMATS = frozenset({"date-time", "email", "idn-email", "time", *_FORMAT_PATTERNS, *_NARROWER_FORMATS})
 """Formats that become something else."""
+
+
+def _weight(way: Way) -> int:
+    """About how much work a way is to join: its facts, and the values that they list."""
+    return len(way.facts) + sum(len(fact[1]) for fact in way.facts if fact[0] in ("values", "no values")) // 4
 
 
 def _joined(one: Way, other: Way) -> Way | None:

@@ -17,7 +17,7 @@ from contracts.checkpoint.model_spec import ModelSpec
 from contracts.config.router_config import RouterConfig
 from contracts.errors import RequestError
 from router.anthropic.messages_request import read_messages_body
-from router.openai.chat_format import ChatFormat
+from router.openai.chat_format import ChatFormat, tools_fault
 from router.openai.generate_request import ChatMessages, GenerateRequest, Prompt
 from router.openai.grammar_check import check_grammar
 from router.openai.parse_request import (
@@ -172,7 +172,8 @@ class BodyReader:
             if not self._model_tokenizer.has_text:
                 raise RequestError(f"{field} needs a tokenizer, which this checkpoint lacks", param=field)
             if wrong := check_grammar(request.sampling.grammar):
-                raise RequestError(f"{field} can't be followed: {wrong}", param=field)
+                told = tools_fault(request.tool_use) or f"{field} can't be followed: {wrong}"
+                raise RequestError(told, param=field)
             request = self._with_special_marks(request)
         prepared = PreparedRequest(request, tuple(self._one(request, p) for p in prompts))
         self._check_scores(prepared)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -14,8 +16,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from contracts.errors import RequestError
 from router.openai import json_schemas
-from router.openai.chat_format import ChatFormat
-from router.openai.json_schemas import EXACT, problem_of
+from router.openai.chat_format import ChatFormat, tools_fault
+from router.openai.json_schemas import EXACT, followed
 from router.openai.structured_output import read_grammar
 from router.openai.tools import read_tools
 
@@ -27,8 +29,8 @@ TREE = {
     "additionalProperties": False,
 }
 UNFIT: dict[str, tuple[dict[str, Any], str]] = {
-    "requires itself": ({"$ref": "#/$defs/node", "$defs": {"node": NODE}}, "$defs.node"),
-    "a tree without a leaf": (TREE, ""),
+    "requires itself": ({"$ref": "#/$defs/node", "$defs": {"node": NODE}}, "$defs.node.properties.next.$ref"),
+    "a tree without a leaf": (TREE, "properties.left.$ref"),
     "one requires the other and that the one": (
         {
             "type": "object",
@@ -39,19 +41,20 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
                 "b": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]},
             },
         },
-        "$defs.a",
+        "$defs.b.properties.a.$ref",
     ),
     "a list of at least one of itself": (
         {"type": "object", "properties": {"x": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}},
          "required": ["x"]},
-        "properties.x",
+        "properties.x.items.$ref",
     ),
-    "no value at all": ({"type": "object", "properties": {"x": {"enum": []}}, "required": ["x"]}, "properties.x"),
+    "no value at all": ({"type": "object", "properties": {"x": {"enum": []}}, "required": ["x"]}, "properties.x.enum"),
     "a property that may not be there": (
-        {"type": "object", "properties": {}, "required": ["x"], "additionalProperties": False}, "",
+        {"type": "object", "properties": {}, "required": ["x"], "additionalProperties": False},
+        "additionalProperties",
     ),
-    "a property that nothing is": ({"type": "object", "properties": {"a": False}, "required": ["a"]}, ""),
-    "all alternatives": ({"anyOf": [TREE]}, "anyOf[0]"),
+    "a property that nothing is": ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "properties.a"),
+    "all alternatives": ({"anyOf": [TREE]}, "anyOf[0].properties.left.$ref"),
 }  # fmt: skip
 FIT: dict[str, dict[str, Any]] = {
     "a chain that ends": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}], "$defs": {"node": {
@@ -112,10 +115,7 @@ def test_a_schema_that_no_value_fits_is_refused_with_its_place(name: str) -> Non
     with pytest.raises(RequestError) as refused:
         grammar_of(schema)
     told = str(refused.value)
-    assert told.startswith(
-        "response_format.json_schema.schema can't be followed: " + (f"at {place}: " if place else "")
-    )
-    assert "no value fits it" in told
+    assert told.startswith(f"response_format.json_schema.schema can't be followed: at {place}: no value fits it")
     assert refused.value.param == "response_format"
 
 
@@ -135,9 +135,9 @@ def test_a_whole_number_that_would_become_another_is_refused(where: str, value: 
     if where not in ("enum", "const"):
         part["type"] = "integer"
     schema = {"type": "object", "properties": {"id": part}, "required": ["id"], "additionalProperties": False}
-    assert problem_of(schema).startswith(f"at properties.id: {value} is beyond 2^53")
-    with pytest.raises(RequestError, match=r"at properties\.id:"):
-        grammar_of(schema)
+    for whole, place in ((schema, f"properties.id.{where}"), ({"not": {"contains": part}}, f"not.contains.{where}")):
+        with pytest.raises(RequestError, match=re.escape(f"at {place}: {value} is beyond 2^53")):
+            grammar_of(whole)
 
 
 @pytest.mark.parametrize("name", ONE_OF)
@@ -168,11 +168,25 @@ def test_the_schemas_of_tools_are_read_alike(use: dict[str, Any]) -> None:
     body |= {k: v for k, v in use.items() if k == "tool_choice"}
     chats = ChatFormat("", "hermes")
     tools = read_tools(body)
-    with pytest.raises(RequestError, match="parameters of get can't be followed: no value fits it"):
+    with pytest.raises(RequestError, match=r"parameters of get can't be followed: at \S+: no value fits it"):
         chats.grammar(tools, chats.answer_format(tools, ""), "")
     function["parameters"] = {"type": "object", "properties": {"pay": ONE_OF["a kind"]}, "required": ["pay"]}
     tools = read_tools(body)
     assert "oneOf" not in chats.grammar(tools, chats.answer_format(tools, ""), "")
+
+
+def test_a_tools_keyword_that_the_engine_refuses_is_named() -> None:
+    good = {"type": "object", "properties": {"a": {"type": "string"}}}
+    bad = {"type": "object", "properties": {"a": {"items": {"type": "string", "pattern": "a("}}}}
+    told = [
+        tools_fault(read_tools({"tools": [
+            {"type": "function", "function": {"name": name, "strict": strict, "parameters": schema}}
+            for name, schema in (("fine", good), ("get", bad))
+        ]}))
+        for strict in (True, False)
+    ]  # fmt: skip
+    assert told[0].startswith("the parameters of get can't be followed: at properties.a.items.pattern: ")
+    assert told[1] == ""
 
 
 def test_no_clients_schema_takes_long_to_look_through(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,5 +206,6 @@ def test_no_clients_schema_takes_long_to_look_through(monkeypatch: pytest.Monkey
         name: {"type": "object", "properties": {"x": {"$ref": f"#/$defs/{after}"}}, "required": ["x"]}
         for name, after in zip(reversed(names[:-1]), reversed(names[1:]), strict=True)
     }
-    problem_of({"$ref": "#/$defs/d0", "$defs": {names[-1]: {"type": "null"}, **chain}})
+    with suppress(ValueError):
+        followed({"$ref": "#/$defs/d0", "$defs": {names[-1]: {"type": "null"}, **chain}})
     assert 0 < looked <= 2 * many * (json_schemas._ROUNDS + 1)

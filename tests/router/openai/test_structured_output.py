@@ -173,9 +173,54 @@ NOT_FOLLOWED: list[tuple[dict[str, Any], str]] = [
     ({"allOf": [{"anyOf": [_with(f"p{i}{j}") for j in range(8)]} for i in range(8)]}, "at allOf[2]: it has more than"),
 ]
 NOT_COMPILED: list[tuple[dict[str, Any], str]] = [
-    ({"guided_regex": "a("}, "regex"),
-    ({"guided_regex": "(?=a)b"}, "look-around"),
-    ({"guided_grammar": "start: missing"}, "missing"),
+    ({"guided_regex": "a("}, "guided_regex can't be followed: at line 1, column 2: regular expression: unclosed group"),
+    ({"guided_regex": "x(?=a)b"}, "at line 1, column 2: regular expression: look-around"),
+    ({"structured_outputs": {"regex": "ab[z-a]"}}, "structured_outputs.regex can't be followed: at line 1, column 4:"),
+    ({"guided_grammar": "start: missing"}, "at line 1, column 8: unknown name"),
+    ({"ebnf": 'start: "é" one\n\none: two\n'}, "ebnf can't be followed: at line 3, column 6: unknown name"),
+    ({"ebnf": 'start: %json {"enum":\n\n[1, 2]} one "c"\none: two\n'}, "at line 4, column 6: unknown name"),
+    ({"ebnf": 'start: one\none: "%json" /a{3,2}/\n'}, "ebnf can't be followed: at line 2, column 6: "),
+    ({"ebnf": 'root ::= "a" b\n\n  b ::= [z-a]'}, "ebnf can't be followed: at line 3, column 3: "),
+    ({"ebnf": 'root ::= "a"\n b ::= "b" c'}, "ebnf: at line 2, column 12: Rule 'c' not found"),
+]
+
+
+SCHEMAS_IN_GRAMMARS: list[tuple[str, list[str], list[str]]] = [
+    (
+        'start: "<" %json {"type": "integer", "if": {"minimum": 4}, "then": {"maximum": 9}} ">"',
+        ["<3>", "<9>"],
+        ["<10>"],
+    ),
+    (
+        'start: (a | b)\na: %json {"type": "array", "items": {"enum": [1, 2]},\n "uniqueItems": true}\nb: "%json {}"\n',
+        ["[1,2]", "%json {}"],
+        ["[1,1]", "3"],
+    ),
+    ("start: /%json{2}\\%json/ // %json 5\n", ["%jsonn%json"], ["%json"]),
+    (
+        'start: x\nx: %lark {\nstart: %json {"not": {"type": ["object", "array"]}}\n}\n',
+        ["5"],
+        ["{}"],
+    ),
+]
+"""Grammars with schemas in keywords that the engine doesn't know, what they allow, and what they don't."""
+REFUSED_IN_GRAMMARS: list[tuple[str, str]] = [
+    (
+        'start: "a"\n  %json {"type": "strin"}',
+        "at line 2, column 3: %json can't be followed: at type: it must be a type",
+    ),
+    (
+        'start: %json {"items": {"format": "regex"}}',
+        "at line 1, column 8: %json can't be followed: at items.format: Unkn",
+    ),
+    ('start: %json {"properties": {"a": {"max_length": 3}}}', "%json can't be followed: at properties.a.max_length:"),
+    ('start: %json {"x-guid\\u0061nce": {"lenient": true}}', "at x-guidance: x-guidance is no keyword"),
+    ('start: %json {"const": 9007199254740993}', "%json can't be followed: at const: 9007199254740993 is beyond"),
+    ('start: %json {"const": "\\ud800"}', "%json can't be followed: at const: it holds lone surrogates"),
+    ("start: %json [1]", "at line 1, column 8: %json must be a JSON schema"),
+    ('start: %json {"a":', "at line 1, column 8: what follows %json is no JSON"),
+    ('start: <%json> "a"', "at line 1, column 8: %json can't be in the name of a mark"),
+    ("start: " + "| %json {}" * 65, "at most 64 schemas may be in one grammar"),
 ]
 
 
@@ -220,7 +265,9 @@ def test_a_wrong_field_is_named(body: dict[str, Any], param: str, says: str) -> 
 
 @pytest.mark.parametrize(("body", "says"), NOT_COMPILED, ids=lambda value: str(value)[:60])
 def test_what_cant_be_compiled_is_said(body: dict[str, Any], says: str) -> None:
-    assert says in check_grammar(read_grammar(body).text)
+    with pytest.raises(RequestError, match=re.escape(says)) as caught:
+        read_grammar(body)
+    assert caught.value.param == next(iter(body))
 
 
 @pytest.mark.parametrize(("schema", "says"), NOT_FOLLOWED, ids=lambda value: str(value)[:60])
@@ -228,6 +275,20 @@ def test_a_schema_that_cant_be_followed_is_refused_with_its_place(schema: dict[s
     with pytest.raises(RequestError, match=re.escape(f"guided_json can't be followed: {says}")) as caught:
         read_grammar({"guided_json": schema})
     assert caught.value.param == "guided_json"
+
+
+@pytest.mark.parametrize(("lark", "good", "bad"), SCHEMAS_IN_GRAMMARS)
+def test_a_schema_within_a_grammar_is_followed_as_others_are(lark: str, good: list[str], bad: list[str]) -> None:
+    grammar = read_grammar({"ebnf": lark}).text
+    assert [text for text in good if not follows(grammar, text)] == []
+    assert [text for text in bad if follows(grammar, text)] == []
+
+
+@pytest.mark.parametrize(("lark", "says"), REFUSED_IN_GRAMMARS)
+def test_a_schema_within_a_grammar_is_refused_with_both_places(lark: str, says: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(says)) as caught:
+        read_grammar({"structured_outputs": {"grammar": lark}})
+    assert caught.value.param == "structured_outputs"
 
 
 @pytest.mark.parametrize("field", [*STRUCTURED_OUTPUT, "tools", "output_config"])

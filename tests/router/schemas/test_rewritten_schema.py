@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,9 @@ from llguidance import LLMatcher
 
 from contracts.errors import RequestError
 from router.openai.json_schemas import followed
-from router.schemas import regular_terms, schema_ways
+from router.schemas import regular_terms, schema_forms, schema_ways
 from router.schemas.regular_terms import RegularTerms
+from router.schemas.schema_forms import SchemaForms
 from router.schemas.schema_keywords import SHAPES
 from router.schemas.schema_parts import SchemaParts
 from router.schemas.schema_ways import SchemaWays
@@ -227,20 +231,47 @@ HOSTILE: dict[str, Schema] = {
     "conditions": {"dependentRequired": {f"k{i}": [f"k{i + 1}"] for i in range(40)}},
     "values": {"allOf": [{"enum": [f"word{i}" for i in range(9000)]}, {"pattern": "^w"}]},
     "names": {"type": "object", "properties": {f"p{i}": {} for i in range(2000)}, "not": {"required": ["zz"]}},
+    "values of values": {"oneOf": [{"enum": list(range(i, i + 300))} for i in range(100)]},
+    "choices of values": {
+        "allOf": [{"enum": list(range(20_000))}, {"anyOf": [{"multipleOf": i + 2} for i in range(200)]}]
+    },
+    "repetitions": {"type": "string", "pattern": "^(?=(a{1,1000}){1,1000}$)(?!((a|b){1,900}c){1,900}$)"},
+    "names with patterns": {
+        "patternProperties": {f"^(a|b)*x[0-9]{{{i}}}": {"type": "integer"} for i in range(4)},
+        "properties": {"ab" * 20 + f"p{i}": {} for i in range(2500)},
+    },
+    "texts left out": {"type": "string", "not": {"enum": [f"word{i}" * 3 for i in range(9000)]}},
+    "places of many": {
+        "allOf": [{"contains": {"const": i}, "maxContains": 300} for i in range(3)],
+        "prefixItems": [{}] * 10,
+    },
+    "permutations of many": {"type": "array", "items": {"enum": list(range(20_000))}, "uniqueItems": True},
+    "much that is required": {"required": [f"r{i}" for i in range(20_000)]},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_clients_schema_takes_much_work(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted: ways that are joined, and derivatives."""
+    """Counted: ways that are joined, values in them, derivatives, items that are described, and characters
+    of what is written."""
     made: list[RegularTerms] = []
+    values = items = 0
+    contain = SchemaForms._containing
+
+    def counted_containing(self: SchemaForms, *args: Any) -> Iterator[Any]:
+        nonlocal items
+        for shape in contain(self, *args):
+            items += len(shape[0])
+            yield shape
+
     joined = 0
     join, begin = schema_ways._joined, RegularTerms.__init__
 
     def counted_join(*args: Any) -> Any:
-        nonlocal joined
+        nonlocal joined, values
         joined += 1
+        values += sum(len(fact[1]) for way in args for fact in way.facts if fact[0] == "values")
         return join(*args)
 
     def counted_begin(self: RegularTerms) -> None:
@@ -249,10 +280,40 @@ def test_no_clients_schema_takes_much_work(name: str, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(schema_ways, "_joined", counted_join)
     monkeypatch.setattr(RegularTerms, "__init__", counted_begin)
+    monkeypatch.setattr(SchemaForms, "_containing", counted_containing)
+    written = ""
     with suppress(ValueError):
-        followed(HOSTILE[name])
-    assert 0 < joined <= 1.5 * schema_ways.PRODUCTS_AT_MOST
-    assert sum(terms.steps for terms in made) <= regular_terms.STEPS_AT_MOST + regular_terms.WRITTEN_AT_MOST**2 // 2
+        written = json.dumps(followed(HOSTILE[name]))
+    assert 0 < joined <= 3 * schema_ways.PRODUCTS_AT_MOST  # With those that are tried to find the place of a fault.
+    assert values <= 64 * schema_ways.PRODUCTS_AT_MOST
+    assert items <= 2 * schema_forms.PLACES_AT_MOST
+    assert len(written) <= 2_000_000
+    assert sum(terms.steps for terms in made) <= 2 * (regular_terms.STEPS_AT_MOST + regular_terms.WRITTEN_AT_MOST**2)
+
+
+EXTREMES: list[Schema] = [
+    {"enum": [1e300, 1e-300, 5], "multipleOf": 1e-300},
+    {"type": "integer", "minimum": 1e300},
+    {"items": {"type": "integer", "minimum": -1e300, "maximum": 1e300}, "uniqueItems": True},
+    {"type": "object", "maxProperties": 10**12},
+    {"properties": {"a": {}}, "minProperties": 10**12, "maxProperties": 1e300},
+    {"type": "object", "properties": {"a": {}}, "minProperties": 10**12},
+    {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1e300, "maxProperties": 5},
+    {"contains": {"const": 1}, "minContains": 10**12},
+    {"contains": {"const": 1}, "maxContains": 10**12},
+    {"prefixItems": [{"enum": [1, 2]}], "items": {"enum": [3]}, "minItems": 10**12, "uniqueItems": True},
+    {"type": "string", "minLength": 10**12, "maxLength": 10**13, "pattern": "^a", "not": {"const": "a"}},
+    {"type": "string", "minLength": 2**62},
+    {"type": "array", "minItems": 2**62, "maxItems": 2**63},
+    {"type": "string", "maxLength": 1e300},
+    {"type": "string", "pattern": "^(?!b)(a{1,1000}){99999999999}$"},
+]
+
+
+@pytest.mark.parametrize("number", range(len(EXTREMES)))
+def test_extreme_numbers_are_followed_or_refused(number: int) -> None:
+    with suppress(RequestError):
+        grammar_of(EXTREMES[number])
 
 
 def test_alternatives_that_a_constant_tells_apart_arent_combined() -> None:
@@ -261,6 +322,60 @@ def test_alternatives_that_a_constant_tells_apart_arent_combined() -> None:
     ways = SchemaWays(parts := SchemaParts(schema))
     assert len(ways.of(parts.number((), schema), True)) == 40
     assert ways.products < 2000
+
+
+def some_schema(rng: random.Random, depth: int = 2) -> Schema | bool:
+    """A schema of few types and values, so that its keywords meet."""
+    inner = partial(some_schema, rng, depth - 1)
+    few: list[Any] = [0, 1, 2, 3, "", "a", "ab", None, True, [1], {"a": 1}, 0.5]
+    made: dict[str, Callable[[], Any]] = {
+        "type": lambda: rng.choice(["integer", "number", "string", "object", "array", ["string", "integer", "null"]]),
+        "enum": lambda: rng.sample(few, 4),
+        "const": lambda: rng.choice(few),
+        "minimum": lambda: rng.randint(0, 3),
+        "exclusiveMaximum": lambda: rng.randint(1, 5),
+        "multipleOf": lambda: rng.choice([1, 2, 0.5]),
+        "minLength": lambda: rng.randint(0, 2),
+        "maxLength": lambda: rng.randint(1, 3),
+        "pattern": lambda: rng.choice(["^a", "b$", "^[ab]*$", "^(?!a)"]),
+        "minItems": lambda: rng.randint(0, 2),
+        "maxItems": lambda: rng.randint(1, 3),
+        "required": lambda: rng.sample("abc", rng.randint(1, 2)),
+        "maxProperties": lambda: rng.randint(1, 2),
+    }
+    if depth:
+        made |= {
+            **dict.fromkeys(("items", "contains", "not", "additionalProperties", "if", "then", "else"), inner),
+            **dict.fromkeys(("allOf", "anyOf", "oneOf"), lambda: [inner() for _ in range(2)]),
+            "prefixItems": lambda: [inner()],
+            "properties": lambda: {name: inner() for name in rng.sample("abc", 2)},
+            "patternProperties": lambda: {rng.choice(["^a", "b"]): inner()},
+            "dependentRequired": lambda: {"a": ["b"]},
+            "dependentSchemas": lambda: {"b": inner()},
+            "propertyNames": lambda: {"pattern": "^[ab]"},
+            "unevaluatedProperties": lambda: rng.choice([False, {"type": "integer"}]),
+            "unevaluatedItems": lambda: False,
+        }
+    elif rng.random() < 0.1:
+        return rng.random() < 0.5
+    return {key: made[key]() for key in rng.sample(sorted(made), rng.randint(1, 3))}
+
+
+def random_faults(seed: int) -> list[str]:
+    """What is wrong with what becomes of a random schema: answers that don't fit it, errors that are no refusals."""
+    schema = some_schema(random.Random(seed))
+    assert isinstance(schema, dict)
+    try:
+        grammar = grammar_of(schema)
+    except RequestError:
+        return []
+    answers = [answer for seed in range(4) if (answer := written(grammar, seed, "ab01")) is not None]
+    return [f"{json.dumps(schema)}: {why}" for answer in answers if (why := why_invalid(schema, answer))]
+
+
+@pytest.mark.slow
+def test_what_is_written_for_random_schemas_fits_them() -> None:
+    assert [fault for seed in range(60) for fault in random_faults(seed)] == []
 
 
 def test_the_table_of_keywords_says_what_is_followed() -> None:
