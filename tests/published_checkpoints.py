@@ -31,7 +31,8 @@ ENDS = {
     "hermes": "<|im_end|>", "qwen3_coder": "<|im_end|>", "nemotron_json": "<|im_end|>", "kimi_k2": "<|im_end|>",
     "glm45": "<|user|>", "glm47": "<|user|>", "llama3_json": "<|eot_id|>", "minimax_m2": "[e~[",
     "deepseek_v3": "<｜end▁of▁sentence｜>", "deepseek_v31": "<｜end▁of▁sentence｜>",
-    "deepseek_v32": "<｜end▁of▁sentence｜>",
+    "deepseek_v32": "<｜end▁of▁sentence｜>", "deepseek_v4": "<｜end▁of▁sentence｜>",
+    "apriel": "<|end|>", "granite": "<|end_of_text|>", "seed_oss": "<seed:eos>",
     "mistral": "</s>", "mistral_json": "</s>", "gemma4": "<turn|>", "harmony": "<|return|>",
 }  # fmt: skip
 """By format of calls, the token that ends an answer."""
@@ -41,6 +42,7 @@ PUBLISHED_TURNS = (
     "<|im_start|>", "<|user|>", "<|assistant|>", "<|observation|>", "[gMASK]", "<sop>", "<|start_header_id|>",
     "<|end_header_id|>", "<｜User｜>", "<｜Assistant｜>", "]~b]", "[INST]", "[/INST]", "[TOOL_RESULTS]",
     "[/TOOL_RESULTS]", "<|turn>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_system|>",
+    "<|start_of_role|>", "<|end_of_role|>", "<seed:bos>",
 )  # fmt: skip
 """Tokens of turns; a form has those that its template names."""
 SHOWN_TOOLS = "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"

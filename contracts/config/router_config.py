@@ -66,6 +66,7 @@ class RouterConfig:
         "deepseek_v3",
         "deepseek_v31",
         "deepseek_v32",
+        "deepseek_v4",
         "harmony",
         "gemma4",
         "kimi_k2",
@@ -73,6 +74,9 @@ class RouterConfig:
         "mistral",
         "mistral_json",
         "nemotron_json",
+        "apriel",
+        "granite",
+        "seed_oss",
     ] = "auto"
     """How the model writes calls of tools; auto: as its chat template says."""
     sampling_defaults: str = "checkpoint"
@@ -86,9 +90,10 @@ class RouterConfig:
     split_special_tokens: bool = True
     """Whether special tokens that users and tools write into a chat (`<|im_start|>`) are text, so that nobody forges a
     turn of another role. Prompts of /v1/completions have them as the tokens that they name."""
-    reasoning_parser: Literal["auto", "none", "think", "gemma4"] = "auto"
+    reasoning_parser: Literal["auto", "none", "think", "gemma4", "mistral", "seed_oss"] = "auto"
     """How the model writes reasoning; auto: as its chat template says; think: between <think> and </think>; gemma4: in
-    a channel of its own. gpt-oss's is part of its format of calls."""
+    a channel of its own; mistral: between [THINK] and [/THINK]; seed_oss: between <seed:think> and </seed:think>.
+    gpt-oss's is part of its format of calls."""
     stall_s: float = 30.0
     """/health fails when work waits and nothing has advanced for this long."""
     max_body_bytes: int = 0

@@ -1,4 +1,4 @@
-"""A parser of calls that are written as elements, a parameter each: Qwen3-Coder, GLM, DeepSeek-V3.2, MiniMax-M2.
+"""A parser of calls that are written as elements, a parameter each: Qwen3-Coder, Seed-OSS, GLM, MiniMax-M2, DeepSeek.
 
 Arguments become the text of one JSON object: a parameter of type string as a string, which is passed on while it is
 written, any other as the JSON that it is, or as a string where it is none.
@@ -220,6 +220,7 @@ QWEN3_CODER = ElementMarks(
     "</parameter>",
     around_value="\n",
 )
+SEED_OSS = replace(QWEN3_CODER, around=("<seed:tool_call>", "</seed:tool_call>"), around_value="")
 GLM_45 = ElementMarks(
     ("", ""),
     "<tool_call>",
@@ -241,3 +242,4 @@ DEEPSEEK_V32 = ElementMarks(
     '<｜DSML｜invoke name="', '">', "</｜DSML｜invoke>",
     '<｜DSML｜parameter name="', '"', ">", "</｜DSML｜parameter>", is_string='string="true"',
 )  # fmt: skip
+DEEPSEEK_V4 = replace(DEEPSEEK_V32, around=("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"))

@@ -24,6 +24,8 @@ class ReasoningMarks(NamedTuple):
 REASONING = {
     "think": ReasoningMarks("<think>", "</think>", ("<think>", "</think>")),
     "gemma4": ReasoningMarks("<|channel>thought\n", "<channel|>", ("<|channel>", "<channel|>")),
+    "mistral": ReasoningMarks("[THINK]", "[/THINK]", ("[THINK]", "[/THINK]")),
+    "seed_oss": ReasoningMarks("<seed:think>", "</seed:think>", ("<seed:think>", "</seed:think>")),
 }
 """By name, as `router.reasoning_parser` has it."""
 

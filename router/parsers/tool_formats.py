@@ -19,11 +19,13 @@ from router.parsers import gemma_calls
 from router.parsers.answer_parts import PartsParser
 from router.parsers.array_calls import ArrayJsonCalls
 from router.parsers.element_calls import (
+    DEEPSEEK_V4,
     DEEPSEEK_V32,
     GLM_45,
     GLM_47,
     MINIMAX_M2,
     QWEN3_CODER,
+    SEED_OSS,
     ElementCalls,
     ElementMarks,
     ParameterTypes,
@@ -61,6 +63,8 @@ class ToolFormat:
     parser: Callable[[ParameterTypes], PartsParser]
     grammar: Callable[[Sequence[tuple[str, Schema]], bool], CallGrammar]
     """Of calls of tools, each with the schema of its arguments; and whether there may be several calls."""
+    foreign: tuple[str, ...] = ()
+    """Texts that no chat template has whose model writes so."""
 
 
 def _json(schema: Schema) -> str:
@@ -173,10 +177,11 @@ def _value_rule(schema: Schema, end: str, lifted: Schema, where: str) -> str:
     return "text"
 
 
-def _qwen3_coder_grammar(tools: Sequence[tuple[str, Schema]], several: bool) -> CallGrammar:
-    more = ' ("\\n<tool_call>" one)*' if several else ""
-    rules = _element_rules(tools, QWEN3_CODER, QWEN3_CODER.call, QWEN3_CODER.call_end)
-    return CallGrammar("<tool_call>", f'calls: one{more}\none: "\\n" call "\\n</tool_call>"\n{rules}')
+def _functions_grammar(marks: ElementMarks, tools: Sequence[tuple[str, Schema]], several: bool) -> CallGrammar:
+    begin, end = marks.around
+    more = f" ({quoted(marks.line_end + begin)} one)*" if several else ""
+    one = f"one: {quoted(marks.line_end)} call {quoted(marks.line_end + end)}"
+    return CallGrammar(begin, f"calls: one{more}\n{one}\n{_element_rules(tools, marks, marks.call, marks.call_end)}")
 
 
 def _glm_grammar(marks: ElementMarks, tools: Sequence[tuple[str, Schema]], several: bool) -> CallGrammar:
@@ -233,6 +238,8 @@ GEMMA_4 = "gemma4"
 _ELEMENTS = ("<tool_call>", "</tool_call>")
 _GLM_ELEMENTS = (*_ELEMENTS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 _TOOLCALL = ("<TOOLCALL>", "</TOOLCALL>")
+_TOOL_CALLS = ("<tool_calls>", "</tool_calls>")
+_GRANITE = "<|tool_call|>"
 _PYTHON = ("<|python_tag|>",)
 
 
@@ -244,6 +251,13 @@ FORMATS = {
     tool_format.name: tool_format
     for tool_format in (
         ToolFormat(HARMONY, ("<|channel|>analysis",), HARMONY_MARKS, HarmonyMessages, _harmony_grammar),
+        ToolFormat(
+            "deepseek_v4",
+            ("｜DSML｜", "tool_calls>"),
+            ("｜DSML｜",),
+            lambda t: ElementCalls(DEEPSEEK_V4, t),
+            partial(_invokes_grammar, DEEPSEEK_V4),
+        ),
         ToolFormat(
             "deepseek_v32",
             ("｜DSML｜",),
@@ -276,7 +290,18 @@ FORMATS = {
             partial(_sections_grammar, DEEPSEEK_V31),
         ),
         ToolFormat(
-            "qwen3_coder", ("<function=",), _ELEMENTS, lambda t: ElementCalls(QWEN3_CODER, t), _qwen3_coder_grammar
+            "seed_oss",
+            (SEED_OSS.around[0],),
+            SEED_OSS.around,
+            lambda t: ElementCalls(SEED_OSS, t),
+            partial(_functions_grammar, SEED_OSS),
+        ),
+        ToolFormat(
+            "qwen3_coder",
+            ("<function=", "<parameter="),
+            _ELEMENTS,
+            lambda t: ElementCalls(QWEN3_CODER, t),
+            partial(_functions_grammar, QWEN3_CODER),
         ),
         ToolFormat(
             "glm47",
@@ -306,14 +331,42 @@ FORMATS = {
             partial(_array_grammar, *_TOOLCALL),
         ),
         ToolFormat(
+            "apriel",
+            (_TOOL_CALLS[0] + "[",),
+            _TOOL_CALLS,
+            lambda _: ArrayJsonCalls(*_TOOL_CALLS),
+            partial(_array_grammar, *_TOOL_CALLS),
+        ),
+        ToolFormat(
+            "granite",
+            (_GRANITE,),
+            (_GRANITE,),
+            lambda _: ArrayJsonCalls(_GRANITE),
+            partial(_array_grammar, _GRANITE, ""),
+        ),
+        ToolFormat(
             GEMMA_4,
             (gemma_calls.CALL + gemma_calls.NAMED,),
             (gemma_calls.CALL, gemma_calls.CALL_END, gemma_calls.QUOTE),
             lambda _: GemmaCalls(),
             _gemma_grammar,
         ),
-        ToolFormat("llama3_json", (_PYTHON[0],), _PYTHON, lambda _: WholeJsonCalls(_PYTHON), _llama3_grammar),
-        ToolFormat("hermes", (_ELEMENTS[0],), _ELEMENTS, lambda _: TaggedJsonCalls(*_ELEMENTS), _hermes_grammar),
+        ToolFormat(
+            # Llama 3.1's templates name <|python_tag|> as well, and so do others whose calls are no such objects.
+            "llama3_json",
+            ("ipython", '"parameters": '),
+            _PYTHON,
+            lambda _: WholeJsonCalls(_PYTHON),
+            _llama3_grammar,
+        ),
+        ToolFormat(
+            "hermes",
+            (_ELEMENTS[0],),
+            _ELEMENTS,
+            lambda _: TaggedJsonCalls(*_ELEMENTS),
+            _hermes_grammar,
+            foreign=("<invoke name=",),
+        ),
     )
 }
 """The formats by name; of those whose sign a template has, the first counts."""
@@ -321,4 +374,10 @@ FORMATS = {
 
 def format_of(template: str) -> str:
     """Return the name of the format that a chat template speaks of, empty where it is none of them."""
-    return next((f.name for f in FORMATS.values() if all(sign in template for sign in f.signs)), "")
+    return next((f.name for f in FORMATS.values() if _speaks(template, f)), "")
+
+
+def _speaks(template: str, tool_format: ToolFormat) -> bool:
+    return all(sign in template for sign in tool_format.signs) and not any(
+        text in template for text in tool_format.foreign
+    )

@@ -14,6 +14,7 @@ _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
 _QWEN2 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
+_QWEN35 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_REST}"
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _CASES = rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+", rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
 _MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
@@ -50,7 +51,11 @@ _LLAMA3_FAMILY = Pretokenizer(_LLAMA3, whole_words=True, begins=True)
 _QWEN2_FAMILY = Pretokenizer(_QWEN2, composed=True)
 KINDS: Mapping[str, Pretokenizer] = {
     "gpt-2": Pretokenizer(),
+    "mpt": Pretokenizer(),
     "smollm": Pretokenizer(digits=True),
+    "command-r": Pretokenizer(digits=True),
+    "starcoder": Pretokenizer(digits=True),
+    "refact": Pretokenizer(digits=True),
     "llama-bpe": _LLAMA3_FAMILY,
     "llama3": _LLAMA3_FAMILY,
     "llama-v3": _LLAMA3_FAMILY,
@@ -58,6 +63,7 @@ KINDS: Mapping[str, Pretokenizer] = {
     "smaug-bpe": Pretokenizer(_LLAMA3),
     "dbrx": Pretokenizer(_LLAMA3),
     "qwen2": _QWEN2_FAMILY,
+    "qwen35": Pretokenizer(_QWEN35, composed=True),
     "deepseek-r1-qwen": Pretokenizer(_QWEN2),
     "tekken": Pretokenizer(_TEKKEN, whole_words=True, begins=True),
     "llama4": Pretokenizer(_GPT4O),

@@ -20,7 +20,7 @@ from router.parsers.answer_parts import ArgumentsPart
 from router.parsers.tool_formats import FORMATS
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
-HERMES, LLAMA = "<tool_call>", "<|python_tag|>"
+HERMES, LLAMA = "<tool_call>", 'ipython <|python_tag|> "parameters": '
 THINKS = HERMES + "<think>"
 CALL, BAD = (
     '<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call>',
@@ -225,7 +225,7 @@ def test_arguments_have_the_types_that_the_tools_give_them() -> None:
     properties = {"n": {"type": "integer"}, "s": {"type": "string"}}
     parameters = {"type": "object", "properties": properties}
     use = read_tools({"tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]})
-    found = ChatFormat("<function=").answer_format(use, "")
+    found = ChatFormat("<function=<parameter=").answer_format(use, "")
     assert found is not None
     parser, said = found.parser(), "<parameter=n>\n7\n</parameter>\n<parameter=s>\n7\n</parameter>\n"
     parts = parser.feed(f"<tool_call>\n<function=f>\n{said}</function>\n</tool_call>") + parser.finish()

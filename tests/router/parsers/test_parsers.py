@@ -25,7 +25,14 @@ from router.parsers.tool_formats import FORMATS, CallGrammar, format_of
 
 TYPES = {"find": {"text": "string", "most": "integer", "where": "object"}, "now": {}}
 ARGUMENTS: dict[str, Any] = {"text": 'a "b" </tool_call>\n\n\\é 中', "most": 5, "where": {"x": [1, {"y": None}]}}
-ELEMENTS = ("qwen3_coder", "glm45", "glm47", "deepseek_v32", "minimax_m2")
+ELEMENTS = ("qwen3_coder", "seed_oss", "glm45", "glm47", "deepseek_v32", "deepseek_v4", "minimax_m2")
+ARRAYS = {
+    "mistral_json": ("[TOOL_CALLS] ", ""),
+    "nemotron_json": ("<TOOLCALL>", "</TOOLCALL>"),
+    "apriel": ("<tool_calls>", "</tool_calls>"),
+    "granite": ("<|tool_call|>", ""),
+}
+"""What stands around an array of calls."""
 ONLY_TEXT: dict[str, Any] = {"text": "plain\n\nlines"}
 MARKS = [
     "<tool_call>", "</tool_call>", "<function=find>", "</function>", "<parameter=text>", "</parameter>",
@@ -37,7 +44,8 @@ MARKS = [
     '{"name": ', '"find"', ", ", '"parameters": ', "{}",
     "<|channel|>", "analysis", "commentary", "final", " to=functions.find", "<|message|>", "<|end|>",
     "<|start|>assistant", "<|call|>", "<|return|>", " <|constrain|>json", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
-    "<TOOLCALL>", "</TOOLCALL>",
+    "<TOOLCALL>", "</TOOLCALL>", "<tool_calls>", "</tool_calls>", "<|tool_call|>",
+    "<seed:tool_call>", "</seed:tool_call>", "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>",
     "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="find">', '<parameter name="text">', "</parameter>",
     "</invoke>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.find:0", "<|tool_call_end|>",
     "<|tool_call>", "call:find{", "<tool_call|>", '<|"|>', "text:", ":", "most:5",
@@ -71,6 +79,13 @@ def written(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
             + "</function>\n</tool_call>"
             for f, a in calls
         )
+    if name == "seed_oss":
+        return "\n".join(
+            f"<seed:tool_call>\n<function={f}>\n"
+            + "".join(f"<parameter={k}>{_word(v)}</parameter>\n" for k, v in a.items())
+            + "</function>\n</seed:tool_call>"
+            for f, a in calls
+        )
     if name == "glm45":
         return "\n".join(
             f"<tool_call>{f}\n"
@@ -97,9 +112,9 @@ def written(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
         return f"<|tool_calls_section_begin|>{''.join(each)}<|tool_calls_section_end|>"
     if name == "mistral":
         return "".join(f"[TOOL_CALLS]{f}[ARGS]{json.dumps(a)}" for f, a in calls)
-    if name in ("mistral_json", "nemotron_json"):
-        array = json.dumps([{"name": f, "arguments": a} for f, a in calls])
-        return f"[TOOL_CALLS] {array}" if name == "mistral_json" else f"<TOOLCALL>{array}</TOOLCALL>"
+    if name in ARRAYS:
+        begin, end = ARRAYS[name]
+        return begin + json.dumps([{"name": f, "arguments": a} for f, a in calls]) + end
     if name == "gemma4":
         return "".join(f"<|tool_call>call:{f}{_gemma(a)}<tool_call|>" for f, a in calls)
     if name == "minimax_m2":
@@ -123,7 +138,8 @@ def written(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
         + "</｜DSML｜invoke>\n"
         for f, a in calls
     )
-    return f"<｜DSML｜function_calls>\n{''.join(invokes)}</｜DSML｜function_calls>"
+    around = "tool_calls" if name == "deepseek_v4" else "function_calls"
+    return f"<｜DSML｜{around}>\n{''.join(invokes)}</｜DSML｜{around}>"
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -372,8 +388,8 @@ def test_a_prompt_that_ends_within_reasoning_is_seen() -> None:
 
 
 def test_gemmas_reasoning_is_a_channel() -> None:
-    templates = ("{{ '<|channel>thought\\n' }}", "<think>", "x")
-    assert [reasoning_of(template) for template in templates] == ["gemma4", "think", ""]
+    templates = ("{{ '<|channel>thought\\n' }}", "<think>", "x", "'[THINK]' + text + '[/THINK]'", "'<seed:think>'")
+    assert [reasoning_of(template) for template in templates] == ["gemma4", "think", "", "mistral", "seed_oss"]
     parser = ReasoningParser(parser_of("gemma4"), REASONING["gemma4"], begun=False)
     text = "<|channel>thought\nhm\n<channel|><|tool_call>call:now{}<tool_call|>"
     assert parse(parser, list(text)) == [ReasoningPart("hm"), CallPart("now"), ArgumentsPart("{}")]
@@ -383,7 +399,12 @@ def test_gemmas_reasoning_is_a_channel() -> None:
     ("template", "name"),
     [
         ("... <tool_call> {{ tool_call.arguments }} </tool_call>", "hermes"),
-        ("<tool_call>\\n<function=' + name + '>", "qwen3_coder"),
+        ("<tool_call>\\n<function=' + name + '>\\n<parameter=' + key + '>", "qwen3_coder"),
+        ("<function=' + name + '>' + arguments + '</function> {# <|python_tag|> #}", ""),
+        ("set toolcall_begin_token = '<seed:tool_call>' ... <function=' + name + '>\\n<parameter=' + key", "seed_oss"),
+        ("set begin = mark ~ '<tool_call>' ... <invoke name=' + name + '><' + key + '>'", ""),
+        ('\\n<tool_calls>[{"name": ', "apriel"),
+        ("respond only with <|tool_call|> followed by a JSON list", "granite"),
         ("<tool_call>{{ name }}\n<arg_key>{{ k }}</arg_key>\n<arg_value>", "glm45"),
         ("<tool_call>{{ name }}<arg_key>{{ k }}</arg_key><arg_value>", "glm47"),
         ("<|start|>assistant<|channel|>analysis<|message|>", "harmony"),
@@ -396,7 +417,9 @@ def test_gemmas_reasoning_is_a_channel() -> None:
         ("<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>", "deepseek_v31"),
         ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + name + '\n```json\n", "deepseek_v3"),
         ("<｜DSML｜function_calls>", "deepseek_v32"),
-        ("{{- '<|python_tag|>' }}", "llama3_json"),
+        ("set mark = '｜DSML｜' ... '<' + mark + 'tool_calls>'", "deepseek_v4"),
+        ("ipython ... {{- '<|python_tag|>' }} {{- '\"parameters\": ' }}", "llama3_json"),
+        ("'<|start_header_id|>ipython<|end_header_id|>' ... {{- '\"parameters\": ' }}", "llama3_json"),
         ("{{ messages }}", ""),
     ],
 )

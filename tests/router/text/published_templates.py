@@ -39,6 +39,28 @@ _GLM = """[gMASK]<sop>
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 
+_DSML = """{{- bos_token }}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}{{ '<｜Assistant｜></think>' + m.content }}
+{%- if m.tool_calls %}
+{{- '\\n\\n<｜DSML｜AROUND>\\n' }}
+{%- for c in m.tool_calls %}
+{{- '<｜DSML｜invoke name="' + c.function.name + '">\\n' }}
+{%- for k, v in c.function.arguments | items %}
+{{- '<｜DSML｜parameter name="' + k + '" string="' + ('true' if v is string else 'false') + '">' }}
+{{- v if v is string else v | tojson }}{{ '</｜DSML｜parameter>\\n' }}
+{%- endfor %}
+{{- '</｜DSML｜invoke>\\n' }}
+{%- endfor %}
+{{- '</｜DSML｜AROUND>' }}
+{%- endif %}
+{{- '<｜end▁of▁sentence｜>' }}
+{%- elif m.role == 'tool' %}{{ '\\n\\n<function_results>\\n<result>' + m.content + '</result>\\n</function_results>' }}
+{%- else %}{{ '<｜User｜>' + m.content }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<｜Assistant｜></think>' }}{% endif %}"""
+
 TEMPLATES = {
     "hermes": _CHATML.replace(
         "CALL",
@@ -110,27 +132,8 @@ TEMPLATES = {
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<｜Assistant｜></think>' }}{% endif %}""",
-    "deepseek_v32": """{{- bos_token }}
-{%- for m in messages %}
-{%- if m.role == 'assistant' %}{{ '<｜Assistant｜></think>' + m.content }}
-{%- if m.tool_calls %}
-{{- '\\n\\n<｜DSML｜function_calls>\\n' }}
-{%- for c in m.tool_calls %}
-{{- '<｜DSML｜invoke name="' + c.function.name + '">\\n' }}
-{%- for k, v in c.function.arguments | items %}
-{{- '<｜DSML｜parameter name="' + k + '" string="' + ('true' if v is string else 'false') + '">' }}
-{{- v if v is string else v | tojson }}{{ '</｜DSML｜parameter>\\n' }}
-{%- endfor %}
-{{- '</｜DSML｜invoke>\\n' }}
-{%- endfor %}
-{{- '</｜DSML｜function_calls>' }}
-{%- endif %}
-{{- '<｜end▁of▁sentence｜>' }}
-{%- elif m.role == 'tool' %}{{ '\\n\\n<function_results>\\n<result>' + m.content + '</result>\\n</function_results>' }}
-{%- else %}{{ '<｜User｜>' + m.content }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<｜Assistant｜></think>' }}{% endif %}""",
+    "deepseek_v32": _DSML.replace("AROUND", "function_calls"),
+    "deepseek_v4": _DSML.replace("AROUND", "tool_calls"),
     "minimax_m2": """{%- for m in messages %}
 {%- if m.role == 'assistant' %}
 {{- ']~b]ai\\n' }}
@@ -172,6 +175,53 @@ TEMPLATES = {
 {{- '<|im_end|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}""",
+    "seed_oss": """{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{{- '<seed:bos>assistant' }}
+{%- if m.reasoning_content %}{{ '\\n<seed:think>' + m.reasoning_content | trim + '</seed:think>' }}{% endif %}
+{%- if m.content %}{{ '\\n' + m.content | trim }}{% endif %}
+{%- for c in m.tool_calls or [] %}
+{{- '\\n<seed:tool_call>\\n<function=' + c.function.name + '>\\n' }}
+{%- for k, v in c.function.arguments | items %}
+{{- '<parameter=' + k + '>' }}{{ v if v is string else v | tojson }}{{ '</parameter>\\n' }}
+{%- endfor %}
+{{- '</function>\\n</seed:tool_call>' }}
+{%- endfor %}
+{{- '<seed:eos>' }}
+{%- else %}{{ '<seed:bos>' + m.role + '\\n' + m.content + '<seed:eos>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<seed:bos>assistant\\n' }}{% endif %}""",
+    "apriel": """{{- bos_token }}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}{{ '<|tool_result|>\\n' + m.content + '\\n<|end|>\\n' }}
+{%- else %}
+{{- '<|' + m.role + '|>\\n' + m.content }}
+{%- if m.tool_calls %}
+{{- '\\n<tool_calls>[' }}
+{%- for c in m.tool_calls %}
+{{- '{"name": "' + c.function.name + '", "arguments": ' }}{{ c.function.arguments | tojson }}{{ '}' }}
+{{- ', ' if not loop.last }}
+{%- endfor %}
+{{- ']</tool_calls>' }}
+{%- endif %}
+{{- '\\n<|end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}""",
+    "granite": """{%- for m in messages %}
+{{- '<|start_of_role|>' + ('tool_response' if m.role == 'tool' else m.role) + '<|end_of_role|>' }}
+{%- if m.tool_calls %}
+{{- '<|tool_call|>[' }}
+{%- for c in m.tool_calls %}
+{{- c.function | tojson }}{{ ', ' if not loop.last }}
+{%- endfor %}
+{{- ']' }}
+{%- else %}{{ m.content }}
+{%- endif %}
+{{- '<|end_of_text|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}""",
     "mistral": """{{- bos_token }}
 {%- for m in messages %}
 {%- if m.role == 'assistant' %}{{ m.content }}
@@ -246,5 +296,68 @@ TEMPLATES = {
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}""",
 }
 """By format of calls."""
-ENDS = ("<turn|>\n", "<|im_end|>\n", "<|im_end|>", "<|eot_id|>", "<｜end▁of▁sentence｜>", "[e~[\n", "</s>")
+ENDS = (
+    "<turn|>\n", "<|im_end|>\n", "<|im_end|>", "<|eot_id|>", "<｜end▁of▁sentence｜>", "[e~[\n", "</s>", "\n<|end|>\n",
+    "<|end_of_text|>\n", "<seed:eos>",
+)  # fmt: skip
 """What ends an assistant's turn."""
+_SHOWN = "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
+_LLAMA = """{{- bos_token }}
+{%- for m in messages %}
+{%- if m.tool_calls %}
+{%- set c = m.tool_calls[0].function %}
+{{- 'BEGINassistantEND\\n\\n{"name": "' + c.name + '", ' }}{{ '"parameters": ' }}{{ c.arguments | tojson }}{{ '}STOP' }}
+{%- else %}{{ 'BEGIN' + ('ipython' if m.role == 'tool' else m.role) + 'END\\n\\n' + m.content | trim + 'STOP' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'BEGINassistantEND\\n\\n' }}{% endif %}"""
+_PHI = """{%- for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+_COMMAND = """{{- bos_token }}
+{%- for m in messages %}
+{{- '<|START_OF_TURN_TOKEN|><|' + m.role | upper + '_TOKEN|>' }}
+{%- if m.tool_calls %}
+{{- '<|START_ACTION|>[' }}
+{%- for c in m.tool_calls %}
+{{- '{"tool_call_id": "' ~ loop.index0 ~ '", "tool_name": "' + c.function.name + '", "parameters": ' }}
+{{- c.function.arguments | tojson }}{{ '}' }}
+{%- endfor %}
+{{- ']<|END_ACTION|>' }}
+{%- else %}{{ '<|START_RESPONSE|>' + m.content + '<|END_RESPONSE|>' }}
+{%- endif %}
+{{- '<|END_OF_TURN_TOKEN|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}"""
+FURTHER = {
+    "Llama 3.2": (
+        "llama3_json", "template",
+        _SHOWN + _LLAMA.replace("BEGIN", "<|start_header_id|>").replace("END", "<|end_header_id|>")
+        .replace("STOP", "<|eot_id|>"),
+    ),
+    "Llama 4": (
+        "llama3_json", "template",
+        _SHOWN + _LLAMA.replace("BEGIN", "<|header_start|>").replace("END", "<|header_end|>")
+        .replace("STOP", "<|eot|>"),
+    ),
+    "Granite 4": ("hermes", "template", _SHOWN + TEMPLATES["hermes"]),
+    "Phi-3.5": ("hermes", "generic", _PHI),
+    "Phi-4-mini": (
+        "hermes", "generic",
+        "{% if messages[0].tools %}{{ '<|tool|>' + messages[0].tools + '<|/tool|>' }}{% endif %}" + _PHI,
+    ),
+    "Gemma 3": (
+        "hermes", "generic",
+        "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + m.role.replace('assistant', 'model') }}"
+        "{{- '\\n' + m.content | trim + '<end_of_turn>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}",
+    ),
+    "DeepSeek V3.1": ("hermes", "generic", TEMPLATES["deepseek_v31"]),
+    "Command R7B": (None, None, _SHOWN + _COMMAND),
+    "LFM2": (
+        None, None,
+        _SHOWN + "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}{{ '<|im_end|>\\n' }}"
+        "{% endfor %}{#- <|tool_call_start|>[f(a=1)]<|tool_call_end|> #}",
+    ),
+}  # fmt: skip
+"""By family: the format of calls and what shows the model its tools, as `/v1/models` tells them, and the template.
+Where both are None the template shows tools, and calls are in no known format: tools are refused."""

@@ -19,7 +19,7 @@ from router.openai.tools import read_tools
 from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, ReasoningPart, joined
 from router.parsers.tool_formats import FORMATS, format_of
 from router.text.chat_template import ChatTemplate, read_chat_template
-from tests.router.text.published_templates import ENDS, TEMPLATES
+from tests.router.text.published_templates import ENDS, FURTHER, TEMPLATES
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
 ARGUMENTS: dict[str, Any] = {"text": 'a "b"\n\n\\é 中', "most": 5, "where": {"x": [1, {"y": None}]}}
@@ -35,7 +35,7 @@ TAKE_TEXT = ("deepseek_v3", "deepseek_v31")
 """Formats whose templates put the text of arguments together with others."""
 OWN_IDS = ("mistral", "mistral_json", "kimi_k2")
 """Formats whose templates take ids of their own."""
-WITHOUT_TEXT = ("harmony", "llama3_json", "mistral_json")
+WITHOUT_TEXT = ("harmony", "llama3_json", "mistral_json", "granite")
 """Formats whose templates write no text beside a call."""
 
 
@@ -89,6 +89,24 @@ def parts_of(name: str, text: str) -> list[AnswerPart]:
 
 def test_every_format_has_a_template_that_tells_it() -> None:
     assert {name: format_of(template) for name, template in TEMPLATES.items()} == {name: name for name in FORMATS}
+
+
+@pytest.mark.parametrize("family", FURTHER)
+def test_a_family_is_shown_its_tools_and_read_as_its_template_tells(family: str) -> None:
+    wanted, prompt, source = FURTHER[family]
+    template = ChatTemplate(source, SPECIALS, 100_000)
+    made = ChatFormat(source, traits=template.traits())
+    assert made.tools == {"format": wanted, "prompt": prompt}
+    use = read_tools({"tools": TOOLS})
+    if wanted is None:
+        with pytest.raises(RequestError, match="calls in no format known here"):
+            made.answer_format(use, "")
+        return
+    chat = [*talk("llama3_json")[:3], {"role": "user", "content": "And when?"}]
+    text = template.render(made.messages(chat, use), True, {}, made.shown(use))
+    assert all(shown in text for shown in ("Where?", "And when?", '"find"', '"now"', "result call_1"))
+    if prompt == "template":
+        assert text == oracle(source, chat)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
