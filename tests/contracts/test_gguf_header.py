@@ -145,7 +145,7 @@ def test_an_architecture_that_isnt_here_is_named(folder: Path, tmp_path: Path) -
         (lambda w: w.add_tokenizer_model("gpt2"), "it has no list tokenizer.ggml.tokens"),
         (
             lambda w: (w.add_tokenizer_model("gpt2"), w.add_token_list(["a"]), w.add_tokenizer_pre("default")),
-            "pre-tokenizer 'default' is not supported; supported are dbrx",
+            "pre-tokenizer 'default' is not supported; supported are command-r",
         ),
         (
             lambda w: (w.add_tokenizer_model("gpt2"), w.add_token_list(["a"])),

@@ -253,17 +253,12 @@ def covering(rng: random.Random) -> Iterator[PublishedForm]:
         yield PublishedForm(*row)
 
 
-MARKS_OF_RUNS: list[tuple[pytest.MarkDecorator, ...]] = [
-    (),
-    (pytest.mark.soak,),
-    (pytest.mark.thorough,),
-    (pytest.mark.soak,),
-]
+RUN_BY: dict[int, Any] = {0: (), 6: pytest.mark.thorough}
 ALL = [
-    pytest.param(form, id=str(form), marks=MARKS_OF_RUNS[number % 4])
+    pytest.param(form, id=str(form), marks=RUN_BY.get(number % 12, pytest.mark.soak))
     for number, form in enumerate(covering(random.Random(39)))
 ]
-"""A quarter is for `make test`, half for CI, all for `make soak`."""
+"""One in twelve is for `make test`, one in six for CI, the others for `make soak`."""
 
 
 @pytest.fixture(params=ALL)
