@@ -81,8 +81,7 @@ def written(grammar: str, seed: int, hints: str = "") -> str | None:
         ):
             return out.decode()
         choices = [token for token in allowed if token != end]
-        if not choices:
-            return None
+        assert choices, f"{out.decode(errors='replace')!r} can't go on: {matcher.get_error()}"
         if step > _LATE and rng.random() < 0.8:
             closing = [token for token in choices if token in _CLOSING] or [t for t in choices if t in b",:"]
             choices = closing or choices

@@ -517,19 +517,26 @@ class ObjectForms:
         if not patterns and not names:
             # The engine's additionalProperties would take a known name again, with a character of it escaped.
             return (((text_of_others(known), rest),), None) if known else ((), rest)
+        known = list(known)
+        read = {pattern: self.of.term(pattern, self._pattern_path()) for pattern in patterns}
+        with_pattern = {
+            pattern: {name for name in known if terms.matches(term, name)} for pattern, term in read.items()
+        }
         if len(patterns) == 1 and not names and self._is_never(rest):
             (pattern,) = patterns
-            text = self._text(self.of.term(pattern, self._pattern_path())) if is_hard(pattern) else pattern
-            return ((text, self._of_names({pattern})),), None
-        read = {pattern: self.of.term(pattern, self._pattern_path()) for pattern in patterns}
+            if not with_pattern[pattern]:
+                text = self._text(read[pattern]) if is_hard(pattern) else pattern
+                return ((text, self._of_names({pattern})),), None
         allowed = terms.both(self._name_term(fact) for fact in names)
         found: list[tuple[str, State]] = []
         for count in range(len(patterns), -1, -1):
             for chosen in combinations(patterns, count):
                 state = self._of_names(set(chosen))
                 parts = [read[each] if each in chosen else terms.other_than(read[each]) for each in patterns]
-                if count == 0 and known:
-                    parts.append(terms.other_than(terms.either(map(terms.literal, known))))
+                # The engine takes a known name for no other, and where it allows no more names it finds no way on.
+                taken = set(known).intersection(*(with_pattern[each] for each in chosen))
+                if taken:
+                    parts.append(terms.other_than(terms.either(map(terms.literal, sorted(taken)))))
                 region = terms.both((allowed, *parts))
                 if not self._is_never(state) and not terms.is_empty(region):
                     found.append((self._text(region), state))

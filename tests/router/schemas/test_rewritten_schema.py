@@ -174,6 +174,22 @@ def test_a_named_property_isnt_there_again_with_a_character_escaped() -> None:
         assert LLMatcher(byte_tokenizer(), grammar, log_level=0).validate_tokens(raw) < len(raw)
 
 
+@pytest.mark.parametrize("patterns", [["^score$"], ["^score$", "^(x|score)$"], ["^score$", "^[xy]$"]])
+def test_a_pattern_of_declared_names_leaves_no_way_that_ends_nowhere(patterns: list[str]) -> None:
+    """The engine takes a declared name for no other one, and offers a comma though no name may follow."""
+    schema = {
+        "properties": {"score": {"type": "integer", "multipleOf": 5}, "x": {"type": "null"}},
+        "patternProperties": {pattern: {"type": ["integer", "null"]} for pattern in patterns},
+        "type": "object", "required": ["score", "x"], "additionalProperties": False,
+    }  # fmt: skip
+    grammar = grammar_of(schema)
+    for seed in range(40):  # Each is written to its end, or as long as it may go on.
+        answer = written(grammar, seed, "scorexy")
+        assert answer is None or not why_invalid(schema, answer)
+    assert accepts(grammar, {"score": 5, "x": None})
+    assert accepts(grammar, {"score": 5, "x": None, "y": 3}) == ("^[xy]$" in patterns)
+
+
 @pytest.mark.parametrize("key", ["title", "x-order", "deprecated", "discriminator", "markdownDescription", "example"])
 def test_what_says_nothing_about_values_is_ignored(key: str) -> None:
     assert accepts(grammar_of({"type": "integer", key: {"deep": [[]]}}), 5)
