@@ -5,7 +5,8 @@ Each family's own file knows how to make one; a new family is one import and one
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,3 +40,17 @@ FAMILIES: dict[str, Make] = {
     "nemotron_h": family_hybrid.make_nemotron_h,
 }
 """By name; the names are those of the test ids."""
+
+
+def folder_maker(
+    base: Path, models: Mapping[str, Mapping[str, Any]], makers: Mapping[str, Callable[..., Path]] = FAMILIES
+) -> Callable[[str], Path]:
+    """A function that gives the folder of one of `models`, which it makes below `base` when it is first asked for;
+    each names its family (`name`) and what to change."""
+
+    @cache
+    def make(name: str) -> Path:
+        options = dict(models[name])
+        return makers[options.pop("name")](base / name, **options)
+
+    return make

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
+from cluster.processes.free_port import free_port
 from cluster.processes.run_folder import RunFiles
 from cluster.serve.child_service import ROUTER, STOP_S, ChildService
 from cluster.serve.detached_state import DetachedState, ServiceProcess
@@ -20,7 +21,7 @@ from cluster.serve.kept_service import KeptService, PartFailed
 from cluster.serve.kv_index_process import KV_INDEX, index_arguments, index_wanted
 from cluster.serve.local_controllers import LocalControllers
 from cluster.serve.local_routers import LocalRouters, RouterCommand
-from cluster.serve.preflight import ServePlan, free_port
+from cluster.serve.preflight import ServePlan
 from cluster.serve.router_probe import RouterProbe
 from contracts.build_id import build_id
 from contracts.clock import Clock

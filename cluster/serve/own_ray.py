@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 
+from cluster.processes.free_port import free_port
 from cluster.processes.restart_policy import RestartHistory
 from cluster.processes.run_folder import RunFiles
 from cluster.ray_nodes.ray_cluster import (
@@ -20,7 +21,7 @@ from cluster.ray_nodes.ray_cluster import (
     start_own_ray,
 )
 from cluster.serve.detached_state import DetachedState
-from cluster.serve.preflight import ServePlan, free_port
+from cluster.serve.preflight import ServePlan
 from contracts.errors import ConfigError
 
 log = logging.getLogger("twinpool.serve")

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import random
-import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -21,6 +19,7 @@ import yaml
 from cluster.assembly.device_cards import CardFacts, apart, cards_of
 from cluster.assembly.node_shares import NodeFacts, NodeShare, measured
 from cluster.models.model_source import DEMO_NAME, find_model
+from cluster.processes.free_port import free_port
 from cluster.serve.security_check import check_security, with_absolute_paths
 from contracts import cpu_levels as processor
 from contracts.checkpoint.gguf.gguf_header import is_gguf
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("twinpool.serve")
 
 MOST_ROUTERS = 64
-_LOWEST_PORT = 10_000
-_PORTS_TRIED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,41 +303,6 @@ def weight_bytes(spec: ModelSpec, config: Config) -> int:
         return sum(prod(header.shape) for header in spec.headers.values()) * width
     stored = sum(path.stat().st_size for path in spec.path.glob("*.safetensors"))
     return stored * width // (4 if spec.dtype == "float32" else 2)
-
-
-def free_port(host: str, port: int) -> int:
-    """Returns `port`, or a free port for 0. Raises `ConfigError` when the port is taken or `host` isn't this machine's.
-
-    The port is released again, and whoever it is for binds it some seconds later. So a free one is chosen below those
-    that the kernel gives to connections and to who asks it for any: one of these is soon another process's.
-    """
-    try:
-        family, _, _, _, (address, _, *rest) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"--host {host} can't be resolved: {error.strerror}") from None
-    refusal = ""
-    for chosen in [port] if port else [*_below_the_kernels(_PORTS_TRIED), 0]:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((address, chosen, *rest))
-                return int(probe.getsockname()[1])
-            except OSError as error:
-                refusal = str(error.strerror)
-    if port:
-        raise ConfigError(f"can't listen on {host}:{port} ({refusal}); choose another --port, or 0 for any")
-    raise ConfigError(f"can't listen on --host {host} ({refusal})")
-
-
-def _below_the_kernels(count: int) -> list[int]:
-    """Ports by chance below those that the kernel gives away; none where it says nothing of them, or gives nearly
-    all."""
-    try:
-        below = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return []
-    ports = range(_LOWEST_PORT, below)
-    return random.SystemRandom().sample(ports, count) if len(ports) > count else []
 
 
 def with_settings(options: ServeOptions, config: Config) -> ServeOptions:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import re
 
+from router.schemas.schema_parts import ending
+
 _TOKEN = re.compile(
     r"""(?P<skip>[ \t\r]+|//[^\n]*)
     |(?P<line>\n)
@@ -34,20 +36,7 @@ def is_endless(lark: str) -> bool:
     rules = _rules(lark)
     if rules is None or "start" not in rules:
         return False
-    ended: set[str] = set()
-    waiting: dict[str, list[str]] = {}
-    left = list(rules)
-    while left:
-        name = left.pop()
-        if name in ended:
-            continue
-        missing = _missing(rules[name], ended, rules)
-        if missing is None:
-            ended.add(name)
-            left += waiting.pop(name, ())
-        for each in set(missing or ()):
-            waiting.setdefault(each, []).append(name)
-    return "start" not in ended
+    return "start" not in ending(rules, lambda name, ended: _missing(rules[name], ended, rules))
 
 
 def _missing(ways: _Ways, ended: set[str], rules: dict[str, _Ways]) -> list[str] | None:

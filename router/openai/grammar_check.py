@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
 from contracts.grammar import BOUNDS, engine_error
-
-_OF_ONE = ("items", "additionalProperties")
-_OF_MANY = ("anyOf", "oneOf", "allOf", "prefixItems")
-_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
-"""Keywords that hold schemas: one, a list of them, or one a name."""
 
 
 @lru_cache(maxsize=64)
@@ -33,20 +27,3 @@ def why_not_compiled(grammar: str) -> str:
     beginning = LLMatcher(LLTokenizer("byte"), grammar, limits=limits, log_level=0)
     beginning.compute_bitmask()
     return engine_error(beginning.get_error()) if beginning.is_error() else ""
-
-
-def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the schemas right below `schema`, each with its step of the path."""
-    for key in _OF_ONE:
-        if isinstance(part := schema.get(key), dict):
-            yield key, part
-    for key in _OF_MANY:
-        parts = schema.get(key)
-        for number, part in enumerate(parts if isinstance(parts, list) else ()):
-            if isinstance(part, dict):
-                yield f"{key}[{number}]", part
-    for key in _OF_NAMES:
-        named = schema.get(key)
-        for name, part in named.items() if isinstance(named, dict) else ():
-            if isinstance(part, dict):
-                yield f"{key}.{name[:64]}", part

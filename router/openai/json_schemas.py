@@ -14,13 +14,13 @@ from copy import deepcopy
 from typing import Any
 
 from contracts.grammar import JSON_FORM
-from router.openai.grammar_check import subschemas, why_not_compiled
+from router.openai.grammar_check import why_not_compiled
 from router.schemas.ecma_patterns import is_hard
 from router.schemas.fault_place import Effort, fault_place
 from router.schemas.rewritten_schema import rewritten
 from router.schemas.schema_keywords import kept
 from router.schemas.schema_parts import PARTS_AT_MOST, SchemaError, Steps, shown, subparts
-from router.schemas.schema_places import too_deep_place
+from router.schemas.schema_places import Place, places, too_deep_place
 from router.schemas.schema_ways import FORMATS
 
 Schema = dict[str, Any]
@@ -107,8 +107,8 @@ def check_numbers(schema: Schema) -> None:
         if not isinstance(node, dict):
             continue
         for key in node.keys() & _WITH_NUMBERS:
-            if (number := next(_inexact([node[key]]), None)) is not None:
-                why = f"{number} is beyond 2^53, up to which whole numbers can be followed exactly"
+            if (found := next(filter(_is_inexact, places(node[key])), None)) is not None:
+                why = f"{found.value} is beyond 2^53, up to which whole numbers can be followed exactly"
                 raise SchemaError(shown((*steps, key)), why)
         left += [((*steps, *more), part) for more, part in subparts(node)]
 
@@ -117,7 +117,7 @@ def is_plain(schema: Schema) -> bool:
     """Whether the engine follows all of a schema's keywords as they stand."""
     older = bool(_OLDER.search(str(schema.get("$schema", ""))))
     return not any(
-        _is_beyond(node, older) or ("$ref" in node and _target(schema, node) is None) for _, node in _nodes(schema)
+        _is_beyond(node, older) or ("$ref" in node and _target(schema, node) is None) for node in _nodes(schema)
     )
 
 
@@ -158,7 +158,7 @@ def closed(schema: Schema) -> Schema:
     length is used up.
     """
     copy = deepcopy(schema)
-    for _, node in list(_nodes(copy)):
+    for node in list(_nodes(copy)):
         if _names_all_that_it_needs(node):
             node["additionalProperties"] = False
     return copy
@@ -176,26 +176,17 @@ _SPEAKS_OF_OTHERS = frozenset(
 )
 
 
-def _nodes(schema: Schema) -> Iterator[tuple[str, Schema]]:
-    """Yield all schemas in a schema, the outer first, each with its path."""
-    left = [("", schema)]
+def _nodes(schema: Schema) -> Iterator[Schema]:
+    """Yield all schemas in a schema, the outer first."""
+    left = [schema]
     while left:
-        path, node = left.pop()
-        yield path, node
-        left += [(f"{path}.{step}" if path else step, part) for step, part in reversed(list(subschemas(node)))]
+        node = left.pop()
+        yield node
+        left += [part for _, part in reversed(list(subparts(node))) if isinstance(part, dict)]
 
 
-def _inexact(values: list[Any]) -> Iterator[float | int]:
-    """Yield the whole numbers in values, or within them, that are too large."""
-    left = list(values)
-    while left:
-        value = left.pop()
-        if isinstance(value, dict):
-            left += value.values()
-        elif isinstance(value, list):
-            left += value
-        elif isinstance(value, int) and abs(value) > EXACT:
-            yield value
+def _is_inexact(place: Place) -> bool:
+    return isinstance(place.value, int) and abs(place.value) > EXACT
 
 
 def _target(root: Schema, node: Schema) -> Any:
@@ -215,7 +206,7 @@ def _target(root: Schema, node: Schema) -> Any:
 
 def _unfit(schema: Schema) -> bool:
     """Whether no value of finite length fits a schema. What fits grows from the leaves until nothing is added."""
-    nodes = [node for _, node in _nodes(schema)]
+    nodes = list(_nodes(schema))
     known = set(map(id, nodes))
     fit: set[int] = set()
     for _ in range(_ROUNDS):

@@ -12,7 +12,10 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
+
+import orjson
 
 from contracts.errors import RequestError
 from contracts.grammar import GRAMMAR_BYTES, JSON_FORM
@@ -149,8 +152,8 @@ def _schema_grammar(schema: object, field: str, form: dict[str, Any], effort: Ef
     """Return the grammar of a client's schema, which the engine has compiled."""
     if not isinstance(schema, dict):
         raise RequestError(f"{field} must be a JSON schema, an object; got {describe(schema)}", param=_top(field))
-    refuse_surrogates(schema, field)
-    refuse_huge_numbers(schema, field)
+    refuse_unreadable(schema, field)
+    _refuse_huge(schema, field)  # Of a schema that came as a text, fractions too.
     size = len(json.dumps(schema, ensure_ascii=False).encode())
     if size > GRAMMAR_BYTES:
         raise _at(large_place(schema), f"it has {size} bytes; at most {GRAMMAR_BYTES} are allowed", field)
@@ -185,7 +188,7 @@ def _regex(value: object, field: str) -> str:
 
     if not isinstance(value, str) or not value:
         raise RequestError(f"{field} must be a regular expression, a string; got {describe(value)}", param=_top(field))
-    refuse_surrogates(value, field)
+    refuse_unreadable(value, field)
     grammar = bounded(LLMatcher.grammar_from_regex(value), field)
     if told := check_grammar(grammar):
         raise RequestError(f"{field} can't be followed: {regex_error(told, value)}", param=_top(field))
@@ -198,7 +201,7 @@ def _choice(value: object, field: str) -> str:
         raise RequestError(
             f"{field} must be an array of 1 to {CHOICES_AT_MOST} strings; got {describe(value)}", param=_top(field)
         )
-    refuse_surrogates(value, field)
+    refuse_unreadable(value, field)
     choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(value))
     return _lark(f"start: {choices}", field)
 
@@ -207,7 +210,7 @@ def _grammar(value: object, field: str) -> str:
     """Read a grammar: Lark's, or GBNF with its rules as ``name ::= ...``."""
     if not isinstance(value, str) or not value.strip():
         raise RequestError(f"{field} must be a grammar, a string; got {describe(value)}", param=_top(field))
-    refuse_surrogates(value, field)
+    refuse_unreadable(value, field)
     bounded(value, field)
     if named := next((name for name in ("%llguidance", _ENGINES_OWN) if name in value), ""):
         where = line_and_column(value, value.index(named))
@@ -248,26 +251,32 @@ def bounded(grammar: str, field: str) -> str:
     return grammar
 
 
-def refuse_surrogates(value: object, field: str) -> None:
-    """Raise `RequestError` where a text in `value` holds half of a surrogate pair, which the engine can't read."""
+def refuse_unreadable(value: object, field: str) -> None:
+    """Raise `RequestError`, with the place, for what a client sent and the engine can't read: half of a surrogate pair,
+    a whole number beyond all floats, too many lists and objects within each other."""
+    with suppress(orjson.JSONEncodeError):  # It refuses these, and more; to look for the place takes 50 times as long.
+        orjson.dumps(value)
+        return
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise _at(
-            first_place(value, has_surrogate) or (), "it holds lone surrogates, which no Unicode text has", field
-        ) from None
+        why = "it holds lone surrogates, which no Unicode text has"
+        raise _at(first_place(value, has_surrogate) or (), why, field) from None
     except RecursionError:
         raise _at(too_deep_place(value, DEEP_AT_MOST), TOO_DEEP, field) from None
+    _refuse_huge(value, field)
 
 
-def refuse_huge_numbers(value: object, field: str) -> None:
-    """Raise `RequestError` where a number in `value` is beyond all floats, which the engine can't read."""
+def _refuse_huge(value: object, field: str) -> None:
     if (place := first_place(value, is_huge)) is not None:
         raise _at(place, f"it is a number beyond {sys.float_info.max:.1e}", field)
 
 
 def names_engine(schema: object) -> Steps | None:
     """Return the steps to where a schema tells the engine how to read it; None where it doesn't."""
+    with suppress(orjson.JSONEncodeError):
+        if _ENGINES_OWN.encode() not in orjson.dumps(schema):
+            return None
     return first_place(schema, lambda place: place.step == _ENGINES_OWN)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from contracts.errors import RequestError
 from contracts.outside_data import MOST_NESTED, read_json
 from router.openai.request_fields import describe
-from router.openai.structured_output import names_engine, refuse_huge_numbers, refuse_surrogates
+from router.openai.structured_output import names_engine, refuse_unreadable
 from router.text.chat_template import CallArguments
 
 TOOLS_AT_MOST = 128
@@ -71,8 +71,7 @@ def read_tools(body: Mapping[str, Any]) -> ToolUse | None:
         return None
     if len(given) > TOOLS_AT_MOST:
         raise RequestError(f"tools takes at most {TOOLS_AT_MOST}; got {len(given)}", param="tools")
-    refuse_surrogates(given, "tools")
-    refuse_huge_numbers(given, "tools")
+    refuse_unreadable(given, "tools")
     tools = tuple(_read_tool(tool, f"tools[{number}]") for number, tool in enumerate(given))
     names = [tool.name for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), ""):

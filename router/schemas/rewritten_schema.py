@@ -12,10 +12,11 @@ from typing import Any
 
 from router.schemas.fault_place import Effort
 from router.schemas.regular_terms import STEPS_AT_MOST, TooMuchWork
-from router.schemas.schema_forms import Form, SchemaForms, State
-from router.schemas.schema_parts import Schema, SchemaError, SchemaParts
+from router.schemas.schema_forms import SchemaForms
+from router.schemas.schema_parts import Schema, SchemaError, SchemaParts, ending
 from router.schemas.schema_values import LOOKS_AT_MOST
 from router.schemas.schema_ways import PRODUCTS_AT_MOST, SchemaWays
+from router.schemas.value_forms import Form, State, state_of
 
 STATES_AT_MOST = 4096
 """States of one schema."""
@@ -37,7 +38,7 @@ def rewritten(schema: Schema, effort: Effort | None = None) -> Schema:
 
 def _rewritten(schema: Schema, parts: SchemaParts, ways: SchemaWays, states: dict[State, list[Form]]) -> Schema:
     forms = SchemaForms(ways)
-    root: State = forms.state([(parts.number((), schema), True)])
+    root: State = state_of(parts, [(parts.number((), schema), True)])
     left = [root]
     while left:
         state = left.pop()
@@ -62,22 +63,18 @@ def _rewritten(schema: Schema, parts: SchemaParts, ways: SchemaWays, states: dic
 
 
 def _alive(states: dict[State, list[Form]]) -> set[State]:
-    """The states that some value fits: those whose needs are alive, from the innermost on."""
-    alive: set[State] = set()
-    waiting: dict[State, list[State]] = {}
-    left = list(states)
-    while left:
-        state = left.pop()
-        if state in alive:
-            continue
+    """The states that some value fits."""
+
+    def missing(state: State, alive: set[State]) -> list[State] | None:
+        found = []
         for form in states[state]:
-            missing = next((need for need in form.needs() if need not in alive), None)
-            if missing is None:
-                alive.add(state)
-                left += waiting.pop(state, [])
-                break
-            waiting.setdefault(missing, []).append(state)
-    return alive
+            need = next((need for need in form.needs() if need not in alive), None)
+            if need is None:
+                return None
+            found.append(need)
+        return found
+
+    return ending(states, missing)
 
 
 def _written(parts: SchemaParts, root: State, states: dict[State, list[Form]], alive: set[State]) -> Schema:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from typing import Any, TypeVar
 from urllib.parse import unquote, urljoin
 
 Step = str | int
 Steps = tuple[Step, ...]
 Schema = dict[str, Any]
+K = TypeVar("K", bound=Hashable)
 
 PARTS_AT_MOST = 20_000
 """Subschemas of one schema that is written again."""
@@ -51,6 +52,25 @@ def subparts(schema: Any) -> Iterator[tuple[Steps, Any]]:
     for key in _NAMED:
         if isinstance(schema.get(key), dict):
             yield from (((key, name), part) for name, part in schema[key].items() if isinstance(part, dict | bool))
+
+
+def ending(names: Iterable[K], missing: Callable[[K, set[K]], Collection[K] | None]) -> set[K]:
+    """Return the names that something of finite length fits, from the innermost on: `missing` says of a name which
+    others must end first, one for each way to fit it (none: no way); None where it ends."""
+    ended: set[K] = set()
+    waiting: dict[K, list[K]] = {}
+    left = list(names)
+    while left:
+        name = left.pop()
+        if name in ended:
+            continue
+        others = missing(name, ended)
+        if others is None:
+            ended.add(name)
+            left += waiting.pop(name, ())
+        for other in set(others or ()):
+            waiting.setdefault(other, []).append(name)
+    return ended
 
 
 class SchemaParts:

@@ -12,6 +12,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+from contracts.outside_data import read_json
 from router.schemas.ecma_patterns import UnreadPattern, searched
 from router.schemas.regular_terms import RegularTerms
 from router.schemas.schema_parts import SchemaError, SchemaParts
@@ -50,6 +51,17 @@ def canonical(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(canonical, value))}]"
     return "{" + ",".join(f"{json.dumps(name)}:{canonical(value[name])}" for name in sorted(value)) + "}"
+
+
+def is_of_type(text: str, type_: str) -> bool:
+    """Whether a canonical text is of a value of a type."""
+    kinds = {"n": "null", "t": "boolean", "f": "boolean", '"': "string", "[": "array", "{": "object"}
+    return kinds.get(text[0], "number") == type_
+
+
+def text_of(text: str) -> str:
+    """Return the text of which `text` is the canonical text."""
+    return str(read_json(text))
 
 
 def decimal(value: Any) -> Decimal:

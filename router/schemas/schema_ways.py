@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from router.schemas.ecma_patterns import searched
 from router.schemas.regular_terms import RegularTerms
 from router.schemas.schema_parts import SchemaError, SchemaParts
 from router.schemas.schema_values import SchemaValues, canonical, decimal, is_number, type_of
@@ -93,6 +94,13 @@ class SchemaWays:
         """Times that ways not to fit something were asked for: they may lack some."""
         self._narrower: set[Demand] = set()
         """Demands whose ways may lack some."""
+
+    def term(self, pattern: str, path: str) -> int:
+        """Return the texts in which a pattern is found. Raises `SchemaError` with the reason where it can't be read."""
+        try:
+            return searched(pattern, self.terms)
+        except ValueError as error:
+            raise SchemaError(path, str(error)) from None
 
     def of(self, part: int, fits: bool) -> Ways:
         """Return the ways in which a value fits a part, or doesn't."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from engine.models.registry import read_model
 from tests.checkpoints import Oracle, copy_checkpoint
 from tests.engine.harness import Bench, MakeOracle
 from tests.engine.judged import expect_the_oracles, prompts
-from tests.families import FAMILIES
+from tests.families import FAMILIES, folder_maker
 
 TRAINED = 128
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED, "rope_theta": 10000.0}
@@ -34,14 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    base = tmp_path_factory.mktemp("contexts")
-
-    @cache
-    def make(name: str) -> Path:
-        options = dict(MODELS[name])
-        return FAMILIES[options.pop("name")](base / name, **options)
-
-    return make
+    return folder_maker(tmp_path_factory.mktemp("contexts"), MODELS)
 
 
 def written(folder: Path, **keys: Any) -> Path:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from engine.models.registry import read_model
 from tests.checkpoints import copy_checkpoint
 from tests.engine.harness import Bench, MakeOracle
 from tests.engine.judged import expect_the_oracles, prompts
-from tests.families import FAMILIES
+from tests.families import FAMILIES, folder_maker
 from tests.family import COMMON, write_family
 from tests.family_scenes import Family, expect_answers
 from tests.family_window import WINDOW
@@ -57,16 +56,7 @@ def make_qwen3(folder: Path, **changes: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    base = tmp_path_factory.mktemp("windows")
-
-    @cache
-    def make(name: str) -> Path:
-        options = dict(MODELS[name])
-        family = options.pop("name")
-        maker = make_qwen3 if family == "qwen3" else FAMILIES[family]
-        return maker(base / name, **options)
-
-    return make
+    return folder_maker(tmp_path_factory.mktemp("windows"), MODELS, {**FAMILIES, "qwen3": make_qwen3})
 
 
 def pools_of(folder: Path, context: int = 0) -> dict[str, tuple[PoolKind, int, int]]:

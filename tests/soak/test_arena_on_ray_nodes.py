@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from cluster.serve.preflight import free_port
+from cluster.processes.free_port import free_port
 from tests.checkpoints import Oracle, compare, make_checkpoint
 from tests.serving import environment, serving, until
 

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from cluster.doctor.doctor_case import DoctorCase
 from cluster.doctor.finding import Finding, error, fine
+from cluster.processes.free_port import free_port
 from cluster.processes.run_file import live_run_of, newest_live_run
-from cluster.serve.preflight import free_port
 from cluster.serve.terminal import url_of
 from contracts.errors import ConfigError
 

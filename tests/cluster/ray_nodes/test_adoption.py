@@ -18,7 +18,7 @@ PRELUDE = """
 import dataclasses, os, signal, sys, threading, time
 from pathlib import Path
 from cluster.ray_nodes.ray_cluster import start_kept_ray
-from cluster.serve.preflight import free_port
+from cluster.processes.free_port import free_port
 address, _ = start_kept_ray(Path(sys.argv[1]), free_port("127.0.0.1", 0), False)
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group

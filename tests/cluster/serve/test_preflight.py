@@ -14,8 +14,7 @@ import pytest
 from cli.keys_command import new_key
 from cluster.assembly.node_shares import MemoryShort, measured
 from cluster.models.model_source import DEMO
-from cluster.serve import preflight
-from cluster.serve.preflight import ServeOptions, free_port, prepare
+from cluster.serve.preflight import ServeOptions, prepare
 from contracts.config.security_config import SecurityConfig
 from contracts.errors import CheckpointError, ConfigError
 from contracts.ids import PAIR, Role
@@ -159,20 +158,8 @@ def test_a_port_in_use_is_refused() -> None:
             prepare(options(port=port), 8 * GIB)
 
 
-def test_port_zero_is_a_free_port_that_the_kernel_gives_to_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others are given to connections, and to who asks for any, before their server has them."""
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert 0 < prepare(options(), 8 * GIB).port < first
-    for host in ("127.0.0.1", "localhost", "0.0.0.0"):
-        assert 1024 < free_port(host, 0) < first
-    with socket.create_server(("127.0.0.1", free_port("127.0.0.1", 0))) as taken:
-        port = taken.getsockname()[1]
-        monkeypatch.setattr(preflight, "_below_the_kernels", lambda count: [port])
-        assert free_port("127.0.0.1", 0) != port
-    with pytest.raises(ConfigError, match=r"--host 192.0.2.1 \("):
-        free_port("192.0.2.1", 0)
-    with pytest.raises(ConfigError, match=r"--host nowhere\.invalid can't be resolved"):
-        free_port("nowhere.invalid", 0)
+def test_port_zero_is_some_free_port() -> None:
+    assert prepare(options(), 8 * GIB).port > 0
 
 
 def refused(free_bytes: int, *assignments: str, **changes: object) -> str:

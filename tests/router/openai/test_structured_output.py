@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -11,10 +12,14 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from contracts.errors import RequestError
+from router.openai import structured_output
 from router.openai.grammar_check import check_grammar
 from router.openai.json_schemas import closed
 from router.openai.request_fields import STRUCTURED_OUTPUT
 from router.openai.structured_output import CHOICES_AT_MOST, may_need_grammar, read_grammar
+from router.openai.tools import read_tools
+from router.schemas.schema_parts import Steps
+from router.schemas.schema_places import Place, first_place
 
 POINT = {
     "type": "object",
@@ -357,3 +362,25 @@ def test_objects_are_closed_wherever_a_schema_may_have_them_and_the_clients_own_
     given = json.loads(json.dumps(places(NAMES_A)))
     assert closed(given) == places(shut)
     assert given == places(NAMES_A)
+
+
+def test_places_in_tools_are_looked_for_only_where_something_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes fifty times as long as to see that nothing is, and agents send their tools with each request."""
+    known: dict[str, Any] = {"const": 10**15}
+    tool = {"name": "f", "description": "ü" * 400 + "9" * 400, "parameters": {"properties": {"a": known}}}
+    asked = {"tools": [{"type": "function", "function": tool}]}
+    looked: list[object] = []
+
+    def find(value: Any, wrong: Callable[[Place], bool]) -> Steps | None:
+        looked.append(value)
+        return first_place(value, wrong)
+
+    monkeypatch.setattr(
+        structured_output, "first_place", lambda value, wrong: looked.append(value) or find(value, wrong)
+    )
+    assert read_tools(asked) is not None
+    assert looked == []
+    known["const"] = 10**400
+    with pytest.raises(RequestError, match=r"at \[0\].function.parameters.properties.a.const: it is a number beyond"):
+        read_tools(asked)
+    assert looked
