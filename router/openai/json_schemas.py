@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from copy import deepcopy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from contracts.grammar import JSON_FORM
@@ -40,7 +39,7 @@ _FREE = frozenset({"string", "integer", "number", "boolean", "null"})
 
 def followed(schema: Schema, effort: Effort | None = None) -> Schema:
     """Return the schema that a grammar is made of: in keywords that the engine follows exactly, and of values that fit
-    a client's. An object that names its properties has no others (`closed`). `effort` is charged what it took. Raises
+    a client's. An object that names its properties has no others (`close`). `effort` is charged what it took. Raises
     `SchemaError`, a `ValueError`, with the place where none can be made."""
     effort = Effort() if effort is None else effort
     try:
@@ -86,15 +85,17 @@ def grammar_of(schema: Schema, form: Mapping[str, Any] = JSON_FORM) -> str:
 
 def _followed(schema: Schema, effort: Effort) -> Schema:
     try:
-        found = kept(schema)
-        effort.spent += sum(1 for _ in _nodes(found)) / PARTS_AT_MOST
+        found: Schema = kept(schema)
+        nodes = list(nodes_of(found))
+        effort.spent += len(nodes) / PARTS_AT_MOST
         check_numbers(found)
-        if _unfit(found):
+        if _unfit(nodes):
             raise SchemaError("", "no value fits it: what it requires has none, or ends nowhere")
-        if not is_plain(found):
+        if not _is_plain(nodes):
             return rewritten(found, effort)
         found.pop("$schema", None)
-        return closed(found)
+        close(nodes)
+        return found
     except RecursionError:
         raise SchemaError(shown(too_deep_place(schema, DEEP_AT_MOST)), TOO_DEEP) from None
 
@@ -113,12 +114,11 @@ def check_numbers(schema: Schema) -> None:
         left += [((*steps, *more), part) for more, part in subparts(node)]
 
 
-def is_plain(schema: Schema) -> bool:
-    """Whether the engine follows all of a schema's keywords as they stand."""
-    older = bool(_OLDER.search(str(schema.get("$schema", ""))))
-    return not any(
-        _is_beyond(node, older) or ("$ref" in node and _target(schema, node) is None) for node in _nodes(schema)
-    )
+def _is_plain(nodes: Sequence[Schema]) -> bool:
+    """Whether the engine follows all keywords of a schema and those in it as they stand."""
+    root = nodes[0]
+    older = bool(_OLDER.search(str(root.get("$schema", ""))))
+    return not any(_is_beyond(node, older) or ("$ref" in node and _target(root, node) is None) for node in nodes)
 
 
 _OLDER = re.compile(r"draft-0[3467]\b")
@@ -151,17 +151,12 @@ def _has_no_others(node: Schema) -> bool:
     return node.get("additionalProperties") is False and set(_required(node)) <= node.get("properties", {}).keys()
 
 
-def closed(schema: Schema) -> Schema:
-    """Return a schema in which an object that names its properties has no others, unless the schema speaks of others.
-
-    What follows it follows `schema`, too. A small model that may write more properties writes them until its answer's
-    length is used up.
-    """
-    copy = deepcopy(schema)
-    for node in list(_nodes(copy)):
+def close(nodes: Iterable[Schema]) -> None:
+    """Have objects that name their properties have no others, unless the schema speaks of others: what fits then fitted
+    before. A small model that may write more properties writes them until its answer's length is used up."""
+    for node in nodes:
         if _names_all_that_it_needs(node):
             node["additionalProperties"] = False
-    return copy
 
 
 def _names_all_that_it_needs(node: Schema) -> bool:
@@ -176,7 +171,7 @@ _SPEAKS_OF_OTHERS = frozenset(
 )
 
 
-def _nodes(schema: Schema) -> Iterator[Schema]:
+def nodes_of(schema: Schema) -> Iterator[Schema]:
     """Yield all schemas in a schema, the outer first."""
     left = [schema]
     while left:
@@ -204,9 +199,10 @@ def _target(root: Schema, node: Schema) -> Any:
 # ---------------------------------------------------------------- schemas that no value fits
 
 
-def _unfit(schema: Schema) -> bool:
-    """Whether no value of finite length fits a schema. What fits grows from the leaves until nothing is added."""
-    nodes = list(_nodes(schema))
+def _unfit(nodes: Sequence[Schema]) -> bool:
+    """Whether no value of finite length fits the first of some schemas, in which the others are. What fits grows from
+    the leaves until nothing is added."""
+    schema = nodes[0]
     known = set(map(id, nodes))
     fit: set[int] = set()
     for _ in range(_ROUNDS):

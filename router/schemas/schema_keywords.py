@@ -125,12 +125,11 @@ def _copied(key: str, value: Any) -> Any:
 
 def _wrong(steps: Steps, schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for key, value in schema.items():
-        path = shown((*steps, key))
         if key in SHAPES:
             right, what = SHAPES[key]
             if not right(value):
-                yield path, f"it must be {what}; got {json.dumps(value)[:64]}"
+                yield shown((*steps, key)), f"it must be {what}; got {json.dumps(value)[:64]}"
         elif key in _REFUSED:
-            yield path, "this keyword can't be followed; leave it out, or say it in others"
+            yield shown((*steps, key)), "this keyword can't be followed; leave it out, or say it in others"
         elif (meant := _ALIKE.get(key.replace("_", "").replace("-", "").lower())) is not None:
-            yield path, f"there is no such keyword; {meant} is one"
+            yield shown((*steps, key)), f"there is no such keyword; {meant} is one"

@@ -14,10 +14,10 @@ K = TypeVar("K", bound=Hashable)
 
 PARTS_AT_MOST = 20_000
 """Subschemas of one schema that is written again."""
-_ONE = ("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then",
-        "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
-_LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
-_NAMED = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
+_ONE = frozenset({"additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames",
+                  "then", "unevaluatedItems", "unevaluatedProperties"})  # fmt: skip
+_LISTS = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
+_NAMED = frozenset({"$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"})
 """Keywords whose values are schemas: one, a list, or one a name."""
 
 
@@ -41,17 +41,15 @@ def shown(steps: Steps) -> str:
 
 def subparts(schema: Any) -> Iterator[tuple[Steps, Any]]:
     """Yield the schemas right below `schema`, each with its steps."""
-    if not isinstance(schema, dict):
-        return
-    for key in _ONE:
-        if isinstance(schema.get(key), dict | bool):
-            yield (key,), schema[key]
-    for key in _LISTS:
-        if isinstance(schema.get(key), list):
-            yield from (((key, number), part) for number, part in enumerate(schema[key]))
-    for key in _NAMED:
-        if isinstance(schema.get(key), dict):
-            yield from (((key, name), part) for name, part in schema[key].items() if isinstance(part, dict | bool))
+    for key, value in schema.items() if isinstance(schema, dict) else ():
+        if key in _NAMED:
+            if isinstance(value, dict):
+                yield from (((key, name), part) for name, part in value.items() if isinstance(part, dict | bool))
+        elif isinstance(value, list):
+            if key in _LISTS:
+                yield from (((key, number), part) for number, part in enumerate(value))
+        elif key in _ONE and isinstance(value, dict | bool):
+            yield (key,), value
 
 
 def ending(names: Iterable[K], missing: Callable[[K, set[K]], Collection[K] | None]) -> set[K]:

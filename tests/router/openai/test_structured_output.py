@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from contracts.errors import RequestError
 from router.openai import structured_output
 from router.openai.grammar_check import check_grammar
-from router.openai.json_schemas import closed
+from router.openai.json_schemas import close, nodes_of
 from router.openai.request_fields import STRUCTURED_OUTPUT
 from router.openai.structured_output import CHOICES_AT_MOST, may_need_grammar, read_grammar
 from router.openai.tools import read_tools
@@ -360,8 +360,12 @@ def test_objects_are_closed_wherever_a_schema_may_have_them_and_the_clients_own_
         }  # fmt: skip
 
     given = json.loads(json.dumps(places(NAMES_A)))
-    assert closed(given) == places(shut)
-    assert given == places(NAMES_A)
+    close(nodes_of(given))
+    assert given == places(shut)
+    sent = {"type": "object", "properties": {"a": NAMES_A}, "items": NAMES_A, "anyOf": [NAMES_A]}
+    before = json.dumps(sent)
+    assert read_grammar({"guided_json": sent}).text
+    assert json.dumps(sent) == before
 
 
 def test_places_in_tools_are_looked_for_only_where_something_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,9 +379,7 @@ def test_places_in_tools_are_looked_for_only_where_something_is_wrong(monkeypatc
         looked.append(value)
         return first_place(value, wrong)
 
-    monkeypatch.setattr(
-        structured_output, "first_place", lambda value, wrong: looked.append(value) or find(value, wrong)
-    )
+    monkeypatch.setattr(structured_output, "first_place", find)
     assert read_tools(asked) is not None
     assert looked == []
     known["const"] = 10**400
