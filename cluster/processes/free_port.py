@@ -8,14 +8,18 @@ from pathlib import Path
 
 from contracts.errors import ConfigError
 
-_LOWEST, _TRIED = 10_000, 16
+LOWEST = 20_000
+"""Ray's workers have 10,002 to 19,999 (`ray start --min-worker-port`); Ray refuses to start where its control store's
+port is among them."""
+_TRIED = 16
 
 
 def free_port(host: str, port: int) -> int:
     """Returns `port`, or a free port for 0. Raises `ConfigError` when the port is taken or `host` isn't this machine's.
 
     The port is released again, and whoever it is for binds it some seconds later. So a free one is chosen below those
-    that the kernel gives to connections and to who asks it for any: one of these is soon another process's.
+    that the kernel gives to connections and to who asks it for any (one of these is soon another process's), and above
+    those of Ray's workers.
     """
     try:
         family, _, _, _, (address, _, *rest) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -42,5 +46,5 @@ def _below_the_kernels() -> list[int]:
         below = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError, IndexError):
         return []
-    ports = range(_LOWEST, below)
+    ports = range(LOWEST, below)
     return random.SystemRandom().sample(ports, _TRIED) if len(ports) > _TRIED else []

@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from ray.scripts.scripts import start as ray_start
 
 from cluster.processes import free_port as module
 from cluster.processes.free_port import free_port
@@ -16,6 +17,14 @@ from contracts.errors import ConfigError
 def test_a_free_port_is_none_that_the_kernel_gives_to_connections(host: str) -> None:
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert 1024 < free_port(host, 0) < first
+
+
+def test_a_free_port_is_none_of_rays_workers() -> None:
+    """`ray start` ends at once where its control store's port is one of its workers'."""
+    options = {option.name: option.default for option in ray_start.params}
+    workers = range(options["min_worker_port"], options["max_worker_port"] + 1)
+    assert len(workers) > 1000
+    assert [port for port in (free_port("127.0.0.1", 0) for _ in range(300)) if port in workers] == []
 
 
 def test_where_all_that_are_tried_are_taken_the_kernel_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
