@@ -11,6 +11,7 @@ import pytest
 from cache.device.adversarial_device import AdversarialDevice
 from cache.device.device_backends import CpuDevice
 from cache.device.device_port import Completion, DeviceOp
+from cache.device.layer_marks import LayerMarks
 from contracts.clock import ManualClock
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role
@@ -18,6 +19,8 @@ from contracts.messages.router_commands import Audit
 from contracts.messages.worker_events import Audited, AuditEnd, LegReport, Tokens
 from contracts.sampling_params import SamplingParams
 from decode.request.request import DecodePhase, DecodeRequest
+from engine.runner.batch import BatchRow, TokenFromStep
+from engine.runner.launched_step import LaunchedStep
 from tests.checkpoints import Oracle
 from tests.colocated import Colocated, colocated
 from tests.pair import SESSION, Answer, pair
@@ -186,6 +189,38 @@ def test_c10_a_prompt_gets_on_in_every_step_however_many_requests_run(model: Pat
             assert not both.answers[late].tokens
             both.step()
         assert both.answers[late].tokens, "a page of it was computed in each of ten steps, beside 24 rows"
+
+
+def test_drafts_take_their_part_of_a_step_from_the_prompts_beside_them(model: Path) -> None:
+    """Else a step would have more tokens than its budget, and each gap between tokens grow."""
+    least, budget = 4, 16
+    sections: dict[str, Any] = {
+        "prefill": {"chunk_tokens": budget},
+        "colocate": {"prompt_tokens": least},
+        "decode": {"draft_tokens": 4, "draft_requests": 8},
+        "cache": {"page_tokens": least},
+    }
+    few = (17, 40, 203)  # Answers of few tokens repeat themselves, so that much is drafted.
+    with colocated(model, **sections) as both:
+        steps: list[tuple[int, int]] = []
+        """By step of both kinds: tokens of rows that draw with what they drafted, and tokens of prompts."""
+        launch = both.worker._engine.launch
+
+        def noted(rows: Sequence[BatchRow], marks: LayerMarks | None = None) -> LaunchedStep:
+            tokens = [1 if isinstance(row.tokens, TokenFromStep) else len(row.tokens) for row in rows]
+            answers = sum(n for row, n in zip(rows, tokens, strict=True) if n == 1 + row.drafted and row.draw)
+            if 0 < answers < sum(tokens):
+                steps.append((answers, sum(tokens) - answers))
+            return launch(rows, marks)
+
+        both.worker._engine.launch = noted  # type: ignore[method-assign]
+        sampling = SamplingParams(max_tokens=60, temperature=0.0, allowed_token_ids=few)
+        first = [both.submit([few[n % 3] for n in range(20 + k)], sampling) for k in range(2)]
+        until(both, lambda: all(len(both.answers[request].tokens) > 8 for request in first))
+        both.run(*first, both.submit(prompts(9, 300)[0], greedy(3)))
+        assert both.worker.status().counters["tokens_drafted"] > 0
+        assert max(answers for answers, _ in steps) > 2, "rows had drafts beside a prompt"
+        assert [step for step in steps if sum(step) > max(budget, step[0] + least)] == []
 
 
 # ------------------------------------------------------------ memory

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+
 import pytest
 
 from cache.allocation.allocation import Allocation
@@ -63,6 +65,26 @@ def test_c11_the_tree_gets_window_pages_only_where_others_take_their_place() -> 
             assert (given > 0) == (not short)
             both.run()
             others.release()
+
+
+def test_what_was_prefetched_for_a_prompt_is_let_go_with_its_hand_over() -> None:
+    """Its own allocation has locked what it reads: a second lock would keep the host's pages for good."""
+    spec, prompt = pool_sets(PAGE)["full"], list(range(1, 50))
+    storage = {"backend": "memory", "path": uuid.uuid4().hex, "max_bytes": 1 << 28}
+    cache = {"host_bytes": 1 << 20, "storage": storage, "prefetch": {"policy": "wait_complete"}}
+    with hash_colocated("full", 200, cache=cache) as both:
+        tree, prefetcher = both.worker._manager.tree, both.worker._manager.tiers.prefetcher
+        (first,) = both.run(both.submit(prompt, greedy(4)))
+        assert first.list == recite(spec, prompt, 4)
+        both.settle()
+        for tier in (Tier.DEVICE, Tier.HOST):
+            tree.eviction.evict(tier, "full", 1 << 20)
+        again = both.submit([*prompt, 7], greedy(40))
+        running(both, again)
+        assert prefetcher.counters["pages_prefetched"] > 0
+        assert (len(prefetcher), prefetcher.locks) == (0, 0)
+        (answer,) = both.run(again)
+        assert answer.list == recite(spec, [*prompt, 7], 40)
 
 
 def test_a_prompt_of_a_tenant_that_has_none_here_takes_the_place_of_one_of_who_has_several() -> None:

@@ -73,6 +73,7 @@ def test_prefills_rate_is_that_of_prompts_which_prefill_computed() -> None:
     parts = DecodeParts()
     for name, computed, expected in (("a", 0, 0.0), ("b", 6, 3.0), ("c", 0, 3.0)):
         request = parts.ask(name, prompt=6)
+        parts.clock.advance(7.0)  # In decode's own queue: prefill hasn't been asked.
         list(parts.scheduler.admit())
         parts.clock.advance(0.5 if not computed else 2.0)
         arrived = parts.arrived(request)

@@ -13,7 +13,9 @@ import pytest
 from contracts.clock import ManualClock
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId
-from contracts.messages.worker_events import Event, MigrationDone
+from contracts.interfaces.worker_interface import SessionId
+from contracts.messages.kept_answers import AnswerName, Attach
+from contracts.messages.worker_events import Event, MigrationDone, MigrationWanted
 from contracts.sampling_params import SamplingParams
 from router.migration.migration_table import AVOID_S
 from router.state.worker_table import WorkerKey
@@ -129,6 +131,25 @@ def test_a_request_whose_source_dies_is_replayed_elsewhere(going: tuple[Company,
     c.gone("decode-0")
     assert c.run(rid) == [alone]
     assert len(c.told[rid].replays) == 1
+
+
+def test_a_router_that_takes_a_request_over_is_told_what_its_draining_worker_wants(model: Path) -> None:
+    """Who was told before is gone: unless it is said again, the drain waits until the request ends by itself."""
+    with company(model, decodes=2, clock=ManualClock(100.0)) as c:
+        rid = c.submit(prompts(3, 1)[0], seeded(0), name=AnswerName("key", "body", 0, 7))
+        c.until(lambda: len(c.told[rid].tokens) > 1, "its first tokens")
+        worker = c.decode(c.worker_of(rid))
+        worker.drain()
+        told = [(session, event) for session, event in worker.step() if isinstance(event, MigrationWanted)]
+        assert [session for session, _ in told] == [SESSION]
+        assert not any(isinstance(event, MigrationWanted) for _, event in worker.step()), "it is told once"
+        other = SessionId(SESSION + 1)
+        worker.drop_session(SESSION)
+        worker.handle(other, Attach(RequestId("ask"), 0, "key", "body"))
+        said = [one for _ in range(2) for one in worker.step() if isinstance(one[1], MigrationWanted)]
+        assert [(session, event.request_id) for session, event in said] == [(other, rid)]
+        worker.drop_session(other)
+        c.cancel(rid)
 
 
 @pytest.mark.parametrize("going", ["offered"], indirect=True)

@@ -123,6 +123,19 @@ def test_scores_of_a_prompt_that_are_no_numbers_end_it(model: Path) -> None:
         assert answer.done.error is ErrorKind.NONFINITE
 
 
+def test_a_draw_that_is_no_number_beside_scores_that_are_ends_its_row(model: Path) -> None:
+    with pair(model) as both:
+        bad = Bad(both.prefill)
+        bad.when, bad.rows = lambda call: call == 0, lambda count: [0]  # The first call draws, the next ones score.
+        sampling = SamplingParams(max_tokens=4, temperature=0.0, prompt_logprobs=2)
+        (answer,) = both.run(both.submit(words(5, 30), sampling))
+        assert bad.calls > 1, "there were scores"
+        assert answer.tokens == {}
+        assert answer.done is not None
+        assert answer.done.error is ErrorKind.NONFINITE
+        assert both.prefill.status().counters["damage_logits"] == 1
+
+
 def test_an_audit_that_meets_them_is_refused_and_counted(model: Path) -> None:
     prompt = words(6, 30)
     with pair(model) as both:

@@ -12,10 +12,12 @@ from cache.allocation.allocation import Allocation
 from cache.allocation.block_table import BlockTable
 from cache.device.device_port import DONE
 from cache.memory.page_digest import ContentTag
+from contracts.errors import WireError
 from contracts.ids import RoomId
 from contracts.messages.router_commands import Submit
 from engine.runner.batch import DrawnToken, RowOutput
 from prefill.handover import Damaged, Granted, Lost, PrefillHandover
+from prefill.request import PrefillEvent
 from tests.prefill_parts import PrefillParts
 from transfer.rooms.room_outcomes import RoomGranted, RoomReleased, SendablePages
 from transfer.rooms.sender.kv_sender import KVSender
@@ -93,6 +95,11 @@ class Sender:
     """Stands in for `KVSender`: a reader that wants nothing more, and says what a test has it say."""
 
     outcomes: list[RoomGranted | RoomReleased] = field(default_factory=list)
+    unconfirmed: set[RoomId] = field(default_factory=set)
+    refuses_metadata: bool = False
+
+    def check(self) -> list[str]:
+        return []
 
     def poll(self) -> Iterator[RoomGranted | RoomReleased]:
         outcomes, self.outcomes = self.outcomes, []
@@ -106,7 +113,9 @@ class Sender:
 
     def write(self, *about: object) -> None: ...
 
-    def seal(self, *about: object) -> None: ...
+    def seal(self, *about: object) -> None:
+        if self.refuses_metadata:
+            raise WireError("its metadata is too long")
 
 
 @pytest.mark.parametrize("left", [False, True])
@@ -130,3 +139,21 @@ def test_a_request_whose_pages_arrived_damaged_is_named_also_when_it_has_left(le
     sender.outcomes = [RoomReleased(room, False, "late", damaged=True)]
     assert [type(one) for one in handover.poll()] == ([] if left else [Damaged, Lost])
     assert isinstance(first.submit, Submit)
+
+
+def test_who_could_not_be_sent_whole_waits_for_no_word_of_decode() -> None:
+    parts, sender = PrefillParts(), Sender(refuses_metadata=True)
+    handover = PrefillHandover(cast(KVSender, sender), parts.requests)
+    request = parts.ask("a", 9)
+    parts.scheduler.admit()
+    parts.step()
+    request.step(PrefillEvent.COMPUTED)
+    request.first = DrawnToken(7, None)
+    with pytest.raises(WireError, match="too long"):
+        handover.write(request, DONE)
+    assert handover.check() == []
+    sender.refuses_metadata = False
+    assert handover.write(request, DONE)
+    assert handover.check() == ["1 requests wait for decode's word, not the rooms that do"]
+    sender.unconfirmed.add(request.submit.room)
+    assert handover.check() == []

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from cache.allocation.allocation import Allocation
+from cache.manager.swap import swap_out
 from cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from cache.storage.storage_backend import ObjectName
 from cache.swap import swap_storage
 from cache.swap.swapped_state import SwappedState, SwapPlace
+from contracts.errors import CapacityError
 from tests.cache.test_hazards_tiers import PAGE_TOKENS, PAGES, TOKENS, admitted, answer, visit, world_of
 from tests.cache_world import World
 
@@ -74,6 +76,31 @@ def test_a9_damage_on_storage_is_told_by_the_pages_number_in_its_request(
     answer(world)
     assert (swapped.place, swapped.damage) == (SwapPlace.LOST, {pool: [page]})
     world.manager.swap_out.drop(swapped)
+    world.settle()
+
+
+@pytest.mark.parametrize("refused", [RuntimeError("the device refuses"), CapacityError("no host memory")])
+def test_a_copy_that_cannot_begin_takes_nothing_and_locks_nothing(
+    monkeypatch: pytest.MonkeyPatch, refused: Exception
+) -> None:
+    """Its first pages are the tree's, and were locked on the host before the copy was tried."""
+    world = world_of("all")
+    allocation, prefix = computed(world)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise refused
+
+    monkeypatch.setattr(swap_out, "offload", refuse)
+    assert world.host is not None
+    allocators = world.host.allocators
+    before = len(world.manager.tree.locks), {pool: one.free for pool, one in allocators.items()}
+    with pytest.raises(type(refused), match=str(refused)):
+        world.manager.swap_out.start(allocation, prefix, len(TOKENS))
+    assert (len(world.manager.tree.locks), {pool: one.free for pool, one in allocators.items()}) == before
+    assert len(world.manager.swap_out) == 0
+    (visitor,) = world.visitors
+    world.leave(visitor)
+    answer(world)
     world.settle()
 
 

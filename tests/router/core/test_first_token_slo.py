@@ -82,6 +82,15 @@ def test_a_worker_that_is_too_small_for_one_of_those_that_come_together_is_none_
     assert late.prediction.seconds == pytest.approx(TOKEN_S * 290), "each is computed"
 
 
+@pytest.mark.parametrize("sizes", [(20, 120), (120, 20), (20, 120, 30)])
+def test_prompts_that_come_together_take_as_long_as_the_longest_wherever_it_stands(sizes: tuple[int, ...]) -> None:
+    stage = taught(prefill=2)
+    together = [stage.request(prompt(200 + n, tokens), within_s=1.1) for n, tokens in enumerate(sizes)]
+    late = stage.core.late_if_taken(together)
+    assert late is not None
+    assert late.prediction.seconds == pytest.approx(TOKEN_S * 120)
+
+
 def test_without_a_worker_or_without_knowing_it_nothing_is_refused() -> None:
     stage = Stage(1, 1)
     request = [stage.request(prompt(1, 100_000), within_s=0.001)]

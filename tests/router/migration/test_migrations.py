@@ -270,6 +270,18 @@ def test_a_target_that_nobody_heard_of_in_time_is_cancelled_and_the_source_goes_
     scene.on.assert_answered(scene.rid)
 
 
+def test_a_copy_has_its_own_time_however_long_its_source_took_to_make_it_ready() -> None:
+    scene = Scene()
+    scene.on.tick(PATIENCE_S - 0.1)
+    scene.on.hear(scene.source, PushReady(scene.rid, 0, 4))
+    scene.on.tick(PATIENCE_S - 0.1)
+    assert scene.state is MigrationState.AHEAD
+    scene.on.tick(0.2)
+    assert scene.on.core.migrations.of(scene.request) is None
+    scene.on.finish()
+    scene.on.assert_answered(scene.rid)
+
+
 @pytest.mark.parametrize(
     ("kind", "blame", "left_alone"),
     [

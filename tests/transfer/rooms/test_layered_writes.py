@@ -137,6 +137,29 @@ def test_what_was_written_from_other_places_than_those_that_are_finished_is_writ
         assert isinstance(both.outcome(prompt.room), PromptArrived)
 
 
+@pytest.mark.parametrize("came_to_nothing", ["other places", "another life"])
+def test_a5_what_takes_the_place_of_layers_is_written_once_those_have_landed(came_to_nothing: str) -> None:
+    """They go to the same places of the reader: the later one of two must be the good one."""
+    with layered_ends() as both:
+        prompt, step, marks = both.prompt(40), Step(), marks_of()
+        leases = both.open(prompt)
+        elsewhere = {pool: PageNumbers(run.first, (9,) * len(run)) for pool, run in prompt.runs.items()}
+        both.sender.write_layers({prompt.room: LayeredPages(elsewhere, 0)}, step, marks)
+        late = list(both.sender._rooms[prompt.room].posted)
+        assert late
+        both.sender.write(prompt.room, prompt.all(), (step,), generation=came_to_nothing == "another life")
+        good = [queued for queued in both.sender._rooms[prompt.room].posted if queued not in late]
+        assert good
+        assert all(set(late) <= set(queued.over) for queued in good)
+        for _ in range(20):
+            both.poll()
+        assert arrived(both, prompt, leases) == below(dict.fromkeys(LAYERS, 0)), "the layers are still to be written"
+        marks.end(None)
+        both.seal(prompt)
+        assert isinstance(both.outcome(prompt.room), PromptArrived)
+        placed(both, prompt, leases, {pool: run.numbers for pool, run in prompt.runs.items()})
+
+
 def test_what_later_steps_are_writing_is_left_to_them() -> None:
     """A device runs behind its host: the pages of two steps are under way, and the first is committed."""
     with layered_ends() as both:
