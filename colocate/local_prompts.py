@@ -243,7 +243,6 @@ class LocalPrompts:
 
     def _hand_over(self, prompt: PrefillRequest, leg: DecodeRequest, metadata: HandoverMetadata) -> PromptReceived:
         self._admitted.remove(prompt)
-        self._pages.release_prefetch(prompt)
         given = self._pages.give(prompt)
         assert given is leg.allocation, "both halves hold one allocation"
         leg.step(DecodeEvent.ARRIVED)
