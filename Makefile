@@ -68,7 +68,7 @@ test-rayup: .venv/.installed-dev ## launch real Ray clusters through ssh, use th
 	@$(BIN)/python -m tests.rayup.rayup $(ARGS)
 
 proto: .venv/.installed-dev ## generate the gRPC code anew from contracts/proto/worker.proto
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. contracts/proto/worker.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. twinpool/contracts/proto/worker.proto
 
 setup: .venv/.installed-dev ## make the environment with everything in it
 

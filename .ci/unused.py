@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import os
 import re
 import sys
 import tomllib
@@ -34,6 +35,18 @@ Definition = tuple[str, str]
 """A module and a name that is defined at its top level."""
 
 
+def sources(root: Path, packages: Iterable[str]) -> list[Path]:
+    """The modules of packages by the paths that they are imported by, also below folders that are links."""
+    walks = (walk for package in packages for walk in os.walk(root / package, followlinks=True))
+    paths = (Path(folder, name) for folder, _, names in walks for name in names if name.endswith(".py"))
+    return sorted(path for path in paths if not place(root, path).startswith(f"{GENERATED}/"))
+
+
+def place(root: Path, path: Path) -> str:
+    """Where a file lies, below `root`."""
+    return path.resolve().relative_to(root.resolve()).as_posix()
+
+
 @dataclass
 class Module:
     path: str
@@ -50,12 +63,10 @@ class Code:
     def __init__(self, root: Path, packages: Iterable[str]) -> None:
         self.modules: dict[str, Module] = {}
         self._known: dict[ast.AST, set[Definition]] = {}
-        for path in sorted(path for package in packages for path in (root / package).rglob("*.py")):
-            name = path.relative_to(root)
-            if not name.is_relative_to(GENERATED):
-                parts = name.with_suffix("").parts
-                module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-                self.modules[module] = read(name.as_posix(), ast.parse(path.read_text()))
+        for path in sources(root, packages):
+            parts = path.relative_to(root).with_suffix("").parts
+            module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            self.modules[module] = read(place(root, path), ast.parse(path.read_text()))
 
     def __iter__(self) -> Iterator[Definition]:
         return ((name, defined) for name, module in self.modules.items() for defined in module.definitions)
@@ -169,13 +180,11 @@ def scripts(project: dict[str, dict[str, object]]) -> Iterator[Definition]:
 def unread(root: Path, packages: Iterable[str]) -> Iterator[tuple[str, int]]:
     """Names that vulture finds read nowhere: ``PATH::NAME`` and the line."""
     vulture = Vulture()
-    vulture.scavenge(
-        [root / name for name in (*packages, *USERS) if (root / name).exists()], exclude=[f"*/{GENERATED}/*"]
-    )
+    vulture.scavenge(sources(root, (*packages, *USERS)))
     for item in vulture.get_unused_code():
-        path = Path(item.filename).resolve().relative_to(root.resolve())
-        if path.parts[0] not in USERS:
-            yield f"{path.as_posix()}::{item.name}", item.first_lineno
+        path = place(root, Path(item.filename))
+        if not path.startswith(tuple(f"{name}/" for name in USERS)):
+            yield f"{path}::{item.name}", item.first_lineno
 
 
 def read_allowed(path: Path) -> list[str]:

@@ -12,9 +12,9 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
-from cluster.processes.run_file import RunFile
-from contracts.errors import ConfigError, TwinpoolError
-from contracts.outside_data import read_json
+from twinpool.cluster.processes.run_file import RunFile
+from twinpool.contracts.errors import ConfigError, TwinpoolError
+from twinpool.contracts.outside_data import read_json
 
 TIMEOUT_S = 60.0
 """How long one call may take: a check waits for each worker's step to end, which can take long on a slow machine."""

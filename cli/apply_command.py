@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cli.admin_client import AdminClient, CommandRefused, RouterAway
-from cli.pool_commands import ROLES, follow, order
-from cli.rolling_restart import RollingRestart
-from cli.router_marks import left_alone, routers_of, wanted_marks
-from contracts.config.load_config import read_config_file
-from contracts.config.security_config import FILES
-from contracts.errors import ConfigError
+from twinpool.cli.admin_client import AdminClient, CommandRefused, RouterAway
+from twinpool.cli.pool_commands import ROLES, follow, order
+from twinpool.cli.rolling_restart import RollingRestart
+from twinpool.cli.router_marks import left_alone, routers_of, wanted_marks
+from twinpool.contracts.config.load_config import read_config_file
+from twinpool.contracts.config.security_config import FILES
+from twinpool.contracts.errors import ConfigError
 
 POLL_S = 0.5
 """Seconds between two looks at whether services are replaced."""

@@ -11,10 +11,16 @@ from pathlib import Path
 import zmq.auth
 from rich.table import Table
 
-from contracts.credentials.certificate_check import read_certificates
-from contracts.credentials.certificate_files import CertificateFiles
-from contracts.credentials.mint_certificates import Authority, new_authority, new_node, read_authority, write_private
-from contracts.errors import ConfigError
+from twinpool.contracts.credentials.certificate_check import read_certificates
+from twinpool.contracts.credentials.certificate_files import CertificateFiles
+from twinpool.contracts.credentials.mint_certificates import (
+    Authority,
+    new_authority,
+    new_node,
+    read_authority,
+    write_private,
+)
+from twinpool.contracts.errors import ConfigError
 
 CA, CA_KEY = "ca.pem", "ca.key"
 NODE, NODE_KEY = "node.pem", "node.key"

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.admin_client import AdminClient, ClusterNotFound
-from cluster.processes.run_file import START_REPORT, RunFile, live_runs
-from contracts.errors import ConfigError
+from twinpool.cli.admin_client import AdminClient, ClusterNotFound
+from twinpool.cluster.processes.run_file import START_REPORT, RunFile, live_runs
+from twinpool.contracts.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cli.command_flag import CommandFlag
-from cli.command_parser import CommandParser
-from cli.plan.plan_flags import PLAN_FLAGS
-from cli.replay.replay_flags import REPLAY_FLAGS
+from twinpool.cli.command_flag import CommandFlag
+from twinpool.cli.command_parser import CommandParser
+from twinpool.cli.plan.plan_flags import PLAN_FLAGS
+from twinpool.cli.replay.replay_flags import REPLAY_FLAGS
 
 COMMANDS = {
     "serve": "start a cluster and serve a model",

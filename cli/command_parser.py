@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from cli.command_flag import CommandFlag
+from twinpool.cli.command_flag import CommandFlag
 
 CLOSE = 0.6
 """How much of two names must be equal for one to be suggested for the other, from 0 to 1."""

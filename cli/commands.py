@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _parsed_and_run(arguments: Sequence[str]) -> int:
-    from cli.command_line import parser
+    from twinpool.cli.command_line import parser
 
     return run(parser().parse_args(arguments))
 
@@ -74,9 +74,9 @@ def _served() -> int:
     """Run a command that is asked to end by signals; returns its exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: os._exit(0))  # There is nothing to remove yet.
-    from cli.command_line import parser
-    from cli.early_end import EarlyEnd, EndAsked
-    from cluster.serve.shutdown_signal import ASKED
+    from twinpool.cli.command_line import parser
+    from twinpool.cli.early_end import EarlyEnd, EndAsked
+    from twinpool.cluster.serve.shutdown_signal import ASKED
 
     try:
         EarlyEnd().install()
@@ -88,9 +88,9 @@ def _served() -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Run one parsed command; returns its exit code."""
-    from cli.admin_client import ClusterNotFound, CommandRefused
-    from cli.command_output import NO_CLUSTER, REFUSED, USAGE
-    from contracts.errors import ConfigError, TwinpoolError
+    from twinpool.cli.admin_client import ClusterNotFound, CommandRefused
+    from twinpool.cli.command_output import NO_CLUSTER, REFUSED, USAGE
+    from twinpool.contracts.errors import ConfigError, TwinpoolError
 
     try:
         return _table()[args.command](args)
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _table() -> dict[str, Callable[[argparse.Namespace], int]]:
     """The function of each subcommand."""
-    from cli import launch_commands, operator_commands, tool_commands
+    from twinpool.cli import launch_commands, operator_commands, tool_commands
 
     return {
         "serve": launch_commands.serve,

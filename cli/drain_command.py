@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from cli.admin_client import POLL_S, SAY_EVERY_S, AdminClient, CommandRefused, RouterAway
+from twinpool.cli.admin_client import POLL_S, SAY_EVERY_S, AdminClient, CommandRefused, RouterAway
 
 HURRY_S = 30.0
 """How long a worker may still take to leave after its requests were started over on other workers."""
@@ -293,7 +293,7 @@ def _is_on(row: Mapping[str, Any], node: str) -> bool:
 
 def table(report: DrainReport) -> Any:
     """Return a rich table of a drain, for `--watch`."""
-    from cli.status_view import plain_table
+    from twinpool.cli.status_view import plain_table
 
     out = plain_table(
         "worker",

@@ -10,8 +10,8 @@ import os
 import time
 from types import FrameType
 
-from cluster.serve.shutdown_signal import ASKED, START_DEADLINE_S, handled_signals
-from contracts.signal_listener import SignalListener
+from twinpool.cluster.serve.shutdown_signal import ASKED, START_DEADLINE_S, handled_signals
+from twinpool.contracts.signal_listener import SignalListener
 
 
 class EndAsked(BaseException):

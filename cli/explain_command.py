@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from cli.admin_client import AdminClient
-from cli.status_view import plain_table
+from twinpool.cli.admin_client import AdminClient
+from twinpool.cli.status_view import plain_table
 
 KB, MB = 1000, 1_000_000
 SHORT = 1e-4

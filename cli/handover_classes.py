@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from cli.drain_command import DrainProgress
-from contracts.messages.fingerprint import REMEDIES, Fingerprint, differing
+from twinpool.cli.drain_command import DrainProgress
+from twinpool.contracts.messages.fingerprint import REMEDIES, Fingerprint, differing
 
 SHOWN = 60
 """Characters of a part's value that are shown."""

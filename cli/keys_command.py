@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from contracts.errors import ConfigError
-from contracts.key_file import ApiKey, KeyFile, check_tenant, mint_key, read_key_file, write_key_file
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.key_file import ApiKey, KeyFile, check_tenant, mint_key, read_key_file, write_key_file
 
 _SPAN = re.compile(r"(\d{1,5})([dhm])")
 _UNITS = {"d": timedelta(days=1), "h": timedelta(hours=1), "m": timedelta(minutes=1)}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contracts.errors import ConfigError
-from sim.scale.cluster_plan import LatencyTarget
+from twinpool.contracts.errors import ConfigError
+from twinpool.sim.scale.cluster_plan import LatencyTarget
 
 _FIELDS = {"ttft": "ttft_s", "itl": "tpot_s"}
 

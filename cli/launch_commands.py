@@ -9,13 +9,13 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cli.command_line import parser
-from cli.command_output import FINE, print_line, print_table
-from cli.operator_commands import apply_file
-from contracts.errors import ConfigError
+from twinpool.cli.command_line import parser
+from twinpool.cli.command_output import FINE, print_line, print_table
+from twinpool.cli.operator_commands import apply_file
+from twinpool.contracts.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cluster.serve.preflight import ServeOptions, ServePlan
+    from twinpool.cluster.serve.preflight import ServeOptions, ServePlan
 
 
 def _served_names(names: Sequence[str]) -> list[str]:
@@ -24,20 +24,20 @@ def _served_names(names: Sequence[str]) -> list[str]:
 
 
 def serve(args: argparse.Namespace) -> int:
-    from contracts.clock import SystemClock
+    from twinpool.contracts.clock import SystemClock
 
     began = SystemClock().now()
     prepared = _prepared(args)
     if args.detach:
         return _launch(prepared)
-    from cluster.serve import serve_cluster
+    from twinpool.cluster.serve import serve_cluster
 
     return serve_cluster.serve(prepared, began)
 
 
 def _prepared(args: argparse.Namespace) -> ServePlan:
     """What the flags of `serve` come to, with the configuration's file."""
-    from cluster.serve.preflight import prepare
+    from twinpool.cluster.serve.preflight import prepare
 
     return prepare(_launch_options(args), say=lambda line: print(line, file=sys.stderr))
 
@@ -46,10 +46,10 @@ def _launch_options(args: argparse.Namespace) -> ServeOptions:
     """The flags of `serve` as they were given."""
     from dataclasses import fields
 
-    from cluster.serve.preflight import ServeOptions
-    from contracts.config.launch_config import LaunchConfig
-    from contracts.config.ledger_place import refuse_shown_password
-    from contracts.ids import Role
+    from twinpool.cluster.serve.preflight import ServeOptions
+    from twinpool.contracts.config.launch_config import LaunchConfig
+    from twinpool.contracts.config.ledger_place import refuse_shown_password
+    from twinpool.contracts.ids import Role
 
     refuse_shown_password(args.set)
     sizes = {Role.PREFILL: args.prefill, Role.DECODE: args.decode, Role.COLOCATED: args.colocate}
@@ -71,13 +71,13 @@ def _launch_options(args: argparse.Namespace) -> ServeOptions:
 def doctor(args: argparse.Namespace) -> int:
     progress = None
     if not args.json:
-        from cli.doctor_command import CheckProgress
+        from twinpool.cli.doctor_command import CheckProgress
 
         progress = CheckProgress(sys.stderr)
         print("looks at configuration and machine; loading torch takes most of the time", file=sys.stderr, flush=True)
-    from cli.doctor_command import as_json, shown
-    from cluster.doctor.doctor_case import DoctorCase
-    from cluster.doctor.examine import examine, exit_code
+    from twinpool.cli.doctor_command import as_json, shown
+    from twinpool.cluster.doctor.doctor_case import DoctorCase
+    from twinpool.cluster.doctor.examine import examine, exit_code
 
     findings = examine(DoctorCase(_launch_options(args), compare_hosts=args.hosts), progress)
     if progress is not None:
@@ -91,23 +91,23 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def _launch(prepared: ServePlan) -> int:
-    from cluster.serve.detached_cluster import launch
+    from twinpool.cluster.serve.detached_cluster import launch
 
     return launch(prepared, sys.stdout, time.sleep)
 
 
 def up(args: argparse.Namespace) -> int:
     """Launch the file's cluster, or bring the one that was launched with this file to what it says now."""
-    from cluster.processes.run_file import live_run_of
+    from twinpool.cluster.processes.run_file import live_run_of
 
     run = live_run_of(args.config)
     if run is not None:
-        from cli.admin_client import AdminClient
+        from twinpool.cli.admin_client import AdminClient
 
         print_line(f"{run.url} was launched with this file: its changes are applied")
         return apply_file(args, AdminClient.of_run(run, ""))
     if args.dry_run:
-        from contracts.config.load_config import load_config
+        from twinpool.contracts.config.load_config import load_config
 
         load_config(args.config)
         print_line(f"no cluster of {args.config} runs here: it would be launched")
@@ -117,9 +117,9 @@ def up(args: argparse.Namespace) -> int:
 
 
 def controller(args: argparse.Namespace) -> int:
-    from cluster.controller.controller_process import ControllerPlace, keep_controller
-    from contracts.config.ledger_place import refuse_shown_password
-    from contracts.config.load_config import load_config
+    from twinpool.cluster.controller.controller_process import ControllerPlace, keep_controller
+    from twinpool.contracts.config.ledger_place import refuse_shown_password
+    from twinpool.contracts.config.load_config import load_config
 
     refuse_shown_password(args.set)
     config = load_config(args.config, args.set)
@@ -129,9 +129,9 @@ def controller(args: argparse.Namespace) -> int:
 
 
 def down(args: argparse.Namespace) -> int:
-    from cli.admin_client import ClusterNotFound
-    from cli.chosen_cluster import choose, to_stderr
-    from cluster.serve.detached_cluster import take_down
+    from twinpool.cli.admin_client import ClusterNotFound
+    from twinpool.cli.chosen_cluster import choose, to_stderr
+    from twinpool.cluster.serve.detached_cluster import take_down
 
     chosen = choose(args.url, changes=True)
     if chosen.run is None:

@@ -11,25 +11,25 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from cli.command_output import FINE, REFUSED, console, print_line, print_table
-from contracts.errors import ConfigError
+from twinpool.cli.command_output import FINE, REFUSED, console, print_line, print_table
+from twinpool.contracts.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cli.admin_client import AdminClient
-    from cli.chosen_cluster import ChosenCluster
+    from twinpool.cli.admin_client import AdminClient
+    from twinpool.cli.chosen_cluster import ChosenCluster
 
 
 def _operator(args: argparse.Namespace, *, changes: bool) -> AdminClient:
     """The client of the cluster that the flags name or that is there, which is said first. `changes`: whether the
     command changes something."""
-    from cli.chosen_cluster import client_for
+    from twinpool.cli.chosen_cluster import client_for
 
     return client_for(args.url, args.ca, changes=changes)[0]
 
 
 def status(args: argparse.Namespace) -> int:
-    from cli.chosen_cluster import client_for
-    from cli.status_view import numerics_lines
+    from twinpool.cli.chosen_cluster import client_for
+    from twinpool.cli.status_view import numerics_lines
 
     said: list[str] = []  # The view has a line of its own for the cluster.
     operator, chosen = client_for(args.url, args.ca, changes=False, say=said.append)
@@ -49,7 +49,7 @@ def status(args: argparse.Namespace) -> int:
 
 
 def _status_view(status: dict[str, Any], chosen: ChosenCluster, args: argparse.Namespace) -> Any:
-    from cli.status_view import status_view
+    from twinpool.cli.status_view import status_view
 
     return status_view(status, up_s=chosen.up_s, unfold=args.all)
 
@@ -58,7 +58,7 @@ def _watch(operator: AdminClient, chosen: ChosenCluster, args: argparse.Namespac
     """Show the workers again and again until Ctrl-C, which ends in order; a router that is away is waited for."""
     from rich.live import Live
 
-    from cli.admin_client import WATCH_S, RouterAway
+    from twinpool.cli.admin_client import WATCH_S, RouterAway
 
     out, as_json = console(), args.json
     with Live(console=out, auto_refresh=False) as live:
@@ -77,7 +77,7 @@ def _watch(operator: AdminClient, chosen: ChosenCluster, args: argparse.Namespac
 
 
 def check(args: argparse.Namespace) -> int:
-    from cli.status_view import check_line, check_table
+    from twinpool.cli.status_view import check_line, check_table
 
     report = _operator(args, changes=False).check()
     if args.json:
@@ -92,7 +92,7 @@ def check(args: argparse.Namespace) -> int:
 
 
 def explain(args: argparse.Namespace) -> int:
-    from cli.explain_command import explained, records_of
+    from twinpool.cli.explain_command import explained, records_of
 
     records = records_of(_operator(args, changes=False), args.request)
     if args.json:
@@ -103,7 +103,7 @@ def explain(args: argparse.Namespace) -> int:
 
 
 def drain(args: argparse.Namespace) -> int:
-    from cli import drain_command as leaving
+    from twinpool.cli import drain_command as leaving
 
     _check_timeout(args.timeout)
     operator = _operator(args, changes=True)
@@ -135,7 +135,7 @@ def drain(args: argparse.Namespace) -> int:
 
 
 def undrain(args: argparse.Namespace) -> int:
-    from cli.pool_commands import follow, undrained
+    from twinpool.cli.pool_commands import follow, undrained
 
     _check_timeout(args.timeout)
     operator = _operator(args, changes=True)
@@ -148,7 +148,7 @@ def undrain(args: argparse.Namespace) -> int:
 
 
 def role(args: argparse.Namespace) -> int:
-    from cli.drain_command import change_role, order_role
+    from twinpool.cli.drain_command import change_role, order_role
 
     _check_timeout(args.timeout)
     operator = _operator(args, changes=True)
@@ -163,8 +163,8 @@ def role(args: argparse.Namespace) -> int:
 
 def change_pools(args: argparse.Namespace) -> int:
     """Run `add`, `scale`, `restart`, `cordon` or `uncordon`."""
-    from cli import pool_commands as pools
-    from cli.drain_command import quoted
+    from twinpool.cli import pool_commands as pools
+    from twinpool.cli.drain_command import quoted
 
     operator = _operator(args, changes=True)
     if args.command in ("cordon", "uncordon"):
@@ -196,7 +196,7 @@ def apply(args: argparse.Namespace) -> int:
 
 
 def apply_file(args: argparse.Namespace, operator: AdminClient) -> int:
-    from cli.apply_command import ApplyCommand, read_settings
+    from twinpool.cli.apply_command import ApplyCommand, read_settings
 
     _check_timeout(args.timeout)
     command = ApplyCommand(operator, read_settings(args.config), print_line, timeout_s=args.timeout, force=args.force)
@@ -205,10 +205,10 @@ def apply_file(args: argparse.Namespace, operator: AdminClient) -> int:
 
 
 def upgrade(args: argparse.Namespace) -> int:
-    from cli.admin_client import ClusterNotFound
-    from cli.chosen_cluster import client_for
-    from cli.upgrade_command import UpgradeCommand
-    from cluster.serve.supervisor_upgrade import check_build, interpreter_of
+    from twinpool.cli.admin_client import ClusterNotFound
+    from twinpool.cli.chosen_cluster import client_for
+    from twinpool.cli.upgrade_command import UpgradeCommand
+    from twinpool.cluster.serve.supervisor_upgrade import check_build, interpreter_of
 
     _check_timeout(args.timeout)
     python = interpreter_of(args.python)

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO
 
-from cluster.processes.process_ids import TIED
-from contracts.errors import TwinpoolError
-from contracts.python_command import module_command
+from twinpool.cluster.processes.process_ids import TIED
+from twinpool.contracts.errors import TwinpoolError
+from twinpool.contracts.python_command import module_command
 
 START_S = 300.0
 STOP_S = 40.0
@@ -33,7 +33,7 @@ def own_cluster(flags: Sequence[str]) -> Iterator[str]:
 
     It dies with this process, and a Ctrl-C is this process's alone. Raises `ClusterFailed`.
     """
-    command = [*TIED, *module_command("cli.commands", "serve", "--port", "0", *flags)]
+    command = [*TIED, *module_command("twinpool.cli.commands", "serve", "--port", "0", *flags)]
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, start_new_session=True

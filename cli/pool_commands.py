@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cli.admin_client import POLL_S, SAY_EVERY_S, AdminClient, CommandRefused, RouterAway
-from cli.drain_command import AWAY_S, quoted
-from cli.handover_classes import draining
-from contracts.errors import ConfigError
+from twinpool.cli.admin_client import POLL_S, SAY_EVERY_S, AdminClient, CommandRefused, RouterAway
+from twinpool.cli.drain_command import AWAY_S, quoted
+from twinpool.cli.handover_classes import draining
+from twinpool.contracts.errors import ConfigError
 
 ROLES = ("prefill", "decode", "colocated")
 STARTS, LEAVES = ("starts", "leaves and starts again", "is started elsewhere"), "leaves"

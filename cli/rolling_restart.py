@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from cli.admin_client import POLL_S, SAY_EVERY_S, AdminClient, CommandRefused
-from cli.handover_classes import draining
-from cli.pool_commands import follow, order, restart_path
+from twinpool.cli.admin_client import POLL_S, SAY_EVERY_S, AdminClient, CommandRefused
+from twinpool.cli.handover_classes import draining
+from twinpool.cli.pool_commands import follow, order, restart_path
 
 REFUSED_S = 10.0
 """Seconds for which a restart that is refused is ordered again: a router may not know yet that another serves."""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from cli.admin_client import AdminClient, RouterAway
+from twinpool.cli.admin_client import AdminClient, RouterAway
 
 Row = Mapping[str, Any]
 HOW = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cli.chosen_cluster import duration
+from twinpool.cli.chosen_cluster import duration
 
 SHOWN_DECISIONS = 5
 """The autoscaler's latest decisions that `status` shows."""
@@ -34,7 +34,7 @@ def status_view(status: Mapping[str, Any], *, up_s: float | None = None, unfold:
     from rich.console import Group
     from rich.text import Text
 
-    from cli.router_marks import router_lines
+    from twinpool.cli.router_marks import router_lines
 
     parts = [Text(cluster_line(status, up_s))] if "url" in status else []
     parts.append(status_table(status["workers"], unfold=unfold))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from cli.command_output import FINE, REFUSED, print_line, print_table
-from contracts.errors import ConfigError
+from twinpool.cli.command_output import FINE, REFUSED, print_line, print_table
+from twinpool.contracts.errors import ConfigError
 
 
 def sim(args: argparse.Namespace) -> int:
-    from sim.run import sim_command
-    from sim.run.run_seeds import ClusterKind
+    from twinpool.sim.run import sim_command
+    from twinpool.sim.run.run_seeds import ClusterKind
 
     if args.requests is not None:
         return _sim_scale(args)
@@ -31,7 +31,7 @@ _SCALE_FLAGS = ("workers", "seconds", "policy", "trace", "replay")
 
 
 def _sim_scale(args: argparse.Namespace) -> int:
-    from sim.scale.scale_command import ScaleOptions, simulate_scale
+    from twinpool.sim.scale.scale_command import ScaleOptions, simulate_scale
 
     for flag in ("seeds", "colocate", "conditional", "shrink", "first"):
         if getattr(args, flag):
@@ -42,20 +42,20 @@ def _sim_scale(args: argparse.Namespace) -> int:
 
 
 def replay(args: argparse.Namespace) -> int:
-    from cli.replay import replay_command
+    from twinpool.cli.replay import replay_command
 
     options = replay_command.ReplayOptions.of(args)
     return FINE if replay_command.replay(options, print_line, print_table) else REFUSED
 
 
 def plan(args: argparse.Namespace) -> int:
-    from cli.plan import plan_command
+    from twinpool.cli.plan import plan_command
 
     return FINE if plan_command.plan(plan_command.PlanOptions.of(args), print_line, print_table) else REFUSED
 
 
 def keys(args: argparse.Namespace) -> int:
-    from cli.keys_command import list_keys, new_key, revoke_key
+    from twinpool.cli.keys_command import list_keys, new_key, revoke_key
 
     if args.action == "list":
         print_table(list_keys(args.file))
@@ -72,7 +72,7 @@ def keys(args: argparse.Namespace) -> int:
 
 
 def certs(args: argparse.Namespace) -> int:
-    from cli.certs_command import check_certificates, new_certificates, renew_certificate
+    from twinpool.cli.certs_command import check_certificates, new_certificates, renew_certificate
 
     if args.action == "check":
         table, good = check_certificates(args.folder)
@@ -85,7 +85,7 @@ def certs(args: argparse.Namespace) -> int:
 
 
 def demo(args: argparse.Namespace) -> int:
-    from cli.demo import demo_command
+    from twinpool.cli.demo import demo_command
 
     if args.minutes < 0:
         raise ConfigError(f"--minutes must not be less than 0, got {args.minutes:g}")

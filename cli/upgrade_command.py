@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cli.admin_client import POLL_S, AdminClient, CommandRefused, RouterAway
-from cli.handover_classes import between_builds
-from cli.rolling_restart import RollingRestart
-from cli.router_marks import left_alone, routers_of
-from cluster.processes.run_file import RunFile
-from cluster.serve.supervisor_upgrade import CheckedBuild, replace_supervisor, services_build
+from twinpool.cli.admin_client import POLL_S, AdminClient, CommandRefused, RouterAway
+from twinpool.cli.handover_classes import between_builds
+from twinpool.cli.rolling_restart import RollingRestart
+from twinpool.cli.router_marks import left_alone, routers_of
+from twinpool.cluster.processes.run_file import RunFile
+from twinpool.cluster.serve.supervisor_upgrade import CheckedBuild, replace_supervisor, services_build
 
 ROUTER_S = 30.0
 """Seconds in which a router of the new build must answer operators, once the supervisor has replaced it."""

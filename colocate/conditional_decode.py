@@ -11,9 +11,9 @@ many prompts come is the router's decision (`router.core.local_prefill`).
 
 from __future__ import annotations
 
-from colocate.step_budget import prompt_tokens
-from colocate.worker import ColocatedWorker
-from contracts.ids import Role
+from twinpool.colocate.step_budget import prompt_tokens
+from twinpool.colocate.worker import ColocatedWorker
+from twinpool.contracts.ids import Role
 
 
 class ConditionalDecodeWorker(ColocatedWorker):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from colocate.conditional_decode import ConditionalDecodeWorker
-from colocate.worker import ColocatedWorker
-from contracts.config.cluster_config import Config
-from contracts.ids import Role
-from decode.worker import DecodeWorker
+from twinpool.colocate.conditional_decode import ConditionalDecodeWorker
+from twinpool.colocate.worker import ColocatedWorker
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.ids import Role
+from twinpool.decode.worker import DecodeWorker
 
 
 def decode_class_for(role: Role, config: Config) -> type[DecodeWorker]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cache.allocation.allocation import Allocation
-from decode.request.request import DecodeRequest
-from prefill.request import PrefillEvent, PrefillRequest
-from prefill.request_pages import PrefillPages
+from twinpool.cache.allocation.allocation import Allocation
+from twinpool.decode.request.request import DecodeRequest
+from twinpool.prefill.request import PrefillEvent, PrefillRequest
+from twinpool.prefill.request_pages import PrefillPages
 
 
 @dataclass(eq=False, kw_only=True)

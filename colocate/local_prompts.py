@@ -18,28 +18,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from colocate.local_prompt import LocalPrompt, LocalPromptPages, leg_of
-from contracts.block_hash import block_hashes
-from contracts.clock import Clock
-from contracts.config.worker_config import PrefillConfig
-from contracts.ids import RequestId, WorkerName
-from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.router_commands import Submit
-from contracts.messages.worker_events import Done, LegNote, LegReport
-from decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
-from decode.request.request_outcomes import PromptPreempted, PromptReceived, RequestFailed, RequestLeft, RouterEvent
-from decode.transfer_queue import TransferQueue
-from engine.structured_output.answer_grammar import AnswerGrammar
-from prefill.first_token_events import first_token_events, unfinished_report
-from prefill.request import PrefillEvent, PrefillPhase, PrefillRequest
-from prefill.scheduler import PrefillScheduler, ScheduledChunk
-from prefill.step_commit import ChunkDone, ChunkFailed
-from prefill.step_cost import StepCost
-from transfer.rooms.metadata_slots import HandoverMetadata
-from transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
-from worker.admission_check import AdmissionRefusal
-from worker.request_table import RequestTable
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.colocate.local_prompt import LocalPrompt, LocalPromptPages, leg_of
+from twinpool.contracts.block_hash import block_hashes
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.worker_config import PrefillConfig
+from twinpool.contracts.ids import RequestId, WorkerName
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.router_commands import Submit
+from twinpool.contracts.messages.worker_events import Done, LegNote, LegReport
+from twinpool.decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
+from twinpool.decode.request.request_outcomes import (
+    PromptPreempted,
+    PromptReceived,
+    RequestFailed,
+    RequestLeft,
+    RouterEvent,
+)
+from twinpool.decode.transfer_queue import TransferQueue
+from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
+from twinpool.prefill.first_token_events import first_token_events, unfinished_report
+from twinpool.prefill.request import PrefillEvent, PrefillPhase, PrefillRequest
+from twinpool.prefill.scheduler import PrefillScheduler, ScheduledChunk
+from twinpool.prefill.step_commit import ChunkDone, ChunkFailed
+from twinpool.prefill.step_cost import StepCost
+from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
+from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
+from twinpool.worker.admission_check import AdmissionRefusal
+from twinpool.worker.request_table import RequestTable
 
 PromptOutcome = RouterEvent | RequestFailed | RequestLeft | PromptReceived | PromptPreempted
 

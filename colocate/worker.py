@@ -13,30 +13,30 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from cache.allocation.allocation import Allocation
-from cache.manager.kv_cache_manager import KVCacheManager
-from colocate.local_prompt import LocalPromptPages
-from colocate.local_prompts import LocalPrompts
-from colocate.step_budget import prompt_tokens
-from contracts.config.cluster_config import Config
-from contracts.errors import ErrorKind
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.interfaces.worker_interface import SessionId
-from contracts.messages import router_commands as commands
-from decode.request.request import DecodePhase, DecodeRequest
-from decode.transfer_queue import TransferQueue
-from decode.worker import DecodeWorker, Outcome
-from engine.runner.model_runner import ModelRunner
-from engine.structured_output.answer_grammar import AnswerGrammar
-from prefill.audit_runner import AuditRunner
-from prefill.request import PrefillRequest
-from prefill.scheduler import ScheduledChunk
-from prefill.step_commit import PrefillStepCommit
-from prefill.step_cost import StepCost
-from transfer.rooms.receiver.kv_receiver import KVReceiver
-from worker.request_table import RequestTable
-from worker.step_parts import split
-from worker.worker_loop import Sleeper, seconds_until
+from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.colocate.local_prompt import LocalPromptPages
+from twinpool.colocate.local_prompts import LocalPrompts
+from twinpool.colocate.step_budget import prompt_tokens
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages import router_commands as commands
+from twinpool.decode.request.request import DecodePhase, DecodeRequest
+from twinpool.decode.transfer_queue import TransferQueue
+from twinpool.decode.worker import DecodeWorker, Outcome
+from twinpool.engine.runner.model_runner import ModelRunner
+from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
+from twinpool.prefill.audit_runner import AuditRunner
+from twinpool.prefill.request import PrefillRequest
+from twinpool.prefill.scheduler import ScheduledChunk
+from twinpool.prefill.step_commit import PrefillStepCommit
+from twinpool.prefill.step_cost import StepCost
+from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
+from twinpool.worker.request_table import RequestTable
+from twinpool.worker.step_parts import split
+from twinpool.worker.worker_loop import Sleeper, seconds_until
 
 
 class ColocatedWorker(DecodeWorker):

@@ -25,6 +25,11 @@ def source_root() -> Path:
     return Path(__file__).resolve().parents[1]
 
 
+def import_root() -> Path:
+    """The folder that this process has imported `twinpool` from, for the search paths of other processes."""
+    return Path(__file__).absolute().parents[2]
+
+
 @functools.cache
 def build_id() -> str:
     """The build of this process, ``VERSION+DIGEST``; read from the files once, as they are at the first call."""

@@ -22,8 +22,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from contracts.errors import ConfigError
-from contracts.outside_data import read_json
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.outside_data import read_json
 
 KEY_PREFIX = "tp-"
 TENANT_CHARS = 64

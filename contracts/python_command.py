@@ -20,7 +20,7 @@ def module_command(module: str, *arguments: str, python: str = "") -> list[str]:
     """
     if python and python != sys.executable:
         return [python, "-P", "-m", module, *arguments]
-    return [sys.executable, "-P", str(Path(__file__).resolve()), module, *arguments]
+    return [sys.executable, "-P", str(Path(__file__).absolute()), module, *arguments]
 
 
 def script_command(*arguments: str) -> list[str]:
@@ -31,7 +31,7 @@ def script_command(*arguments: str) -> list[str]:
 
 def main() -> None:
     """``python_command.py MODULE ARGUMENTS...``: run the module in this process."""
-    root = str(Path(__file__).resolve().parents[1])
+    root = str(Path(__file__).absolute().parents[2])  # `build_id.import_root`, without importing anything first.
     if root not in sys.path:  # A source tree that isn't installed, which was found by the working directory.
         sys.path.insert(0, root)
     module = sys.argv[1]

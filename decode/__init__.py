@@ -1,5 +1,5 @@
 """Decode: receives the state of prompts from prefill, and generates answers in one continuous batch."""
 
-from decode.worker import DecodeWorker
+from twinpool.decode.worker import DecodeWorker
 
 __all__ = ["DecodeWorker"]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from contracts.clock import Clock
-from contracts.config.worker_config import DecodeConfig
-from contracts.messages.kept_answers import AnswerName, KeptAnswer
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.worker_config import DecodeConfig
+from twinpool.contracts.messages.kept_answers import AnswerName, KeptAnswer
 
 ANSWER_BYTES, TOKEN_BYTES = 1024, 40
 """The estimated memory of an answer without tokens, and of a token: an integer and its place in a tuple."""

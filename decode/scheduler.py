@@ -14,20 +14,20 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import groupby
 
-from contracts.clock import Clock
-from contracts.config.cluster_config import Config
-from contracts.errors import ErrorKind
-from contracts.messages.worker_events import LegNote
-from decode.request.output_length import OutputLengths
-from decode.request.prompt_source import PromptSource
-from decode.request.request import OFF_DEVICE, DecodeEvent, DecodePhase, DecodeRequest
-from decode.request.request_outcomes import RequestFailed
-from decode.request.request_pages import DecodePages
-from decode.retraction.memory_pressure import MemoryPressure
-from decode.retraction.retraction import Retraction
-from decode.speculation.drafting import Drafting
-from worker.fair_shares import FairShares
-from worker.request_table import RequestTable
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.messages.worker_events import LegNote
+from twinpool.decode.request.output_length import OutputLengths
+from twinpool.decode.request.prompt_source import PromptSource
+from twinpool.decode.request.request import OFF_DEVICE, DecodeEvent, DecodePhase, DecodeRequest
+from twinpool.decode.request.request_outcomes import RequestFailed
+from twinpool.decode.request.request_pages import DecodePages
+from twinpool.decode.retraction.memory_pressure import MemoryPressure
+from twinpool.decode.retraction.retraction import Retraction
+from twinpool.decode.speculation.drafting import Drafting
+from twinpool.worker.fair_shares import FairShares
+from twinpool.worker.request_table import RequestTable
 
 
 class DecodeScheduler:

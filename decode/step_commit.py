@@ -14,25 +14,33 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cache.allocation.allocation import Allocation
-from contracts.clock import Clock
-from contracts.config.cluster_config import Config
-from contracts.damage import DamageSite, log_damage
-from contracts.errors import ErrorKind
-from contracts.messages.worker_events import Tokens
-from decode.request.request import DecodeRequest
-from decode.request.request_outcomes import RequestFailed, RequestFinished, RouterEvent
-from decode.request.request_pages import DecodePages
-from decode.speculation.drafting import Drafting
-from engine.runner.batch import NONFINITE, BatchRow, DrawnToken, RowOutput, StepHandle, TokenDraw, TokenFromStep
-from engine.runner.launched_step import LaunchedStep
-from engine.runner.model_runner import ModelRunner
-from engine.runner.sampling.token_mask import TokenMask
-from engine.structured_output.grammar_engine import GrammarError, GrammarMatcher
-from worker.grammar_gate import GrammarGate
-from worker.nonfinite_rows import NonfiniteRows
-from worker.request_table import RequestTable
-from worker.step_overlap import StepOverlap
+from twinpool.cache.allocation.allocation import Allocation
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.damage import DamageSite, log_damage
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.messages.worker_events import Tokens
+from twinpool.decode.request.request import DecodeRequest
+from twinpool.decode.request.request_outcomes import RequestFailed, RequestFinished, RouterEvent
+from twinpool.decode.request.request_pages import DecodePages
+from twinpool.decode.speculation.drafting import Drafting
+from twinpool.engine.runner.batch import (
+    NONFINITE,
+    BatchRow,
+    DrawnToken,
+    RowOutput,
+    StepHandle,
+    TokenDraw,
+    TokenFromStep,
+)
+from twinpool.engine.runner.launched_step import LaunchedStep
+from twinpool.engine.runner.model_runner import ModelRunner
+from twinpool.engine.runner.sampling.token_mask import TokenMask
+from twinpool.engine.structured_output.grammar_engine import GrammarError, GrammarMatcher
+from twinpool.worker.grammar_gate import GrammarGate
+from twinpool.worker.nonfinite_rows import NonfiniteRows
+from twinpool.worker.request_table import RequestTable
+from twinpool.worker.step_overlap import StepOverlap
 
 log = logging.getLogger("twinpool.decode")
 

@@ -10,22 +10,22 @@ import logging
 from bisect import bisect_left
 from collections.abc import Iterator
 
-from cache.device.device_port import DEVICE, Device, spans
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from contracts.block_hash import block_hashes
-from contracts.clock import Clock
-from contracts.errors import ErrorKind, WireError
-from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.router_commands import Submit
-from decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
-from decode.request.request_outcomes import PromptReceived, RequestFailed, RequestLeft
-from decode.request.request_pages import DecodePages
-from engine.structured_output.answer_grammar import AnswerGrammar
-from transfer.rooms.receiver.kv_receiver import KVReceiver
-from transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
-from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
-from worker.admission_check import AdmissionRefusal
-from worker.request_table import RequestTable
+from twinpool.cache.device.device_port import DEVICE, Device, spans
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.contracts.block_hash import block_hashes
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.errors import ErrorKind, WireError
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.router_commands import Submit
+from twinpool.decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
+from twinpool.decode.request.request_outcomes import PromptReceived, RequestFailed, RequestLeft
+from twinpool.decode.request.request_pages import DecodePages
+from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
+from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
+from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
+from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
+from twinpool.worker.admission_check import AdmissionRefusal
+from twinpool.worker.request_table import RequestTable
 
 log = logging.getLogger("twinpool.decode")
 

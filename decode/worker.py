@@ -14,29 +14,29 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cache.allocation.allocation import Allocation
-from cache.manager.kv_cache_manager import KVCacheManager
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from contracts.clock import Clock
-from contracts.config.cluster_config import Config
-from contracts.errors import ErrorKind
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.interfaces.worker_interface import UNOWNED, SessionId
-from contracts.messages import router_commands as commands
-from contracts.messages.kept_answers import Attach, Attached
-from contracts.messages.worker_events import Done
-from contracts.messages.worker_status import CheckReport, EndedWorker, WorkerStatus
-from decode.kept_answers import KeptAnswers
-from decode.migration.drain_advisor import DrainAdvisor
-from decode.migration.migration_cost import MigrationCosts
-from decode.migration.outgoing_migrations import OutgoingMigrations
-from decode.migration.prefix_offers import PrefixOffers
-from decode.migration.prefix_pull import PrefixPulls
-from decode.migration.prefix_push import PrefixPushes
-from decode.request.output_length import OutputLengths
-from decode.request.prompt_source import PromptSource
-from decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
-from decode.request.request_outcomes import (
+from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.interfaces.worker_interface import UNOWNED, SessionId
+from twinpool.contracts.messages import router_commands as commands
+from twinpool.contracts.messages.kept_answers import Attach, Attached
+from twinpool.contracts.messages.worker_events import Done
+from twinpool.contracts.messages.worker_status import CheckReport, EndedWorker, WorkerStatus
+from twinpool.decode.kept_answers import KeptAnswers
+from twinpool.decode.migration.drain_advisor import DrainAdvisor
+from twinpool.decode.migration.migration_cost import MigrationCosts
+from twinpool.decode.migration.outgoing_migrations import OutgoingMigrations
+from twinpool.decode.migration.prefix_offers import PrefixOffers
+from twinpool.decode.migration.prefix_pull import PrefixPulls
+from twinpool.decode.migration.prefix_push import PrefixPushes
+from twinpool.decode.request.output_length import OutputLengths
+from twinpool.decode.request.prompt_source import PromptSource
+from twinpool.decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
+from twinpool.decode.request.request_outcomes import (
     PromptPreempted,
     PromptReceived,
     RequestFailed,
@@ -44,21 +44,21 @@ from decode.request.request_outcomes import (
     RequestLeft,
     RouterEvent,
 )
-from decode.request.request_pages import DecodePages
-from decode.scheduler import DecodeScheduler
-from decode.speculation.drafting import Drafter, Drafting, PromptLookupDrafter
-from decode.step_commit import DecodeStepCommit
-from decode.transfer_queue import TransferQueue
-from engine.runner.model_runner import ModelRunner
-from engine.structured_output.answer_grammar import AnswerGrammar
-from engine.structured_output.grammar_engine import GrammarEngine
-from transfer.rooms.receiver.kv_receiver import KVReceiver
-from transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
-from transfer.rooms.room_outcomes import RoomGranted, RoomReleased
-from transfer.rooms.sender.kv_sender import KVSender
-from transfer.rooms.sender.sender_rooms import SenderOutcome
-from worker.admission_check import AdmissionRefusal
-from worker.worker_loop import Sleeper, WorkerLoop, seconds_until
+from twinpool.decode.request.request_pages import DecodePages
+from twinpool.decode.scheduler import DecodeScheduler
+from twinpool.decode.speculation.drafting import Drafter, Drafting, PromptLookupDrafter
+from twinpool.decode.step_commit import DecodeStepCommit
+from twinpool.decode.transfer_queue import TransferQueue
+from twinpool.engine.runner.model_runner import ModelRunner
+from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
+from twinpool.engine.structured_output.grammar_engine import GrammarEngine
+from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
+from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
+from twinpool.transfer.rooms.room_outcomes import RoomGranted, RoomReleased
+from twinpool.transfer.rooms.sender.kv_sender import KVSender
+from twinpool.transfer.rooms.sender.sender_rooms import SenderOutcome
+from twinpool.worker.admission_check import AdmissionRefusal
+from twinpool.worker.worker_loop import Sleeper, WorkerLoop, seconds_until
 
 Outcome = (
     RouterEvent

@@ -25,35 +25,37 @@ class Face:
 
 FACES = (
     Face(
-        "cache.storage",
+        "twinpool.cache.storage",
         "Storage backends",
         "A package adds a backend by an entry point of the group `twinpool.storage`, a function from `StorageConfig` "
         "to a backend; `cache.storage.backend` names it. The smallest one to copy from is "
         "[memory_backend.py](../cache/storage/backends/memory_backend.py).",
     ),
     Face(
-        "router.kv_indexer.kv_event_subscriber",
+        "twinpool.router.kv_indexer.kv_event_subscriber",
         "KV event subscriber",
         "Follows the KV events of a worker and keeps an index of what it holds "
         "([how to switch them on](operating.md#kv-events)).",
     ),
-    Face("contracts.messages.kv_events", "KV events", "What a worker tells of its cache, and the bytes of it."),
-    Face("contracts.clock", "Clocks", "What takes the time from outside takes one of these."),
     Face(
-        "cache.prefix_cache.eviction_policy",
+        "twinpool.contracts.messages.kv_events", "KV events", "What a worker tells of its cache, and the bytes of it."
+    ),
+    Face("twinpool.contracts.clock", "Clocks", "What takes the time from outside takes one of these."),
+    Face(
+        "twinpool.cache.prefix_cache.eviction_policy",
         "Eviction policies",
         "`cache.eviction` names one. A policy reads a node of the prefix tree: when it was made (`created`), when and "
         "how often it was of use (`used`, `hits`), and how important to whom it belongs (`priority`). "
         "[CONTRIBUTING.md](../CONTRIBUTING.md#a-policy) says how to add one.",
     ),
     Face(
-        "decode.retraction.retraction_policy",
+        "twinpool.decode.retraction.retraction_policy",
         "Retraction policy",
         "Who leaves a decode worker's device when memory is short, who comes back first, and whether state is copied. "
         "[CONTRIBUTING.md](../CONTRIBUTING.md#a-policy) says how to change it.",
     ),
     Face(
-        "contracts.config",
+        "twinpool.contracts.config",
         "Configuration",
         "The sections, and how they are read; every key is in [configuration.md](configuration.md).",
         classes=False,

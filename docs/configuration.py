@@ -8,7 +8,7 @@ import inspect
 import typing
 from collections.abc import Iterator
 
-from contracts.config import cache_config, cluster_config
+from twinpool.contracts.config import cache_config, cluster_config
 
 _KINDS: dict[object, str] = {int: "whole", float: "number", bool: "yes/no", str: "text"}
 

@@ -33,7 +33,7 @@ ADDRESS = re.compile(r"look at (\S+)")
 
 def main(arguments: Sequence[str]) -> int:
     file = Path(arguments[0]) if arguments else FILE
-    command = [sys.executable, "-m", "cli.commands", "demo", "--chaos", "--minutes", "1.6", "--port", "0"]
+    command = [sys.executable, "-m", "twinpool.cli.commands", "demo", "--chaos", "--minutes", "1.6", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo, browsing() as browser:
         assert demo.stdout is not None
         url = next(found[1] for line in demo.stdout if (found := ADDRESS.search(line)))

@@ -57,7 +57,7 @@ def simulated(prefill: int, decode: int, routers: int) -> Iterator[str]:
 def real(*flags: str) -> Iterator[str]:
     """Serve the demo, and ask it for `LOAD_S` and on; yields the page's URL."""
     with serving("demo", flags=flags) as url:
-        command = [sys.executable, "-m", "cli.commands", "replay", str(TRACE), "--url", url, *REPLAY]
+        command = [sys.executable, "-m", "twinpool.cli.commands", "replay", str(TRACE), "--url", url, *REPLAY]
         asking = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             threading.Event().wait(LOAD_S)

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from prometheus_client.core import Metric
 
-from contracts.checkpoint.model_spec import read_model_spec
-from contracts.clock import ManualClock
-from contracts.config.load_config import config_from_dict
-from contracts.messages.control_plane import ControlPlane
-from router.api.connection_limits import ClientConnections
-from router.metrics.index_metrics import index_metrics
-from router.service.controller_ports import ControllerPorts
-from router.service.router_service import RouterService
-from router.tracing.otlp_exporter import TraceExporter
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.messages.control_plane import ControlPlane
+from twinpool.router.api.connection_limits import ClientConnections
+from twinpool.router.metrics.index_metrics import index_metrics
+from twinpool.router.service.controller_ports import ControllerPorts
+from twinpool.router.service.router_service import RouterService
+from twinpool.router.tracing.otlp_exporter import TraceExporter
 
 DEMO = Path(__file__).parents[1] / "cluster" / "demo"
 EVERYTHING = {"watch": {"repetition_tokens": 64}, "autoscaling": {"enabled": True}}

@@ -9,16 +9,16 @@ import ast
 import importlib
 import inspect
 import textwrap
-import tomllib
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cluster.controller import worker_states
-from contracts.state_table import StateTable
-from router.state import routed_request
+from twinpool.cluster.controller import worker_states
+from twinpool.contracts.build_id import PACKAGES
+from twinpool.contracts.state_table import StateTable
+from twinpool.router.state import routed_request
 
 ROOT = Path(__file__).parents[1]
 Table = StateTable[Any, Any]
@@ -63,16 +63,14 @@ def main() -> str:
 
 def tables() -> Iterator[tuple[str, Table, str]]:
     """Each table with its file and the first words of what is written about it."""
-    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
-    packages = build["targets"]["wheel"]["packages"]
-    for path in sorted(path for package in packages for path in (ROOT / package).rglob("*.py")):
+    for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
         if "= StateTable[" in path.read_text():
-            module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+            module = importlib.import_module(".".join(("twinpool", *path.relative_to(ROOT).with_suffix("").parts)))
             for table in vars(module).values():
                 if isinstance(table, StateTable):
                     yield path.relative_to(ROOT).as_posix(), table, words(module, table)
     for module, name, title in PAIRS:
-        path = Path(str(module.__file__)).relative_to(ROOT).as_posix()
+        path = Path(str(module.__file__)).resolve().relative_to(ROOT).as_posix()
         table = of_pairs(module, name, title)
         yield path, table, words(module, table)
 

@@ -17,22 +17,22 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from cache.manager.kv_cache_manager import KVCacheManager
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from contracts.config.cluster_config import Config
-from contracts.damage import PREFIX, DamageSite, log_damage
-from contracts.ids import RequestId
-from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.router_commands import Audit, Cancel, Command, InvalidatePrefix
-from contracts.messages.worker_events import Audited, AuditEnd, Event
-from contracts.sampling_params import TokenDifference
-from engine.runner.batch import NONFINITE, BatchRow, KnownAnswer
-from engine.runner.model_runner import ModelRunner
-from engine.runner.sampling.token_mask import TokenMask
-from engine.structured_output.answer_grammar import AnswerGrammar
-from engine.structured_output.grammar_engine import GrammarError
-from prefill.audit_state import AUDITS, AuditRun, AuditRunEvent, AuditRunState
-from worker.grammar_gate import GrammarGate
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.damage import PREFIX, DamageSite, log_damage
+from twinpool.contracts.ids import RequestId
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, InvalidatePrefix
+from twinpool.contracts.messages.worker_events import Audited, AuditEnd, Event
+from twinpool.contracts.sampling_params import TokenDifference
+from twinpool.engine.runner.batch import NONFINITE, BatchRow, KnownAnswer
+from twinpool.engine.runner.model_runner import ModelRunner
+from twinpool.engine.runner.sampling.token_mask import TokenMask
+from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
+from twinpool.engine.structured_output.grammar_engine import GrammarError
+from twinpool.prefill.audit_state import AUDITS, AuditRun, AuditRunEvent, AuditRunState
+from twinpool.worker.grammar_gate import GrammarGate
 
 log = logging.getLogger("twinpool.prefill")
 MOST_WAITING = 4

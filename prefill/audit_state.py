@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from cache.allocation.allocation import Allocation
-from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.router_commands import Audit
-from contracts.sampling_params import TokenDifference
-from contracts.state_table import StateTable
-from engine.structured_output.answer_grammar import AnswerGrammar
+from twinpool.cache.allocation.allocation import Allocation
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.router_commands import Audit
+from twinpool.contracts.sampling_params import TokenDifference
+from twinpool.contracts.state_table import StateTable
+from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
 
 
 class AuditRunState(StrEnum):

@@ -3,9 +3,9 @@ the report alone where it is given up before that."""
 
 from __future__ import annotations
 
-from contracts.ids import Role, WorkerName
-from contracts.messages.worker_events import Event, LegReport, PromptScores, Tokens
-from prefill.request import PrefillRequest
+from twinpool.contracts.ids import Role, WorkerName
+from twinpool.contracts.messages.worker_events import Event, LegReport, PromptScores, Tokens
+from twinpool.prefill.request import PrefillRequest
 
 
 def first_token_events(request: PrefillRequest, worker: WorkerName) -> list[Event]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cache.device.device_port import Completion
-from contracts.errors import ErrorKind
-from contracts.ids import RoomId
-from contracts.messages.router_commands import Submit
-from prefill.request import PrefillPhase, PrefillRequest
-from transfer.rooms.metadata_slots import HandoverMetadata
-from transfer.rooms.room_outcomes import RoomGranted
-from transfer.rooms.sender.kv_sender import KVSender
-from worker.request_table import RequestTable
-from worker.sendable_pages import finished
+from twinpool.cache.device.device_port import Completion
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RoomId
+from twinpool.contracts.messages.router_commands import Submit
+from twinpool.prefill.request import PrefillPhase, PrefillRequest
+from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
+from twinpool.transfer.rooms.room_outcomes import RoomGranted
+from twinpool.transfer.rooms.sender.kv_sender import KVSender
+from twinpool.worker.request_table import RequestTable
+from twinpool.worker.sendable_pages import finished
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,18 +15,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cache.allocation.block_table import NULL_PAGE
-from cache.device.device_port import Device
-from cache.device.layer_marks import LayerMarks, layer_groups
-from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
-from contracts.config.worker_config import TransferConfig
-from contracts.ids import RoomId
-from engine.runner.batch import StepHandle
-from prefill.request import PrefillRequest
-from prefill.scheduler import ScheduledChunk
-from transfer.planes.data_plane import PageNumbers
-from transfer.rooms.room_outcomes import LayeredPages
-from transfer.rooms.sender.kv_sender import KVSender
+from twinpool.cache.allocation.block_table import NULL_PAGE
+from twinpool.cache.device.device_port import Device
+from twinpool.cache.device.layer_marks import LayerMarks, layer_groups
+from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
+from twinpool.contracts.config.worker_config import TransferConfig
+from twinpool.contracts.ids import RoomId
+from twinpool.engine.runner.batch import StepHandle
+from twinpool.prefill.request import PrefillRequest
+from twinpool.prefill.scheduler import ScheduledChunk
+from twinpool.transfer.planes.data_plane import PageNumbers
+from twinpool.transfer.rooms.room_outcomes import LayeredPages
+from twinpool.transfer.rooms.sender.kv_sender import KVSender
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,17 +12,17 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from cache.allocation.allocation import Allocation, CachedTokens
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.tiers.prefetch_request import PrefetchRequest
-from contracts.ids import WorkerName
-from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.router_commands import Submit
-from contracts.messages.worker_events import LegNote
-from contracts.sampling_params import TokenLogprob
-from contracts.state_table import StateTable
-from engine.runner.batch import DrawnToken, StepHandle
-from engine.structured_output.answer_grammar import AnswerGrammar
+from twinpool.cache.allocation.allocation import Allocation, CachedTokens
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.tiers.prefetch_request import PrefetchRequest
+from twinpool.contracts.ids import WorkerName
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.router_commands import Submit
+from twinpool.contracts.messages.worker_events import LegNote
+from twinpool.contracts.sampling_params import TokenLogprob
+from twinpool.contracts.state_table import StateTable
+from twinpool.engine.runner.batch import DrawnToken, StepHandle
+from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
 
 
 class PrefillPhase(StrEnum):

@@ -6,8 +6,8 @@ pages; and the worker, which ends requests.
 
 from __future__ import annotations
 
-from cache.manager.kv_cache_manager import KVCacheManager
-from prefill.request import PrefillEvent, PrefillRequest
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.prefill.request import PrefillEvent, PrefillRequest
 
 
 class PrefillPages:

@@ -22,17 +22,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from contracts.clock import Clock
-from contracts.config.worker_config import PrefillConfig
-from contracts.messages.worker_events import LegNote
-from engine.runner.batch import BatchRow, TokenDraw
-from engine.runner.sampling.token_mask import TokenMask
-from prefill.request import PrefillEvent, PrefillPhase, PrefillRequest
-from prefill.request_pages import PrefillPages
-from prefill.step_cost import StepCost
-from worker.fair_shares import FairShares
-from worker.request_table import RequestTable
-from worker.tenant_returns import TenantReturns
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.worker_config import PrefillConfig
+from twinpool.contracts.messages.worker_events import LegNote
+from twinpool.engine.runner.batch import BatchRow, TokenDraw
+from twinpool.engine.runner.sampling.token_mask import TokenMask
+from twinpool.prefill.request import PrefillEvent, PrefillPhase, PrefillRequest
+from twinpool.prefill.request_pages import PrefillPages
+from twinpool.prefill.step_cost import StepCost
+from twinpool.worker.fair_shares import FairShares
+from twinpool.worker.request_table import RequestTable
+from twinpool.worker.tenant_returns import TenantReturns
 
 _LEAST_SHARED = 8
 """Short steps have at least this part of a step's budget, so that what each step costs doesn't become all that they

@@ -10,22 +10,22 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from cache.allocation.allocation import Allocation
-from cache.device.device_port import Completion
-from contracts.clock import Clock
-from contracts.config.cluster_config import Config
-from contracts.damage import DamageSite, log_damage
-from contracts.errors import ErrorKind
-from engine.runner.batch import NONFINITE, RowOutput, StepHandle
-from engine.runner.model_runner import ModelRunner
-from prefill.layered_sends import LayeredSends
-from prefill.request import PrefillPhase, PrefillRequest, StepMember
-from prefill.request_pages import PrefillPages
-from prefill.scheduler import ScheduledChunk
-from prefill.step_cost import StepCost
-from worker.nonfinite_rows import NonfiniteRows
-from worker.request_table import RequestTable
-from worker.step_overlap import StepOverlap
+from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.device.device_port import Completion
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.damage import DamageSite, log_damage
+from twinpool.contracts.errors import ErrorKind
+from twinpool.engine.runner.batch import NONFINITE, RowOutput, StepHandle
+from twinpool.engine.runner.model_runner import ModelRunner
+from twinpool.prefill.layered_sends import LayeredSends
+from twinpool.prefill.request import PrefillPhase, PrefillRequest, StepMember
+from twinpool.prefill.request_pages import PrefillPages
+from twinpool.prefill.scheduler import ScheduledChunk
+from twinpool.prefill.step_cost import StepCost
+from twinpool.worker.nonfinite_rows import NonfiniteRows
+from twinpool.worker.request_table import RequestTable
+from twinpool.worker.step_overlap import StepOverlap
 
 log = logging.getLogger("twinpool.prefill")
 _STALE_LIMIT = 2

@@ -10,33 +10,33 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from cache.device.device_port import DONE, Completion
-from cache.manager.kv_cache_manager import KVCacheManager
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from contracts.block_hash import block_hashes
-from contracts.clock import Clock
-from contracts.config.cluster_config import Config
-from contracts.errors import ErrorKind, WireError
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.kept_answers import Attach
-from contracts.messages.router_commands import Command, MigrationCommand, Submit
-from contracts.messages.worker_status import CheckReport, WorkerStatus
-from engine.runner.model_runner import ModelRunner
-from engine.structured_output.answer_grammar import AnswerGrammar
-from engine.structured_output.grammar_engine import GrammarEngine
-from prefill.audit_runner import AuditRunner
-from prefill.first_token_events import first_token_events, unfinished_report
-from prefill.handover import Damaged, Granted, Lost, PrefillHandover
-from prefill.layered_sends import LayeredSends
-from prefill.request import PrefillEvent, PrefillPhase, PrefillRequest
-from prefill.request_pages import PrefillPages
-from prefill.scheduler import PrefillScheduler
-from prefill.step_commit import ChunkFailed, PrefillStepCommit
-from prefill.step_cost import StepCost
-from transfer.rooms.sender.kv_sender import KVSender
-from worker.admission_check import AdmissionRefusal
-from worker.worker_loop import Sleeper, WorkerLoop, seconds_until
+from twinpool.cache.device.device_port import DONE, Completion
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.contracts.block_hash import block_hashes
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.errors import ErrorKind, WireError
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.kept_answers import Attach
+from twinpool.contracts.messages.router_commands import Command, MigrationCommand, Submit
+from twinpool.contracts.messages.worker_status import CheckReport, WorkerStatus
+from twinpool.engine.runner.model_runner import ModelRunner
+from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
+from twinpool.engine.structured_output.grammar_engine import GrammarEngine
+from twinpool.prefill.audit_runner import AuditRunner
+from twinpool.prefill.first_token_events import first_token_events, unfinished_report
+from twinpool.prefill.handover import Damaged, Granted, Lost, PrefillHandover
+from twinpool.prefill.layered_sends import LayeredSends
+from twinpool.prefill.request import PrefillEvent, PrefillPhase, PrefillRequest
+from twinpool.prefill.request_pages import PrefillPages
+from twinpool.prefill.scheduler import PrefillScheduler
+from twinpool.prefill.step_commit import ChunkFailed, PrefillStepCommit
+from twinpool.prefill.step_cost import StepCost
+from twinpool.transfer.rooms.sender.kv_sender import KVSender
+from twinpool.worker.admission_check import AdmissionRefusal
+from twinpool.worker.worker_loop import Sleeper, WorkerLoop, seconds_until
 
 log = logging.getLogger("twinpool.prefill")
 

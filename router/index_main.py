@@ -1,4 +1,4 @@
-"""The KV index's process: ``python -m router.index_main --controller HOST:PORT --table PATH``.
+"""The KV index's process: ``python -m twinpool.router.index_main --controller HOST:PORT --table PATH``.
 
 One a host: it follows the KV events of the workers that it can reach, and its routers map the table. It logs JSON lines
 to standard error and ends on SIGTERM or SIGINT. Exit codes: 0 after a signal, 1 when something failed, 2 for wrong
@@ -17,18 +17,18 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from contracts.clock import SystemClock
-from contracts.config.cluster_config import Config
-from contracts.config.load_config import read_config_json
-from contracts.errors import TwinpoolError
-from contracts.ids import Role
-from contracts.json_logs import log_to_stream
-from contracts.messages.worker_status import WorkerView
-from contracts.signal_listener import SignalListener
-from router.kv_indexer.event_feed import EventFeed
-from router.kv_indexer.table_memory import TableMemory, TableSize
-from router.links.controller_directory import ControllerDirectory
-from router.state.router_log import log
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.load_config import read_config_json
+from twinpool.contracts.errors import TwinpoolError
+from twinpool.contracts.ids import Role
+from twinpool.contracts.json_logs import log_to_stream
+from twinpool.contracts.messages.worker_status import WorkerView
+from twinpool.contracts.signal_listener import SignalListener
+from twinpool.router.kv_indexer.event_feed import EventFeed
+from twinpool.router.kv_indexer.table_memory import TableMemory, TableSize
+from twinpool.router.links.controller_directory import ControllerDirectory
+from twinpool.router.state.router_log import log
 
 WAIT_S = 0.2
 """Seconds that a round waits for events."""
@@ -70,7 +70,7 @@ def follow(feed: EventFeed, views: WatchedViews, stop: threading.Event) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        allow_abbrev=False, prog="router.index_main", description="The KV index of one host's routers."
+        allow_abbrev=False, prog="twinpool.router.index_main", description="The KV index of one host's routers."
     )
     parser.add_argument("--controller", required=True, metavar="HOST:PORT")
     parser.add_argument("--table", type=Path, required=True, help="where the routers find the table")

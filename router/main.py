@@ -1,4 +1,4 @@
-"""The process of one router: ``python -m router.main --model DIR --controller HOST:PORT[,…] --port N``.
+"""The process of one router: ``python -m twinpool.router.main --model DIR --controller HOST:PORT[,…] --port N``.
 
 The process logs JSON lines to standard error and prints nothing. With ``--ready-fd`` it writes one line to that
 descriptor once it listens. With ``--take-over`` it gets the listening sockets of the router that it replaces, which
@@ -19,30 +19,30 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from contracts.build_id import build_id
-from contracts.checkpoint.model_spec import read_model_spec
-from contracts.config.cluster_config import Config
-from contracts.config.load_config import read_config_json
-from contracts.config.setting_effects import routers_digest
-from contracts.errors import ConfigError, TwinpoolError
-from contracts.json_logs import log_to_stream
-from contracts.messages.router_report import RouterIdentity
-from router.api.app import create_admin_app, create_app
-from router.api.connection_limits import raise_descriptor_limit
-from router.api.port_handover import Predecessor
-from router.api.router_server import LIVE_CONNECTIONS, AdminListener, RouterListeners, RouterServer
-from router.links.controller_directory import ControllerDirectory
-from router.service.controller_ports import ControllerPorts
-from router.service.router_service import RouterService
-from router.state.router_log import log
-from router.tokenizer_pool.c_heap import map_large_buffers
+from twinpool.contracts.build_id import build_id
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.load_config import read_config_json
+from twinpool.contracts.config.setting_effects import routers_digest
+from twinpool.contracts.errors import ConfigError, TwinpoolError
+from twinpool.contracts.json_logs import log_to_stream
+from twinpool.contracts.messages.router_report import RouterIdentity
+from twinpool.router.api.app import create_admin_app, create_app
+from twinpool.router.api.connection_limits import raise_descriptor_limit
+from twinpool.router.api.port_handover import Predecessor
+from twinpool.router.api.router_server import LIVE_CONNECTIONS, AdminListener, RouterListeners, RouterServer
+from twinpool.router.links.controller_directory import ControllerDirectory
+from twinpool.router.service.controller_ports import ControllerPorts
+from twinpool.router.service.router_service import RouterService
+from twinpool.router.state.router_log import log
+from twinpool.router.tokenizer_pool.c_heap import map_large_buffers
 
 BACKLOG = 2048
 
 
 def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        allow_abbrev=False, prog="router.main", description="One router of a Twinpool cluster."
+        allow_abbrev=False, prog="twinpool.router.main", description="One router of a Twinpool cluster."
     )
     parser.add_argument("--model", type=Path, required=True, help="checkpoint folder")
     parser.add_argument("--controller", required=True, metavar="HOST:PORT")

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from contracts.sampling_params import SamplingParams
 from tests.checkpoints import Oracle, compare, compare_forced, compare_sampled, make_checkpoint
 from tests.serving import Answer, Serving, serving
+from twinpool.contracts.sampling_params import SamplingParams
 
 COUNT, LONGEST, TOKENS, AT_ONCE = 20, 2000, 40, 16
 

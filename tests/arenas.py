@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from cluster.arena import arena_agent
 from tests.serving import Serving, family
+from twinpool.cluster.arena import arena_agent
 
 _BLOCK = 4096
 

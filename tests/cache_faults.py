@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cache.device.device_port import Completion, Device, DeviceOp
-from cache.manager.kv_cache_manager import KVCacheManager
-from cache.pool.page_allocator import Lease
-from cache.prefix_cache.nodes.tree_components import WindowComponent
-from cache.prefix_cache.nodes.tree_node import NodePart, Tier, TreeNode
-from cache.storage.backends.memory_backend import MemoryBackend
-from cache.storage.backends.object_seal import seal
-from cache.storage.storage_backend import ObjectName
-from cache.tiers.prefetch import Prefetcher
-from cache.tiers.prefetch_request import PrefetchRequest
+from twinpool.cache.device.device_port import Completion, Device, DeviceOp
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.cache.prefix_cache.nodes.tree_components import WindowComponent
+from twinpool.cache.prefix_cache.nodes.tree_node import NodePart, Tier, TreeNode
+from twinpool.cache.storage.backends.memory_backend import MemoryBackend
+from twinpool.cache.storage.backends.object_seal import seal
+from twinpool.cache.storage.storage_backend import ObjectName
+from twinpool.cache.tiers.prefetch import Prefetcher
+from twinpool.cache.tiers.prefetch_request import PrefetchRequest
 
 _MAGIC = b"twinpage"
 _MOVERS = ("load", "save", "store", "above a save")

@@ -23,12 +23,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_node import Tier
-from cache.tiers.prefetch import Prefetcher
 from tests.cache_visitors import Visitor
 from tests.cache_world import World
 from tests.poolsets import pool_sets
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.cache.tiers.prefetch import Prefetcher
 
 PAGE_TOKENS = 2
 _MOST_PAGES = 10

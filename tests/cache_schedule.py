@@ -19,14 +19,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from cache.device.device_port import DEVICE
-from cache.manager.swap.swap_in import SwapInProgress
-from cache.prefix_cache.nodes.tree_node import Tier
-from cache.swap.swapped_state import SwappedState, SwapPlace
-from contracts.errors import CapacityError
 from tests.cache_visitors import Visitor
 from tests.cache_world import World
 from tests.poolsets import NAMES, pool_sets
+from twinpool.cache.device.device_port import DEVICE
+from twinpool.cache.manager.swap.swap_in import SwapInProgress
+from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.cache.swap.swapped_state import SwappedState, SwapPlace
+from twinpool.contracts.errors import CapacityError
 
 PAGE_TOKENS = 2
 _ACTIONS = 120

@@ -9,10 +9,10 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from cache.allocation.allocation import Allocation
-from cache.device.device_port import Completion
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.tiers.prefetch_request import PrefetchRequest
+from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.device.device_port import Completion
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.tiers.prefetch_request import PrefetchRequest
 
 
 def as_bytes(rows: torch.Tensor) -> torch.Tensor:

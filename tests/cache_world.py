@@ -16,31 +16,40 @@ from itertools import count
 
 import torch
 
-from cache.allocation.allocation import Allocation
-from cache.allocation.block_table import NULL_PAGE
-from cache.arena.arena import Arena
-from cache.device.adversarial_device import AdversarialDevice
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import DEVICE, Completion, Device, DeviceOp, DeviceStream, attempt, failure, spans
-from cache.manager.kv_cache_manager import KVCacheManager
-from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.memory.memory_layout import LayoutOrder, PoolSetLayout
-from cache.memory.page_moves import gather
-from cache.pool.load_gate import LayerBuffers
-from cache.pool.page_allocator import Pin
-from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_components import WindowComponent
-from cache.prefix_cache.nodes.tree_node import Tier, TreeNode
-from cache.storage.backends.memory_backend import MemoryBackend
-from cache.storage.inline_queue import InlineIoQueue
-from cache.storage.io_queue import StorageOp
-from cache.storage.storage_backend import ObjectName
-from contracts.clock import ManualClock
-from contracts.config.cache_config import CacheConfig, PrefetchConfig
 from tests.cache_faults import FaultyDevice, Watch, damage_host, damage_storage
 from tests.cache_visitors import Step, Visitor, as_bytes, content
 from tests.poolsets import worn
+from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.allocation.block_table import NULL_PAGE
+from twinpool.cache.arena.arena import Arena
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import (
+    DEVICE,
+    Completion,
+    Device,
+    DeviceOp,
+    DeviceStream,
+    attempt,
+    failure,
+    spans,
+)
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cache.memory.memory_layout import LayoutOrder, PoolSetLayout
+from twinpool.cache.memory.page_moves import gather
+from twinpool.cache.pool.load_gate import LayerBuffers
+from twinpool.cache.pool.page_allocator import Pin
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_components import WindowComponent
+from twinpool.cache.prefix_cache.nodes.tree_node import Tier, TreeNode
+from twinpool.cache.storage.backends.memory_backend import MemoryBackend
+from twinpool.cache.storage.inline_queue import InlineIoQueue
+from twinpool.cache.storage.io_queue import StorageOp
+from twinpool.cache.storage.storage_backend import ObjectName
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cache_config import CacheConfig, PrefetchConfig
 
 _worlds = count()
 

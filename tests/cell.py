@@ -7,20 +7,20 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from contracts.config.router_config import AuditConfig, RouterConfig
-from contracts.damage import where_of
-from contracts.ids import Incarnation, RequestId, Role
-from contracts.messages.router_commands import Audit
-from contracts.messages.worker_events import Done
-from contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerView
-from contracts.sampling_params import SamplingParams
-from router.core.router_actions import DeliverTokens, EndRequest, NoteReplay, SendCommand
-from router.core.router_core import RouterCore
-from router.state.prefix_hashes import prefix_hashes
-from router.state.routed_request import RoutedRequest
-from router.state.worker_table import WorkerKey
-from router.verification.audit_cases import AuditFinding, AuditResult
 from tests.pair import SESSION, Pair
+from twinpool.contracts.config.router_config import AuditConfig, RouterConfig
+from twinpool.contracts.damage import where_of
+from twinpool.contracts.ids import Incarnation, RequestId, Role
+from twinpool.contracts.messages.router_commands import Audit
+from twinpool.contracts.messages.worker_events import Done
+from twinpool.contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerView
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.router.core.router_actions import DeliverTokens, EndRequest, NoteReplay, SendCommand
+from twinpool.router.core.router_core import RouterCore
+from twinpool.router.state.prefix_hashes import prefix_hashes
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.state.worker_table import WorkerKey
+from twinpool.router.verification.audit_cases import AuditFinding, AuditResult
 
 
 class Hurried:

@@ -6,8 +6,8 @@ import ssl
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from contracts.credentials.certificate_files import CertificateFiles
-from contracts.credentials.mint_certificates import new_authority, new_node, write_private
+from twinpool.contracts.credentials.certificate_files import CertificateFiles
+from twinpool.contracts.credentials.mint_certificates import new_authority, new_node, write_private
 
 NAMES = ("the certificate", "its key", "its authority")
 

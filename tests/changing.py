@@ -25,10 +25,10 @@ from typing import Any
 import httpx
 import psutil
 
-from cluster.serve.detached_cluster import OUTPUT
-from contracts.build_id import PACKAGES, build_of
 from tests.checkpoints import Oracle, compare
 from tests.serving import COMMAND, READY, ROOT, Access, Answer, Serving, complete, environment, processes_of, until
+from twinpool.cluster.serve.detached_cluster import OUTPUT
+from twinpool.contracts.build_id import PACKAGES, build_of
 
 STREAMS = 6
 TOKENS = 48
@@ -270,7 +270,7 @@ def kill_controller(cluster: Serving) -> None:
 
 
 def _controller(cluster: Serving) -> psutil.Process:
-    module = "cluster.controller.controller_process"
+    module = "twinpool.cluster.controller.controller_process"
     if isinstance(cluster, Detached):
         return cluster.one(module)
     found: list[psutil.Process] = []
@@ -285,11 +285,15 @@ def _controller(cluster: Serving) -> psutil.Process:
 
 def kill_supervisor(cluster: Detached) -> None:
     """The process that launches and restarts is killed, and a worker with it: the next one finds both."""
-    supervisor = cluster.one("cluster.serve.detached_cluster")
+    supervisor = cluster.one("twinpool.cluster.serve.detached_cluster")
     victim = cluster.status()["decode-1"]
     kill(supervisor)
     os.kill(victim["pid"], signal.SIGKILL)
-    until(lambda: cluster.one("cluster.serve.detached_cluster").pid != supervisor.pid, "the next supervisor", WAIT_S)
+    until(
+        lambda: cluster.one("twinpool.cluster.serve.detached_cluster").pid != supervisor.pid,
+        "the next supervisor",
+        WAIT_S,
+    )
     ready(cluster, prefill=2, decode=2)
     back = cluster.status()["decode-1"]
     assert (back["incarnation"], back["settings"]) == (victim["incarnation"] + 1, victim["settings"])
@@ -297,9 +301,9 @@ def kill_supervisor(cluster: Detached) -> None:
 
 def kill_router(cluster: Detached) -> None:
     """One of two routers is killed: its clients come back with their keys, to whichever is there."""
-    router = cluster.one("router.main", "router-1")
+    router = cluster.one("twinpool.router.main", "router-1")
     kill(router)
-    until(lambda: cluster.one("router.main", "router-1").pid != router.pid, "the next router", WAIT_S)
+    until(lambda: cluster.one("twinpool.router.main", "router-1").pid != router.pid, "the next router", WAIT_S)
 
 
 def grow_and_shrink(cluster: Serving) -> None:
@@ -367,13 +371,17 @@ def upgrade(cluster: Detached) -> None:
     assert len(after) == 1
     assert after.isdisjoint(before)
     assert {here} in (before, after)
-    for words in (("cluster.controller.controller_process",), ("router.main", "router-0"), ("router.main", "router-1")):
+    for words in (
+        ("twinpool.cluster.controller.controller_process",),
+        ("twinpool.router.main", "router-0"),
+        ("twinpool.router.main", "router-1"),
+    ):
         assert cluster.one(*words).cmdline()[0] == str(python)
 
 
 def upgrade_past_a_hung_router(cluster: Detached) -> None:
     """A router that is stopped can't hand its port over, and would keep the connections that the kernel gives it."""
-    hung = cluster.one("router.main", "router-0")
+    hung = cluster.one("twinpool.router.main", "router-0")
     hung.suspend()
     upgrade(cluster)
     assert not hung.is_running()
@@ -405,8 +413,9 @@ def another_build(folder: Path, *edits: SourceEdit, at_start: str = "") -> Path:
     interpreter. `at_start`: Python that each of its processes runs first."""
     python = folder / "venv" / "bin" / "python"
     if not python.exists():
+        leave = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "twinpool", folder / "source" / "twinpool", ignore=leave, symlinks=True)
         for package in PACKAGES:
-            leave = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / package, folder / "source" / package, ignore=leave)
         with (folder / "source" / "contracts" / "build_id.py").open("a") as file:
             file.write("\n# Another build.\n")

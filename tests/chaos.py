@@ -84,8 +84,8 @@ def sections(proxy: Proxy, storage: Path, plane: str, server: LedgerServer | Non
 def learn(cluster: Serving, oracle: Any, seed: int, count: int, long: int) -> list[Ask]:
     """Every prompt's answer, undisturbed: greedy ones are the oracle's, drawn ones are drawn from its distribution.
     The last `long` of them are long."""
-    from contracts.sampling_params import SamplingParams
     from tests.checkpoints import compare, compare_sampled
+    from twinpool.contracts.sampling_params import SamplingParams
 
     rng = random.Random(seed)
     asks = []

@@ -18,8 +18,8 @@ from typing import Any
 
 import psutil
 
-from contracts.damage import where_of
 from tests.changing import Detached
+from twinpool.contracts.damage import where_of
 
 LARGEST = "largest worker"
 SAMPLES = 150
@@ -161,7 +161,7 @@ def _kind(process: psutil.Process) -> str:
     """What a process is called in the books; empty for those that aren't measured."""
     command = _command(process)
     marks = {
-        "router.main": "router", "router.index_main": "KV index", "arena_agent.py": "arena agent",
+        "twinpool.router.main": "router", "twinpool.router.index_main": "KV index", "arena_agent.py": "arena agent",
         "WorkerActor": "worker", "controller_process": "controller", "detached_cluster": "supervisor",
     }  # fmt: skip
     for mark, kind in marks.items():

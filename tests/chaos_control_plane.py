@@ -23,7 +23,7 @@ import psutil
 from tests.changing import UPGRADE_S, Detached, another_build
 from tests.redis_servers import LedgerServer
 
-CONTROLLER, SUPERVISOR = "cluster.controller.controller_process", "cluster.serve.detached_cluster"
+CONTROLLER, SUPERVISOR = "twinpool.cluster.controller.controller_process", "twinpool.cluster.serve.detached_cluster"
 CHANGE_S = 300.0
 SIZES = "prefill=2", "decode=2"
 Strike = Callable[[], Awaitable[bool]]
@@ -41,8 +41,8 @@ class ControlPlaneFaults:
         self.faults: dict[str, Strike] = {
             "kill a controller": lambda: self._kill(CONTROLLER),
             "stop a controller and go on": self._stop_a_controller,
-            "kill a router": lambda: self._kill("router.main", least=2),
-            "stop a router": lambda: self._kill("router.main", least=2, number=signal.SIGSTOP),
+            "kill a router": lambda: self._kill("twinpool.router.main", least=2),
+            "stop a router": lambda: self._kill("twinpool.router.main", least=2, number=signal.SIGSTOP),
             "kill the supervisor": lambda: self._kill(SUPERVISOR),
         }
         if server is not None:

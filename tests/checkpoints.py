@@ -20,8 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from contracts.sampling_params import SamplingParams
-from engine.runner.sampling.sampler import uniform
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.runner.sampling.sampler import uniform
 
 VOCAB = 300
 CONTEXT = 4096

@@ -8,22 +8,22 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cache.device.device_port import Device
-from cluster.assembly.build_worker import build_worker
-from colocate.worker import ColocatedWorker
-from contracts.checkpoint.model_spec import read_model_spec
-from contracts.clock import Clock, SystemClock
-from contracts.config.cluster_config import Config
-from contracts.config.load_config import config_from_dict
-from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
-from contracts.messages.router_commands import Cancel, Submit
-from contracts.messages.worker_events import Done, Event, LegReport, PromptScores, Tokens
-from contracts.sampling_params import SamplingParams
 from tests.pair import SESSION, Answer, counts_for, together
+from twinpool.cache.device.device_port import Device
+from twinpool.cluster.assembly.build_worker import build_worker
+from twinpool.colocate.worker import ColocatedWorker
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.clock import Clock, SystemClock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
+from twinpool.contracts.messages.router_commands import Cancel, Submit
+from twinpool.contracts.messages.worker_events import Done, Event, LegReport, PromptScores, Tokens
+from twinpool.contracts.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from cluster.ranks.rendezvous import RankGroup
     from tests.rank_workers import RankProcesses
+    from twinpool.cluster.ranks.rendezvous import RankGroup
 
 ROLE = Role.COLOCATED
 

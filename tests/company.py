@@ -13,28 +13,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.assembly.build_worker import build_worker
-from cluster.ranks.rendezvous import RankGroup
-from contracts.checkpoint.model_spec import read_model_spec
-from contracts.clock import Clock, SystemClock
-from contracts.config.cluster_config import Config
-from contracts.config.load_config import config_from_dict
-from contracts.ids import Incarnation, RequestId, Role, WorkerName
-from contracts.interfaces.worker_interface import Worker
-from contracts.messages.router_commands import Command
-from contracts.messages.worker_events import Done, Event, Tokens
-from contracts.messages.worker_status import WorkerRecord, WorkerView
-from contracts.sampling_params import SamplingParams
-from decode.worker import DecodeWorker
-from router.core.local_prefill import local_prefill
-from router.core.router_actions import DeliverTokens, EndRequest, NoteReplay, SendCommand
-from router.core.router_core import RouterCore
-from router.state.prefix_hashes import prefix_hashes
-from router.state.routed_request import RoutedRequest
-from router.state.worker_table import WorkerKey
 from tests.default_device import default_device
 from tests.pair import SESSION, counts_for
 from tests.rank_workers import RankProcesses, group_of
+from twinpool.cluster.assembly.build_worker import build_worker
+from twinpool.cluster.ranks.rendezvous import RankGroup
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.clock import Clock, SystemClock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.ids import Incarnation, RequestId, Role, WorkerName
+from twinpool.contracts.interfaces.worker_interface import Worker
+from twinpool.contracts.messages.router_commands import Command
+from twinpool.contracts.messages.worker_events import Done, Event, Tokens
+from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.decode.worker import DecodeWorker
+from twinpool.router.core.local_prefill import local_prefill
+from twinpool.router.core.router_actions import DeliverTokens, EndRequest, NoteReplay, SendCommand
+from twinpool.router.core.router_core import RouterCore
+from twinpool.router.state.prefix_hashes import prefix_hashes
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.state.worker_table import WorkerKey
 
 
 @dataclass

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 import torch
 
-from cache.device import device_backends
-from cache.device.cuda_marks import MarkWord
-from cache.device.device_backends import CudaDevice
+from twinpool.cache.device import device_backends
+from twinpool.cache.device.cuda_marks import MarkWord
+from twinpool.cache.device.device_backends import CudaDevice
 
 POISON = -1.0
 

@@ -9,39 +9,39 @@ import uuid
 from collections.abc import Mapping
 from typing import Any, cast
 
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import Device
-from cache.manager.kv_cache_manager import KVCacheManager
-from cache.memory.required_pages import extents
-from cache.pool.page_allocator import Lease
-from cache.pool.pool_set import PoolSet
-from cache.storage.backends.memory_backend import MemoryBackend
-from cache.storage.inline_queue import InlineIoQueue
-from contracts.clock import ManualClock
-from contracts.config.load_config import config_from_dict
-from contracts.errors import WireError
-from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
-from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.router_commands import PeerRef, Submit
-from contracts.messages.worker_status import WorkerLimits
-from contracts.sampling_params import SamplingParams
-from decode.request.output_length import OutputLengths
-from decode.request.request import DecodeRequest
-from decode.request.request_pages import DecodePages
-from decode.scheduler import DecodeScheduler
-from decode.speculation.drafting import Drafter, Drafting, PromptLookupDrafter
-from decode.step_commit import DecodeStepCommit
-from decode.transfer_queue import TransferQueue
-from engine.runner.model_runner import ModelRunner
 from tests.hash_engine import HashEngine
 from tests.poolsets import host_pools, pool_sets, worn
-from transfer.rooms.metadata_slots import HandoverMetadata
-from transfer.rooms.receiver.kv_receiver import KVReceiver
-from transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
-from transfer.rooms.room_outcomes import ExpectedPrompt, PromptArrived
-from worker.grammar_gate import GrammarGate
-from worker.nonfinite_rows import NonfiniteRows
-from worker.request_table import RequestTable
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import Device
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.memory.required_pages import extents
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.storage.backends.memory_backend import MemoryBackend
+from twinpool.cache.storage.inline_queue import InlineIoQueue
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.errors import WireError
+from twinpool.contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.router_commands import PeerRef, Submit
+from twinpool.contracts.messages.worker_status import WorkerLimits
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.decode.request.output_length import OutputLengths
+from twinpool.decode.request.request import DecodeRequest
+from twinpool.decode.request.request_pages import DecodePages
+from twinpool.decode.scheduler import DecodeScheduler
+from twinpool.decode.speculation.drafting import Drafter, Drafting, PromptLookupDrafter
+from twinpool.decode.step_commit import DecodeStepCommit
+from twinpool.decode.transfer_queue import TransferQueue
+from twinpool.engine.runner.model_runner import ModelRunner
+from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
+from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
+from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
+from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, PromptArrived
+from twinpool.worker.grammar_gate import GrammarGate
+from twinpool.worker.nonfinite_rows import NonfiniteRows
+from twinpool.worker.request_table import RequestTable
 
 PAGE = 4
 SESSION = SessionId(1)

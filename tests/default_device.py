@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import Device
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import Device
 
 MAKERS: list[Callable[[], Device]] = [CpuDevice]
 """The last one counts."""

@@ -18,23 +18,23 @@ from typing import Any
 
 import torch
 
-from cache.manager.kv_cache_manager import KVCacheManager
-from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
-from cache.memory.memory_layout import BufferLayout
-from cache.memory.required_pages import due
-from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_node import Tier
-from cluster.assembly.memory_plan import state_options
-from contracts.config.load_config import config_from_dict
-from contracts.errors import ErrorKind
-from contracts.ids import RequestId, Role
-from contracts.sampling_params import SamplingParams
-from engine.models.model_base import Model
-from engine.models.registry import read_model
 from tests.checkpoints import VOCAB, Oracle, compare
 from tests.families import FAMILIES
 from tests.pair import Answer, Pair, counts_for, pair
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
+from twinpool.cache.memory.memory_layout import BufferLayout
+from twinpool.cache.memory.required_pages import due
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.cluster.assembly.memory_plan import state_options
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.models.model_base import Model
+from twinpool.engine.models.registry import read_model
 
 PAGE = 16
 CHUNK = 48

@@ -12,9 +12,9 @@ from multiprocessing.context import ForkServerContext
 PRELOADED = (
     "torch",
     "torch.distributed",
-    "cluster.assembly.build_worker",
-    "cluster.worker_process.worker_process",
-    "cluster.worker_process.follower_process",
+    "twinpool.cluster.assembly.build_worker",
+    "twinpool.cluster.worker_process.worker_process",
+    "twinpool.cluster.worker_process.follower_process",
     "tests.pair",
 )
 

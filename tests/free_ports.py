@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.processes import free_port as production
+from twinpool.cluster.processes import free_port as production
 
 
 def free_port() -> int:

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import Device
-from colocate.worker import ColocatedWorker
-from contracts.clock import Clock, SystemClock
-from contracts.config.load_config import config_from_dict
-from contracts.ids import Role
 from tests.colocated import Colocated
 from tests.hash_workers import hash_worker
 from tests.poolsets import pool_sets
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import Device
+from twinpool.colocate.worker import ColocatedWorker
+from twinpool.contracts.clock import Clock, SystemClock
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.ids import Role
 
 PAGE = 4
 

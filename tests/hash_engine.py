@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cache.allocation.block_table import TableSlice
-from cache.device.device_port import DEVICE, DONE, Completion, Device, DeviceOp, DeviceStream, spans
-from cache.device.layer_marks import LayerMarks
-from cache.memory.kv_cache_spec import IndexSpace, PoolKind, PoolSetSpec
-from cache.pool.pool_set import PoolSet
-from contracts.sampling_params import TokenDifference
-from engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenFromStep
+from twinpool.cache.allocation.block_table import TableSlice
+from twinpool.cache.device.device_port import DEVICE, DONE, Completion, Device, DeviceOp, DeviceStream, spans
+from twinpool.cache.device.layer_marks import LayerMarks
+from twinpool.cache.memory.kv_cache_spec import IndexSpace, PoolKind, PoolSetSpec
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.sampling_params import TokenDifference
+from twinpool.engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenFromStep
 
 VOCAB = 300
 

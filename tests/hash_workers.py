@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from cache.device.device_port import Device
-from cache.manager.kv_cache_manager import KVCacheManager
-from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.memory.memory_layout import PoolSetLayout
-from cache.pool.pool_set import PoolSet, host_layout
-from cache.storage.backends.backend_factory import make_backend
-from cache.storage.io_queue import ThreadedIoQueue
-from cluster.assembly.memory_plan import stride
-from colocate import decode_class_for
-from contracts.clock import Clock
-from contracts.config.cluster_config import Config
-from contracts.ids import Incarnation, Role, WorkerName
-from decode.worker import DecodeWorker
-from engine.runner.model_runner import ModelRunner
-from prefill.worker import PrefillWorker
 from tests.hash_engine import HashEngine
-from transfer.net.waiter import Waiter
-from transfer.net.zmq_channel import ZmqControlTransport
-from transfer.planes.make_plane import make_plane
-from transfer.rooms.compatibility import fingerprint
-from transfer.rooms.receiver.kv_receiver import KVReceiver
-from transfer.rooms.sender.kv_sender import KVSender
+from twinpool.cache.device.device_port import Device
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cache.pool.pool_set import PoolSet, host_layout
+from twinpool.cache.storage.backends.backend_factory import make_backend
+from twinpool.cache.storage.io_queue import ThreadedIoQueue
+from twinpool.cluster.assembly.memory_plan import stride
+from twinpool.colocate import decode_class_for
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.decode.worker import DecodeWorker
+from twinpool.engine.runner.model_runner import ModelRunner
+from twinpool.prefill.worker import PrefillWorker
+from twinpool.transfer.net.waiter import Waiter
+from twinpool.transfer.net.zmq_channel import ZmqControlTransport
+from twinpool.transfer.planes.make_plane import make_plane
+from twinpool.transfer.rooms.compatibility import fingerprint
+from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
+from twinpool.transfer.rooms.sender.kv_sender import KVSender
 
 CONTEXT = 400
 

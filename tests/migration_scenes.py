@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cache.memory.required_pages import due
-from contracts.messages.worker_events import MigrationDone
-from contracts.sampling_params import SamplingParams
 from tests.company import company, generated, hears
 from tests.family_scenes import CHUNK, PAGE, tokens_of
+from twinpool.cache.memory.required_pages import due
+from twinpool.contracts.messages.worker_events import MigrationDone
+from twinpool.contracts.sampling_params import SamplingParams
 
 COUNT = 30
 

@@ -10,29 +10,29 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cache.device.device_port import Device
-from cluster.assembly.build_worker import build_worker
-from cluster.assembly.memory_plan import plan_memory, state_options
-from contracts.checkpoint.model_spec import read_model_spec
-from contracts.clock import Clock, SystemClock
-from contracts.config.cache_config import CacheOverride
-from contracts.config.cluster_config import Config
-from contracts.config.load_config import config_from_dict
-from contracts.ids import PAIR, Incarnation, RequestId, Role, RoomId, WorkerName
-from contracts.interfaces.worker_interface import SessionId, Worker
-from contracts.messages.router_commands import Cancel, PeerRef, Submit
-from contracts.messages.worker_events import Done, Event, LegReport, PromptScores, Tokens
-from contracts.sampling_params import SamplingParams, TokenLogprob
-from decode.worker import DecodeWorker
-from engine.models.registry import read_model
-from prefill.worker import PrefillWorker
 from tests.default_device import default_device
+from twinpool.cache.device.device_port import Device
+from twinpool.cluster.assembly.build_worker import build_worker
+from twinpool.cluster.assembly.memory_plan import plan_memory, state_options
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.clock import Clock, SystemClock
+from twinpool.contracts.config.cache_config import CacheOverride
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.ids import PAIR, Incarnation, RequestId, Role, RoomId, WorkerName
+from twinpool.contracts.interfaces.worker_interface import SessionId, Worker
+from twinpool.contracts.messages.router_commands import Cancel, PeerRef, Submit
+from twinpool.contracts.messages.worker_events import Done, Event, LegReport, PromptScores, Tokens
+from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
+from twinpool.decode.worker import DecodeWorker
+from twinpool.engine.models.registry import read_model
+from twinpool.prefill.worker import PrefillWorker
 
 if TYPE_CHECKING:
-    from cluster.arena.arena_client import ArenaProvider
-    from cluster.ranks.rendezvous import RankGroup
-    from engine.runner.load_model import KeptModel
     from tests.rank_workers import RankProcesses
+    from twinpool.cluster.arena.arena_client import ArenaProvider
+    from twinpool.cluster.ranks.rendezvous import RankGroup
+    from twinpool.engine.runner.load_model import KeptModel
 
 SESSION = SessionId(1)
 _AT_REST, _IDLE_S = 20, 50e-6

@@ -6,9 +6,9 @@ import random
 
 import torch
 
-from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
-from cache.memory.memory_layout import LayoutOrder
-from cache.pool.pool_set import PoolSet
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
+from twinpool.cache.memory.memory_layout import LayoutOrder
+from twinpool.cache.pool.pool_set import PoolSet
 
 WINDOW_TOKENS = 9
 """Reaches 8 positions back: two pages of 4."""

@@ -8,24 +8,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cache.device.device_backends import CpuDevice
-from cache.manager.kv_cache_manager import KVCacheManager
-from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from contracts.block_hash import block_hashes
-from contracts.clock import ManualClock
-from contracts.config.load_config import config_from_dict
-from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
-from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.router_commands import PeerRef, Submit
-from contracts.messages.worker_status import WorkerLimits
-from contracts.sampling_params import SamplingParams
-from prefill.request import PrefillRequest
-from prefill.request_pages import PrefillPages
-from prefill.scheduler import PrefillScheduler
-from prefill.step_cost import StepCost
 from tests.poolsets import pool_sets
-from worker.request_table import RequestTable
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.contracts.block_hash import block_hashes
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.router_commands import PeerRef, Submit
+from twinpool.contracts.messages.worker_status import WorkerLimits
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.prefill.request import PrefillRequest
+from twinpool.prefill.request_pages import PrefillPages
+from twinpool.prefill.scheduler import PrefillScheduler
+from twinpool.prefill.step_cost import StepCost
+from twinpool.worker.request_table import RequestTable
 
 PAGE = 4
 SESSION = SessionId(1)

@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from router.parsers.tool_formats import FORMATS
 from tests.gguf_files import CONTROL, NORMAL, write_gguf
 from tests.router.text.published_templates import TEMPLATES
 from tests.serving import ROOT
+from twinpool.router.parsers.tool_formats import FORMATS
 
 SPACE = "\u2581"
 UNKNOWN, USER_DEFINED, BYTE = 2, 4, 6

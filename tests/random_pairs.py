@@ -11,16 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import Device
-from contracts.errors import ErrorKind
-from contracts.ids import PAIR, RequestId, Role
-from contracts.sampling_params import SamplingParams
 from tests.hash_colocated import HashColocated, hash_colocated
 from tests.hash_engine import recite
 from tests.hash_workers import CONTEXT
 from tests.poolsets import NAMES, pool_sets
 from tests.workers.test_any_state import PAGE, HashPair, hash_pair
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import Device
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import PAIR, RequestId, Role
+from twinpool.contracts.sampling_params import SamplingParams
 
 ROUNDS = 100_000
 """Rounds that a burst may take; one that waits for itself takes them all."""

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from cluster.ranks.rendezvous import RankGroup, lead
-from cluster.worker_process.follower_process import serve_rank
-from cluster.worker_process.worker_plan import WorkerPlan
-from contracts.clock import SystemClock
-from contracts.config.cluster_config import Config
-from contracts.ids import Incarnation, Role, WorkerName
 from tests.forked import forked_processes
+from twinpool.cluster.ranks.rendezvous import RankGroup, lead
+from twinpool.cluster.worker_process.follower_process import serve_rank
+from twinpool.cluster.worker_process.worker_plan import WorkerPlan
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
 
 START_S = 120.0
 

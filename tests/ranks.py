@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import DEVICE, Device
-from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec
-from cache.memory.memory_layout import LayoutOrder, PoolSetLayout
-from cache.pool.follower_steps import FollowerSteps
-from cache.pool.pool_set import PoolSet
-from cache.pool.tp_pool_set import FollowerPools, TPPoolSet
-from contracts.messages.rank_order_codec import decode, encode
-from contracts.messages.rank_orders import (
+from tests.poolsets import pool_sets
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import DEVICE, Device
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec
+from twinpool.cache.memory.memory_layout import LayoutOrder, PoolSetLayout
+from twinpool.cache.pool.follower_steps import FollowerSteps
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.pool.tp_pool_set import FollowerPools, TPPoolSet
+from twinpool.contracts.messages.rank_order_codec import decode, encode
+from twinpool.contracts.messages.rank_orders import (
     CheckPages,
     CopyPages,
     DigestPages,
@@ -28,10 +29,9 @@ from contracts.messages.rank_orders import (
     PostWrite,
     ZeroPages,
 )
-from contracts.messages.rank_orders import Order as Told
-from tests.poolsets import pool_sets
-from transfer.planes.data_plane import RankDataPlane
-from transfer.planes.follower_links import FollowerLinks
+from twinpool.contracts.messages.rank_orders import Order as Told
+from twinpool.transfer.planes.data_plane import RankDataPlane
+from twinpool.transfer.planes.follower_links import FollowerLinks
 
 
 def headed_sets(page_tokens: int = 4) -> dict[str, PoolSetSpec]:

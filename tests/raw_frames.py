@@ -7,10 +7,10 @@ import ssl
 import struct
 from collections.abc import Sequence
 
-from contracts.credentials.certificate_files import NODE_NAME
-from contracts.messages.router_commands import Command
-from contracts.proto import worker_pb2 as pb
-from contracts.wire.command_protobuf import command_to_proto
+from twinpool.contracts.credentials.certificate_files import NODE_NAME
+from twinpool.contracts.messages.router_commands import Command
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.wire.command_protobuf import command_to_proto
 
 WAIT_S = 20.0
 

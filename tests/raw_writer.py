@@ -14,14 +14,14 @@ from typing import Any
 import msgpack
 import torch
 
-from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.pool.pool_set import PoolSet
-from contracts.config.cluster_config import FaultsConfig
-from contracts.ids import RoomId
-from transfer.net import connection_keys
-from transfer.net.curve_keys import CurveKeys
-from transfer.planes.data_plane import SLOT_BYTES, RoomTarget
-from transfer.planes.tcp.zmq_plane import ZmqPlane
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.config.cluster_config import FaultsConfig
+from twinpool.contracts.ids import RoomId
+from twinpool.transfer.net import connection_keys
+from twinpool.transfer.net.curve_keys import CurveKeys
+from twinpool.transfer.planes.data_plane import SLOT_BYTES, RoomTarget
+from twinpool.transfer.planes.tcp.zmq_plane import ZmqPlane
 
 
 class RawWriter:

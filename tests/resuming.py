@@ -78,6 +78,6 @@ def routers_of(process: psutil.Process) -> Iterator[list[psutil.Process]]:
     found = []
     for child in process.children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # Others may end meanwhile.
-            if "router.main" in child.cmdline():
+            if "twinpool.router.main" in child.cmdline():
                 found.append(child)
     yield found

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cache.swap.swapped_state import SwappedState
-from contracts.errors import ErrorKind
-from contracts.ids import Role
-from decode.request.request import DecodeRequest
-from decode.worker import DecodeWorker
 from tests.family_scenes import PAGE, Buffer, Family, buffers_of, device_bytes, greedy, tokens_of
 from tests.pair import Answer, Pair, pair
+from twinpool.cache.swap.swapped_state import SwappedState
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import Role
+from twinpool.decode.request.request import DecodeRequest
+from twinpool.decode.worker import DecodeWorker
 
 if TYPE_CHECKING:
     import pytest

@@ -14,16 +14,16 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cache.device.adversarial_device import AdversarialDevice
-from cache.device.device_port import DEVICE, DONE, spans
-from cache.memory.required_pages import due
-from cache.pool.page_allocator import Lease
-from contracts.errors import CapacityError, ErrorKind, WireError
-from contracts.ids import Incarnation, RoomId, WorkerName
-from contracts.messages.router_commands import PeerRef
 from tests.poolsets import entry
 from tests.rooms import Ends, Prompt
-from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptAnswered, PromptArrived
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.device.device_port import DEVICE, DONE, spans
+from twinpool.cache.memory.required_pages import due
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.contracts.errors import CapacityError, ErrorKind, WireError
+from twinpool.contracts.ids import Incarnation, RoomId, WorkerName
+from twinpool.contracts.messages.router_commands import PeerRef
+from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptAnswered, PromptArrived
 
 Bytes = dict[tuple[str, int], list[bytes]]
 

@@ -11,43 +11,43 @@ from typing import Any
 
 import torch
 
-from cache.device.adversarial_device import AdversarialDevice
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import Completion, Device, DeviceOp, DeviceStream
-from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.memory.memory_layout import PoolSetLayout
-from cache.memory.page_digest import ContentTag
-from cache.memory.required_pages import HeldPages, due, extents
-from cache.pool.page_allocator import Lease
-from cache.pool.pool_set import PoolSet
-from contracts.block_hash import block_hashes
-from contracts.clock import ManualClock
-from contracts.config.load_config import config_from_dict
-from contracts.errors import CapacityError
-from contracts.ids import Incarnation, RoomId, WorkerName
-from contracts.messages.fingerprint import Fingerprint
-from contracts.messages.router_commands import PeerRef
-from sim.fabric.plane_faults import StoreFaults, WireDamage
-from sim.fabric.sim_channel import SimControlTransport, SimSwitch
-from sim.fabric.sim_network import SimNetwork
-from sim.fabric.sim_plane import SimPlane
-from sim.fabric.sim_process import SimProcess
-from sim.fabric.virtual_time import VirtualTime
 from tests.poolsets import entry, filled, worn
 from tests.ranks import RankedSeat, content, fill, tp_manager
-from transfer.net.waiter import Waiter
-from transfer.net.zmq_channel import ZmqControlTransport
-from transfer.planes.data_plane import DataPlane, PageNumbers
-from transfer.planes.make_plane import make_plane
-from transfer.planes.tp_plane import TPDataPlane
-from transfer.rooms import room_outcomes
-from transfer.rooms.compatibility import fingerprint
-from transfer.rooms.metadata_slots import HandoverMetadata
-from transfer.rooms.receiver import receiver_rooms
-from transfer.rooms.receiver.kv_receiver import KVReceiver
-from transfer.rooms.room_outcomes import ExpectedPrompt, SendablePages
-from transfer.rooms.sender import sender_rooms
-from transfer.rooms.sender.kv_sender import KVSender
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import Completion, Device, DeviceOp, DeviceStream
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cache.memory.page_digest import ContentTag
+from twinpool.cache.memory.required_pages import HeldPages, due, extents
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.block_hash import block_hashes
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.errors import CapacityError
+from twinpool.contracts.ids import Incarnation, RoomId, WorkerName
+from twinpool.contracts.messages.fingerprint import Fingerprint
+from twinpool.contracts.messages.router_commands import PeerRef
+from twinpool.sim.fabric.plane_faults import StoreFaults, WireDamage
+from twinpool.sim.fabric.sim_channel import SimControlTransport, SimSwitch
+from twinpool.sim.fabric.sim_network import SimNetwork
+from twinpool.sim.fabric.sim_plane import SimPlane
+from twinpool.sim.fabric.sim_process import SimProcess
+from twinpool.sim.fabric.virtual_time import VirtualTime
+from twinpool.transfer.net.waiter import Waiter
+from twinpool.transfer.net.zmq_channel import ZmqControlTransport
+from twinpool.transfer.planes.data_plane import DataPlane, PageNumbers
+from twinpool.transfer.planes.make_plane import make_plane
+from twinpool.transfer.planes.tp_plane import TPDataPlane
+from twinpool.transfer.rooms import room_outcomes
+from twinpool.transfer.rooms.compatibility import fingerprint
+from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
+from twinpool.transfer.rooms.receiver import receiver_rooms
+from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
+from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, SendablePages
+from twinpool.transfer.rooms.sender import sender_rooms
+from twinpool.transfer.rooms.sender.kv_sender import KVSender
 
 PLANES = ("local", "shm", "zmq", "nixl", "staged")
 _UNTIL_S = 30.0

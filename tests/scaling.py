@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.autoscaling.queue_model import AutoscalingModel, ModelAsk, ModelCosts
-from contracts.config.cluster_config import Config
-from contracts.config.load_config import config_from_dict
-from contracts.ids import Role
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.ids import Role
 
 COSTS = ModelCosts(compute_per_s=4000.0, pages=4000, start_s=10.0)
 QUICK = {

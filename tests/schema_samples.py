@@ -17,10 +17,10 @@ import numpy as np
 from jsonschema import Draft7Validator, Draft202012Validator
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from contracts.errors import RequestError
-from contracts.grammar import BOUNDS
-from router.openai.grammar_check import check_grammar
-from router.openai.structured_output import read_grammar
+from twinpool.contracts.errors import RequestError
+from twinpool.contracts.grammar import BOUNDS
+from twinpool.router.openai.grammar_check import check_grammar
+from twinpool.router.openai.structured_output import read_grammar
 
 Schema = dict[str, Any]
 SUITE = Path(__file__).parent / "json_schema_suite.jsonl"

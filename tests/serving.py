@@ -26,7 +26,7 @@ import httpx
 import psutil
 
 ROOT = Path(__file__).parents[1]
-COMMAND = (sys.executable, "-P", "-m", "cli.commands")
+COMMAND = (sys.executable, "-P", "-m", "twinpool.cli.commands")
 READY = "Twinpool is ready: "
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import psutil
 
-from contracts.proto import worker_pb2 as pb
 from tests.raw_frames import framed
 from tests.serving import Serving, family
+from twinpool.contracts.proto import worker_pb2 as pb
 
 PATIENCE_S = 0.5
 """How long a stranger waits for an answer."""

@@ -16,11 +16,11 @@ from typing import Any
 
 import httpx
 
-from contracts.ids import Role
 from tests.conversations import Talk, Turn, working_set
 from tests.pair import pair
 from tests.serving import Serving, complete
 from tests.tiers import PAGE, PAGE_BYTES, TOKENS, converse
+from twinpool.contracts.ids import Role
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from contracts.ids import Role
 from tests.conversations import Turn, expect_all_known, expect_hits
 from tests.damage import damage_folder, still_damaged
 from tests.serving import Serving, serving, until
 from tests.tier_clusters import Trace, counters, found_by_tier, run, settings, warm_systems
 from tests.tiers import PAGE, by_turn, expect_hand_overs
+from twinpool.contracts.ids import Role
 
 
 def expect_undisturbed(trace: Trace, turns: list[Turn]) -> None:

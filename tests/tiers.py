@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from contracts.ids import RequestId, Role
-from contracts.sampling_params import SamplingParams
 from tests.conversations import Talk, Turn
 from tests.pair import Pair
+from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.sampling_params import SamplingParams
 
 PAGE = 16
 PAGE_BYTES = 512 * PAGE

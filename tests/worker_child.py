@@ -15,21 +15,21 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from cluster.worker_process.worker_plan import WorkerPlan
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.router_commands import Command, PeerRef
-from contracts.messages.worker_events import Event
 from tests.forked import forked_processes
 from tests.rank_workers import START_S, Warm
+from twinpool.cluster.worker_process.worker_plan import WorkerPlan
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.router_commands import Command, PeerRef
+from twinpool.contracts.messages.worker_events import Event
 
 SESSION = SessionId(1)
 
 
 def _serve(pipe: Connection, plan: WorkerPlan, tokens: int) -> None:
-    from cluster.worker_process.planned_workers import PlannedWorkers
-    from contracts import cpu_levels as processor
     from tests.pair import counts_for
+    from twinpool.cluster.worker_process.planned_workers import PlannedWorkers
+    from twinpool.contracts import cpu_levels as processor
 
     processor.pin(plan.config.engine.numerics_class)  # before the counts compute
     worker = PlannedWorkers().build(replace(plan, counts=counts_for(plan.model, plan.config, plan.role, tokens)))
@@ -88,8 +88,8 @@ def worker_child(
 ) -> Iterator[Child]:  # fmt: skip
     """`followers`: processes that become its other ranks, with the sections `theirs`; their end is the caller's.
     `fresh`: an interpreter of its own, which reads the environment as it is now."""
-    from contracts.config.load_config import config_from_dict
     from tests.pair import counts_for
+    from twinpool.contracts.config.load_config import config_from_dict
 
     context = multiprocessing.get_context("spawn") if fresh else forked_processes()
     config = config_from_dict(sections)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from contracts.errors import ErrorKind
+from twinpool.contracts.errors import ErrorKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from contracts.clock import Clock
-from contracts.errors import ErrorKind
-from contracts.ids import RequestId
-from contracts.interfaces.worker_interface import UNOWNED, SessionId
-from contracts.messages.router_commands import Audit, Cancel, Command, Submit
-from engine.runner.sampling.token_mask import TokenMask
-from engine.structured_output.answer_grammar import AnswerGrammar
-from engine.structured_output.grammar_engine import GrammarEngine, GrammarError, GrammarMatcher, StartedGrammar
-from worker.admission_check import AdmissionRefusal
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId
+from twinpool.contracts.interfaces.worker_interface import UNOWNED, SessionId
+from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, Submit
+from twinpool.engine.runner.sampling.token_mask import TokenMask
+from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
+from twinpool.engine.structured_output.grammar_engine import GrammarEngine, GrammarError, GrammarMatcher, StartedGrammar
+from twinpool.worker.admission_check import AdmissionRefusal
 
 NO_GRAMMARS = "this worker can't follow a grammar: its checkpoint has no tokenizer.json"
 _AUDIT_S = 60.0

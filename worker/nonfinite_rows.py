@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from contracts.clock import Clock
+from twinpool.contracts.clock import Clock
 
 
 class NonfiniteRows:

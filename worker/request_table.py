@@ -10,14 +10,14 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
-from contracts.clock import Clock
-from contracts.errors import ErrorKind
-from contracts.ids import RequestId, WorkerName
-from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.router_commands import Audit, Cancel, Command, Submit
-from contracts.messages.worker_events import Audited, AuditEnd, Done, Event
-from contracts.messages.worker_status import WorkerLimits
-from worker.admission_check import AdmissionRefusal
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId, WorkerName
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, Submit
+from twinpool.contracts.messages.worker_events import Audited, AuditEnd, Done, Event
+from twinpool.contracts.messages.worker_status import WorkerLimits
+from twinpool.worker.admission_check import AdmissionRefusal
 
 
 class TableRequest(Protocol):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from cache.allocation.allocation import Allocation
-from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.memory.page_digest import ContentTag
-from transfer.rooms.room_outcomes import SendablePages
+from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cache.memory.page_digest import ContentTag
+from twinpool.transfer.rooms.room_outcomes import SendablePages
 
 
 def portion(spec: PoolSetSpec, nbytes: int) -> dict[str, int]:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from engine.runner.batch import RowOutput, StepHandle
+from twinpool.engine.runner.batch import RowOutput, StepHandle
 
 M = TypeVar("M")
 _UNDER_WAY = 1

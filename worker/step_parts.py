@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cache.device.device_port import Completion
-from engine.runner.batch import RowOutput, StepHandle
+from twinpool.cache.device.device_port import Completion
+from twinpool.engine.runner.batch import RowOutput, StepHandle
 
 
 def split(step: StepHandle, counts: Sequence[int]) -> list[StepHandle]:

@@ -6,25 +6,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Generic, Protocol
 
-from cache.manager.kv_cache_manager import KVCacheManager
-from contracts.clock import Clock
-from contracts.config.cluster_config import ClusterConfig
-from contracts.errors import ErrorKind
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.interfaces.worker_interface import UNOWNED, SessionId
-from contracts.messages.fingerprint import Fingerprint
-from contracts.messages.kept_answers import Detach
-from contracts.messages.router_commands import Audit, Command, Submit
-from contracts.messages.worker_events import Audited, AuditEnd, Event
-from contracts.messages.worker_status import EndedWorker, WorkerLimits
-from engine.structured_output.answer_grammar import AnswerGrammar
-from engine.structured_output.grammar_engine import GrammarEngine
-from transfer.rooms.sender.kv_sender import KVSender
-from worker.admission_check import AdmissionRefusal
-from worker.grammar_gate import GrammarGate
-from worker.nonfinite_rows import NonfiniteRows
-from worker.request_table import R, RequestTable
-from worker.worker_report import WorkerReport
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.interfaces.worker_interface import UNOWNED, SessionId
+from twinpool.contracts.messages.fingerprint import Fingerprint
+from twinpool.contracts.messages.kept_answers import Detach
+from twinpool.contracts.messages.router_commands import Audit, Command, Submit
+from twinpool.contracts.messages.worker_events import Audited, AuditEnd, Event
+from twinpool.contracts.messages.worker_status import EndedWorker, WorkerLimits
+from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
+from twinpool.engine.structured_output.grammar_engine import GrammarEngine
+from twinpool.transfer.rooms.sender.kv_sender import KVSender
+from twinpool.worker.admission_check import AdmissionRefusal
+from twinpool.worker.grammar_gate import GrammarGate
+from twinpool.worker.nonfinite_rows import NonfiniteRows
+from twinpool.worker.request_table import R, RequestTable
+from twinpool.worker.worker_report import WorkerReport
 
 
 class Sleeper(Protocol):

@@ -7,12 +7,12 @@ import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cache.manager.kv_cache_manager import KVCacheManager
-from contracts.damage import PREFIX, DamageSite
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.worker_status import CheckReport, WorkerStatus
-from worker.nonfinite_rows import NonfiniteRows
-from worker.request_table import RequestTable
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.contracts.damage import PREFIX, DamageSite
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.worker_status import CheckReport, WorkerStatus
+from twinpool.worker.nonfinite_rows import NonfiniteRows
+from twinpool.worker.request_table import RequestTable
 
 
 class WorkerReport:

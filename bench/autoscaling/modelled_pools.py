@@ -29,10 +29,10 @@ from rich.table import Table
 
 from bench.autoscaling.queue_model import AutoscalingModel, ModelAsk, ModelCosts, changes
 from bench.common import machine
-from contracts.config.cluster_config import Config
-from contracts.config.load_config import config_from_dict
-from contracts.ids import PAIR, Role
-from sim.scale.trace_file import TRACE_BLOCK_TOKENS, TraceLine, read_trace
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.ids import PAIR, Role
+from twinpool.sim.scale.trace_file import TRACE_BLOCK_TOKENS, TraceLine, read_trace
 
 TRACE = Path("bench/traces/conversation_200.jsonl")
 TTFT_S, ITL_S = 5.0, 0.1

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from bench.autoscaling.pool_watch import PoolWatch
-from cli.replay.open_loop import OpenLoop
-from cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
-from cli.replay.trace_prompts import Ask, Content, asks_of
-from sim.scale.trace_file import TraceLine
+from twinpool.cli.replay.open_loop import OpenLoop
+from twinpool.cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
+from twinpool.cli.replay.trace_prompts import Ask, Content, asks_of
+from twinpool.sim.scale.trace_file import TraceLine
 
 LOOK_S = 0.5
 CONCURRENCY = 1024

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from contracts.ids import PAIR, Role
+from twinpool.contracts.ids import PAIR, Role
 
 SAME_S = 2.5
 """Two looks tell of one decision at times that differ by less: its age is told in the router's next report."""

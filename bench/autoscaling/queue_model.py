@@ -17,16 +17,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from cluster.controller.autoscaler import Autoscaler
-from cluster.controller.controller import Controller
-from cluster.controller.controller_actions import KillWorker, StartWorker
-from cluster.controller.controller_ledger import MemoryLedger
-from cluster.controller.node_table import NodePlace
-from contracts.clock import ManualClock
-from contracts.config.cluster_config import Config
-from contracts.ids import PAIR, Incarnation, Role, WorkerName
-from contracts.messages.autoscaler_messages import LatencyCounts
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
+from twinpool.cluster.controller.autoscaler import Autoscaler
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_actions import KillWorker, StartWorker
+from twinpool.cluster.controller.controller_ledger import MemoryLedger
+from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.ids import PAIR, Incarnation, Role, WorkerName
+from twinpool.contracts.messages.autoscaler_messages import LatencyCounts
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
 
 STEP_S = 0.25
 HEARTBEAT_STEPS, REPORT_STEPS, COUNTERS_STEPS = 4, 4, 20

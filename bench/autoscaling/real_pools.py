@@ -34,12 +34,12 @@ from rich.table import Table
 from bench.autoscaling.phased_replay import Lengths, Phase, Replayed, asks_in_phases, replay_phases, spread
 from bench.common import machine
 from bench.common.bench_cluster import serving
-from cli.own_cluster import ClusterFailed
-from cli.replay.openai_client import EndpointError, Outcome
-from cli.replay.replay_figures import is_good, ttft_of, wrongness
-from cli.replay.trace_prompts import Ask
-from sim.scale.cluster_plan import LatencyTarget
-from sim.scale.trace_file import read_trace
+from twinpool.cli.own_cluster import ClusterFailed
+from twinpool.cli.replay.openai_client import EndpointError, Outcome
+from twinpool.cli.replay.replay_figures import is_good, ttft_of, wrongness
+from twinpool.cli.replay.trace_prompts import Ask
+from twinpool.sim.scale.cluster_plan import LatencyTarget
+from twinpool.sim.scale.trace_file import read_trace
 
 TRACE = Path("bench/traces/conversation_200.jsonl")
 SHIFT = 4.0

@@ -28,14 +28,14 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common import machine
-from cache.device.device_backends import CpuDevice
-from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
-from cache.memory.memory_layout import LayoutOrder
-from cache.memory.page_moves import PageMove, PoolMove, copy_state, gather
-from cache.pool.page_extent import PageExtent
-from cache.pool.pool_set import PoolSet
-from cache.swap.offload import offload
-from cache.swap.restore import restore
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
+from twinpool.cache.memory.memory_layout import LayoutOrder
+from twinpool.cache.memory.page_moves import PageMove, PoolMove, copy_state, gather
+from twinpool.cache.pool.page_extent import PageExtent
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.swap.offload import offload
+from twinpool.cache.swap.restore import restore
 
 LAYER, PAGE = LayoutOrder.LAYER_FIRST, LayoutOrder.PAGE_FIRST
 PATTERNS = ("scattered", "in runs")

@@ -31,9 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common import machine
-from cache.storage.backends.backend_factory import make_backend
-from cache.storage.storage_backend import ObjectBuffer, ObjectName, StorageBackend
-from contracts.config.cache_config import StorageConfig
+from twinpool.cache.storage.backends.backend_factory import make_backend
+from twinpool.cache.storage.storage_backend import ObjectBuffer, ObjectName, StorageBackend
+from twinpool.contracts.config.cache_config import StorageConfig
 
 SIZES = (64 * 1024, 256 * 1024, 1024 * 1024)
 _ROUND_BYTES = 32 * 1024 * 1024

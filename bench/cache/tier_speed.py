@@ -23,18 +23,18 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from cache.allocation.allocation import Allocation
-from cache.device.device_backends import CpuDevice
-from cache.manager.kv_cache_manager import KVCacheManager
-from cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
-from cache.memory.memory_layout import LayoutOrder
-from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_node import Tier
-from cache.storage.backends.backend_factory import make_backend
-from cache.storage.io_queue import ThreadedIoQueue
-from cache.storage.storage_backend import StorageBackend
-from contracts.config.cache_config import CacheConfig, PrefetchConfig, StorageConfig
+from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
+from twinpool.cache.memory.memory_layout import LayoutOrder
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.cache.storage.backends.backend_factory import make_backend
+from twinpool.cache.storage.io_queue import ThreadedIoQueue
+from twinpool.cache.storage.storage_backend import StorageBackend
+from twinpool.contracts.config.cache_config import CacheConfig, PrefetchConfig, StorageConfig
 
 _DEADLINE_S = 120.0
 MEMCPY, FILE_WRITE, FILE_READ = "memcpy", "plain files, write", "plain files, read"

@@ -30,20 +30,20 @@ from rich.table import Table
 
 from bench.cache.trace_bounds import Ask, Trace, load, plain_lru, unlimited
 from bench.common import machine
-from cache.allocation.allocation import CachedTokens
-from cache.device.device_backends import CpuDevice
-from cache.manager.kv_cache_manager import KVCacheManager
-from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, PoolSpec
-from cache.memory.memory_layout import LayoutOrder
-from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.eviction_policy import POLICIES
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.storage.backends.memory_backend import MemoryBackend
-from cache.storage.backends.object_seal import seal_bytes
-from cache.storage.inline_queue import InlineIoQueue
-from cache.storage.storage_backend import ObjectName
-from contracts.config.cache_config import CacheConfig, PrefetchConfig
-from sim.scale.trace_file import TRACE_BLOCK_TOKENS
+from twinpool.cache.allocation.allocation import CachedTokens
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, PoolSpec
+from twinpool.cache.memory.memory_layout import LayoutOrder
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.prefix_cache.eviction_policy import POLICIES
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.storage.backends.memory_backend import MemoryBackend
+from twinpool.cache.storage.backends.object_seal import seal_bytes
+from twinpool.cache.storage.inline_queue import InlineIoQueue
+from twinpool.cache.storage.storage_backend import ObjectName
+from twinpool.contracts.config.cache_config import CacheConfig, PrefetchConfig
+from twinpool.sim.scale.trace_file import TRACE_BLOCK_TOKENS
 
 _TICK_S = 0.001
 _ROUNDS = 10_000

@@ -20,19 +20,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from cache.device.device_backends import CpuDevice
-from cache.manager.kv_cache_manager import KVCacheManager
-from cache.memory.kv_cache_spec import BufferSpec, PoolKind, PoolSetSpec, PoolSpec
-from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_node import PageOffer, Tier
-from cache.prefix_cache.radix_tree import RadixTree
-from cache.storage.backends.file_backend import FileBackend
-from cache.storage.storage_backend import ObjectBuffer, ObjectName
-from cache.tiers.kv_event_recorder import KVEventRecorder
-from contracts.clock import SystemClock
-from contracts.config.cache_config import CacheConfig, EventsConfig
-from router.kv_indexer.kv_event_subscriber import KVEventSubscriber
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolKind, PoolSetSpec, PoolSpec
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_node import PageOffer, Tier
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.storage.backends.file_backend import FileBackend
+from twinpool.cache.storage.storage_backend import ObjectBuffer, ObjectName
+from twinpool.cache.tiers.kv_event_recorder import KVEventRecorder
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.config.cache_config import CacheConfig, EventsConfig
+from twinpool.router.kv_indexer.kv_event_subscriber import KVEventSubscriber
 
 PAGE_TOKENS = 16
 DEPTHS, SALTS, LEAVES, EVENTS, PROMPTS, FILES = (

@@ -36,8 +36,8 @@ from bench.cache import tree_costs
 from bench.cache.plain_trie import Trie
 from bench.cache.tree_workload import DOCUMENT_PAGES, PAGE_TOKENS, Clients, Samples, TreeSide, fill
 from bench.common import machine
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from contracts.block_hash import block_hashes
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.contracts.block_hash import block_hashes
 
 T = TypeVar("T")
 GOAL_MS = 0.25

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
-from cache.pool.page_allocator import PageAllocator
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_node import PageOffer, Tier
-from cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
+from twinpool.cache.pool.page_allocator import PageAllocator
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_node import PageOffer, Tier
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
 
 PAGE_TOKENS = 64
 PAGE_BYTES = 4 * PAGE_TOKENS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from cli.own_cluster import own_cluster
+from twinpool.cli.own_cluster import own_cluster
 
 
 @contextmanager

@@ -14,19 +14,19 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
 from bench.common import bench_clock as clock
-from cache.allocation.block_table import TableSlice
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import Device
-from cache.memory.kv_cache_spec import PoolKind
-from cache.memory.memory_layout import LayoutOrder, PoolSetLayout
-from cache.pool.pool_set import PoolSet
-from contracts.config.worker_config import EngineConfig
-from contracts.sampling_params import SamplingParams
-from engine.models.model_base import StateOptions
-from engine.models.registry import read_model
-from engine.runner.batch import BatchRow, TokenDraw
-from engine.runner.load_model import load_engine
-from engine.tensors.weight_loader import dtype_for
+from twinpool.cache.allocation.block_table import TableSlice
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import Device
+from twinpool.cache.memory.kv_cache_spec import PoolKind
+from twinpool.cache.memory.memory_layout import LayoutOrder, PoolSetLayout
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.config.worker_config import EngineConfig
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.models.model_base import StateOptions
+from twinpool.engine.models.registry import read_model
+from twinpool.engine.runner.batch import BatchRow, TokenDraw
+from twinpool.engine.runner.load_model import load_engine
+from twinpool.engine.tensors.weight_loader import dtype_for
 
 Prompts = Sequence[Sequence[int]]
 _NO_END = 1 << 20

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from cli.replay.openai_client import Outcome
+from twinpool.cli.replay.openai_client import Outcome
 
 PERCENTILES = (50, 90, 99)
 

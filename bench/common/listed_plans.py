@@ -8,9 +8,9 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from cache.allocation.block_table import NULL_PAGE
-from cache.memory.pinned_memory import to_device
-from engine.attention.attention_plan import AttentionPlan, SlotPlan, StepShape, make_plan
+from twinpool.cache.allocation.block_table import NULL_PAGE
+from twinpool.cache.memory.pinned_memory import to_device
+from twinpool.engine.attention.attention_plan import AttentionPlan, SlotPlan, StepShape, make_plan
 
 
 def listed_plan(

@@ -19,17 +19,17 @@ from typing import Any
 
 import grpc.aio
 
-from contracts.ids import PAIR, Incarnation, RequestId, Role, WorkerName
-from contracts.messages.worker_events import Done, Event, LegReport, Tokens
-from contracts.messages.worker_status import WorkerStatus
-from contracts.proto import worker_pb2 as pb
-from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire.event_protobuf import event_to_proto
-from contracts.wire.frame_connection import FrameConnection
-from contracts.wire.frame_listener import FrameListener
-from contracts.wire.grpc_channels import server_options
-from contracts.wire.shared_frames import COMMANDS_BYTES
-from contracts.wire.worker_protobuf import status_to_proto
+from twinpool.contracts.ids import PAIR, Incarnation, RequestId, Role, WorkerName
+from twinpool.contracts.messages.worker_events import Done, Event, LegReport, Tokens
+from twinpool.contracts.messages.worker_status import WorkerStatus
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
+from twinpool.contracts.wire.event_protobuf import event_to_proto
+from twinpool.contracts.wire.frame_connection import FrameConnection
+from twinpool.contracts.wire.frame_listener import FrameListener
+from twinpool.contracts.wire.grpc_channels import server_options
+from twinpool.contracts.wire.shared_frames import COMMANDS_BYTES
+from twinpool.contracts.wire.worker_protobuf import status_to_proto
 
 INCARNATION = Incarnation(1)
 FIRST_TOKEN = 300

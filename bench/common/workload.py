@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cli.replay.trace_prompts import Ask, Content
+from twinpool.cli.replay.trace_prompts import Ask, Content
 
 _SHARED_BLOCK = 0
 _ARRIVALS, _LENGTHS = 1, 2

@@ -36,9 +36,9 @@ from bench.common import bench_clock as clock
 from bench.common import family_models, machine, random_model
 from bench.common.engines_compared import Answer, ContinuousBatching, Generate, Side, Twinpool
 from bench.rivals.rival_engine import PACKAGES, Rival
-from contracts.checkpoint.model_spec import read_model_spec
-from contracts.config.worker_config import EngineConfig
-from contracts.errors import CheckpointError, ConfigError
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.config.worker_config import EngineConfig
+from twinpool.contracts.errors import CheckpointError, ConfigError
 
 _LOWEST_TOKEN = 300
 """Ids below may be special."""

@@ -16,10 +16,10 @@ import torch
 from bench.common import machine
 from bench.common.engines_compared import Twinpool
 from bench.common.random_model import DEMO
-from cache.allocation.block_table import TableSlice
-from cache.pool.epoch_table import EpochTable
-from contracts.config.worker_config import EngineConfig
-from engine.runner.device_block_tables import DeviceBlockTables
+from twinpool.cache.allocation.block_table import TableSlice
+from twinpool.cache.pool.epoch_table import EpochTable
+from twinpool.contracts.config.worker_config import EngineConfig
+from twinpool.engine.runner.device_block_tables import DeviceBlockTables
 
 _STEPS = 33
 _TRIES = 300

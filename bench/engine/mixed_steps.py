@@ -18,9 +18,9 @@ import torch
 from bench.common import machine
 from bench.common.engines_compared import Twinpool
 from bench.common.random_model import DEMO
-from contracts.config.worker_config import EngineConfig
-from contracts.sampling_params import SamplingParams
-from engine.runner.batch import BatchRow, TokenDraw
+from twinpool.contracts.config.worker_config import EngineConfig
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.runner.batch import BatchRow, TokenDraw
 
 _GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)
 

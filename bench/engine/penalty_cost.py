@@ -17,11 +17,11 @@ import torch
 
 from bench.common import machine
 from bench.engine.step_planning import Host
-from cache.allocation.block_table import BlockTable, TableSlice
-from cache.device.device_backends import CpuDevice
-from contracts.sampling_params import SamplingParams
-from engine.runner.batch import BatchRow, TokenDraw
-from engine.runner.sampling.token_history import TokenHistory
+from twinpool.cache.allocation.block_table import BlockTable, TableSlice
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.runner.batch import BatchRow, TokenDraw
+from twinpool.engine.runner.sampling.token_history import TokenHistory
 
 _PAGE_TOKENS = 16
 _VOCAB = 32_000

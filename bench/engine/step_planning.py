@@ -26,18 +26,18 @@ from torch import Tensor
 
 from bench.common import machine
 from bench.common.random_model import DEMO
-from cache.allocation.block_table import BlockTable, TableSlice
-from cache.device.device_backends import CpuDevice
-from cache.pool.epoch_table import EpochTable
-from cache.pool.pool_set import PoolSet
-from contracts.config.worker_config import EngineConfig
-from contracts.sampling_params import SamplingParams
-from engine.models.model_base import StateOptions
-from engine.models.registry import read_model
-from engine.runner.batch import BatchRow, StepHandle, TokenDraw, TokenFromStep
-from engine.runner.load_model import load_engine
-from engine.runner.model_runner import ModelRunner
-from engine.tensors.weight_loader import dtype_for
+from twinpool.cache.allocation.block_table import BlockTable, TableSlice
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.pool.epoch_table import EpochTable
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.config.worker_config import EngineConfig
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.models.model_base import StateOptions
+from twinpool.engine.models.registry import read_model
+from twinpool.engine.runner.batch import BatchRow, StepHandle, TokenDraw, TokenFromStep
+from twinpool.engine.runner.load_model import load_engine
+from twinpool.engine.runner.model_runner import ModelRunner
+from twinpool.engine.tensors.weight_loader import dtype_for
 
 _PAGE_TOKENS = 16
 _SHORT = 512

@@ -30,13 +30,13 @@ from rich.table import Table
 
 from bench.common import machine, random_model
 from bench.engine.verification_cost import Shape, Workers
-from contracts.checkpoint.model_spec import read_model_spec
-from contracts.config.router_config import WatchConfig
-from contracts.ids import RequestId
-from contracts.sampling_params import SamplingParams
-from decode.request.request import DecodePhase
-from decode.worker import DecodeWorker
-from router.verification.stream_watch import FlagReason, StreamWatch
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.config.router_config import WatchConfig
+from twinpool.contracts.ids import RequestId
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.decode.request.request import DecodePhase
+from twinpool.decode.worker import DecodeWorker
+from twinpool.router.verification.stream_watch import FlagReason, StreamWatch
 
 SAMPLINGS = {
     "greedy": SamplingParams(max_tokens=1, temperature=0.0),

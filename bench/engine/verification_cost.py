@@ -42,23 +42,23 @@ from rich.table import Table
 
 from bench.common import bench_clock as clock
 from bench.common import machine, random_model
-from cache.tiers.load_back import LoadBack
-from cluster.assembly.build_worker import build_worker
-from cluster.assembly.memory_plan import plan_memory, state_options
-from contracts.checkpoint.model_spec import read_model_spec
-from contracts.config.cluster_config import Config
-from contracts.config.load_config import config_from_dict
-from contracts.errors import CheckpointError, ConfigError
-from contracts.ids import PAIR, Incarnation, RequestId, Role, RoomId, WorkerName
-from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.router_commands import PeerRef, Submit
-from contracts.messages.worker_events import Done, Tokens
-from contracts.sampling_params import SamplingParams
-from decode.worker import DecodeWorker
-from engine.layers.forward_context import ForwardContext
-from engine.models.registry import read_model
-from engine.runner.planned_step import PlannedStep
-from prefill.worker import PrefillWorker
+from twinpool.cache.tiers.load_back import LoadBack
+from twinpool.cluster.assembly.build_worker import build_worker
+from twinpool.cluster.assembly.memory_plan import plan_memory, state_options
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.errors import CheckpointError, ConfigError
+from twinpool.contracts.ids import PAIR, Incarnation, RequestId, Role, RoomId, WorkerName
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.router_commands import PeerRef, Submit
+from twinpool.contracts.messages.worker_events import Done, Tokens
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.decode.worker import DecodeWorker
+from twinpool.engine.layers.forward_context import ForwardContext
+from twinpool.engine.models.registry import read_model
+from twinpool.engine.runner.planned_step import PlannedStep
+from twinpool.prefill.worker import PrefillWorker
 
 P = ParamSpec("P")
 T = TypeVar("T")

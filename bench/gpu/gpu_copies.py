@@ -22,14 +22,14 @@ from pathlib import Path
 
 import torch
 
-from cache.device.device_backends import CpuDevice, CudaDevice
-from cache.device.device_port import Completion, Device, DeviceOp, DeviceStream
-from cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
-from cache.memory.memory_layout import LayoutOrder, PoolSetLayout
-from cache.memory.page_moves import PageMove
-from cache.pool.page_extent import PageExtent
-from cache.pool.pool_set import PoolSet
-from cache.tiers.tier_copy import TierCopy
+from twinpool.cache.device.device_backends import CpuDevice, CudaDevice
+from twinpool.cache.device.device_port import Completion, Device, DeviceOp, DeviceStream
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
+from twinpool.cache.memory.memory_layout import LayoutOrder, PoolSetLayout
+from twinpool.cache.memory.page_moves import PageMove
+from twinpool.cache.pool.page_extent import PageExtent
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.tiers.tier_copy import TierCopy
 
 POOL = "full"
 CHUNK_BYTES = 16 * 2**20

@@ -33,12 +33,12 @@ from bench.common.engines_compared import Answer, Generate, Prompts, Side, Twinp
 from bench.common.section_figures import NO_TIME, NOT_COMPLETE, known_figures, write_figures
 from bench.engine.engine_speed import Measured, SpeedScenario
 from bench.gpu.gpu_limits import Ceilings, ModelCost, measure_ceilings
-from cache.device.device_backends import CpuDevice, CudaDevice
-from cache.device.device_port import Device
-from contracts.checkpoint.model_spec import ModelSpec, read_model_spec
-from contracts.config.worker_config import EngineConfig
-from contracts.errors import TwinpoolError
-from engine.runner.graphs.graph_capture import CudaCapture
+from twinpool.cache.device.device_backends import CpuDevice, CudaDevice
+from twinpool.cache.device.device_port import Device
+from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec
+from twinpool.contracts.config.worker_config import EngineConfig
+from twinpool.contracts.errors import TwinpoolError
+from twinpool.engine.runner.graphs.graph_capture import CudaCapture
 
 _CHECKED_TOKENS = 16
 _CAPTURE_S = 10.0

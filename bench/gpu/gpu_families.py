@@ -31,13 +31,13 @@ from packaging.version import Version
 
 import bench.gpu
 from bench.common.section_figures import NO_TIME, NOT_COMPLETE, known_figures, write_figures
-from cache.device.async_cpu_device import AsyncCpuDevice
-from cache.device.device_backends import CudaDevice
 from tests.default_device import MAKERS
 from tests.families import FAMILIES
 from tests.family_scenes import Family, expect_answers, expect_damage_is_caught, expect_tiers, make_family
 from tests.migration_scenes import expect_migrations_change_nothing
 from tests.retract_scenes import expect_same_answers
+from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
+from twinpool.cache.device.device_backends import CudaDevice
 
 LENGTHS = (1, 2, 16, 17, 65, 130, 200)
 _TRACE_LINES = 12

@@ -24,9 +24,9 @@ import torch
 import bench.gpu
 from bench.serving.handover_speed import Measured, Way
 from bench.serving.transfer_ways import DISTINCT, Memory, Shape
-from cache.device.device_copies import zeroed
-from contracts.errors import TwinpoolError
-from transfer.planes.nixl.nixl_agent import load_nixl
+from twinpool.cache.device.device_copies import zeroed
+from twinpool.contracts.errors import TwinpoolError
+from twinpool.transfer.planes.nixl.nixl_agent import load_nixl
 
 NOT_RUN = 77
 

@@ -40,8 +40,8 @@ from bench.gpu.goodput import Goodput, Load, ServingSide, Slo, run_load
 from bench.gpu.gpu_limits import Ceilings, measure_ceilings
 from bench.gpu.process_cluster import ProcessCluster
 from bench.gpu.serving_rival import ContinuousRival
-from contracts.checkpoint.model_spec import read_model_spec
-from contracts.ids import PAIR, Role
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.ids import PAIR, Role
 
 _POOLS: dict[str, Sequence[Role]] = {"two pools": PAIR, "colocated": (Role.COLOCATED,)}
 _WARM_S = 120.0

@@ -16,17 +16,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.assembly.build_worker import build_worker
-from cluster.assembly.memory_plan import plan_memory, state_options
-from cluster.worker_process.worker_thread import WorkerThread
-from contracts.checkpoint.model_spec import read_model_spec
-from contracts.config.load_config import config_from_dict
-from contracts.ids import PAIR, Incarnation, RequestId, Role, RoomId, WorkerName
-from contracts.interfaces.worker_interface import Worker
-from contracts.messages.router_commands import PeerRef, Submit
-from contracts.messages.stream_end import StreamEnd
-from contracts.messages.worker_events import Done, Event, LegReport, Tokens
-from contracts.sampling_params import SamplingParams
+from twinpool.cluster.assembly.build_worker import build_worker
+from twinpool.cluster.assembly.memory_plan import plan_memory, state_options
+from twinpool.cluster.worker_process.worker_thread import WorkerThread
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.ids import PAIR, Incarnation, RequestId, Role, RoomId, WorkerName
+from twinpool.contracts.interfaces.worker_interface import Worker
+from twinpool.contracts.messages.router_commands import PeerRef, Submit
+from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.worker_events import Done, Event, LegReport, Tokens
+from twinpool.contracts.sampling_params import SamplingParams
 
 _STOP_S = 10.0
 
@@ -148,7 +148,7 @@ class ProcessCluster:
 
 
 def _build(role: Role, folder: Path, spec: Any, config: Any) -> Worker:
-    from engine.models.registry import read_model
+    from twinpool.engine.models.registry import read_model
 
     pool_set = read_model(folder).pool_set(state_options(spec, config, role))
     plan = plan_memory(pool_set, config, role, spec.context, 1 << 50)

@@ -11,7 +11,7 @@ import torch
 
 from bench.common.engines_compared import ContinuousBatching
 from bench.gpu.process_cluster import Served
-from contracts.config.worker_config import EngineConfig
+from twinpool.contracts.config.worker_config import EngineConfig
 
 
 class ContinuousRival:

@@ -29,9 +29,9 @@ from bench.common.section_figures import NOT_COMPLETE, known_figures, write_figu
 from bench.kernels import latent_bench as kernels_latent
 from bench.kernels import rows_bench as kernels_rows
 from bench.kernels.flex_bench import flex_call
-from engine.attention.attention_backend import ScoreOptions
-from engine.attention.attention_plan import AttentionPlan
-from engine.attention.triton_backend.triton_attention import TritonAttention
+from twinpool.engine.attention.attention_backend import ScoreOptions
+from twinpool.engine.attention.attention_plan import AttentionPlan
+from twinpool.engine.attention.triton_backend.triton_attention import TritonAttention
 
 PAGE_TOKENS = 16
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -17,7 +17,7 @@ from bench.kernels.chip_limits import CHIPS
 from bench.kernels.compiled_kernels import RACING, SPILL_LIMIT, CompiledKernel, compiled
 from bench.kernels.production_launches import Scene, scenes
 from bench.kernels.recorded_launches import RecordedLaunch, recording
-from engine.attention.triton_backend.softmax_parts import SCRATCH_BYTES
+from twinpool.engine.attention.triton_backend.softmax_parts import SCRATCH_BYTES
 
 HEADER = (
     "| kernel | launched by | registers | spilled B | shared KiB | warps, stages | blocks (occupancy) | async loops "

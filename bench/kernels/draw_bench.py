@@ -16,9 +16,9 @@ import torch
 import triton
 from torch import Tensor
 
-from contracts.sampling_params import SamplingParams
-from engine.runner.sampling import sampler as sampling
-from engine.runner.sampling import triton_draw
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.runner.sampling import sampler as sampling
+from twinpool.engine.runner.sampling import triton_draw
 
 VOCAB = 151_936
 CUTS = {

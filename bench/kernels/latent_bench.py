@@ -18,10 +18,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from bench.common.listed_plans import listed_plan
 from bench.kernels.flex_bench import flex_call
 from bench.kernels.rows_bench import RowCheck, RowTiming, median_us
-from engine.attention.attention_plan import AttentionPlan
-from engine.attention.latent_backend import IndexKeys, LatentBackend, SparseSelection
-from engine.attention.torch_backend.torch_attention import TorchAttention
-from engine.tensors.row_exact_linear import FAST
+from twinpool.engine.attention.attention_plan import AttentionPlan
+from twinpool.engine.attention.latent_backend import IndexKeys, LatentBackend, SparseSelection
+from twinpool.engine.attention.torch_backend.torch_attention import TorchAttention
+from twinpool.engine.tensors.row_exact_linear import FAST
 
 PAGE_TOKENS = 64
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}

@@ -13,21 +13,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cache.memory.triton_copy import copy_rows
-from cache.memory.triton_digest import add_sums
-from contracts.sampling_params import SamplingParams
-from engine.attention.attention_backend import ScoreOptions
-from engine.attention.attention_plan import AttentionPlan, SlotPlan
-from engine.attention.latent_backend import IndexKeys
-from engine.attention.recurrence_backend import BLOCK, ScanState
-from engine.attention.triton_backend.triton_attention import TritonAttention
-from engine.gpu.gpu_kernels import GpuKernels
-from engine.layers.mixers.triton_store_heads import store_heads
-from engine.layers.moe.expert_router import ExpertRoutes
-from engine.layers.moe.experts import gated_silu
-from engine.layers.moe.triton_experts import StackedProducts, TritonExperts
-from engine.runner.sampling import triton_draw
-from engine.tensors.triton_rank_sum import add_ranks
+from twinpool.cache.memory.triton_copy import copy_rows
+from twinpool.cache.memory.triton_digest import add_sums
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.attention.attention_backend import ScoreOptions
+from twinpool.engine.attention.attention_plan import AttentionPlan, SlotPlan
+from twinpool.engine.attention.latent_backend import IndexKeys
+from twinpool.engine.attention.recurrence_backend import BLOCK, ScanState
+from twinpool.engine.attention.triton_backend.triton_attention import TritonAttention
+from twinpool.engine.gpu.gpu_kernels import GpuKernels
+from twinpool.engine.layers.mixers.triton_store_heads import store_heads
+from twinpool.engine.layers.moe.expert_router import ExpertRoutes
+from twinpool.engine.layers.moe.experts import gated_silu
+from twinpool.engine.layers.moe.triton_experts import StackedProducts, TritonExperts
+from twinpool.engine.runner.sampling import triton_draw
+from twinpool.engine.tensors.triton_rank_sum import add_ranks
 
 META = torch.device("meta")
 LATENT_PAGE = 64

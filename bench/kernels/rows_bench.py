@@ -9,18 +9,18 @@ import torch
 import triton
 from torch import Tensor
 
-from contracts.checkpoint.rope_spec import RopeSpec
-from contracts.sampling_params import SamplingParams
-from engine.gpu.gpu_kernels import GpuKernels
-from engine.layers.mixers import triton_store_heads
-from engine.layers.moe.expert_router import ExpertRoutes
-from engine.layers.moe.experts import TorchExperts, gated_silu
-from engine.layers.moe.triton_experts import StackedProducts, TritonExperts
-from engine.layers.norm import rms_norm
-from engine.layers.rope import RopeTable, rotate
-from engine.runner.sampling import sampler as sampling
-from engine.runner.sampling import triton_draw
-from engine.tensors.row_exact_linear import FAST, RowExactLinear
+from twinpool.contracts.checkpoint.rope_spec import RopeSpec
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.gpu.gpu_kernels import GpuKernels
+from twinpool.engine.layers.mixers import triton_store_heads
+from twinpool.engine.layers.moe.expert_router import ExpertRoutes
+from twinpool.engine.layers.moe.experts import TorchExperts, gated_silu
+from twinpool.engine.layers.moe.triton_experts import StackedProducts, TritonExperts
+from twinpool.engine.layers.norm import rms_norm
+from twinpool.engine.layers.rope import RopeTable, rotate
+from twinpool.engine.runner.sampling import sampler as sampling
+from twinpool.engine.runner.sampling import triton_draw
+from twinpool.engine.tensors.row_exact_linear import FAST, RowExactLinear
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}
 PARAMS = SamplingParams(max_tokens=1, temperature=0.8, top_k=50, top_p=0.95)

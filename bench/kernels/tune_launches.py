@@ -25,9 +25,9 @@ from bench.kernels.compiled_kernels import compiled
 from bench.kernels.compiled_table import TableRow
 from bench.kernels.production_launches import Rig, scenes
 from bench.kernels.recorded_launches import RecordedLaunch, Run, intercepted, recorded
-from engine.attention.triton_backend.triton_attention import TritonAttention
-from engine.gpu.gpu_capability import device_capability
-from engine.tensors import tuned_options
+from twinpool.engine.attention.triton_backend.triton_attention import TritonAttention
+from twinpool.engine.gpu.gpu_capability import device_capability
+from twinpool.engine.tensors import tuned_options
 
 TUNED = ("extend_kernel", "decode_split_kernel", "latent_split_kernel", "index_score_kernel", "grouped_product_kernel")
 """The kernels whose launchers read the table."""

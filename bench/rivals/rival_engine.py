@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common.engines_compared import Answer, Prompts
-from contracts.errors import ConfigError
+from twinpool.contracts.errors import ConfigError
 
 ENVIRONMENTS = Path(__file__).parents[2] / "build" / "rivals"
 PACKAGES = {

@@ -39,11 +39,11 @@ from bench.common import machine, random_model
 from bench.common.engines_compared import Twinpool
 from bench.serving.transfer_ways import DISTINCT, Memory, PlaneReader, PlaneWriter, Shape
 from bench.serving.transfer_ways import plain as plain_memory
-from cache.device.async_cpu_device import AsyncCpuDevice
-from cache.device.device_port import DONE, Completion, DeviceOp, DeviceStream
-from cache.memory.page_digest import PageDigester
-from contracts.checkpoint.model_spec import read_model_spec
-from contracts.config.worker_config import EngineConfig
+from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
+from twinpool.cache.device.device_port import DONE, Completion, DeviceOp, DeviceStream
+from twinpool.cache.memory.page_digest import PageDigester
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.config.worker_config import EngineConfig
 
 PLANES = ("shm", "zmq", "nixl")
 COPY = "copy"

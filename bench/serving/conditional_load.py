@@ -35,7 +35,7 @@ from rich.table import Table
 from bench.common import machine
 from bench.common.bench_cluster import serving
 from bench.common.random_model import DEMO
-from cli.replay.openai_client import Endpoint, Outcome, stream
+from twinpool.cli.replay.openai_client import Endpoint, Outcome, stream
 
 MODES = ("always", "conditional")
 SCENES = ("idle", "busy", "turns")

@@ -25,16 +25,16 @@ from pathlib import Path
 
 import psutil
 
-from cluster.controller.controller_actions import StartWorker
-from cluster.controller.controller_client import ControllerClient
-from cluster.worker_process.lease_keeper import LeaseKeeper
-from contracts.clock import SystemClock
-from contracts.config.cluster_config import ClusterConfig
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.fingerprint import Fingerprint
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
-from contracts.proto import worker_pb2 as pb
-from router.links.controller_directory import ControllerDirectory
+from twinpool.cluster.controller.controller_actions import StartWorker
+from twinpool.cluster.controller.controller_client import ControllerClient
+from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.fingerprint import Fingerprint
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.router.links.controller_directory import ControllerDirectory
 
 COUNTERS = 40
 """Counters of a status, about as many as a decode worker has."""
@@ -65,7 +65,7 @@ def _measure(options: argparse.Namespace, folder: Path) -> int:
     endpoint, parts = f"127.0.0.1:{port}", list[subprocess.Popen[str]]()
     controller = subprocess.Popen(
         [
-            *(sys.executable, "-m", "cluster.controller.controller_process", "--port", str(port)),
+            *(sys.executable, "-m", "twinpool.cluster.controller.controller_process", "--port", str(port)),
             *("--ledger", str(folder / "ledger")),
         ],
         stderr=(folder / "log").open("wb"),

@@ -30,16 +30,16 @@ import psutil
 
 from bench.common import machine
 from bench.serving.simulated_dashboard import SimulatedCluster
-from cluster.controller.controller_actions import StartWorker
-from cluster.controller.controller_client import ControllerClient
-from cluster.worker_process.lease_keeper import LeaseKeeper
-from contracts.clock import SystemClock
-from contracts.config.cluster_config import ClusterConfig
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.fingerprint import Fingerprint
-from contracts.messages.router_report import RouterReport
-from contracts.messages.worker_status import WorkerStatus, WorkerView
-from router.links.controller_directory import ControllerDirectory
+from twinpool.cluster.controller.controller_actions import StartWorker
+from twinpool.cluster.controller.controller_client import ControllerClient
+from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.fingerprint import Fingerprint
+from twinpool.contracts.messages.router_report import RouterReport
+from twinpool.contracts.messages.worker_status import WorkerStatus, WorkerView
+from twinpool.router.links.controller_directory import ControllerDirectory
 
 OTHER_COUNTERS = 40
 LINK_COUNTERS = ("writes", "busy_s", "waited_s", "opened", "under_way", "in_flight_bytes", "waiting", "plane_shm")
@@ -169,7 +169,13 @@ def _start_workers(client: ControllerClient, count: int) -> None:
 def measure(options: argparse.Namespace, folder: Path) -> list[Turn]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = ["cluster.controller.controller_process", "--port", str(port), "--ledger", str(folder / "ledger")]
+    command = [
+        "twinpool.cluster.controller.controller_process",
+        "--port",
+        str(port),
+        "--ledger",
+        str(folder / "ledger"),
+    ]
     with (folder / "log").open("wb") as log:
         controller = subprocess.Popen([sys.executable, "-m", *command], stderr=log)
     client = ControllerClient(f"127.0.0.1:{port}", 10.0)

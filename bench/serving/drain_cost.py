@@ -32,8 +32,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common.bench_cluster import serving
-from cli.own_cluster import ClusterFailed
-from cli.replay.openai_client import Endpoint, EndpointError
+from twinpool.cli.own_cluster import ClusterFailed
+from twinpool.cli.replay.openai_client import Endpoint, EndpointError
 
 DRAIN_TIMEOUT_S = 600.0
 LOW, HIGH = 300, 2000

@@ -29,8 +29,8 @@ from rich.table import Table
 from bench.common import machine
 from bench.common.bench_cluster import serving
 from bench.common.workload import LengthRange, synthetic
-from cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
-from cli.replay.trace_prompts import Ask, Content
+from twinpool.cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
+from twinpool.cli.replay.trace_prompts import Ask, Content
 
 WAYS = ("all", "bounded", "slo")
 TIMEOUT_S = 300.0

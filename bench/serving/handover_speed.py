@@ -40,7 +40,7 @@ from bench.serving.transfer_ways import (
     make_writer,
 )
 from bench.serving.transfer_ways import plain as plain_memory
-from cache.memory.page_digest import PageDigester
+from twinpool.cache.memory.page_digest import PageDigester
 
 WINDOW = 4
 BASES = ("memcpy", "tcp socket", "bare nixl")

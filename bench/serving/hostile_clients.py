@@ -360,7 +360,7 @@ def router_alone(context: int) -> Iterator[Target]:
         router = subprocess.Popen(
             [
                 *("/bin/sh", "-c", f'ulimit -n {DESCRIPTORS} && exec "$@"', "sh"),
-                *(sys.executable, "-m", "router.main", "--model", str(model), "--controller", controller),
+                *(sys.executable, "-m", "twinpool.router.main", "--model", str(model), "--controller", controller),
                 *("--port", str(port)),
             ],
             cwd=ROOT,

@@ -23,16 +23,16 @@ import time
 from typing import Any
 
 from bench.common.machine import headline
-from cluster.controller.controller import Controller
-from cluster.controller.controller_ledger import MemoryLedger
-from cluster.controller.controller_server import ControllerServer
-from cluster.processes.priority import LEASES, set_niceness
-from cluster.worker_process.asyncio_thread import AsyncioThread
-from cluster.worker_process.lease_keeper import LeaseKeeper
-from contracts.clock import SystemClock
-from contracts.config.cluster_config import ClusterConfig
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_ledger import MemoryLedger
+from twinpool.cluster.controller.controller_server import ControllerServer
+from twinpool.cluster.processes.priority import LEASES, set_niceness
+from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
+from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
 
 NAME = WorkerName("decode-0")
 

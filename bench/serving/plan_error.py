@@ -30,16 +30,16 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common import machine
-from cli.latency_target import read_target
-from cli.own_cluster import own_cluster
-from cli.plan.measure_costs import CostSource, measure_costs
-from cli.plan.plan_command import PlannedLoad
-from cli.replay.openai_client import Endpoint
-from cli.replay.replay_command import ReplayOptions, ReplayRun
-from cli.replay.replay_figures import ReplayFigures
-from sim.scale.cost_file import MeasuredCosts
-from sim.scale.scale_figures import RunReport
-from sim.scale.trace_file import read_trace
+from twinpool.cli.latency_target import read_target
+from twinpool.cli.own_cluster import own_cluster
+from twinpool.cli.plan.measure_costs import CostSource, measure_costs
+from twinpool.cli.plan.plan_command import PlannedLoad
+from twinpool.cli.replay.openai_client import Endpoint
+from twinpool.cli.replay.replay_command import ReplayOptions, ReplayRun
+from twinpool.cli.replay.replay_figures import ReplayFigures
+from twinpool.sim.scale.cost_file import MeasuredCosts
+from twinpool.sim.scale.scale_figures import RunReport
+from twinpool.sim.scale.trace_file import read_trace
 
 TRACE = Path("bench/traces/conversation_200.jsonl")
 SCALE, CONTEXT = 1 / 16, 2000

@@ -11,13 +11,13 @@ import time
 
 from bench.common import machine
 from bench.common.random_model import DEMO
-from contracts.checkpoint.model_spec import read_model_spec
-from contracts.config.cluster_config import Config
-from router.openai.api_errors import QueueFull, failure_of
-from router.records.refusals import RefusedRequest
-from router.service.router_service import RouterService
-from router.state.trace_context import NO_TRACE
 from tests.router.fake_worker import FakeCluster
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.router.openai.api_errors import QueueFull, failure_of
+from twinpool.router.records.refusals import RefusedRequest
+from twinpool.router.service.router_service import RouterService
+from twinpool.router.state.trace_context import NO_TRACE
 
 ROUNDS, REFUSALS = 5, 5000
 

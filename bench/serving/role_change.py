@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common.bench_cluster import serving
-from cli.own_cluster import ClusterFailed
+from twinpool.cli.own_cluster import ClusterFailed
 
 WORKER = "decode-1"
 TIMEOUT_S = 300.0

@@ -40,9 +40,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common import machine
-from contracts.proto import worker_pb2 as pb
-from contracts.wire.frame_connection import FrameConnection
-from contracts.wire.shared_frames import EVENTS_BYTES
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.wire.frame_connection import FrameConnection
+from twinpool.contracts.wire.shared_frames import EVENTS_BYTES
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0
@@ -284,8 +284,8 @@ def own_router(model: Path, token_ms: float) -> Iterator[RouterUnderTest]:
         (folder / "config.json").write_text(json.dumps(LIMITS))
         port = free_port()
         command = [
-            sys.executable, "-m", "router.main", "--model", str(model), "--controller", controller, "--port", str(port),
-            "--config-json", str(folder / "config.json"),
+            sys.executable, "-m", "twinpool.router.main", "--model", str(model), "--controller", controller,
+            "--port", str(port), "--config-json", str(folder / "config.json"),
         ]  # fmt: skip
         process = stack.enter_context(child(command, stderr=subprocess.DEVNULL))
         wait_for(port, "/health")

@@ -27,8 +27,8 @@ from bench.common import machine
 from bench.common.bench_cluster import serving
 from bench.common.random_model import DEMO
 from bench.serving.serve_load import Target, run
-from cli.replay.openai_client import Endpoint, Outcome
-from cli.replay.trace_prompts import Ask
+from twinpool.cli.replay.openai_client import Endpoint, Outcome
+from twinpool.cli.replay.trace_prompts import Ask
 
 LOW, HIGH = 300, 900
 """Ids of ordinary tokens of the demo."""

@@ -21,24 +21,24 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from contracts.clock import ManualClock
-from contracts.config.cache_config import CacheConfig
-from contracts.config.router_config import AuditConfig, RouterConfig
-from contracts.ids import Incarnation, RequestId, Role, WorkerName
-from contracts.messages.router_commands import Submit
-from contracts.messages.worker_events import Done, Event, LegReport, Tokens
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from contracts.sampling_params import SamplingParams
-from router.core.router_actions import EndRequest, SendCommand
-from router.core.router_core import RouterCore
-from router.kv_indexer.holder_sets import DEVICE, HOST
-from router.kv_indexer.holder_table import HolderTable
-from router.kv_indexer.table_memory import TableMemory, TableSize
-from router.kv_indexer.table_slots import SlotWriter
-from router.kv_indexer.told_prefixes import ToldPrefixes
-from router.state.prefix_hashes import PrefixHashes
-from router.state.routed_request import RoutedRequest
-from router.state.worker_table import WorkerKey
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cache_config import CacheConfig
+from twinpool.contracts.config.router_config import AuditConfig, RouterConfig
+from twinpool.contracts.ids import Incarnation, RequestId, Role, WorkerName
+from twinpool.contracts.messages.router_commands import Submit
+from twinpool.contracts.messages.worker_events import Done, Event, LegReport, Tokens
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.router.core.router_actions import EndRequest, SendCommand
+from twinpool.router.core.router_core import RouterCore
+from twinpool.router.kv_indexer.holder_sets import DEVICE, HOST
+from twinpool.router.kv_indexer.holder_table import HolderTable
+from twinpool.router.kv_indexer.table_memory import TableMemory, TableSize
+from twinpool.router.kv_indexer.table_slots import SlotWriter
+from twinpool.router.kv_indexer.told_prefixes import ToldPrefixes
+from twinpool.router.state.prefix_hashes import PrefixHashes
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.state.worker_table import WorkerKey
 
 VIEW_S = 1.0
 """Seconds between two tables of the controller."""

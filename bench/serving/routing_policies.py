@@ -36,24 +36,24 @@ from rich.table import Table
 from bench.common import machine
 from bench.serving.routing_model import OLD_S, PolicyFigures, PromptAsk, StepCosts, conversations, measure
 from bench.serving.sent_blocks import SentBlocks
-from contracts.block_hash import block_hashes
-from contracts.clock import SystemClock
-from contracts.config.router_config import AuditConfig, RouterConfig
-from contracts.ids import Incarnation, RequestId, Role, WorkerName
-from contracts.messages.kv_events import BlockStored, EventMedium, decode_batch, encode_batch
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from contracts.sampling_params import SamplingParams
-from router.core.router_core import RouterCore
-from router.kv_indexer.holder_sets import DEVICE
-from router.kv_indexer.holder_table import HolderTable
-from router.kv_indexer.kv_index import KVIndex
-from router.kv_indexer.table_index import TableIndex
-from router.kv_indexer.table_memory import TableMemory, TableSize
-from router.kv_indexer.table_slots import SlotWriter
-from router.kv_indexer.told_prefixes import ToldPrefixes
-from router.state.prefix_hashes import PAGE_TOKENS, marked, prefix_hashes
-from router.state.routed_request import RoutedRequest
-from sim.scale.trace_file import TRACE_BLOCK_TOKENS, read_trace
+from twinpool.contracts.block_hash import block_hashes
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.config.router_config import AuditConfig, RouterConfig
+from twinpool.contracts.ids import Incarnation, RequestId, Role, WorkerName
+from twinpool.contracts.messages.kv_events import BlockStored, EventMedium, decode_batch, encode_batch
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.router.core.router_core import RouterCore
+from twinpool.router.kv_indexer.holder_sets import DEVICE
+from twinpool.router.kv_indexer.holder_table import HolderTable
+from twinpool.router.kv_indexer.kv_index import KVIndex
+from twinpool.router.kv_indexer.table_index import TableIndex
+from twinpool.router.kv_indexer.table_memory import TableMemory, TableSize
+from twinpool.router.kv_indexer.table_slots import SlotWriter
+from twinpool.router.kv_indexer.told_prefixes import ToldPrefixes
+from twinpool.router.state.prefix_hashes import PAGE_TOKENS, marked, prefix_hashes
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.sim.scale.trace_file import TRACE_BLOCK_TOKENS, read_trace
 
 POLICIES = ("cache_aware", "least_loaded", "power_of_two", "round_robin", "session")
 PROMPT = 128 * 1024

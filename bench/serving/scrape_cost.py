@@ -11,11 +11,11 @@ import asyncio
 import itertools
 import time
 
-from contracts.clock import ManualClock
-from contracts.config.router_config import RouterConfig
-from router.core.router_core import RouterCore
-from router.metrics.prometheus_metrics import PrometheusMetrics
 from tests.router.fake_worker import FakeCluster
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.router.core.router_core import RouterCore
+from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
 
 COUNTERS = (
     "preemptions", "hit_tokens_device", "hit_tokens_host", "hit_tokens_storage", "pages_saved", "pages_loaded",

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from bench.common.bench_cluster import serving
 from bench.serving.role_change import TIMEOUT_S, WORKER, ChangeFailed, away
-from cli.own_cluster import ClusterFailed
+from twinpool.cli.own_cluster import ClusterFailed
 
 LOOK_S = 0.01
 WAYS = {"own": "off", "shared": "auto"}

@@ -20,34 +20,34 @@ from typing import Any
 import numpy as np
 
 from bench.common.random_model import DEMO
-from cluster.controller.controller import Controller
-from cluster.controller.dashboard_source import dashboard_of
-from cluster.controller.record_board import RecordBoard
-from cluster.dashboard.event_log import EventKind
-from cluster.dashboard.history import KEPT_S
-from cluster.dashboard.request_rows import SHOWN
-from cluster.serve.local_directory import LocalDirectory
-from contracts.build_id import build_id
-from contracts.checkpoint.model_spec import read_model_spec
-from contracts.clock import Clock, SystemClock
-from contracts.config.cluster_config import Config
-from contracts.config.load_config import config_from_dict
-from contracts.ids import Role
-from contracts.messages.control_plane import ControlPlane
-from contracts.messages.latency_shape import BOUNDS_S, BUCKETS, LatencyShape
-from contracts.messages.router_report import COUNTERS, RouterReport
-from router.api.app import create_app
-from router.api.router_server import RouterServer
-from router.main import listen
-from router.records.make_record import make_record
-from router.records.record_draft import RecordDraft
-from router.service.controller_ports import ControllerPorts
-from router.service.router_service import RouterService
-from sim.scale.cluster_model import ClusterModel
-from sim.scale.cluster_plan import ClusterPlan, DecodePool, PrefillPool
-from sim.scale.gap_histogram import MIDDLES_S, GapHistogram
-from sim.scale.run_watcher import EndedRequest
-from sim.scale.traffic import TrafficBurst, TrafficShape, drawn
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.dashboard_source import dashboard_of
+from twinpool.cluster.controller.record_board import RecordBoard
+from twinpool.cluster.dashboard.event_log import EventKind
+from twinpool.cluster.dashboard.history import KEPT_S
+from twinpool.cluster.dashboard.request_rows import SHOWN
+from twinpool.cluster.serve.local_directory import LocalDirectory
+from twinpool.contracts.build_id import build_id
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.clock import Clock, SystemClock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.ids import Role
+from twinpool.contracts.messages.control_plane import ControlPlane
+from twinpool.contracts.messages.latency_shape import BOUNDS_S, BUCKETS, LatencyShape
+from twinpool.contracts.messages.router_report import COUNTERS, RouterReport
+from twinpool.router.api.app import create_app
+from twinpool.router.api.router_server import RouterServer
+from twinpool.router.main import listen
+from twinpool.router.records.make_record import make_record
+from twinpool.router.records.record_draft import RecordDraft
+from twinpool.router.service.controller_ports import ControllerPorts
+from twinpool.router.service.router_service import RouterService
+from twinpool.sim.scale.cluster_model import ClusterModel
+from twinpool.sim.scale.cluster_plan import ClusterPlan, DecodePool, PrefillPool
+from twinpool.sim.scale.gap_histogram import MIDDLES_S, GapHistogram
+from twinpool.sim.scale.run_watcher import EndedRequest
+from twinpool.sim.scale.traffic import TrafficBurst, TrafficShape, drawn
 
 MODEL = "simulated"
 POSITION_BYTES = 98_304

@@ -42,9 +42,9 @@ from rich.table import Table
 from bench.common import machine
 from bench.common.bench_cluster import serving
 from bench.common.workload import LengthRange, synthetic
-from cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
-from cli.replay.trace_prompts import Ask, Content
-from contracts.key_file import KeyFile, TenantLimits, mint_key, write_key_file
+from twinpool.cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
+from twinpool.cli.replay.trace_prompts import Ask, Content
+from twinpool.contracts.key_file import KeyFile, TenantLimits, mint_key, write_key_file
 
 TIMEOUT_S = 300.0
 SETTLE_S = 0.3
@@ -77,7 +77,7 @@ def second_router(url: str) -> Iterator[str]:
     port = url.rpartition(":")[2]
     first = next(
         process for process in psutil.process_iter(["cmdline"])
-        if "router.main" in (line := process.info["cmdline"] or []) and line[line.index("--port") + 1] == port
+        if "twinpool.router.main" in (line := process.info["cmdline"] or []) and line[line.index("--port") + 1] == port
     )  # fmt: skip
     command = first.cmdline()
     ready = command.index("--ready-fd")

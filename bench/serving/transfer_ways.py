@@ -21,24 +21,24 @@ from typing import Any, Protocol
 import torch
 import zmq
 
-from cache.device.device_port import Completion
-from cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
-from cache.memory.memory_layout import PoolSetLayout
-from cache.memory.page_moves import gather
-from cache.pool.pool_set import PoolSet
-from contracts.config.cluster_config import FaultsConfig
-from contracts.config.worker_config import TransferConfig
-from contracts.ids import RoomId
-from transfer.net.waiter import Waiter
-from transfer.planes.data_plane import SLOT_BYTES, DataPlane, PageNumbers, PageWrite, RoomTarget
-from transfer.planes.direct.cuda_ipc import CudaIpc
-from transfer.planes.direct.device_sharing import MappedRegion
-from transfer.planes.direct.local_plane import LocalPlane
-from transfer.planes.direct.shm_plane import ShmPlane
-from transfer.planes.nixl.nixl_agent import HOST_MEMORY, byte_runs, load_nixl
-from transfer.planes.nixl.nixl_plane import NixlPlane
-from transfer.planes.page_runs import page_runs
-from transfer.planes.tcp.zmq_plane import ZmqPlane
+from twinpool.cache.device.device_port import Completion
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
+from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cache.memory.page_moves import gather
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.config.cluster_config import FaultsConfig
+from twinpool.contracts.config.worker_config import TransferConfig
+from twinpool.contracts.ids import RoomId
+from twinpool.transfer.net.waiter import Waiter
+from twinpool.transfer.planes.data_plane import SLOT_BYTES, DataPlane, PageNumbers, PageWrite, RoomTarget
+from twinpool.transfer.planes.direct.cuda_ipc import CudaIpc
+from twinpool.transfer.planes.direct.device_sharing import MappedRegion
+from twinpool.transfer.planes.direct.local_plane import LocalPlane
+from twinpool.transfer.planes.direct.shm_plane import ShmPlane
+from twinpool.transfer.planes.nixl.nixl_agent import HOST_MEMORY, byte_runs, load_nixl
+from twinpool.transfer.planes.nixl.nixl_plane import NixlPlane
+from twinpool.transfer.planes.page_runs import page_runs
+from twinpool.transfer.planes.tcp.zmq_plane import ZmqPlane
 
 HOST = "127.0.0.1"
 DISTINCT = 4

@@ -25,15 +25,15 @@ from rich.table import Table
 
 from bench.common import machine
 from bench.serving.transfer_ways import HOST, Shape
-from cache.memory.kv_cache_spec import PoolSetSpec, PoolSpec
-from cache.memory.memory_layout import PoolSetLayout
-from cache.pool.pool_set import PoolSet
-from contracts.config.cluster_config import FaultsConfig
-from contracts.ids import RoomId
-from transfer.planes.data_plane import SLOT_BYTES, PageNumbers, PageWrite, RankDataPlane, RoomTarget
-from transfer.planes.direct.shm_plane import ShmPlane
-from transfer.planes.nixl.nixl_plane import NixlPlane
-from transfer.planes.tcp.zmq_plane import ZmqPlane
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec, PoolSpec
+from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.config.cluster_config import FaultsConfig
+from twinpool.contracts.ids import RoomId
+from twinpool.transfer.planes.data_plane import SLOT_BYTES, PageNumbers, PageWrite, RankDataPlane, RoomTarget
+from twinpool.transfer.planes.direct.shm_plane import ShmPlane
+from twinpool.transfer.planes.nixl.nixl_plane import NixlPlane
+from twinpool.transfer.planes.tcp.zmq_plane import ZmqPlane
 
 RANKS = ((1, 1), (2, 2), (2, 1), (1, 2), (4, 1), (1, 4))
 """Ranks of the writer, and of the reader."""

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from cache.allocation.block_table import NEVER_FREED, NULL_PAGE, BlockTable, PageRun
-from cache.device.device_port import Completion, failure
-from cache.pool.page_allocator import Lease, PageAllocator, joined
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_node import NodeLock, NodePart, Tier, digests_of
+from twinpool.cache.allocation.block_table import NEVER_FREED, NULL_PAGE, BlockTable, PageRun
+from twinpool.cache.device.device_port import Completion, failure
+from twinpool.cache.pool.page_allocator import Lease, PageAllocator, joined
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_node import NodeLock, NodePart, Tier, digests_of
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cache.pool.page_allocator import Lease
-from contracts.ids import Epoch
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.contracts.ids import Epoch
 
 NULL_PAGE = 0
 """The null page, which stands in a table where there is no page. Page 0 of every pool, and slot 0, is zeros: tables are

@@ -34,10 +34,17 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from cache.arena.arena_records import SALT_BYTES, ArenaRecord, RecordTable, RecordWords, SealedPage, record_type
-from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.memory.memory_layout import PoolSetLayout
-from cache.memory.page_moves import describe_spec
+from twinpool.cache.arena.arena_records import (
+    SALT_BYTES,
+    ArenaRecord,
+    RecordTable,
+    RecordWords,
+    SealedPage,
+    record_type,
+)
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cache.memory.page_moves import describe_spec
 
 _MAGIC = 0x616E657261707774
 _FORMAT = 1

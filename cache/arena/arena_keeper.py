@@ -23,17 +23,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from cache.arena.arena import Arena
-from cache.arena.arena_records import ArenaRecord, SealedPage
-from cache.device.device_port import HOST, Device, PageSpanUse
-from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.nodes.node_list import TreeCursor
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_node import NodePart, Tier, TreeNode
-from cache.prefix_cache.radix_tree import RadixTree
-from cache.swap.swapped_state import SwappedState
-from contracts.block_hash import KEY_BYTES, chain_on, chain_start
-from contracts.damage import DamageSite, log_damage
+from twinpool.cache.arena.arena import Arena
+from twinpool.cache.arena.arena_records import ArenaRecord, SealedPage
+from twinpool.cache.device.device_port import HOST, Device, PageSpanUse
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.prefix_cache.nodes.node_list import TreeCursor
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_node import NodePart, Tier, TreeNode
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.swap.swapped_state import SwappedState
+from twinpool.contracts.block_hash import KEY_BYTES, chain_on, chain_start
+from twinpool.contracts.damage import DamageSite, log_damage
 
 _log = logging.getLogger("twinpool.cache")
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cache.memory.kv_cache_spec import PoolKind
-from contracts.block_hash import KEY_BYTES, TOKEN_BYTES
+from twinpool.cache.memory.kv_cache_spec import PoolKind
+from twinpool.contracts.block_hash import KEY_BYTES, TOKEN_BYTES
 
 SALT_BYTES = 96
 """The longest salt that fits into a record: pages under longer salts are not adopted."""

@@ -28,8 +28,8 @@ from weakref import WeakSet
 
 import torch
 
-from cache.device.cpu_memory import CpuMemory
-from cache.device.device_port import (
+from twinpool.cache.device.cpu_memory import CpuMemory
+from twinpool.cache.device.device_port import (
     NO_GATES,
     Completion,
     DeviceOp,
@@ -38,11 +38,11 @@ from cache.device.device_port import (
     PageSpanUse,
     RemoteWrite,
 )
-from cache.device.layer_marks import LayerCounts, LayerMark, LayerMarks
-from cache.device.race_checker import PageAccess, RaceChecker, VectorClock, join
-from cache.device.write_checker import WriteChecker
-from contracts.clock import ManualClock
-from contracts.errors import UnorderedAccess
+from twinpool.cache.device.layer_marks import LayerCounts, LayerMark, LayerMarks
+from twinpool.cache.device.race_checker import PageAccess, RaceChecker, VectorClock, join
+from twinpool.cache.device.write_checker import WriteChecker
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.errors import UnorderedAccess
 
 _HOST = "host"
 _STRAY = (0.0, 0.1, 0.4, 0.8)

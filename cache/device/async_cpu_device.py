@@ -13,10 +13,10 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from cache.device.cpu_memory import CpuMemory
-from cache.device.device_port import DONE, NO_GATES, Completion, DeviceOp, DeviceStream, GatedLoads
-from cache.device.host_stream import HostLanes, HostStream
-from cache.device.layer_marks import LayerCounts, LayerMarks
+from twinpool.cache.device.cpu_memory import CpuMemory
+from twinpool.cache.device.device_port import DONE, NO_GATES, Completion, DeviceOp, DeviceStream, GatedLoads
+from twinpool.cache.device.host_stream import HostLanes, HostStream
+from twinpool.cache.device.layer_marks import LayerCounts, LayerMarks
 
 BESIDE = (DeviceStream.LOAD, DeviceStream.SAVE, DeviceStream.SEND)
 """The streams that may run beside what computes."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from cache.device.device_port import PageSpanUse, RemoteWrite, UncheckedRemoteWrite
+from twinpool.cache.device.device_port import PageSpanUse, RemoteWrite, UncheckedRemoteWrite
 
 
 class CpuMemory:

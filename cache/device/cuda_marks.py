@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from cache.device.device_port import Completion
-from cache.device.layer_marks import LayerCounts, LayerMarks
+from twinpool.cache.device.device_port import Completion
+from twinpool.cache.device.layer_marks import LayerCounts, LayerMarks
 
 _LOOK_S = 20e-6
 """Seconds between two looks at the word: short beside the transfer of a group of layers."""

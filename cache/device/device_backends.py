@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from cache.device.async_cpu_device import AsyncCpuDevice
-from cache.device.cpu_memory import CpuMemory
-from cache.device.cuda_marks import CudaLayerMarks, MarkWord
-from cache.device.device_choice import GpuView, chosen_device, gpu_view
-from cache.device.device_copies import CudaEvent
-from cache.device.device_port import (
+from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
+from twinpool.cache.device.cpu_memory import CpuMemory
+from twinpool.cache.device.cuda_marks import CudaLayerMarks, MarkWord
+from twinpool.cache.device.device_choice import GpuView, chosen_device, gpu_view
+from twinpool.cache.device.device_copies import CudaEvent
+from twinpool.cache.device.device_port import (
     DONE,
     NO_GATES,
     Completion,
@@ -25,8 +25,8 @@ from cache.device.device_port import (
     RemoteWrite,
     UncheckedRemoteWrite,
 )
-from cache.device.host_stream import HostLanes
-from cache.device.layer_marks import LayerCounts, LayerMarks
+from twinpool.cache.device.host_stream import HostLanes
+from twinpool.cache.device.layer_marks import LayerCounts, LayerMarks
 
 
 class CpuDevice(CpuMemory):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from contracts.errors import ConfigError
+from twinpool.contracts.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

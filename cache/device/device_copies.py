@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from cache.device.device_port import DONE, Completion
+from twinpool.cache.device.device_port import DONE, Completion
 
 CPU = torch.device("cpu")
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from cache.device.layer_marks import LayerCounts, LayerMarks
+    from twinpool.cache.device.layer_marks import LayerCounts, LayerMarks
 
 DEVICE = "device"
 """The place of the pools that kernels read."""

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from cache.device.device_port import Completion
+from twinpool.cache.device.device_port import Completion
 
 _BEGINNING = threading.Lock()
 

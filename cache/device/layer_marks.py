@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 
-from cache.device.device_port import Completion
+from twinpool.cache.device.device_port import Completion
 
 LayerCounts = Mapping[str, int]
 """By pool, how many of its layers are written: layers 0 to count-1."""

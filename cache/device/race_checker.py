@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from cache.device.device_port import PageSpanUse
-from contracts.errors import UnorderedAccess
+from twinpool.cache.device.device_port import PageSpanUse
+from twinpool.contracts.errors import UnorderedAccess
 
 VectorClock = dict[str, int]
 """Ticks by actor."""

@@ -13,10 +13,18 @@ from typing import Any
 
 import torch
 
-from cache.device.device_port import NO_GATES, Completion, Device, DeviceOp, GatedLoads, PageSpanUse, RemoteWrite
-from cache.device.layer_marks import LayerCounts, LayerMarks
-from contracts.messages.rank_order_codec import OrderChannel
-from contracts.messages.rank_orders import LayerCount, MarkStep
+from twinpool.cache.device.device_port import (
+    NO_GATES,
+    Completion,
+    Device,
+    DeviceOp,
+    GatedLoads,
+    PageSpanUse,
+    RemoteWrite,
+)
+from twinpool.cache.device.layer_marks import LayerCounts, LayerMarks
+from twinpool.contracts.messages.rank_order_codec import OrderChannel
+from twinpool.contracts.messages.rank_orders import LayerCount, MarkStep
 
 
 class TPDevice:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from cache.device.device_port import DeviceOp
-from contracts.errors import UnorderedAccess
+from twinpool.cache.device.device_port import DeviceOp
+from twinpool.contracts.errors import UnorderedAccess
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from cache.device.device_port import Completion
-from cache.pool.page_allocator import Lease
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_node import NodeLock, NodePart, TreeNode
-from cache.swap.swapped_state import SwappedState
-from cache.tiers.prefetch_request import PrefetchRequest
+from twinpool.cache.device.device_port import Completion
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_node import NodeLock, NodePart, TreeNode
+from twinpool.cache.swap.swapped_state import SwappedState
+from twinpool.cache.tiers.prefetch_request import PrefetchRequest
 
 _NOTHING: Mapping[str, float] = MappingProxyType({})
 

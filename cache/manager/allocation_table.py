@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from cache.allocation.allocation import Allocation
-from cache.device.device_port import Completion
-from cache.manager.pool_kinds import PoolKinds
-from cache.pool.in_flight import InFlightPins
-from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.nodes.tree_node import NodeLock
-from cache.prefix_cache.tree_locks import TreeLocks
+from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.device.device_port import Completion
+from twinpool.cache.manager.pool_kinds import PoolKinds
+from twinpool.cache.pool.in_flight import InFlightPins
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.prefix_cache.nodes.tree_node import NodeLock
+from twinpool.cache.prefix_cache.tree_locks import TreeLocks
 
 
 class AllocationTable:

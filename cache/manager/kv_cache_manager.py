@@ -23,35 +23,35 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from cache.allocation.allocation import Allocation
-from cache.arena.arena import Arena
-from cache.device.device_port import Device
-from cache.manager.absent_tiers import NoEvents
-from cache.manager.allocation_table import AllocationTable
-from cache.manager.pages.load_planner import LoadPlanner
-from cache.manager.pages.page_growth import PageGrowth
-from cache.manager.pages.page_sealer import PageSealer
-from cache.manager.pages.page_supply import PageSupply
-from cache.manager.pages.state_slots import StateSlots
-from cache.manager.pool_kinds import PoolKinds
-from cache.manager.prefix.handover_pages import HandoverPages
-from cache.manager.prefix.prefix_allocation import PrefixAllocation
-from cache.manager.prefix.prefix_sharing import PrefixSharing
-from cache.manager.prefix.prefix_transfer import PrefixTransfer
-from cache.manager.swap.swap_in import SwapIn
-from cache.manager.swap.swap_out import SwapOut
-from cache.manager.tier_set import TierSet
-from cache.pool.in_flight import InFlightPins
-from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.eviction_policy import POLICIES
-from cache.prefix_cache.nodes.tree_node import Tier
-from cache.prefix_cache.radix_tree import RadixTree
-from cache.storage.io_queue import IoQueue
-from cache.storage.page_store import PageStore
-from cache.storage.rank_page_store import RankPageStore
-from cache.tiers.kv_event_recorder import KVEventRecorder
-from contracts.config.cache_config import CacheConfig
-from contracts.credentials.curve_file import CurvePair
+from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.arena.arena import Arena
+from twinpool.cache.device.device_port import Device
+from twinpool.cache.manager.absent_tiers import NoEvents
+from twinpool.cache.manager.allocation_table import AllocationTable
+from twinpool.cache.manager.pages.load_planner import LoadPlanner
+from twinpool.cache.manager.pages.page_growth import PageGrowth
+from twinpool.cache.manager.pages.page_sealer import PageSealer
+from twinpool.cache.manager.pages.page_supply import PageSupply
+from twinpool.cache.manager.pages.state_slots import StateSlots
+from twinpool.cache.manager.pool_kinds import PoolKinds
+from twinpool.cache.manager.prefix.handover_pages import HandoverPages
+from twinpool.cache.manager.prefix.prefix_allocation import PrefixAllocation
+from twinpool.cache.manager.prefix.prefix_sharing import PrefixSharing
+from twinpool.cache.manager.prefix.prefix_transfer import PrefixTransfer
+from twinpool.cache.manager.swap.swap_in import SwapIn
+from twinpool.cache.manager.swap.swap_out import SwapOut
+from twinpool.cache.manager.tier_set import TierSet
+from twinpool.cache.pool.in_flight import InFlightPins
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.prefix_cache.eviction_policy import POLICIES
+from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.storage.io_queue import IoQueue
+from twinpool.cache.storage.page_store import PageStore
+from twinpool.cache.storage.rank_page_store import RankPageStore
+from twinpool.cache.tiers.kv_event_recorder import KVEventRecorder
+from twinpool.contracts.config.cache_config import CacheConfig
+from twinpool.contracts.credentials.curve_file import CurvePair
 
 _log = logging.getLogger("twinpool.cache")
 

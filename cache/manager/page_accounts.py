@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cache.pool.pool_set import PoolSet
+from twinpool.cache.pool.pool_set import PoolSet
 
 
 def unaccounted(pools: PoolSet, held: Mapping[str, int], tier: str = "") -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
+from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cache.arena.arena import Arena
-from cache.arena.arena_keeper import ArenaKeeper
-from cache.device.device_port import Device
-from cache.manager.absent_tiers import NoArena, NoBackup, NoEvents, NoLoadBack, NoPrefetcher, NoSwapStorage
-from cache.manager.page_accounts import unaccounted
-from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.nodes.tree_node import Tier
-from cache.prefix_cache.radix_tree import RadixTree
-from cache.storage.io_queue import IoQueue
-from cache.storage.page_store import PageStore
-from cache.swap.swap_storage import SwapStorage
-from cache.tiers.host_backup import HostBackup
-from cache.tiers.kv_event_recorder import KVEventRecorder
-from cache.tiers.load_back import LoadBack
-from cache.tiers.prefetch import Prefetcher
-from contracts.config.cache_config import CacheConfig
+from twinpool.cache.arena.arena import Arena
+from twinpool.cache.arena.arena_keeper import ArenaKeeper
+from twinpool.cache.device.device_port import Device
+from twinpool.cache.manager.absent_tiers import NoArena, NoBackup, NoEvents, NoLoadBack, NoPrefetcher, NoSwapStorage
+from twinpool.cache.manager.page_accounts import unaccounted
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.storage.io_queue import IoQueue
+from twinpool.cache.storage.page_store import PageStore
+from twinpool.cache.swap.swap_storage import SwapStorage
+from twinpool.cache.tiers.host_backup import HostBackup
+from twinpool.cache.tiers.kv_event_recorder import KVEventRecorder
+from twinpool.cache.tiers.load_back import LoadBack
+from twinpool.cache.tiers.prefetch import Prefetcher
+from twinpool.contracts.config.cache_config import CacheConfig
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cache.memory.copy_plan import CopyBlock, index_tensor, runs
+from twinpool.cache.memory.copy_plan import CopyBlock, index_tensor, runs
 
 _RUN_PAGES = 4
 """Shorter runs aren't worth torch's overhead: their pages count as single."""
@@ -61,7 +61,7 @@ def copy_on_gpu(from_rpw: torch.Tensor, sources: Sequence[int], to_rpw: torch.Te
 
     From one GPU to another's memory it is the source's that copies, on its current stream.
     """
-    from cache.memory.triton_copy import copy_rows, reachable
+    from twinpool.cache.memory.triton_copy import copy_rows, reachable
 
     if reachable(from_rpw) and reachable(to_rpw):
         copy_rows(from_rpw, sources, to_rpw, targets)
@@ -79,7 +79,7 @@ def copy_inner_rows(
         for a, b in zip(sources, targets, strict=True):
             target[:, :, b] = source[:, :, a]
         return
-    from cache.memory.triton_copy import copy_rows, reachable
+    from twinpool.cache.memory.triton_copy import copy_rows, reachable
 
     if reachable(from_ripw) and reachable(to_ripw):
         copy_rows(from_ripw, sources, to_ripw, targets)

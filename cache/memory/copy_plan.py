@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cache.memory.memory_layout import BufferLayout, PoolSetLayout, word_dtype
+from twinpool.cache.memory.memory_layout import BufferLayout, PoolSetLayout, word_dtype
 
 IntArray = npt.NDArray[np.int64]
 

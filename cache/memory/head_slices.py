@@ -14,10 +14,10 @@ from dataclasses import replace
 
 import torch
 
-from cache.memory.block_copy import copy_block, copy_inner_rows
-from cache.memory.copy_plan import blocks
-from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, copies
-from cache.memory.memory_layout import BufferLayout, word_dtype
+from twinpool.cache.memory.block_copy import copy_block, copy_inner_rows
+from twinpool.cache.memory.copy_plan import blocks
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, copies
+from twinpool.cache.memory.memory_layout import BufferLayout, word_dtype
 
 HeadSlice = Mapping[str, tuple[str, ...]]
 """By pool, the names of buffers whose common heads one rank writes to another; pools without any are left out."""

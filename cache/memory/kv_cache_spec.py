@@ -22,7 +22,7 @@ from math import gcd, prod
 
 import torch
 
-from contracts.errors import ConfigError
+from twinpool.contracts.errors import ConfigError
 
 
 class IndexSpace(StrEnum):

@@ -10,7 +10,7 @@ from math import prod
 
 import torch
 
-from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, PoolSpec
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, PoolSpec
 
 ALIGNMENT = 64
 """Buffers start on multiples of this many bytes: vector loads, DMA and cache lines like it."""

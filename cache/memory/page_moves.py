@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from cache.memory.block_copy import copy_block
-from cache.memory.copy_plan import blocks, packing
-from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.memory.memory_layout import PoolSetLayout
+from twinpool.cache.memory.block_copy import copy_block
+from twinpool.cache.memory.copy_plan import blocks, packing
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cache.memory.memory_layout import PoolSetLayout
 
 PoolIndices = Mapping[str, Sequence[int]]
 """Pages and slots by pool name."""

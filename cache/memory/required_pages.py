@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec, PoolSpec
+from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec, PoolSpec
 
 HeldPages = Mapping[str, Collection[int]]
 """By pool: the numbers of pages and slots that the sequence already has in place and keeps."""

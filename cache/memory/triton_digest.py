@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cache.memory.copy_plan import index_tensor
+from twinpool.cache.memory.copy_plan import index_tensor
 
 _PIECE_WORDS = 1024
 _LAYERS = 8

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cache.memory.pinned_memory import upload_packed
-from contracts.ids import Epoch
+from twinpool.cache.memory.pinned_memory import upload_packed
+from twinpool.contracts.ids import Epoch
 
 _MOST_BUMPED = 4096
 """The most releases kept one by one until the device's copy of the table is updated; more are merged."""

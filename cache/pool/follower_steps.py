@@ -12,10 +12,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from cache.device.device_port import DONE, Completion, Device, DeviceOp, DeviceStream
-from cache.device.layer_marks import LayerMarks
-from cache.pool.load_gate import LoadGate
-from contracts.messages.rank_orders import MarkStep
+from twinpool.cache.device.device_port import DONE, Completion, Device, DeviceOp, DeviceStream
+from twinpool.cache.device.layer_marks import LayerMarks
+from twinpool.cache.pool.load_gate import LoadGate
+from twinpool.contracts.messages.rank_orders import MarkStep
 
 T = TypeVar("T")
 _KEPT = 64

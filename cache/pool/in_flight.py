@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from cache.device.device_port import Completion
-from cache.pool.page_allocator import Pin
+from twinpool.cache.device.device_port import Completion
+from twinpool.cache.pool.page_allocator import Pin
 
 
 class InFlightPins:

@@ -22,7 +22,7 @@ from typing import Protocol
 
 import torch
 
-from cache.device.device_port import Completion, GatedLoads
+from twinpool.cache.device.device_port import Completion, GatedLoads
 
 LayerBuffers = Mapping[str, torch.Tensor]
 """Buffers of one layer by name, each [pages, page_tokens, *shape] (by token) or [pages or slots, *shape]."""

@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from cache.pool.epoch_table import EpochTable
-from contracts.errors import CapacityError, StaleLease
-from contracts.ids import Epoch, LeaseId
+from twinpool.cache.pool.epoch_table import EpochTable
+from twinpool.contracts.errors import CapacityError, StaleLease
+from twinpool.contracts.ids import Epoch, LeaseId
 
 
 class Lease:

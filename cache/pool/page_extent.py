@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cache.pool.page_allocator import Lease
-from cache.pool.pool_set import PoolSet
-from contracts.errors import StaleLease
-from contracts.ids import Epoch
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.errors import StaleLease
+from twinpool.contracts.ids import Epoch
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,13 @@ from functools import cached_property
 
 import torch
 
-from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.memory.memory_layout import LayoutOrder, PoolSetLayout
-from cache.memory.page_digest import PageDigester
-from cache.memory.page_moves import PageMove, PoolIndices, copy_state
-from cache.pool.load_gate import LoadGate
-from cache.pool.page_allocator import PageAllocator
-from contracts.errors import ConfigError
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cache.memory.memory_layout import LayoutOrder, PoolSetLayout
+from twinpool.cache.memory.page_digest import PageDigester
+from twinpool.cache.memory.page_moves import PageMove, PoolIndices, copy_state
+from twinpool.cache.pool.load_gate import LoadGate
+from twinpool.cache.pool.page_allocator import PageAllocator
+from twinpool.contracts.errors import ConfigError
 
 
 class PoolSet:

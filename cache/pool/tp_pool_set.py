@@ -19,13 +19,13 @@ from functools import cached_property
 
 import torch
 
-from cache.memory.kv_cache_spec import PoolSpec, copies, groups
-from cache.memory.memory_layout import PoolSetLayout
-from cache.memory.page_digest import PageDigester
-from cache.memory.page_moves import PageMove, PoolIndices
-from cache.pool.pool_set import PoolSet
-from contracts.messages.rank_order_codec import OrderChannel
-from contracts.messages.rank_orders import CheckPages, CopyPages, DigestPages, PageSpan, ZeroPages
+from twinpool.cache.memory.kv_cache_spec import PoolSpec, copies, groups
+from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cache.memory.page_digest import PageDigester
+from twinpool.cache.memory.page_moves import PageMove, PoolIndices
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.messages.rank_order_codec import OrderChannel
+from twinpool.contracts.messages.rank_orders import CheckPages, CopyPages, DigestPages, PageSpan, ZeroPages
 
 _ODD = 0xD6E8FEB86659FD93
 _ALL_BITS = 0xFFFFFFFFFFFFFFFF

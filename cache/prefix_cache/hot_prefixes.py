@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cache.prefix_cache.nodes.token_prefix import token_ids
-from cache.prefix_cache.nodes.tree_node import Tier, TreeNode
-from cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.prefix_cache.nodes.token_prefix import token_ids
+from twinpool.cache.prefix_cache.nodes.tree_node import Tier, TreeNode
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
 
 
 @dataclass(frozen=True, slots=True)

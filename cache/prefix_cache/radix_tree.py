@@ -35,16 +35,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.prefix_cache.eviction_policy import POLICIES, EvictionOrder, EvictionPolicy
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_components import ReuseLevel, TreeComponent, components_of
-from cache.prefix_cache.nodes.tree_node import NodeLock, NodePart, Tier, TreeNode, start_of
-from cache.prefix_cache.tree_accounts import TreeAccounts
-from cache.prefix_cache.tree_check import check_tree
-from cache.prefix_cache.tree_eviction import TreeEviction
-from cache.prefix_cache.tree_insert import PageOffers, insert
-from cache.prefix_cache.tree_locks import TreeLocks
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cache.prefix_cache.eviction_policy import POLICIES, EvictionOrder, EvictionPolicy
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_components import ReuseLevel, TreeComponent, components_of
+from twinpool.cache.prefix_cache.nodes.tree_node import NodeLock, NodePart, Tier, TreeNode, start_of
+from twinpool.cache.prefix_cache.tree_accounts import TreeAccounts
+from twinpool.cache.prefix_cache.tree_check import check_tree
+from twinpool.cache.prefix_cache.tree_eviction import TreeEviction
+from twinpool.cache.prefix_cache.tree_insert import PageOffers, insert
+from twinpool.cache.prefix_cache.tree_locks import TreeLocks
 
 
 @dataclass(frozen=True, slots=True)

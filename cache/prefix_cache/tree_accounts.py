@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.pool.page_allocator import Lease
-from cache.prefix_cache.nodes.lock_counts import count_unlocked, locked_parts
-from cache.prefix_cache.nodes.node_list import NodeList
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix, common_pages
-from cache.prefix_cache.nodes.tree_components import TreeComponent
-from cache.prefix_cache.nodes.tree_node import IN_TREE, NodePart, Tier, TreeNode, subtree
-from cache.prefix_cache.nodes.tree_observer import NodeObserver, NoObserver, PartObserver
-from cache.prefix_cache.nodes.tree_split import new_lower, new_upper
-from contracts.block_hash import TOKEN_BYTES
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.cache.prefix_cache.nodes.lock_counts import count_unlocked, locked_parts
+from twinpool.cache.prefix_cache.nodes.node_list import NodeList
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix, common_pages
+from twinpool.cache.prefix_cache.nodes.tree_components import TreeComponent
+from twinpool.cache.prefix_cache.nodes.tree_node import IN_TREE, NodePart, Tier, TreeNode, subtree
+from twinpool.cache.prefix_cache.nodes.tree_observer import NodeObserver, NoObserver, PartObserver
+from twinpool.cache.prefix_cache.nodes.tree_split import new_lower, new_upper
+from twinpool.contracts.block_hash import TOKEN_BYTES
 
 RestingSince = tuple[int, float]
 """How often storage has not taken a part, and the time (seconds) before which the part isn't offered again."""

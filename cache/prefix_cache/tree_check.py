@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from cache.prefix_cache.eviction_policy import EvictionOrder
-from cache.prefix_cache.nodes.tree_node import IN_TREE, NodePart, Tier, TreeNode, subtree
-from cache.prefix_cache.tree_accounts import TreeAccounts
-from cache.prefix_cache.tree_eviction import TreeEviction
-from cache.prefix_cache.tree_locks import TreeLocks
-from contracts.block_hash import KEY_BYTES
+from twinpool.cache.prefix_cache.eviction_policy import EvictionOrder
+from twinpool.cache.prefix_cache.nodes.tree_node import IN_TREE, NodePart, Tier, TreeNode, subtree
+from twinpool.cache.prefix_cache.tree_accounts import TreeAccounts
+from twinpool.cache.prefix_cache.tree_eviction import TreeEviction
+from twinpool.cache.prefix_cache.tree_locks import TreeLocks
+from twinpool.contracts.block_hash import KEY_BYTES
 
 
 def check_tree(tree: TreeAccounts, locks: TreeLocks, eviction: TreeEviction) -> list[str]:

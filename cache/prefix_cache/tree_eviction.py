@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cache.prefix_cache.eviction_policy import EvictionOrder
-from cache.prefix_cache.nodes.tree_node import IN_TREE, NodePart, Tier, TreeNode, subtree
-from cache.prefix_cache.tree_accounts import TreeAccounts
+from twinpool.cache.prefix_cache.eviction_policy import EvictionOrder
+from twinpool.cache.prefix_cache.nodes.tree_node import IN_TREE, NodePart, Tier, TreeNode, subtree
+from twinpool.cache.prefix_cache.tree_accounts import TreeAccounts
 
 SpillNode = Callable[[TreeNode], bool]
 """Called before a node that is on the device alone is dropped. True: it is being saved to the host, so keep it for

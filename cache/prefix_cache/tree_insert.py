@@ -11,10 +11,10 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_node import PageOffer, Tier, TreeNode
-from cache.prefix_cache.tree_accounts import TreeAccounts
-from contracts.block_hash import KEY_BYTES
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_node import PageOffer, Tier, TreeNode
+from twinpool.cache.prefix_cache.tree_accounts import TreeAccounts
+from twinpool.contracts.block_hash import KEY_BYTES
 
 PageOffers = Mapping[str, Sequence[PageOffer]]
 """State offered to the tree, by the component's name."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from cache.prefix_cache.nodes.lock_counts import count_locked, count_unlocked
-from cache.prefix_cache.nodes.tree_node import NO_LOCKS, NodeLock, NodePart
-from cache.prefix_cache.tree_accounts import TreeAccounts
-from cache.prefix_cache.tree_eviction import TreeEviction
+from twinpool.cache.prefix_cache.nodes.lock_counts import count_locked, count_unlocked
+from twinpool.cache.prefix_cache.nodes.tree_node import NO_LOCKS, NodeLock, NodePart
+from twinpool.cache.prefix_cache.tree_accounts import TreeAccounts
+from twinpool.cache.prefix_cache.tree_eviction import TreeEviction
 
 
 class TreeLocks:

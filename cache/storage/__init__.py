@@ -1,7 +1,7 @@
 """Storage of pages as objects. A backend of another package imports its names from here: they stay, whatever moves
 inside."""
 
-from cache.storage.storage_backend import (
+from twinpool.cache.storage.storage_backend import (
     CUT_OFF,
     BackendCapacity,
     BackendCounts,

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cache.storage.io_queue import StorageOp, StorageTicket, WriteChain
-from cache.storage.storage_backend import (
+from twinpool.cache.storage.io_queue import StorageOp, StorageTicket, WriteChain
+from twinpool.cache.storage.storage_backend import (
     CUT_OFF,
     ObjectBuffer,
     ObjectName,

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from typing import Any, Generic, Protocol, TypeVar
 
-from cache.storage.storage_backend import (
+from twinpool.cache.storage.storage_backend import (
     CUT_OFF,
     ObjectBuffer,
     ObjectName,
@@ -31,7 +31,7 @@ from cache.storage.storage_backend import (
     ObjectVerdict,
     StorageBackend,
 )
-from contracts.clock import Clock, SystemClock
+from twinpool.contracts.clock import Clock, SystemClock
 
 _log = logging.getLogger(__name__)
 _IN_A_ROW = 8

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
-from cache.storage.io_queue import WriteChain
-from cache.storage.storage_backend import ObjectOutcome, ObjectVerdict
-from contracts.messages.rank_orders import StoredPage
+from twinpool.cache.storage.io_queue import WriteChain
+from twinpool.cache.storage.storage_backend import ObjectOutcome, ObjectVerdict
+from twinpool.contracts.messages.rank_orders import StoredPage
 
 T_co = TypeVar("T_co", covariant=True)
 

@@ -15,14 +15,14 @@ from typing import Generic, TypeVar
 
 import torch
 
-from cache.memory.kv_cache_spec import PoolSetSpec, groups
-from cache.pool.pool_set import PoolSet
-from cache.pool.tp_pool_set import merged
-from cache.storage.io_queue import IoQueue, StorageTicket, WriteChain
-from cache.storage.object_slices import SHARED, HeadPart, ObjectSlicer, PageObjects
-from cache.storage.page_store import FetchedPages, PendingResult
-from cache.storage.storage_backend import KEPT, ObjectBuffer, ObjectName, ObjectOutcome, ObjectVerdict
-from contracts.messages.rank_orders import StoredPage
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec, groups
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.pool.tp_pool_set import merged
+from twinpool.cache.storage.io_queue import IoQueue, StorageTicket, WriteChain
+from twinpool.cache.storage.object_slices import SHARED, HeadPart, ObjectSlicer, PageObjects
+from twinpool.cache.storage.page_store import FetchedPages, PendingResult
+from twinpool.cache.storage.storage_backend import KEPT, ObjectBuffer, ObjectName, ObjectOutcome, ObjectVerdict
+from twinpool.contracts.messages.rank_orders import StoredPage
 
 S = TypeVar("S")
 R = TypeVar("R")

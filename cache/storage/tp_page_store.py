@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cache.pool.tp_pool_set import TPPoolSet
-from cache.storage.io_queue import WriteChain
-from cache.storage.page_store import FetchedPages, PendingResult
-from cache.storage.rank_page_store import MappedResult, RankPageStore, merged_outcomes
-from cache.storage.storage_backend import ObjectOutcome, ObjectVerdict
-from contracts.messages.rank_order_codec import OrderAnswers, OrderChannel
-from contracts.messages.rank_orders import FetchPages, FindPages, PutPages, StoredPage
+from twinpool.cache.pool.tp_pool_set import TPPoolSet
+from twinpool.cache.storage.io_queue import WriteChain
+from twinpool.cache.storage.page_store import FetchedPages, PendingResult
+from twinpool.cache.storage.rank_page_store import MappedResult, RankPageStore, merged_outcomes
+from twinpool.cache.storage.storage_backend import ObjectOutcome, ObjectVerdict
+from twinpool.contracts.messages.rank_order_codec import OrderAnswers, OrderChannel
+from twinpool.contracts.messages.rank_orders import FetchPages, FindPages, PutPages, StoredPage
 
 _DAMAGED = ObjectOutcome(ObjectVerdict.FAILED, 0, "it was damaged in host memory before it was stored")
 _BEHIND = ObjectOutcome(ObjectVerdict.FAILED, 0, "a page before it was damaged in host memory")

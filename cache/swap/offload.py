@@ -14,15 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from cache.device.device_port import Completion, Device, DeviceStream
-from cache.memory.page_digest import ContentTag
-from cache.memory.page_moves import PageMove
-from cache.pool.page_allocator import Lease
-from cache.pool.page_extent import PageExtents, require_current
-from cache.pool.pool_set import PoolSet
-from cache.tiers.in_flight_copy import InFlightCopy
-from cache.tiers.tier_copy import TierCopy
-from contracts.errors import CapacityError
+from twinpool.cache.device.device_port import Completion, Device, DeviceStream
+from twinpool.cache.memory.page_digest import ContentTag
+from twinpool.cache.memory.page_moves import PageMove
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.cache.pool.page_extent import PageExtents, require_current
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.tiers.in_flight_copy import InFlightCopy
+from twinpool.cache.tiers.tier_copy import TierCopy
+from twinpool.contracts.errors import CapacityError
 
 
 class OffloadedPages:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cache.device.device_port import Completion, Device, DeviceStream
-from cache.memory.page_moves import PageMove
-from cache.pool.page_extent import PageExtents, require_current
-from cache.pool.pool_set import PoolSet
-from cache.swap.offload import OffloadedPages
-from cache.tiers.in_flight_copy import InFlightCopy
-from cache.tiers.tier_copy import TierCopy
-from contracts.errors import StaleLease
+from twinpool.cache.device.device_port import Completion, Device, DeviceStream
+from twinpool.cache.memory.page_moves import PageMove
+from twinpool.cache.pool.page_extent import PageExtents, require_current
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.swap.offload import OffloadedPages
+from twinpool.cache.tiers.in_flight_copy import InFlightCopy
+from twinpool.cache.tiers.tier_copy import TierCopy
+from twinpool.contracts.errors import StaleLease
 
 
 @dataclass(frozen=True, slots=True)

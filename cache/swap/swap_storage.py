@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cache.pool.page_allocator import Lease, Pin
-from cache.pool.pool_set import PoolSet
-from cache.storage.page_store import PageStore, PendingResult
-from cache.storage.storage_backend import ObjectOutcome, ObjectVerdict
-from cache.swap.swapped_state import SwapEvent, SwappedState, SwapPlace
-from contracts.messages.rank_orders import StoredPage
+from twinpool.cache.pool.page_allocator import Lease, Pin
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.storage.page_store import PageStore, PendingResult
+from twinpool.cache.storage.storage_backend import ObjectOutcome, ObjectVerdict
+from twinpool.cache.swap.swapped_state import SwapEvent, SwappedState, SwapPlace
+from twinpool.contracts.messages.rank_orders import StoredPage
 
 _BATCH_PAGES = 64
 """The most pages in one operation of storage: each operation has a deadline."""

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_node import NodeLock
-from cache.swap.offload import OffloadedPages
-from contracts.state_table import StateTable
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_node import NodeLock
+from twinpool.cache.swap.offload import OffloadedPages
+from twinpool.contracts.state_table import StateTable
 
 
 class SwapPlace(StrEnum):

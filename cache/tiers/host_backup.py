@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
-from cache.device.device_port import Device, DeviceStream
-from cache.memory.page_moves import PageMove
-from cache.pool.page_allocator import Lease
-from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.nodes.tree_node import NodeLock, NodePart, Tier, TreeNode
-from cache.prefix_cache.radix_tree import RadixTree
-from cache.storage.page_store import PageStore
-from cache.tiers.in_flight_copy import InFlightCopy
-from cache.tiers.storage_backup import StorageBackup
-from cache.tiers.tier_copy import TierCopy
-from contracts.errors import CapacityError
+from twinpool.cache.device.device_port import Device, DeviceStream
+from twinpool.cache.memory.page_moves import PageMove
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.prefix_cache.nodes.tree_node import NodeLock, NodePart, Tier, TreeNode
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.storage.page_store import PageStore
+from twinpool.cache.tiers.in_flight_copy import InFlightCopy
+from twinpool.cache.tiers.storage_backup import StorageBackup
+from twinpool.cache.tiers.tier_copy import TierCopy
+from twinpool.contracts.errors import CapacityError
 
 
 @dataclass(eq=False)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from cache.device.device_port import DONE, Completion
-from cache.pool.page_allocator import Pin
+from twinpool.cache.device.device_port import DONE, Completion
+from twinpool.cache.pool.page_allocator import Pin
 
 DigestReader = Callable[[], list[int]]
 """Returns the digests that an operation began to take; waits until they are there."""

@@ -31,10 +31,10 @@ from itertools import islice
 
 import zmq
 
-from contracts.config.cache_config import EventsConfig
-from contracts.credentials.curve_file import CurvePair
-from contracts.errors import ConfigError
-from contracts.messages.kv_events import END, TRUTH, BlockStored, KvEvent, encode_batch
+from twinpool.contracts.config.cache_config import EventsConfig
+from twinpool.contracts.credentials.curve_file import CurvePair
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.messages.kv_events import END, TRUTH, BlockStored, KvEvent, encode_batch
 
 
 class KVEventLog:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from cache.prefix_cache.nodes.token_prefix import token_ids
-from cache.prefix_cache.nodes.tree_node import IN_TREE, Tier, TreeNode
-from cache.prefix_cache.radix_tree import RadixTree
-from cache.tiers.kv_event_publisher import KVEventLog, KVEventPublisher
-from contracts.block_hash import KEY_BYTES
-from contracts.config.cache_config import EventsConfig
-from contracts.credentials.curve_file import CurvePair
-from contracts.messages.kv_events import BlockRemoved, BlockStored, KvEvent
-from contracts.messages.kv_events import EventMedium as Medium
+from twinpool.cache.prefix_cache.nodes.token_prefix import token_ids
+from twinpool.cache.prefix_cache.nodes.tree_node import IN_TREE, Tier, TreeNode
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.tiers.kv_event_publisher import KVEventLog, KVEventPublisher
+from twinpool.contracts.block_hash import KEY_BYTES
+from twinpool.contracts.config.cache_config import EventsConfig
+from twinpool.contracts.credentials.curve_file import CurvePair
+from twinpool.contracts.messages.kv_events import BlockRemoved, BlockStored, KvEvent
+from twinpool.contracts.messages.kv_events import EventMedium as Medium
 
 _RUN_PAGES = 64
 """Pages in one event of the truth, at most."""

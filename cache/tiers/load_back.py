@@ -15,16 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cache.device.device_port import Completion, Device, DeviceStream
-from cache.memory.page_moves import PageMove
-from cache.pool.page_allocator import Lease
-from cache.pool.page_extent import PageExtent
-from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.nodes.tree_node import NodeLock, NodePart, Tier, TreeNode
-from cache.prefix_cache.radix_tree import RadixTree
-from cache.tiers.in_flight_copy import InFlightCopy
-from cache.tiers.tier_copy import TierCopy
-from contracts.damage import DamageSite, log_damage
+from twinpool.cache.device.device_port import Completion, Device, DeviceStream
+from twinpool.cache.memory.page_moves import PageMove
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.cache.pool.page_extent import PageExtent
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.prefix_cache.nodes.tree_node import NodeLock, NodePart, Tier, TreeNode
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.tiers.in_flight_copy import InFlightCopy
+from twinpool.cache.tiers.tier_copy import TierCopy
+from twinpool.contracts.damage import DamageSite, log_damage
 
 _log = logging.getLogger("twinpool.cache")
 

@@ -23,18 +23,18 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_components import WindowComponent
-from cache.prefix_cache.nodes.tree_node import PageOffer, Tier
-from cache.prefix_cache.radix_tree import RadixTree
-from cache.storage.page_store import PageStore
-from cache.tiers.host_backup import HostBackup
-from cache.tiers.prefetch_request import PrefetchBatch, PrefetchRequest, PrefetchStage, accepts, reads_of
-from contracts.config.cache_config import PrefetchConfig
-from contracts.damage import DamageSite, log_damage
-from contracts.errors import CapacityError
-from contracts.messages.rank_orders import StoredPage
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_components import WindowComponent
+from twinpool.cache.prefix_cache.nodes.tree_node import PageOffer, Tier
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.storage.page_store import PageStore
+from twinpool.cache.tiers.host_backup import HostBackup
+from twinpool.cache.tiers.prefetch_request import PrefetchBatch, PrefetchRequest, PrefetchStage, accepts, reads_of
+from twinpool.contracts.config.cache_config import PrefetchConfig
+from twinpool.contracts.damage import DamageSite, log_damage
+from twinpool.contracts.errors import CapacityError
+from twinpool.contracts.messages.rank_orders import StoredPage
 
 _log = logging.getLogger("twinpool.cache")
 

@@ -6,12 +6,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from cache.pool.page_allocator import Lease
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_components import TreeComponent, WindowComponent
-from cache.prefix_cache.nodes.tree_node import NodeLock
-from cache.storage.page_store import PendingResult
-from cache.storage.storage_backend import ObjectOutcome
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_components import TreeComponent, WindowComponent
+from twinpool.cache.prefix_cache.nodes.tree_node import NodeLock
+from twinpool.cache.storage.page_store import PendingResult
+from twinpool.cache.storage.storage_backend import ObjectOutcome
 
 
 class PrefetchStage(StrEnum):

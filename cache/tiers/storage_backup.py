@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import NamedTuple
 
-from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.prefix_cache.nodes.tree_node import NodeLock, NodePart, Tier, TreeNode
-from cache.prefix_cache.radix_tree import RadixTree
-from cache.storage.io_queue import WriteChain
-from cache.storage.page_store import PageStore, PendingResult
-from cache.storage.storage_backend import ObjectOutcome
-from contracts.block_hash import KEY_BYTES
-from contracts.messages.rank_orders import StoredPage
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cache.prefix_cache.nodes.tree_node import NodeLock, NodePart, Tier, TreeNode
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.storage.io_queue import WriteChain
+from twinpool.cache.storage.page_store import PageStore, PendingResult
+from twinpool.cache.storage.storage_backend import ObjectOutcome
+from twinpool.contracts.block_hash import KEY_BYTES
+from twinpool.contracts.messages.rank_orders import StoredPage
 
 _WRITE_PAGES = 64
 """Pages in one write to storage, which has a deadline: long ones would let everything behind them wait."""

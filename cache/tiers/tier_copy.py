@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from cache.device.device_port import DEVICE, HOST, Completion, Device, DeviceOp, DeviceStream, attempt, spans
-from cache.memory.page_moves import PageMove, describe_spec
-from cache.pool.page_allocator import Pin
-from cache.pool.page_extent import PageExtents
-from cache.pool.pool_set import PoolSet
-from cache.tiers.in_flight_copy import DigestReader, InFlightCopy
-from contracts.errors import LayoutMismatch
+from twinpool.cache.device.device_port import DEVICE, HOST, Completion, Device, DeviceOp, DeviceStream, attempt, spans
+from twinpool.cache.memory.page_moves import PageMove, describe_spec
+from twinpool.cache.pool.page_allocator import Pin
+from twinpool.cache.pool.page_extent import PageExtents
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.tiers.in_flight_copy import DigestReader, InFlightCopy
+from twinpool.contracts.errors import LayoutMismatch
 
 
 class TierCopy:

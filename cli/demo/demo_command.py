@@ -17,13 +17,13 @@ from typing import Any
 
 import httpx
 
-from cli.admin_client import AdminClient, ClusterNotFound, CommandRefused
-from cli.demo.demo_load import TIMEOUT_S, Answers, DemoLoad, questions
-from cli.demo.demo_strikes import DemoStrikes
-from cli.early_end import EndAsked
-from cli.own_cluster import own_cluster
-from cluster.serve.shutdown_signal import ONE_REQUEST_S
-from contracts.errors import TwinpoolError
+from twinpool.cli.admin_client import AdminClient, ClusterNotFound, CommandRefused
+from twinpool.cli.demo.demo_load import TIMEOUT_S, Answers, DemoLoad, questions
+from twinpool.cli.demo.demo_strikes import DemoStrikes
+from twinpool.cli.early_end import EndAsked
+from twinpool.cli.own_cluster import own_cluster
+from twinpool.cluster.serve.shutdown_signal import ONE_REQUEST_S
+from twinpool.contracts.errors import TwinpoolError
 
 SETTLE_S = 120.0
 """How long the pools may take to be whole again in the end."""

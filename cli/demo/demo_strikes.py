@@ -11,7 +11,7 @@ import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cli.admin_client import AdminClient
+from twinpool.cli.admin_client import AdminClient
 
 Row = Mapping[str, Any]
 Ready = Mapping[str, Sequence[Row]]

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from cli.admin_client import AdminClient
-from cli.own_cluster import own_cluster
-from cli.plan.probe_cluster import ClusterProbes, find_endpoint
-from cli.replay.replay_command import KEY_VARIABLE
-from cli.replay.trace_prompts import Content
-from contracts.config.cluster_config import Config
-from contracts.config.load_config import load_config
-from contracts.errors import TwinpoolError
-from contracts.ids import Role
-from sim.scale.cost_file import MeasuredCosts
-from sim.scale.cost_fit import BatchProbe, PromptProbe, fit_costs
+from twinpool.cli.admin_client import AdminClient
+from twinpool.cli.own_cluster import own_cluster
+from twinpool.cli.plan.probe_cluster import ClusterProbes, find_endpoint
+from twinpool.cli.replay.replay_command import KEY_VARIABLE
+from twinpool.cli.replay.trace_prompts import Content
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.load_config import load_config
+from twinpool.contracts.errors import TwinpoolError
+from twinpool.contracts.ids import Role
+from twinpool.sim.scale.cost_file import MeasuredCosts
+from twinpool.sim.scale.cost_fit import BatchProbe, PromptProbe, fit_costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +93,9 @@ async def _probed(
 
 def _planned(source: CostSource, say: Callable[[str], None]) -> tuple[Config, _PoolSizes]:
     """What a cluster of one worker each would be, checked before it is started."""
-    from cache.memory.kv_cache_spec import PoolKind
-    from cluster.assembly.memory_plan import unit_bytes
-    from cluster.serve.preflight import ServeOptions, prepare
+    from twinpool.cache.memory.kv_cache_spec import PoolKind
+    from twinpool.cluster.assembly.memory_plan import unit_bytes
+    from twinpool.cluster.serve.preflight import ServeOptions, prepare
 
     plan = prepare(ServeOptions(source.model, port=0, config=source.config, assignments=source.assignments), say=say)
     units = unit_bytes(plan.pool_set, 1)

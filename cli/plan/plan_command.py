@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cli.latency_target import read_target, shown_target
-from cli.plan.measure_costs import CostSource, measure_costs
-from cli.plan.plan_report import doubt, plan_lines, plan_table
-from contracts.config.load_config import config_from_dict
-from contracts.errors import ConfigError
-from sim.scale.cluster_model import ClusterModel
-from sim.scale.cluster_plan import ClusterPlan, LatencyTarget
-from sim.scale.cost_file import MeasuredCosts, read_costs
-from sim.scale.pool_search import PoolPrediction, PoolSearch
-from sim.scale.trace_file import TraceLine, read_trace
-from sim.scale.traffic import replayed, scaled_block
+from twinpool.cli.latency_target import read_target, shown_target
+from twinpool.cli.plan.measure_costs import CostSource, measure_costs
+from twinpool.cli.plan.plan_report import doubt, plan_lines, plan_table
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.errors import ConfigError
+from twinpool.sim.scale.cluster_model import ClusterModel
+from twinpool.sim.scale.cluster_plan import ClusterPlan, LatencyTarget
+from twinpool.sim.scale.cost_file import MeasuredCosts, read_costs
+from twinpool.sim.scale.pool_search import PoolPrediction, PoolSearch
+from twinpool.sim.scale.trace_file import TraceLine, read_trace
+from twinpool.sim.scale.traffic import replayed, scaled_block
 
 MOST_QUEUED = 1_000_000
 """`router.max_queue` of simulated routers: what waits is late, and isn't refused."""

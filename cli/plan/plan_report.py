@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from sim.scale.cost_file import MeasuredCosts
-from sim.scale.pool_search import PoolPrediction
+from twinpool.sim.scale.cost_file import MeasuredCosts
+from twinpool.sim.scale.pool_search import PoolPrediction
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
-from cli.replay.trace_prompts import Content
-from contracts.errors import TwinpoolError
-from sim.scale.cost_fit import BatchProbe, PromptProbe
+from twinpool.cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
+from twinpool.cli.replay.trace_prompts import Content
+from twinpool.contracts.errors import TwinpoolError
+from twinpool.sim.scale.cost_fit import BatchProbe, PromptProbe
 
 TIMEOUT_S = 120.0
 REPEATS = 5

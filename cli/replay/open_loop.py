@@ -11,8 +11,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
 
-from cli.replay.openai_client import Outcome
-from cli.replay.trace_prompts import Ask
+from twinpool.cli.replay.openai_client import Outcome
+from twinpool.cli.replay.trace_prompts import Ask
 
 Send = Callable[[bytes, Outcome], Awaitable[Outcome]]
 """Sends a request's bytes and follows its answer to the end; sets the outcome's `sent_s` first. Never raises for the

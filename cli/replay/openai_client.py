@@ -24,7 +24,7 @@ import httptools
 import httpx
 import orjson
 
-from contracts.outside_data import read_json
+from twinpool.contracts.outside_data import read_json
 
 _NOTE_CHARS = 200
 

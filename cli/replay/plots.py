@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from cli.replay.openai_client import Outcome
-from cli.replay.replay_figures import ttft_of
-from contracts.errors import ConfigError
-from sim.scale.cluster_plan import LatencyTarget
+from twinpool.cli.replay.openai_client import Outcome
+from twinpool.cli.replay.replay_figures import ttft_of
+from twinpool.contracts.errors import ConfigError
+from twinpool.sim.scale.cluster_plan import LatencyTarget
 
 _POINTS = 200
 

@@ -14,17 +14,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cli.latency_target import read_target
-from cli.replay import replay_report
-from cli.replay.open_loop import OpenLoop
-from cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
-from cli.replay.plots import check_plots, draw_plots
-from cli.replay.replay_figures import RecentFigures, ReplayFigures, figures_of
-from cli.replay.trace_prompts import Ask, Content, asks_of
-from contracts.errors import ConfigError, TwinpoolError
-from contracts.outside_data import read_json
-from sim.scale.cluster_plan import LatencyTarget
-from sim.scale.trace_file import TraceLine, read_trace
+from twinpool.cli.latency_target import read_target
+from twinpool.cli.replay import replay_report
+from twinpool.cli.replay.open_loop import OpenLoop
+from twinpool.cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
+from twinpool.cli.replay.plots import check_plots, draw_plots
+from twinpool.cli.replay.replay_figures import RecentFigures, ReplayFigures, figures_of
+from twinpool.cli.replay.trace_prompts import Ask, Content, asks_of
+from twinpool.contracts.errors import ConfigError, TwinpoolError
+from twinpool.contracts.outside_data import read_json
+from twinpool.sim.scale.cluster_plan import LatencyTarget
+from twinpool.sim.scale.trace_file import TraceLine, read_trace
 
 KEY_VARIABLE = "TWINPOOL_API_KEY"
 LOOK_S = 0.5

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from cli.replay.openai_client import Outcome
-from sim.scale.cluster_plan import LatencyTarget
+from twinpool.cli.replay.openai_client import Outcome
+from twinpool.sim.scale.cluster_plan import LatencyTarget
 
 LATE_S = 0.02
 """A client's p99 of lateness beyond which its figures aren't the endpoint's alone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cli.command_flag import CommandFlag, trace_flags
+from twinpool.cli.command_flag import CommandFlag, trace_flags
 
 _ONE = ("replay",)
 REPLAY_FLAGS = (

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cli.latency_target import shown_target
-from cli.replay.open_loop import OpenLoop
-from cli.replay.openai_client import Outcome
-from cli.replay.replay_figures import Latencies, RecentFigures, ReplayFigures
-from sim.scale.cluster_plan import LatencyTarget
+from twinpool.cli.latency_target import shown_target
+from twinpool.cli.replay.open_loop import OpenLoop
+from twinpool.cli.replay.openai_client import Outcome
+from twinpool.cli.replay.replay_figures import Latencies, RecentFigures, ReplayFigures
+from twinpool.sim.scale.cluster_plan import LatencyTarget
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from sim.scale.trace_file import TRACE_BLOCK_TOKENS, TraceLine, scaled_lengths
+from twinpool.sim.scale.trace_file import TRACE_BLOCK_TOKENS, TraceLine, scaled_lengths
 
 _CONTENT = 3
 """The stream of randomness; the load of a bench has further ones."""

@@ -48,9 +48,9 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # A script, which finds nothing but the standard library.
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.path.insert(0, str(Path(__file__).absolute().parents[3]))
 
-from contracts.outside_data import read_json
+from twinpool.contracts.outside_data import read_json
 
 MESSAGE_BYTES = 8192
 IMAGES = 16

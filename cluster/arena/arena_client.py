@@ -19,9 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from cluster.arena.arena_agent import MESSAGE_BYTES, address
-from contracts.clock import Clock
-from contracts.outside_data import read_json
+from twinpool.cluster.arena.arena_agent import MESSAGE_BYTES, address
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.outside_data import read_json
 
 log = logging.getLogger("twinpool.arena")
 

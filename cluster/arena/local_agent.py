@@ -9,16 +9,16 @@ import subprocess
 from pathlib import Path
 from typing import Protocol
 
-from cluster.arena import arena_agent
-from cluster.arena.arena_client import forget
-from cluster.processes.process_ids import TIED, start_time
-from cluster.processes.restart_policy import RestartHistory
-from contracts.clock import Clock
-from contracts.config.cluster_config import ClusterConfig, Config
-from contracts.config.load_config import may_have_host_memory
-from contracts.config.plane_choice import on_gpus
-from contracts.ids import Incarnation, WorkerName
-from contracts.python_command import script_command
+from twinpool.cluster.arena import arena_agent
+from twinpool.cluster.arena.arena_client import forget
+from twinpool.cluster.processes.process_ids import TIED, start_time
+from twinpool.cluster.processes.restart_policy import RestartHistory
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.cluster_config import ClusterConfig, Config
+from twinpool.contracts.config.load_config import may_have_host_memory
+from twinpool.contracts.config.plane_choice import on_gpus
+from twinpool.contracts.ids import Incarnation, WorkerName
+from twinpool.contracts.python_command import script_command
 
 log = logging.getLogger("twinpool.arena")
 

@@ -9,11 +9,11 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 
-from cluster.arena.arena_agent import IMAGE_SEALS
-from cluster.arena.arena_client import ArenaLoan, ask, reach
-from cluster.arena.huge_pages import collapse, map_shared
-from contracts.clock import Clock
-from contracts.interfaces.model_images import ImageUnfit, WritableImage
+from twinpool.cluster.arena.arena_agent import IMAGE_SEALS
+from twinpool.cluster.arena.arena_client import ArenaLoan, ask, reach
+from twinpool.cluster.arena.huge_pages import collapse, map_shared
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.interfaces.model_images import ImageUnfit, WritableImage
 
 log = logging.getLogger("twinpool.arena")
 

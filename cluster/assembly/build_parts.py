@@ -10,47 +10,47 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cache.arena.arena import Arena
-from cache.device.async_cpu_device import BESIDE
-from cache.device.device_backends import make_device
-from cache.device.device_port import DEVICE, HOST, Device, DeviceStream
-from cache.device.tp_device import TPDevice
-from cache.manager.kv_cache_manager import KVCacheManager
-from cache.memory.memory_layout import PoolSetLayout
-from cache.memory.page_moves import describe_spec
-from cache.pool.pool_set import PoolSet, host_layout
-from cache.pool.tp_pool_set import TPPoolSet
-from cache.storage.backends.backend_factory import make_backend
-from cache.storage.io_queue import ThreadedIoQueue
-from cache.storage.page_store import PageStore
-from cache.storage.rank_page_store import RankPageStore
-from cache.storage.tp_page_store import TPPageStore
-from cluster.arena.arena_client import ArenaProvider
-from cluster.assembly.host_tier_memory import host_memory, take_over
-from cluster.assembly.memory_plan import state_options, stride
-from cluster.ranks.leader_channel import LeaderChannel
-from cluster.ranks.rendezvous import RankGroup
-from contracts.checkpoint.model_spec import ModelSpec
-from contracts.clock import Clock
-from contracts.cluster_secret import SECRET_VARIABLE
-from contracts.config.cluster_config import Config, section_of
-from contracts.credentials.curve_file import read_curve_pair
-from contracts.errors import ConfigError
-from contracts.ids import PAIR, Role, WorkerName
-from contracts.messages.rank_orders import AwaitReady
-from engine.models.model_base import Model
-from engine.models.registry import model_for
-from engine.runner.kernel_choice import class_of, hold_to_class
-from engine.runner.load_model import KeptModel, load_engine
-from engine.runner.model_runner import ModelRunner
-from engine.tensors.shard import Shard
-from engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
-from engine.tensors.weight_loader import dtype_for
-from transfer.net.curve_keys import CurveKeys
-from transfer.net.waiter import Waiter
-from transfer.planes.data_plane import DataPlane
-from transfer.planes.make_plane import make_plane
-from transfer.planes.tp_plane import TPDataPlane
+from twinpool.cache.arena.arena import Arena
+from twinpool.cache.device.async_cpu_device import BESIDE
+from twinpool.cache.device.device_backends import make_device
+from twinpool.cache.device.device_port import DEVICE, HOST, Device, DeviceStream
+from twinpool.cache.device.tp_device import TPDevice
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cache.memory.page_moves import describe_spec
+from twinpool.cache.pool.pool_set import PoolSet, host_layout
+from twinpool.cache.pool.tp_pool_set import TPPoolSet
+from twinpool.cache.storage.backends.backend_factory import make_backend
+from twinpool.cache.storage.io_queue import ThreadedIoQueue
+from twinpool.cache.storage.page_store import PageStore
+from twinpool.cache.storage.rank_page_store import RankPageStore
+from twinpool.cache.storage.tp_page_store import TPPageStore
+from twinpool.cluster.arena.arena_client import ArenaProvider
+from twinpool.cluster.assembly.host_tier_memory import host_memory, take_over
+from twinpool.cluster.assembly.memory_plan import state_options, stride
+from twinpool.cluster.ranks.leader_channel import LeaderChannel
+from twinpool.cluster.ranks.rendezvous import RankGroup
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.cluster_secret import SECRET_VARIABLE
+from twinpool.contracts.config.cluster_config import Config, section_of
+from twinpool.contracts.credentials.curve_file import read_curve_pair
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import PAIR, Role, WorkerName
+from twinpool.contracts.messages.rank_orders import AwaitReady
+from twinpool.engine.models.model_base import Model
+from twinpool.engine.models.registry import model_for
+from twinpool.engine.runner.kernel_choice import class_of, hold_to_class
+from twinpool.engine.runner.load_model import KeptModel, load_engine
+from twinpool.engine.runner.model_runner import ModelRunner
+from twinpool.engine.tensors.shard import Shard
+from twinpool.engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
+from twinpool.engine.tensors.weight_loader import dtype_for
+from twinpool.transfer.net.curve_keys import CurveKeys
+from twinpool.transfer.net.waiter import Waiter
+from twinpool.transfer.planes.data_plane import DataPlane
+from twinpool.transfer.planes.make_plane import make_plane
+from twinpool.transfer.planes.tp_plane import TPDataPlane
 
 
 @dataclass(frozen=True)

@@ -7,30 +7,36 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from cache.arena.arena import Arena
-from cache.device.device_backends import make_device
-from cache.device.device_copies import settled
-from cache.device.device_port import DEVICE, HOST
-from cache.pool.follower_steps import FollowerSteps
-from cache.pool.pool_set import PoolSet
-from cache.pool.tp_pool_set import FollowerPools
-from cache.storage.backends.backend_factory import make_backend
-from cache.storage.io_queue import ThreadedIoQueue
-from cache.storage.rank_page_store import RankPageStore
-from cache.storage.tp_page_store import FollowerPageStore
-from cluster.arena.arena_client import ArenaProvider
-from cluster.assembly.build_parts import curve_keys_for, host_tier, rank_layout, streams_beside, worker_fingerprint
-from cluster.assembly.host_tier_memory import host_memory
-from contracts.checkpoint.model_spec import ModelSpec
-from contracts.config.cluster_config import Config
-from contracts.ids import Role
-from engine.runner.kernel_choice import hold_to_class
-from engine.runner.load_model import KeptModel, load_engine
-from engine.runner.model_runner import ModelRunner
-from engine.tensors.tensor_parallel import TensorParallelGroup
-from transfer.net.waiter import Waiter
-from transfer.planes.follower_links import FollowerLinks
-from transfer.planes.make_plane import make_plane
+from twinpool.cache.arena.arena import Arena
+from twinpool.cache.device.device_backends import make_device
+from twinpool.cache.device.device_copies import settled
+from twinpool.cache.device.device_port import DEVICE, HOST
+from twinpool.cache.pool.follower_steps import FollowerSteps
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.pool.tp_pool_set import FollowerPools
+from twinpool.cache.storage.backends.backend_factory import make_backend
+from twinpool.cache.storage.io_queue import ThreadedIoQueue
+from twinpool.cache.storage.rank_page_store import RankPageStore
+from twinpool.cache.storage.tp_page_store import FollowerPageStore
+from twinpool.cluster.arena.arena_client import ArenaProvider
+from twinpool.cluster.assembly.build_parts import (
+    curve_keys_for,
+    host_tier,
+    rank_layout,
+    streams_beside,
+    worker_fingerprint,
+)
+from twinpool.cluster.assembly.host_tier_memory import host_memory
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.ids import Role
+from twinpool.engine.runner.kernel_choice import hold_to_class
+from twinpool.engine.runner.load_model import KeptModel, load_engine
+from twinpool.engine.runner.model_runner import ModelRunner
+from twinpool.engine.tensors.tensor_parallel import TensorParallelGroup
+from twinpool.transfer.net.waiter import Waiter
+from twinpool.transfer.planes.follower_links import FollowerLinks
+from twinpool.transfer.planes.make_plane import make_plane
 
 
 @dataclass(frozen=True)

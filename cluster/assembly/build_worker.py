@@ -6,28 +6,28 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 
-from cache.device.device_port import Device
-from cluster.arena.arena_client import ArenaProvider
-from cluster.assembly.build_parts import WorkerParts, build_parts, numerics_class_of
-from cluster.assembly.captured_steps import capture_steps
-from cluster.ranks.rendezvous import RankGroup
-from colocate import decode_class_for
-from contracts.checkpoint.model_spec import ModelSpec
-from contracts.checkpoint.tokenizer_files import read_tokenizer_files
-from contracts.clock import Clock, SystemClock
-from contracts.config.cluster_config import Config
-from contracts.grammar import GRAMMAR_ENGINE
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.interfaces.worker_interface import Worker
-from contracts.messages.fingerprint import numerics_class
-from decode.worker import DecodeWorker
-from engine.runner.load_model import KeptModel
-from engine.structured_output.grammar_engine import GrammarEngine
-from prefill.worker import PrefillWorker
-from transfer.net.zmq_channel import ZmqControlTransport
-from transfer.rooms.compatibility import fingerprint as fingerprint_of
-from transfer.rooms.receiver.kv_receiver import KVReceiver
-from transfer.rooms.sender.kv_sender import KVSender
+from twinpool.cache.device.device_port import Device
+from twinpool.cluster.arena.arena_client import ArenaProvider
+from twinpool.cluster.assembly.build_parts import WorkerParts, build_parts, numerics_class_of
+from twinpool.cluster.assembly.captured_steps import capture_steps
+from twinpool.cluster.ranks.rendezvous import RankGroup
+from twinpool.colocate import decode_class_for
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.checkpoint.tokenizer_files import read_tokenizer_files
+from twinpool.contracts.clock import Clock, SystemClock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.grammar import GRAMMAR_ENGINE
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.interfaces.worker_interface import Worker
+from twinpool.contracts.messages.fingerprint import numerics_class
+from twinpool.decode.worker import DecodeWorker
+from twinpool.engine.runner.load_model import KeptModel
+from twinpool.engine.structured_output.grammar_engine import GrammarEngine
+from twinpool.prefill.worker import PrefillWorker
+from twinpool.transfer.net.zmq_channel import ZmqControlTransport
+from twinpool.transfer.rooms.compatibility import fingerprint as fingerprint_of
+from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
+from twinpool.transfer.rooms.sender.kv_sender import KVSender
 
 
 def build_worker(
@@ -151,7 +151,7 @@ def grammar_engine(spec: ModelSpec) -> GrammarEngine | None:
     text = read_tokenizer_files(spec.path).content
     if text is None:
         return None
-    from engine.structured_output.llguidance_engine import LLGuidanceEngine
+    from twinpool.engine.structured_output.llguidance_engine import LLGuidanceEngine
 
     return LLGuidanceEngine(text, spec.vocab_size, spec.eos_token_ids)
 

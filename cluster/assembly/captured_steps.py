@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import torch
 
-from contracts.config.cluster_config import Config
-from contracts.errors import ConfigError
-from engine.runner.graphs.graph_capture import Capture, CudaCapture
-from engine.runner.graphs.step_graphs import DraftedSteps
-from engine.runner.model_runner import ModelRunner
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.errors import ConfigError
+from twinpool.engine.runner.graphs.graph_capture import Capture, CudaCapture
+from twinpool.engine.runner.graphs.step_graphs import DraftedSteps
+from twinpool.engine.runner.model_runner import ModelRunner
 
 log = logging.getLogger("twinpool.engine")
 _PART_OF_START = 0.4

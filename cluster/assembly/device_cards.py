@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from contracts.errors import ConfigError
-from contracts.ids import Role, WorkerName
-from contracts.python_command import module_command
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Role, WorkerName
+from twinpool.contracts.python_command import module_command
 
 if TYPE_CHECKING:
-    from cache.device.device_choice import GpuView
-    from cluster.assembly.memory_plan import MemoryPlan
+    from twinpool.cache.device.device_choice import GpuView
+    from twinpool.cluster.assembly.memory_plan import MemoryPlan
 
 PROCESS_BYTES = 1 << 30
 """Bytes of a card that a process takes besides weights, pools and what steps take: its CUDA context, kernels, pages
@@ -124,7 +124,7 @@ def cards_of(
     Raises `ConfigError` for a GPU that can't be used. `view`, `read`: what torch sees, and what measures the cards;
     None: this machine's.
     """
-    from cache.device.device_choice import chosen_device, gpu_view
+    from twinpool.cache.device.device_choice import chosen_device, gpu_view
 
     if setting == "cpu":
         return ()
@@ -141,7 +141,7 @@ def read_cards(python: str = "") -> tuple[CardFacts, ...]:
 
     Raises `ConfigError` where that fails.
     """
-    command = module_command("cluster.assembly.device_cards", python=python)
+    command = module_command("twinpool.cluster.assembly.device_cards", python=python)
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=READ_TIMEOUT_S, check=False)
         if ended.returncode:

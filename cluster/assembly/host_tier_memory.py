@@ -7,13 +7,13 @@ import os
 
 import torch
 
-from cache.arena.arena import BOND_BYTES, Arena, arena_bytes
-from cache.device.device_port import Device
-from cache.manager.kv_cache_manager import KVCacheManager
-from cache.memory.memory_layout import PoolSetLayout
-from cluster.arena.arena_client import ArenaProvider
-from cluster.ranks.leader_channel import LeaderChannel
-from contracts.messages.rank_orders import BindArenas
+from twinpool.cache.arena.arena import BOND_BYTES, Arena, arena_bytes
+from twinpool.cache.device.device_port import Device
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cluster.arena.arena_client import ArenaProvider
+from twinpool.cluster.ranks.leader_channel import LeaderChannel
+from twinpool.contracts.messages.rank_orders import BindArenas
 
 log = logging.getLogger("twinpool.arena")
 

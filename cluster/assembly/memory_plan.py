@@ -20,14 +20,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from cache.manager.pages.state_slots import SNAPSHOTS
-from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
-from contracts.checkpoint.model_spec import ModelSpec
-from contracts.config.cluster_config import Config
-from contracts.ids import Role
-from engine.models.model_base import StateOptions
-from engine.tensors.weight_loader import dtype_for
-from worker.step_overlap import LAUNCHED
+from twinpool.cache.manager.pages.state_slots import SNAPSHOTS
+from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.ids import Role
+from twinpool.engine.models.model_base import StateOptions
+from twinpool.engine.tensors.weight_loader import dtype_for
+from twinpool.worker.step_overlap import LAUNCHED
 
 DEFAULT_CONTEXTS = 8
 """A full pool holds this many whole contexts unless memory is short."""

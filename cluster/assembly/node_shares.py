@@ -19,14 +19,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from cluster.assembly.device_cards import CardFacts, Dealt, cards_of
-from contracts.config.cluster_config import Config
-from contracts.errors import ConfigError, TwinpoolError
-from contracts.ids import Role
+from twinpool.cluster.assembly.device_cards import CardFacts, Dealt, cards_of
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.errors import ConfigError, TwinpoolError
+from twinpool.contracts.ids import Role
 
 if TYPE_CHECKING:
-    from cluster.assembly.memory_plan import MemoryPlan
-    from cluster.assembly.step_memory import StepMemory
+    from twinpool.cluster.assembly.memory_plan import MemoryPlan
+    from twinpool.cluster.assembly.step_memory import StepMemory
 
 
 CGROUP = Path("/sys/fs/cgroup")

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
-from contracts.checkpoint.model_spec import ModelSpec
-from contracts.config.cluster_config import Config
-from contracts.ids import Role
-from engine.attention.triton_backend.softmax_parts import SCRATCH_BYTES
-from engine.tensors.weight_loader import dtype_for
+from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.ids import Role
+from twinpool.engine.attention.triton_backend.softmax_parts import SCRATCH_BYTES
+from twinpool.engine.tensors.weight_loader import dtype_for
 
 _INT32 = 4
 _FIRST_ROWS, _FIRST_ENTRIES = 16, 64

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from cluster.autoscaling.pool_state import WorkerLoad
-from cluster.autoscaling.told_counter import ToldCounter
-from contracts.ids import Role
-from contracts.messages.autoscaler_messages import LatencyCounts
+from twinpool.cluster.autoscaling.pool_state import WorkerLoad
+from twinpool.cluster.autoscaling.told_counter import ToldCounter
+from twinpool.contracts.ids import Role
+from twinpool.contracts.messages.autoscaler_messages import LatencyCounts
 
 MOST_ROUTERS = 256
 """Starts of routers whose counts are kept; beyond it those that were silent for longest are forgotten."""

@@ -21,9 +21,9 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from cluster.autoscaling.pool_need import PoolNeed
-from cluster.autoscaling.pool_state import PoolState
-from contracts.config.autoscaling_config import AutoscalingConfig
+from twinpool.cluster.autoscaling.pool_need import PoolNeed
+from twinpool.cluster.autoscaling.pool_state import PoolState
+from twinpool.contracts.config.autoscaling_config import AutoscalingConfig
 
 GAP_PERIODS = 3.0
 """Periods without a known need after which the window begins anew."""

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cluster.autoscaling.load_window import MeasuredLoad
-from cluster.autoscaling.queue_formula import workers_needed
-from contracts.config.autoscaling_config import AutoscalingConfig
+from twinpool.cluster.autoscaling.load_window import MeasuredLoad
+from twinpool.cluster.autoscaling.queue_formula import workers_needed
+from twinpool.contracts.config.autoscaling_config import AutoscalingConfig
 
 SEVERAL = 2.0
 """Requests that a decode worker runs, from which fewer would be quicker."""

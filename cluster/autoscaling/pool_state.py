@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
 
 
 @dataclass(frozen=True, slots=True)

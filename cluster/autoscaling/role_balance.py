@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from cluster.autoscaling.pool_need import PoolNeed
-from cluster.autoscaling.pool_state import PoolState
-from contracts.config.autoscaling_config import AutoscalingConfig
-from contracts.ids import PAIR, Role
+from twinpool.cluster.autoscaling.pool_need import PoolNeed
+from twinpool.cluster.autoscaling.pool_state import PoolState
+from twinpool.contracts.config.autoscaling_config import AutoscalingConfig
+from twinpool.contracts.ids import PAIR, Role
 
 
 class RoleBalance:

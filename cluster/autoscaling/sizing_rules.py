@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cluster.autoscaling.load_window import MeasuredLoad
-from cluster.autoscaling.pool_damping import PoolDamping
-from cluster.autoscaling.pool_need import PoolNeed, decode_need, prefill_need
-from cluster.autoscaling.pool_state import PoolState
-from cluster.autoscaling.role_balance import RoleBalance
-from contracts.config.autoscaling_config import AutoscalingConfig
-from contracts.ids import PAIR, Role
+from twinpool.cluster.autoscaling.load_window import MeasuredLoad
+from twinpool.cluster.autoscaling.pool_damping import PoolDamping
+from twinpool.cluster.autoscaling.pool_need import PoolNeed, decode_need, prefill_need
+from twinpool.cluster.autoscaling.pool_state import PoolState
+from twinpool.cluster.autoscaling.role_balance import RoleBalance
+from twinpool.contracts.config.autoscaling_config import AutoscalingConfig
+from twinpool.contracts.ids import PAIR, Role
 
 
 @dataclass(frozen=True, slots=True)

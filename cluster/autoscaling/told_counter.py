@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from contracts.ids import Incarnation, WorkerName
+from twinpool.contracts.ids import Incarnation, WorkerName
 
 WorkerKey = tuple[WorkerName, Incarnation]
 

@@ -20,9 +20,9 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.autoscaling.load_window import LatencyTotals, LoadWindow
-from cluster.autoscaling.pool_state import PoolState, WorkerLoad
-from cluster.autoscaling.sizing_rules import (
+from twinpool.cluster.autoscaling.load_window import LatencyTotals, LoadWindow
+from twinpool.cluster.autoscaling.pool_state import PoolState, WorkerLoad
+from twinpool.cluster.autoscaling.sizing_rules import (
     CancelStarts,
     ChangeRole,
     GrowPool,
@@ -30,21 +30,21 @@ from cluster.autoscaling.sizing_rules import (
     SizingChange,
     SizingRules,
 )
-from cluster.controller.controller import Controller
-from cluster.controller.wanted_worker import WantedWorker
-from cluster.controller.worker_states import WorkerState
-from contracts.clock import Clock
-from contracts.config.cluster_config import Config
-from contracts.errors import ConfigError
-from contracts.ids import PAIR, Role, WorkerName
-from contracts.messages.autoscaler_messages import (
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.wanted_worker import WantedWorker
+from twinpool.cluster.controller.worker_states import WorkerState
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import PAIR, Role, WorkerName
+from twinpool.contracts.messages.autoscaler_messages import (
     AutoscalerView,
     LatencyCounts,
     LatencyTarget,
     PoolSizing,
     SizingDecision,
 )
-from contracts.outside_data import read_json
+from twinpool.contracts.outside_data import read_json
 
 DECISIONS_KEPT = 16
 COUNTERS = ("grown", "shrunk", "role_changes", "starts_failed", "starts_given_up", "holds")

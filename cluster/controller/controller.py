@@ -37,7 +37,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
-from cluster.controller.controller_actions import (
+from twinpool.cluster.controller.controller_actions import (
     ControllerAction,
     EndedProcess,
     ForgetArenas,
@@ -47,20 +47,20 @@ from cluster.controller.controller_actions import (
     StartWorker,
     WorkerKey,
 )
-from cluster.controller.controller_ledger import ControllerLedger
-from cluster.controller.controller_table import ControllerTable, RowChange, killing
-from cluster.controller.node_room import ClusterRoom
-from cluster.controller.node_table import NOWHERE, NodePlace
-from cluster.controller.pool_operations import PoolOperations
-from cluster.controller.start_queue import StartQueue
-from cluster.controller.wanted_worker import WantedWorker
-from cluster.controller.worker_states import WorkerEvent, WorkerState, advance
-from cluster.worker_process.lease_keeper import renewal_pause_s
-from cluster.worker_process.step_watchdog import why_stalled
-from contracts.clock import Clock
-from contracts.config.cluster_config import ClusterConfig
-from contracts.ids import NO_INCARNATION, Incarnation, WorkerName
-from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
+from twinpool.cluster.controller.controller_ledger import ControllerLedger
+from twinpool.cluster.controller.controller_table import ControllerTable, RowChange, killing
+from twinpool.cluster.controller.node_room import ClusterRoom
+from twinpool.cluster.controller.node_table import NOWHERE, NodePlace
+from twinpool.cluster.controller.pool_operations import PoolOperations
+from twinpool.cluster.controller.start_queue import StartQueue
+from twinpool.cluster.controller.wanted_worker import WantedWorker
+from twinpool.cluster.controller.worker_states import WorkerEvent, WorkerState, advance
+from twinpool.cluster.worker_process.lease_keeper import renewal_pause_s
+from twinpool.cluster.worker_process.step_watchdog import why_stalled
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.ids import NO_INCARNATION, Incarnation, WorkerName
+from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
 
 PLACE_S = 10.0
 """Seconds from its start after which a worker without a node counts as waiting for one."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.controller.node_table import NodePlace
-from contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
-from contracts.messages.settings_change import SettingsChange
-from contracts.messages.worker_status import EndedWorker
+from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
+from twinpool.contracts.messages.settings_change import SettingsChange
+from twinpool.contracts.messages.worker_status import EndedWorker
 
 WorkerKey = tuple[WorkerName, Incarnation]
 """One incarnation of one worker."""

@@ -16,30 +16,30 @@ from typing import Any
 
 import grpc.aio
 
-from cluster.controller.controller_actions import ControllerAction, EndedProcess, PlacedProcess, WorkerKey
-from cluster.controller.node_room import ClusterRoom
-from cluster.controller.node_table import NodePlace
-from cluster.controller.supervisor_wire import (
+from twinpool.cluster.controller.controller_actions import ControllerAction, EndedProcess, PlacedProcess, WorkerKey
+from twinpool.cluster.controller.node_room import ClusterRoom
+from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.controller.supervisor_wire import (
     action_from_proto,
     ended_to_proto,
     node_to_proto,
     placed_to_proto,
     room_to_proto,
 )
-from cluster.worker_process.asyncio_thread import AsyncioThread
-from contracts.cluster_secret import access_metadata
-from contracts.credentials.certificate_files import CertificateFiles
-from contracts.errors import ConfigError, TwinpoolError, WireError
-from contracts.ids import Role, WorkerName
-from contracts.messages.settings_change import SettingsAnswer
-from contracts.messages.worker_status import WorkerView
-from contracts.proto import worker_pb2 as pb
-from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire.controller_turns import ControllerTurns, call_leader
-from contracts.wire.grpc_channels import channel_options
-from contracts.wire.secure_grpc import open_channel
-from contracts.wire.settings_protobuf import answer_to_proto
-from contracts.wire.worker_protobuf import view_from_proto
+from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
+from twinpool.contracts.cluster_secret import access_metadata
+from twinpool.contracts.credentials.certificate_files import CertificateFiles
+from twinpool.contracts.errors import ConfigError, TwinpoolError, WireError
+from twinpool.contracts.ids import Role, WorkerName
+from twinpool.contracts.messages.settings_change import SettingsAnswer
+from twinpool.contracts.messages.worker_status import WorkerView
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
+from twinpool.contracts.wire.controller_turns import ControllerTurns, call_leader
+from twinpool.contracts.wire.grpc_channels import channel_options
+from twinpool.contracts.wire.secure_grpc import open_channel
+from twinpool.contracts.wire.settings_protobuf import answer_to_proto
+from twinpool.contracts.wire.worker_protobuf import view_from_proto
 
 log = logging.getLogger("twinpool.supervisor")
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
-from contracts.errors import TwinpoolError
+from twinpool.contracts.errors import TwinpoolError
 
 
 class LedgerLost(TwinpoolError):

@@ -1,4 +1,6 @@
-"""The controller's process: ``python -m cluster.controller.controller_process --address HOST --port N --ledger PLACE``.
+"""The controller's process.
+
+``python -m twinpool.cluster.controller.controller_process --address HOST --port N --ledger PLACE``
 
 It is kept by whoever started it: `twinpool serve`, or an init system (`twinpool controller`). When it is killed and
 started again with the same port and ledger, workers, routers and the supervisor come back to it, and nothing else is
@@ -25,23 +27,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.controller.autoscaler import Autoscaler
-from cluster.controller.controller import Controller
-from cluster.controller.controller_ledger import LeasedLedger
-from cluster.controller.controller_server import ControllerServer
-from cluster.controller.leadership import Leadership
-from cluster.controller.open_ledger import open_ledger
-from cluster.processes.priority import LEASES, set_niceness
-from cluster.processes.process_ids import kill_process, same_process
-from cluster.processes.service_manager import ServiceManager
-from contracts.clock import Clock, SystemClock
-from contracts.cluster_secret import cluster_secret
-from contracts.config.cluster_config import Config
-from contracts.config.ledger_place import on_server, without_password
-from contracts.config.load_config import read_config_json
-from contracts.errors import ConfigError, TwinpoolError
-from contracts.json_logs import log_to_stream
-from contracts.signal_listener import SignalListener
+from twinpool.cluster.controller.autoscaler import Autoscaler
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_ledger import LeasedLedger
+from twinpool.cluster.controller.controller_server import ControllerServer
+from twinpool.cluster.controller.leadership import Leadership
+from twinpool.cluster.controller.open_ledger import open_ledger
+from twinpool.cluster.processes.priority import LEASES, set_niceness
+from twinpool.cluster.processes.process_ids import kill_process, same_process
+from twinpool.cluster.processes.service_manager import ServiceManager
+from twinpool.contracts.clock import Clock, SystemClock
+from twinpool.contracts.cluster_secret import cluster_secret
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.ledger_place import on_server, without_password
+from twinpool.contracts.config.load_config import read_config_json
+from twinpool.contracts.errors import ConfigError, TwinpoolError
+from twinpool.contracts.json_logs import log_to_stream
+from twinpool.contracts.signal_listener import SignalListener
 
 log = logging.getLogger("twinpool.controller")
 
@@ -262,7 +264,7 @@ def _process(said: str) -> tuple[int, int]:
 
 
 def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(allow_abbrev=False, prog="cluster.controller.controller_process")
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="twinpool.cluster.controller.controller_process")
     parser.add_argument("--address", default="127.0.0.1", help="address that workers and routers reach it at")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--ledger", default="", help="where its table outlives it: a file; without, cluster.ledger")

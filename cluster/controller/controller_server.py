@@ -8,15 +8,15 @@ from typing import Any, TypeVar
 import grpc.aio
 import uvloop
 
-from cluster.controller.autoscaler import Autoscaler
-from cluster.controller.controller import Controller
-from cluster.controller.controller_service import Context, ControllerService
-from cluster.controller.lease_streams import LeaseStreams
-from cluster.worker_process.asyncio_thread import AsyncioThread
-from cluster.worker_process.grpc_service import ServiceServer
-from contracts.credentials.certificate_files import CertificateFiles
-from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire.controller_turns import NOT_LEADING
+from twinpool.cluster.controller.autoscaler import Autoscaler
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_service import Context, ControllerService
+from twinpool.cluster.controller.lease_streams import LeaseStreams
+from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
+from twinpool.cluster.worker_process.grpc_service import ServiceServer
+from twinpool.contracts.credentials.certificate_files import CertificateFiles
+from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
+from twinpool.contracts.wire.controller_turns import NOT_LEADING
 
 T = TypeVar("T")
 CALL_TIMEOUT_S = 10.0

@@ -19,42 +19,42 @@ from typing import Any
 
 import grpc.aio
 
-from cluster.controller.autoscaler import Autoscaler
-from cluster.controller.controller import Controller
-from cluster.controller.controller_actions import LeaseGrant
-from cluster.controller.controller_ledger import LedgerLost
-from cluster.controller.dashboard_source import dashboard_of
-from cluster.controller.quota_ledger import SAVE_S, QuotaLedger
-from cluster.controller.record_board import ID_CHARS, MOST_RECENT, RecordBoard, TooManyAsks
-from cluster.controller.settings_orders import SettingsOrders
-from cluster.controller.stream_lines import SupervisorLine, WatcherLine
-from cluster.controller.supervisor_wire import (
+from twinpool.cluster.controller.autoscaler import Autoscaler
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_actions import LeaseGrant
+from twinpool.cluster.controller.controller_ledger import LedgerLost
+from twinpool.cluster.controller.dashboard_source import dashboard_of
+from twinpool.cluster.controller.quota_ledger import SAVE_S, QuotaLedger
+from twinpool.cluster.controller.record_board import ID_CHARS, MOST_RECENT, RecordBoard, TooManyAsks
+from twinpool.cluster.controller.settings_orders import SettingsOrders
+from twinpool.cluster.controller.stream_lines import SupervisorLine, WatcherLine
+from twinpool.cluster.controller.supervisor_wire import (
     action_to_proto,
     ended_from_proto,
     node_from_proto,
     placed_from_proto,
     room_from_proto,
 )
-from cluster.dashboard.dashboard_feed import TooManyWatch
-from cluster.dashboard.event_log import EventKind
-from contracts.clock import SystemClock
-from contracts.errors import ConfigError, WireError
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.control_plane import ControlPlane
-from contracts.messages.quota import MOST_CLAIMS
-from contracts.messages.worker_status import EndedWorker, WorkerView
-from contracts.proto import worker_pb2 as pb
-from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire.autoscaler_protobuf import autoscaler_to_proto, counts_from_proto
-from contracts.wire.controller_turns import NOT_LEADING
-from contracts.wire.quota_protobuf import claim_from_proto, slice_to_proto
-from contracts.wire.record_protobuf import record_from_proto, record_to_proto
-from contracts.wire.router_report_protobuf import router_report_from_proto, router_report_to_proto
-from contracts.wire.settings_protobuf import answer_from_proto, answer_to_proto, change_from_proto
-from contracts.wire.unknown_kinds import known
-from contracts.wire.worker_protobuf import record_from_proto as worker_from_proto
-from contracts.wire.worker_protobuf import record_to_proto as worker_to_proto
-from contracts.wire.worker_protobuf import status_from_proto, status_to_proto
+from twinpool.cluster.dashboard.dashboard_feed import TooManyWatch
+from twinpool.cluster.dashboard.event_log import EventKind
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.errors import ConfigError, WireError
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.control_plane import ControlPlane
+from twinpool.contracts.messages.quota import MOST_CLAIMS
+from twinpool.contracts.messages.worker_status import EndedWorker, WorkerView
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
+from twinpool.contracts.wire.autoscaler_protobuf import autoscaler_to_proto, counts_from_proto
+from twinpool.contracts.wire.controller_turns import NOT_LEADING
+from twinpool.contracts.wire.quota_protobuf import claim_from_proto, slice_to_proto
+from twinpool.contracts.wire.record_protobuf import record_from_proto, record_to_proto
+from twinpool.contracts.wire.router_report_protobuf import router_report_from_proto, router_report_to_proto
+from twinpool.contracts.wire.settings_protobuf import answer_from_proto, answer_to_proto, change_from_proto
+from twinpool.contracts.wire.unknown_kinds import known
+from twinpool.contracts.wire.worker_protobuf import record_from_proto as worker_from_proto
+from twinpool.contracts.wire.worker_protobuf import record_to_proto as worker_to_proto
+from twinpool.contracts.wire.worker_protobuf import status_from_proto, status_to_proto
 
 log = logging.getLogger("twinpool.controller")
 

@@ -11,18 +11,18 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from cluster.controller.controller_actions import ControllerAction, KillWorker, OperatorNote
-from cluster.controller.controller_ledger import ControllerLedger, LedgerLost
-from cluster.controller.node_room import ClusterRoom
-from cluster.controller.node_table import NodePlace, NodeTable
-from cluster.controller.wanted_worker import WantedWorker, from_ledger, to_ledger
-from cluster.controller.worker_states import WorkerEvent, WorkerState, advance
-from contracts.clock import Clock
-from contracts.config.cluster_config import ClusterConfig
-from contracts.errors import ConfigError
-from contracts.ids import NO_INCARNATION, Incarnation, WorkerName
-from contracts.messages.worker_status import EndedWorker, WorkerView
-from contracts.outside_data import read_json
+from twinpool.cluster.controller.controller_actions import ControllerAction, KillWorker, OperatorNote
+from twinpool.cluster.controller.controller_ledger import ControllerLedger, LedgerLost
+from twinpool.cluster.controller.node_room import ClusterRoom
+from twinpool.cluster.controller.node_table import NodePlace, NodeTable
+from twinpool.cluster.controller.wanted_worker import WantedWorker, from_ledger, to_ledger
+from twinpool.cluster.controller.worker_states import WorkerEvent, WorkerState, advance
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import NO_INCARNATION, Incarnation, WorkerName
+from twinpool.contracts.messages.worker_status import EndedWorker, WorkerView
+from twinpool.contracts.outside_data import read_json
 
 log = logging.getLogger("twinpool.controller")
 

@@ -6,18 +6,18 @@ import secrets
 import time
 from collections.abc import Callable
 
-from cluster.controller.autoscaler import Autoscaler
-from cluster.controller.controller import Controller
-from cluster.controller.record_board import RecordBoard
-from cluster.controller.wanted_worker import WantedWorker
-from cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
-from cluster.dashboard.dashboard_feed import DashboardFeed
-from cluster.dashboard.event_log import EventKind
-from cluster.dashboard.request_rows import SHOWN
-from cluster.dashboard.worker_rates import WorkerSample
-from contracts.build_id import build_id
-from contracts.clock import Clock
-from contracts.messages.control_plane import ControlPlane
+from twinpool.cluster.controller.autoscaler import Autoscaler
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.record_board import RecordBoard
+from twinpool.cluster.controller.wanted_worker import WantedWorker
+from twinpool.cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
+from twinpool.cluster.dashboard.dashboard_feed import DashboardFeed
+from twinpool.cluster.dashboard.event_log import EventKind
+from twinpool.cluster.dashboard.request_rows import SHOWN
+from twinpool.cluster.dashboard.worker_rates import WorkerSample
+from twinpool.contracts.build_id import build_id
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.messages.control_plane import ControlPlane
 
 SCALING = "autoscaler: "
 """How the autoscaler's lines for the operator begin."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 
-from cluster.controller.controller_ledger import LeasedLedger, LedgerLeader, LedgerLost
-from contracts.clock import Clock
+from twinpool.cluster.controller.controller_ledger import LeasedLedger, LedgerLeader, LedgerLost
+from twinpool.contracts.clock import Clock
 
 log = logging.getLogger("twinpool.controller")
 

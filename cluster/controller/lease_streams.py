@@ -13,14 +13,14 @@ from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
 
-from contracts.cluster_secret import access_token
-from contracts.credentials.certificate_files import CertificateFiles
-from contracts.credentials.node_tls import NodeTls
-from contracts.errors import WireError
-from contracts.proto import worker_pb2 as pb
-from contracts.wire.frame_connection import FrameConnection
-from contracts.wire.frame_listener import FrameListener
-from contracts.wire.lease_frames import RENEWAL_BYTES, SILENCE_S, UNREAD_BYTES
+from twinpool.contracts.cluster_secret import access_token
+from twinpool.contracts.credentials.certificate_files import CertificateFiles
+from twinpool.contracts.credentials.node_tls import NodeTls
+from twinpool.contracts.errors import WireError
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.wire.frame_connection import FrameConnection
+from twinpool.contracts.wire.frame_listener import FrameListener
+from twinpool.contracts.wire.lease_frames import RENEWAL_BYTES, SILENCE_S, UNREAD_BYTES
 
 log = logging.getLogger("twinpool.controller")
 

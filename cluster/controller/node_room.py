@@ -18,9 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
-from cluster.controller.node_table import NOWHERE, NodePlace
-from contracts.ids import Role, WorkerName
-from contracts.outside_data import read_json
+from twinpool.cluster.controller.node_table import NOWHERE, NodePlace
+from twinpool.contracts.ids import Role, WorkerName
+from twinpool.contracts.outside_data import read_json
 
 ANY_NUMBER = 1 << 30
 MANY_NODES = 3

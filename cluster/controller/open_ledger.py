@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.controller.controller_ledger import LeasedLedger
-from cluster.controller.sqlite_ledger import SqliteLedger
-from contracts.config.ledger_place import NAME, check_ledger, on_server
-from contracts.config.security_config import SecurityConfig
-from contracts.errors import ConfigError
+from twinpool.cluster.controller.controller_ledger import LeasedLedger
+from twinpool.cluster.controller.sqlite_ledger import SqliteLedger
+from twinpool.contracts.config.ledger_place import NAME, check_ledger, on_server
+from twinpool.contracts.config.security_config import SecurityConfig
+from twinpool.contracts.errors import ConfigError
 
 if TYPE_CHECKING:
-    from contracts.wire.redis_connection import RedisAccess
+    from twinpool.contracts.wire.redis_connection import RedisAccess
 
 PASSWORD_VARIABLE = "TWINPOOL_LEDGER_PASSWORD"
 """The server's password, where the URL has none: a configuration is read by more people than an environment."""
@@ -41,7 +41,7 @@ def open_ledger(
             f"letters, digits, dots and dashes, 64 at most; got {name!r:.80}"
         )
     try:
-        from cluster.controller.redis_ledger import RedisLedger
+        from twinpool.cluster.controller.redis_ledger import RedisLedger
     except ImportError:
         raise ConfigError("a ledger on a server needs the package redis: pip install 'twinpool[redis]'") from None
     return RedisLedger(place, name, access=ledger_access(security or SecurityConfig(), environment), replicas=replicas)
@@ -49,7 +49,7 @@ def open_ledger(
 
 def ledger_access(security: SecurityConfig, environment: Mapping[str, str]) -> RedisAccess:
     """By what the ledger's server lets controllers in. Raises `ImportError` without the client's package."""
-    from contracts.wire.redis_connection import RedisAccess
+    from twinpool.contracts.wire.redis_connection import RedisAccess
 
     return RedisAccess(
         password=environment.get(PASSWORD_VARIABLE, ""),

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 
-from cluster.controller.controller_table import ControllerTable
-from cluster.controller.node_room import Occupant
-from cluster.controller.start_queue import occupant
-from cluster.controller.wanted_worker import WantedWorker
-from cluster.controller.worker_states import WorkerEvent, WorkerState, advance
-from cluster.processes.restart_policy import RestartHistory
-from contracts.errors import ConfigError
-from contracts.ids import PAIR, Incarnation, Role, WorkerName
+from twinpool.cluster.controller.controller_table import ControllerTable
+from twinpool.cluster.controller.node_room import Occupant
+from twinpool.cluster.controller.start_queue import occupant
+from twinpool.cluster.controller.wanted_worker import WantedWorker
+from twinpool.cluster.controller.worker_states import WorkerEvent, WorkerState, advance
+from twinpool.cluster.processes.restart_policy import RestartHistory
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import PAIR, Incarnation, Role, WorkerName
 
 MOST_WORKERS = 4096
 """The most rows of the table, those of workers that have left included."""

@@ -17,9 +17,9 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-from contracts.clock import Clock
-from contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice
-from contracts.outside_data import read_json
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice
+from twinpool.contracts.outside_data import read_json
 
 log = logging.getLogger("twinpool.controller")
 

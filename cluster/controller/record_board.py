@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from contracts.messages.record_ring import RecordRing, in_order
-from contracts.messages.request_record import RequestRecord
+from twinpool.contracts.messages.record_ring import RecordRing, in_order
+from twinpool.contracts.messages.request_record import RequestRecord
 
 MOST_RECORDS = 2_000
 MOST_BYTES = 32 * 1024**2

@@ -16,11 +16,11 @@ from typing import Any
 
 import redis
 
-from cluster.controller.controller_ledger import LedgerLeader, LedgerLost
-from contracts.config.ledger_place import NO_SENTINEL, without_password
-from contracts.errors import ConfigError
-from contracts.wire.redis_connection import RedisAccess, open_redis
-from contracts.wire.tls_diagnosis import tls_trouble
+from twinpool.cluster.controller.controller_ledger import LedgerLeader, LedgerLost
+from twinpool.contracts.config.ledger_place import NO_SENTINEL, without_password
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.wire.redis_connection import RedisAccess, open_redis
+from twinpool.contracts.wire.tls_diagnosis import tls_trouble
 
 SETTING = "cluster.ledger"
 TIMEOUT_S = 1.0

@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from contracts.errors import ConfigError
-from contracts.messages.settings_change import MOST_SETTINGS_BYTES, SettingsAnswer, SettingsChange
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.messages.settings_change import MOST_SETTINGS_BYTES, SettingsAnswer, SettingsChange
 
 ANSWER_S = 15.0
 """Seconds that a supervisor has to answer: it may be starting again, measuring a node, or starting processes."""

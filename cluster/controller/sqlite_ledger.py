@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from cluster.controller.controller_ledger import LedgerLeader, LedgerLost
-from contracts.clock import Clock, SystemClock
-from contracts.errors import ConfigError
+from twinpool.cluster.controller.controller_ledger import LedgerLeader, LedgerLost
+from twinpool.contracts.clock import Clock, SystemClock
+from twinpool.contracts.errors import ConfigError
 
 BUSY_S = 5.0
 """Seconds that a write waits for another process that has the file locked."""

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cluster.controller.controller_table import ControllerTable
-from cluster.controller.node_room import ClusterRoom, NodeRoom, Occupant
-from cluster.controller.node_table import NOWHERE
-from cluster.controller.wanted_worker import WantedWorker
-from cluster.controller.worker_states import WorkerState
+from twinpool.cluster.controller.controller_table import ControllerTable
+from twinpool.cluster.controller.node_room import ClusterRoom, NodeRoom, Occupant
+from twinpool.cluster.controller.node_table import NOWHERE
+from twinpool.cluster.controller.wanted_worker import WantedWorker
+from twinpool.cluster.controller.worker_states import WorkerState
 
 TURN = "its turn to start (cluster.starts_at_once)"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from contracts.proto import worker_pb2 as pb
+from twinpool.contracts.proto import worker_pb2 as pb
 
 MOST_ORDERS = 64 * 1024
 """Orders that may wait for a supervisor that doesn't read, before its stream is ended."""

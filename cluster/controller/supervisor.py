@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from cluster.controller.controller_actions import (
+from twinpool.cluster.controller.controller_actions import (
     ControllerAction,
     EndedProcess,
     ForgetArenas,
@@ -21,13 +21,13 @@ from cluster.controller.controller_actions import (
     StartFailed,
     StartWorker,
 )
-from cluster.controller.node_room import ClusterRoom
-from cluster.controller.node_table import NodePlace
-from cluster.controller.worker_launcher import WorkerLauncher
-from cluster.worker_process.worker_plan import WorkerPlan
-from contracts.errors import TwinpoolError
-from contracts.ids import WorkerName
-from contracts.messages.settings_change import SettingsAnswer, SettingsChange
+from twinpool.cluster.controller.node_room import ClusterRoom
+from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.controller.worker_launcher import WorkerLauncher
+from twinpool.cluster.worker_process.worker_plan import WorkerPlan
+from twinpool.contracts.errors import TwinpoolError
+from twinpool.contracts.ids import WorkerName
+from twinpool.contracts.messages.settings_change import SettingsAnswer, SettingsChange
 
 log = logging.getLogger("twinpool.supervisor")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cluster.controller.controller_actions import (
+from twinpool.cluster.controller.controller_actions import (
     ControllerAction,
     EndedProcess,
     ForgetArenas,
@@ -14,13 +14,13 @@ from cluster.controller.controller_actions import (
     StartFailed,
     StartWorker,
 )
-from cluster.controller.node_room import ClusterRoom, NodeRoom, RoleRoom
-from cluster.controller.node_table import NodePlace
-from contracts.errors import WireError
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.settings_change import SettingsChange
-from contracts.proto import worker_pb2 as pb
-from contracts.wire.settings_protobuf import change_from_proto, change_to_proto
+from twinpool.cluster.controller.node_room import ClusterRoom, NodeRoom, RoleRoom
+from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.contracts.errors import WireError
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.settings_change import SettingsChange
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.wire.settings_protobuf import change_from_proto, change_to_proto
 
 
 def action_to_proto(action: ControllerAction) -> pb.SupervisorOrder:

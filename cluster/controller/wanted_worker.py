@@ -8,15 +8,15 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict, ParseDict
 
-from cluster.controller.node_table import NOWHERE, NodePlace
-from cluster.controller.worker_states import WorkerState
-from cluster.processes.restart_policy import RestartHistory
-from contracts.config.cluster_config import ClusterConfig
-from contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from contracts.outside_data import read_json
-from contracts.proto import worker_pb2 as pb
-from contracts.wire.worker_protobuf import record_from_proto, record_to_proto
+from twinpool.cluster.controller.node_table import NOWHERE, NodePlace
+from twinpool.cluster.controller.worker_states import WorkerState
+from twinpool.cluster.processes.restart_policy import RestartHistory
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
+from twinpool.contracts.outside_data import read_json
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.wire.worker_protobuf import record_from_proto, record_to_proto
 
 
 @dataclass(slots=True)

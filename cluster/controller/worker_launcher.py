@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from cluster.controller.controller_actions import EndedProcess, PlacedProcess, WorkerKey
-from cluster.controller.node_table import NodePlace
-from cluster.worker_process.worker_plan import WorkerPlan
-from contracts.ids import NO_INCARNATION, Incarnation, WorkerName
+from twinpool.cluster.controller.controller_actions import EndedProcess, PlacedProcess, WorkerKey
+from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.worker_process.worker_plan import WorkerPlan
+from twinpool.contracts.ids import NO_INCARNATION, Incarnation, WorkerName
 
 
 class WorkerLauncher(Protocol):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from contracts.errors import IllegalTransition
+from twinpool.contracts.errors import IllegalTransition
 
 
 class WorkerState(StrEnum):

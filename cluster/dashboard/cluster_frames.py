@@ -10,21 +10,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cluster.dashboard.event_log import EventKind, EventLog
-from cluster.dashboard.history import SAMPLE_S, History
-from cluster.dashboard.request_rows import SHOWN, request_row
-from cluster.dashboard.router_totals import Latencies, RouterTotals
-from cluster.dashboard.worker_rates import HITS, WorkerRates, WorkerSample
-from cluster.dashboard.worker_rows import GONE, SERVING, link_rows, ordered, pool_rows, worker_row
-from contracts.damage import DamageSite
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.autoscaler_messages import AutoscalerView, LatencyTarget
-from contracts.messages.control_plane import ControlPlane
-from contracts.messages.latency_shape import percentile
-from contracts.messages.request_record import RequestRecord
-from contracts.messages.router_report import RouterReport
-from contracts.messages.worker_status import CPU_SECONDS
-from router.verification.damage_totals import DamageTotals
+from twinpool.cluster.dashboard.event_log import EventKind, EventLog
+from twinpool.cluster.dashboard.history import SAMPLE_S, History
+from twinpool.cluster.dashboard.request_rows import SHOWN, request_row
+from twinpool.cluster.dashboard.router_totals import Latencies, RouterTotals
+from twinpool.cluster.dashboard.worker_rates import HITS, WorkerRates, WorkerSample
+from twinpool.cluster.dashboard.worker_rows import GONE, SERVING, link_rows, ordered, pool_rows, worker_row
+from twinpool.contracts.damage import DamageSite
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyTarget
+from twinpool.contracts.messages.control_plane import ControlPlane
+from twinpool.contracts.messages.latency_shape import percentile
+from twinpool.contracts.messages.request_record import RequestRecord
+from twinpool.contracts.messages.router_report import RouterReport
+from twinpool.contracts.messages.worker_status import CPU_SECONDS
+from twinpool.router.verification.damage_totals import DamageTotals
 
 VERSION = 1
 WINDOW_S = 5.0

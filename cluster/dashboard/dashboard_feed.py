@@ -11,12 +11,12 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 
-from cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
-from cluster.dashboard.history import SAMPLE_S
-from contracts.clock import Clock
-from contracts.compact_json import compact_json
-from contracts.errors import TwinpoolError
-from contracts.messages.router_report import RouterReport, bare
+from twinpool.cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
+from twinpool.cluster.dashboard.history import SAMPLE_S
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.compact_json import compact_json
+from twinpool.contracts.errors import TwinpoolError
+from twinpool.contracts.messages.router_report import RouterReport, bare
 
 log = logging.getLogger("twinpool.dashboard")
 

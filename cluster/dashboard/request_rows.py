@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from contracts.messages.request_record import RequestRecord
+from twinpool.contracts.messages.request_record import RequestRecord
 
 SHOWN = 16
 """Requests in a frame, the newest ones that the controller was told of."""

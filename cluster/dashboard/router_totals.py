@@ -6,8 +6,8 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from contracts.messages.latency_shape import BUCKETS, added, grown
-from contracts.messages.router_report import COUNTERS, RouterReport
+from twinpool.contracts.messages.latency_shape import BUCKETS, added, grown
+from twinpool.contracts.messages.router_report import COUNTERS, RouterReport
 
 MOST_ROUTERS = 256
 """Starts of routers that are told apart; beyond it the one that was silent for longest stays in the sums alone."""

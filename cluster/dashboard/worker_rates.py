@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from contracts.ids import Incarnation, WorkerName
-from contracts.messages.worker_status import CPU_SECONDS, WorkerView
+from twinpool.contracts.ids import Incarnation, WorkerName
+from twinpool.contracts.messages.worker_status import CPU_SECONDS, WorkerView
 
 LINK_BYTES = "link_bytes:"
 """Prefix of the counters of bytes that a worker has sent to another."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cluster.dashboard.worker_rates import LinkRate, WorkerRates, WorkerSample
-from contracts.ids import Role
-from contracts.messages.autoscaler_messages import AutoscalerView
-from contracts.messages.worker_status import CPU_SECONDS, GPU_UTILIZATION, WorkerView
+from twinpool.cluster.dashboard.worker_rates import LinkRate, WorkerRates, WorkerSample
+from twinpool.contracts.ids import Role
+from twinpool.contracts.messages.autoscaler_messages import AutoscalerView
+from twinpool.contracts.messages.worker_status import CPU_SECONDS, GPU_UTILIZATION, WorkerView
 
 MOST_LINKS = 256
 """Links that a frame names, the busiest ones."""

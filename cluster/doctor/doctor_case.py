@@ -13,17 +13,17 @@ from pathlib import Path
 
 import yaml
 
-from cluster.assembly.device_cards import CardFacts, cards_of
-from cluster.assembly.node_shares import CGROUP
-from cluster.doctor.planned_model import PlannedModel, planned_model
-from cluster.ray_nodes.host_facts import HostFacts, ask_hosts
-from cluster.ray_nodes.ray_facts import RayFacts, ask_ray
-from cluster.serve.preflight import ServeOptions, with_settings
-from cluster.serve.security_check import with_absolute_paths
-from contracts.config.cluster_config import Config
-from contracts.config.load_config import load_config
-from contracts.config.plane_choice import on_gpus
-from contracts.errors import ConfigError, TwinpoolError
+from twinpool.cluster.assembly.device_cards import CardFacts, cards_of
+from twinpool.cluster.assembly.node_shares import CGROUP
+from twinpool.cluster.doctor.planned_model import PlannedModel, planned_model
+from twinpool.cluster.ray_nodes.host_facts import HostFacts, ask_hosts
+from twinpool.cluster.ray_nodes.ray_facts import RayFacts, ask_ray
+from twinpool.cluster.serve.preflight import ServeOptions, with_settings
+from twinpool.cluster.serve.security_check import with_absolute_paths
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.load_config import load_config
+from twinpool.contracts.config.plane_choice import on_gpus
+from twinpool.contracts.errors import ConfigError, TwinpoolError
 
 
 def _now() -> datetime:

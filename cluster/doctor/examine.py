@@ -8,7 +8,7 @@ from dataclasses import replace
 from threading import Lock
 from typing import Protocol
 
-from cluster.doctor.checks import (
+from twinpool.cluster.doctor.checks import (
     clocks,
     containers,
     credential_files,
@@ -25,9 +25,9 @@ from cluster.doctor.checks import (
     storage_tier,
     versions,
 )
-from cluster.doctor.doctor_case import DoctorCase
-from cluster.doctor.finding import Finding, Severity, error
-from contracts.clock import Clock, SystemClock
+from twinpool.cluster.doctor.doctor_case import DoctorCase
+from twinpool.cluster.doctor.finding import Finding, Severity, error
+from twinpool.contracts.clock import Clock, SystemClock
 
 Check = Callable[[DoctorCase], Iterator[Finding]]
 """Yields what it sees: one finding at least, all of them fine where there is nothing to do."""

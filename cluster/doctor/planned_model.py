@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.models.hub_model import hub_name
-from cluster.models.model_source import find_model
-from cluster.models.wheel_model import WHEELS
-from contracts.checkpoint.model_spec import ModelSpec, read_model_spec, served_as
-from contracts.errors import TwinpoolError
+from twinpool.cluster.models.hub_model import hub_name
+from twinpool.cluster.models.model_source import find_model
+from twinpool.cluster.models.wheel_model import WHEELS
+from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec, served_as
+from twinpool.contracts.errors import TwinpoolError
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from contracts.errors import ConfigError
+from twinpool.contracts.errors import ConfigError
 
 VARIABLE = "TWINPOOL_MODELS"
 """The environment variable that names the folder."""

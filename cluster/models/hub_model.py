@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from contracts.checkpoint.safetensors_headers import INDEX, SINGLE, read_json
-from contracts.errors import CheckpointError
+from twinpool.contracts.checkpoint.safetensors_headers import INDEX, SINGLE, read_json
+from twinpool.contracts.errors import CheckpointError
 
 _NAME = re.compile(
     r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(?:/(?P<file>[^@]+\.gguf))?(?:@(?P<revision>\w[\w./-]*))?", re.ASCII
@@ -96,7 +96,7 @@ def fetch_from_hub(name: HubName, say: Callable[[str], None]) -> HubModel:
 
 def _check(name: HubName, folder: Path) -> None:
     """Refuse a model that can't be served before its weights are fetched."""
-    from engine.models.registry import ARCHITECTURES
+    from twinpool.engine.models.registry import ARCHITECTURES
 
     if not (folder / "config.json").is_file():
         raise CheckpointError(

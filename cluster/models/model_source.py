@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.models.hub_model import fetch_from_hub, hub_name
-from cluster.models.wheel_model import WHEELS
+from twinpool.cluster.models.hub_model import fetch_from_hub, hub_name
+from twinpool.cluster.models.wheel_model import WHEELS
 
 DEMO_NAME = "demo"
 DEMO = Path(__file__).parents[1] / DEMO_NAME

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster.models.cache_folder import VARIABLE, fetch_folder, keep, models_folder
-from cluster.processes.process_ids import TIED
-from contracts.checkpoint.model_spec import GENERATION_CONFIG
-from contracts.errors import CheckpointError
-from contracts.python_command import module_command
+from twinpool.cluster.models.cache_folder import VARIABLE, fetch_folder, keep, models_folder
+from twinpool.cluster.processes.process_ids import TIED
+from twinpool.contracts.checkpoint.model_spec import GENERATION_CONFIG
+from twinpool.contracts.errors import CheckpointError
+from twinpool.contracts.python_command import module_command
 
 FETCH_S = 1800.0
 """Seconds after which a fetch is given up."""

@@ -6,7 +6,7 @@ import random
 import socket
 from pathlib import Path
 
-from contracts.errors import ConfigError
+from twinpool.contracts.errors import ConfigError
 
 LOWEST = 20_000
 """Ray's workers have 10,002 to 19,999 (`ray start --min-worker-port`); Ray refuses to start where its control store's

@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 if __name__ == "__main__":  # A script, which finds nothing but the standard library.
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.path.insert(0, str(Path(__file__).absolute().parents[3]))
 
-from cluster.processes.reaper import ReapedRun
-from contracts.outside_data import read_json
+from twinpool.cluster.processes.reaper import ReapedRun
+from twinpool.contracts.outside_data import read_json
 
 POLL_S = 0.1
 END_SECONDS = "end-seconds"

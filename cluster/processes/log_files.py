@@ -8,8 +8,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from contracts.json_logs import log_to_stream
-from contracts.outside_data import read_json
+from twinpool.contracts.json_logs import log_to_stream
+from twinpool.contracts.outside_data import read_json
 
 
 def log_to_file(path: Path, process: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.config.cluster_config import ClusterConfig
 
 SETTLED_S = 10.0
 """A process that served this long before it died is started again without delay."""

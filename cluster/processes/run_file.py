@@ -14,8 +14,8 @@ import time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from cluster.processes.process_ids import same_process, start_time
-from contracts.outside_data import read_json
+from twinpool.cluster.processes.process_ids import same_process, start_time
+from twinpool.contracts.outside_data import read_json
 
 START_REPORT = "start.txt"
 """The file beside a run's logs with what `serve` found and decided at its start."""

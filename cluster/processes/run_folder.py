@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from cluster.processes import reaper
-from cluster.processes.process_ids import start_time
-from cluster.processes.run_file import run_file_path, write_run_file
-from contracts.python_command import script_command
+from twinpool.cluster.processes import reaper
+from twinpool.cluster.processes.process_ids import start_time
+from twinpool.cluster.processes.run_file import run_file_path, write_run_file
+from twinpool.contracts.python_command import script_command
 
 KEPT_LOGS = 20
 SOCKET_PATH_ROOM = 40

@@ -11,12 +11,12 @@ from typing import Any
 import msgpack
 import zmq
 
-from cluster.ranks.leader_channel import ANSWER, JOIN, NOTICE_KINDS, meeting_point
-from contracts.errors import WireError
-from contracts.messages.rank_order_codec import decode
-from contracts.messages.rank_orders import FollowerNotice, Order
-from transfer.net import process_watch as process
-from transfer.net.process_watch import PidfdWatch
+from twinpool.cluster.ranks.leader_channel import ANSWER, JOIN, NOTICE_KINDS, meeting_point
+from twinpool.contracts.errors import WireError
+from twinpool.contracts.messages.rank_order_codec import decode
+from twinpool.contracts.messages.rank_orders import FollowerNotice, Order
+from twinpool.transfer.net import process_watch as process
+from twinpool.transfer.net.process_watch import PidfdWatch
 
 
 class FollowerChannel:

@@ -14,12 +14,12 @@ from typing import Any
 import msgpack
 import zmq
 
-from contracts.clock import Clock
-from contracts.errors import PeerDead
-from contracts.messages.rank_order_codec import encode
-from contracts.messages.rank_orders import FollowerNotice, LinkLost, Order, WriteArrived
-from transfer.net.curve_keys import CurveKeys
-from transfer.net.process_watch import PidfdWatch
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.errors import PeerDead
+from twinpool.contracts.messages.rank_order_codec import encode
+from twinpool.contracts.messages.rank_orders import FollowerNotice, LinkLost, Order, WriteArrived
+from twinpool.transfer.net.curve_keys import CurveKeys
+from twinpool.transfer.net.process_watch import PidfdWatch
 
 JOIN, ANSWER = b"J", b"A"
 _FOLLOWER_NOTICES: dict[bytes, type[WriteArrived] | type[LinkLost]] = {b"T": WriteArrived, b"S": LinkLost}

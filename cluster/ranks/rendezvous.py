@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from cache.device.device_choice import chosen_device, gpu_view
-from cluster.ranks.follower_channel import FollowerChannel
-from cluster.ranks.leader_channel import LeaderChannel
-from contracts.clock import Clock
-from contracts.config.worker_config import EngineConfig
-from contracts.errors import PeerDead, WireError
-from contracts.messages.rank_orders import EndRank, FormGroup
-from engine.tensors.tensor_parallel import TorchDistributedGroup
-from transfer.net import process_watch as process
-from transfer.net.process_watch import PidfdWatch
+from twinpool.cache.device.device_choice import chosen_device, gpu_view
+from twinpool.cluster.ranks.follower_channel import FollowerChannel
+from twinpool.cluster.ranks.leader_channel import LeaderChannel
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.worker_config import EngineConfig
+from twinpool.contracts.errors import PeerDead, WireError
+from twinpool.contracts.messages.rank_orders import EndRank, FormGroup
+from twinpool.engine.tensors.tensor_parallel import TorchDistributedGroup
+from twinpool.transfer.net import process_watch as process
+from twinpool.transfer.net.process_watch import PidfdWatch
 
 
 @dataclass(frozen=True)

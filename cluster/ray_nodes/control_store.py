@@ -19,11 +19,11 @@ from collections import deque
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from cluster.processes.process_ids import same_process, start_time
-from cluster.processes.restart_policy import RestartHistory
-from contracts.clock import Clock, SystemClock
-from contracts.config.ledger_place import check_ray_storage, without_password
-from contracts.errors import ConfigError
+from twinpool.cluster.processes.process_ids import same_process, start_time
+from twinpool.cluster.processes.restart_policy import RestartHistory
+from twinpool.contracts.clock import Clock, SystemClock
+from twinpool.contracts.config.ledger_place import check_ray_storage, without_password
+from twinpool.contracts.errors import ConfigError
 
 log = logging.getLogger("twinpool.ray")
 
@@ -65,7 +65,7 @@ class StoredTables:
         try:
             import redis
 
-            from contracts.wire.redis_connection import open_redis
+            from twinpool.contracts.wire.redis_connection import open_redis
         except ImportError:
             raise ConfigError("cluster.ray_storage needs the package redis: pip install 'twinpool[redis]'") from None
         client = open_redis(self._url, TIMEOUT_S, "cluster.ray_storage")

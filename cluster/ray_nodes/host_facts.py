@@ -19,14 +19,14 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from cluster.assembly.device_cards import cards_of
-from cluster.ray_nodes.worker_resources import RESOURCES, has_places
-from contracts import cpu_levels
-from contracts.build_id import build_id
-from contracts.errors import ConfigError
-from contracts.grammar import GRAMMAR_ENGINE
-from contracts.messages.fingerprint import PROTOCOL
-from contracts.python_command import module_command
+from twinpool.cluster.assembly.device_cards import cards_of
+from twinpool.cluster.ray_nodes.worker_resources import RESOURCES, has_places
+from twinpool.contracts import cpu_levels
+from twinpool.contracts.build_id import build_id
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.grammar import GRAMMAR_ENGINE
+from twinpool.contracts.messages.fingerprint import PROTOCOL
+from twinpool.contracts.python_command import module_command
 
 ASK_S = 150.0
 """Seconds in which all hosts must have answered, joining and leaving included."""
@@ -131,7 +131,7 @@ def _read(told: dict[str, Any]) -> HostFacts:
 
 def _ask(address: str, device: str) -> list[HostFacts]:
     """What `ask_hosts` reads; joins Ray. Nodes of one host are one."""
-    from cluster.ray_nodes.ray_cluster import join_ray, leave_ray
+    from twinpool.cluster.ray_nodes.ray_cluster import join_ray, leave_ray
 
     join_ray(address, "twinpool-doctor")
     try:
@@ -186,4 +186,4 @@ def main(arguments: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     # By its name: tasks of a module that runs as `__main__` would go to the nodes by value.
-    importlib.import_module("cluster.ray_nodes.host_facts").main(sys.argv[1:])
+    importlib.import_module("twinpool.cluster.ray_nodes.host_facts").main(sys.argv[1:])

@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 
-from contracts.messages.worker_status import WorkerView
+from twinpool.contracts.messages.worker_status import WorkerView
 
 log = logging.getLogger("twinpool.nodes")
 

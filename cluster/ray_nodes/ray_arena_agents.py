@@ -13,13 +13,13 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.arena.arena_agent import ArenaAgent
-from cluster.arena.arena_client import forget
-from cluster.processes.process_ids import die_with_parent
-from cluster.ray_nodes.worker_resources import has_places
-from contracts.build_id import build_id
-from contracts.clock import Clock
-from contracts.ids import Incarnation, WorkerName
+from twinpool.cluster.arena.arena_agent import ArenaAgent
+from twinpool.cluster.arena.arena_client import forget
+from twinpool.cluster.processes.process_ids import die_with_parent
+from twinpool.cluster.ray_nodes.worker_resources import has_places
+from twinpool.contracts.build_id import build_id
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.ids import Incarnation, WorkerName
 
 log = logging.getLogger("twinpool.arena")
 

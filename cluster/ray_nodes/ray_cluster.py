@@ -21,22 +21,22 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.assembly.node_shares import NodeFacts, by_machine, measured
-from cluster.processes.exit_deadline import exit_deadline
-from cluster.processes.process_ids import kill_process, same_process, start_time
-from cluster.processes.restart_policy import RestartHistory
-from cluster.ray_nodes.control_store import (
+from twinpool.cluster.assembly.node_shares import NodeFacts, by_machine, measured
+from twinpool.cluster.processes.exit_deadline import exit_deadline
+from twinpool.cluster.processes.process_ids import kill_process, same_process, start_time
+from twinpool.cluster.processes.restart_policy import RestartHistory
+from twinpool.cluster.ray_nodes.control_store import (
     RECONNECT_S,
     KeptControlStore,
     StoredTables,
     outlives_its_store,
     write_down,
 )
-from cluster.ray_nodes.worker_resources import RESOURCES, has_places
-from contracts.build_id import source_root
-from contracts.errors import ConfigError
-from contracts.ids import Role
-from contracts.python_command import module_command
+from twinpool.cluster.ray_nodes.worker_resources import RESOURCES, has_places
+from twinpool.contracts.build_id import import_root
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Role
+from twinpool.contracts.python_command import module_command
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 OWN_SLOTS = 10_000
@@ -400,7 +400,7 @@ class _DriverPaths(list[str]):
     """
 
     def extend(self, paths: Iterable[str]) -> None:
-        super().extend(path for path in paths if Path(path) == source_root())
+        super().extend(path for path in paths if Path(path) == import_root())
 
 
 def driver_options(python: str = "") -> dict[str, Any]:
@@ -413,7 +413,7 @@ def driver_options(python: str = "") -> dict[str, Any]:
     if not python:
         return quiet
     # The raylet's workers have its environment, with the packages of the build that it was started by.
-    return {**quiet, "runtime_env": {"py_executable": python, "env_vars": {"PYTHONPATH": str(source_root())}}}
+    return {**quiet, "runtime_env": {"py_executable": python, "env_vars": {"PYTHONPATH": str(import_root())}}}
 
 
 def ray_build() -> str:
@@ -430,7 +430,7 @@ def authenticated() -> bool:
 
 def _importable_by_workers() -> None:
     """Put the folder of these packages on `PYTHONPATH`, so that Ray's workers import them from there too."""
-    root = str(source_root())
+    root = str(import_root())
     paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     if root not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([root, *paths])

@@ -1,4 +1,6 @@
-"""What a Ray says of itself and its nodes, asked without joining it: ``python -m cluster.ray_nodes.ray_facts ADDRESS``.
+"""What a Ray says of itself and its nodes, asked without joining it.
+
+``python -m twinpool.cluster.ray_nodes.ray_facts ADDRESS``
 
 Ray reads its environment when it is imported, and may wait for long; so it is asked in a process of its own, which has
 a deadline.
@@ -13,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.ray_nodes.worker_resources import RESOURCES
-from contracts.errors import ConfigError
-from contracts.python_command import module_command
+from twinpool.cluster.ray_nodes.worker_resources import RESOURCES
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.python_command import module_command
 
 ASK_S = 30.0
 """Seconds in which a Ray must have answered, the start of the process that asks it included."""
@@ -43,7 +45,7 @@ class RayFacts:
 
 def ask_ray(address: str) -> RayFacts:
     """Ask the Ray whose control store is at `address`, ``host:port``. Raises `ConfigError` where it doesn't answer."""
-    command = module_command("cluster.ray_nodes.ray_facts", address)
+    command = module_command("twinpool.cluster.ray_nodes.ray_facts", address)
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False)
         if ended.returncode:

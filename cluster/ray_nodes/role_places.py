@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from cluster.controller.controller_actions import WorkerKey
+from twinpool.cluster.controller.controller_actions import WorkerKey
 
 NODE_LABEL = "ray.io/node-id"
 PLACE_WAIT_S = 5.0

@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 
 import ray
 
-from cluster.assembly.node_shares import WorkerShare
-from cluster.controller.controller_actions import WorkerKey
-from cluster.ray_nodes.worker_resources import RESOURCES
-from cluster.worker_process.planned_workers import NextPlan, PlannedWorkers
-from cluster.worker_process.sigterm_drain import TERMINATED
-from cluster.worker_process.worker_plan import WorkerPlan, node_name, process_mark
-from cluster.worker_process.worker_process import run_worker
-from contracts.build_id import build_id
-from contracts.ids import Incarnation, WorkerName
+from twinpool.cluster.assembly.node_shares import WorkerShare
+from twinpool.cluster.controller.controller_actions import WorkerKey
+from twinpool.cluster.ray_nodes.worker_resources import RESOURCES
+from twinpool.cluster.worker_process.planned_workers import NextPlan, PlannedWorkers
+from twinpool.cluster.worker_process.sigterm_drain import TERMINATED
+from twinpool.cluster.worker_process.worker_plan import WorkerPlan, node_name, process_mark
+from twinpool.cluster.worker_process.worker_process import run_worker
+from twinpool.contracts.build_id import build_id
+from twinpool.contracts.ids import Incarnation, WorkerName
 
 
 def rank_resources(plan: WorkerPlan) -> dict[str, float]:
@@ -126,7 +126,7 @@ class WorkerActor:
         plan = self._here(self._plan if by_node is None else dataclasses.replace(self._plan, by_node=by_node))
         self._runs = True
         if plan.rank:
-            from cluster.worker_process.follower_process import run_follower
+            from twinpool.cluster.worker_process.follower_process import run_follower
 
             run_follower(plan, self._following)
         run_worker(plan, self._workers, self._following)

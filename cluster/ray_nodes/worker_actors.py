@@ -22,17 +22,24 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.arena.local_agent import ArenaAgents, NoArenaAgents
-from cluster.assembly.node_shares import WorkerShare
-from cluster.controller.controller_actions import EndedProcess, PlacedProcess, WorkerKey
-from cluster.controller.node_table import NodePlace
-from cluster.processes.process_ids import kill_process
-from cluster.ray_nodes.role_places import NODE_LABEL, kept_places, place_name, places_taken, ranks_name, take_places
-from cluster.ray_nodes.worker_actor import ActorPlacement, StartedRank, WorkerActor, rank_resources
-from cluster.ray_nodes.worker_resources import RESOURCES, has_places
-from cluster.worker_process.worker_plan import NodeUnmeasured, WorkerPlan, exit_file, node_name
-from contracts.clock import Clock, SystemClock
-from contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
+from twinpool.cluster.arena.local_agent import ArenaAgents, NoArenaAgents
+from twinpool.cluster.assembly.node_shares import WorkerShare
+from twinpool.cluster.controller.controller_actions import EndedProcess, PlacedProcess, WorkerKey
+from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.processes.process_ids import kill_process
+from twinpool.cluster.ray_nodes.role_places import (
+    NODE_LABEL,
+    kept_places,
+    place_name,
+    places_taken,
+    ranks_name,
+    take_places,
+)
+from twinpool.cluster.ray_nodes.worker_actor import ActorPlacement, StartedRank, WorkerActor, rank_resources
+from twinpool.cluster.ray_nodes.worker_resources import RESOURCES, has_places
+from twinpool.cluster.worker_process.worker_plan import NodeUnmeasured, WorkerPlan, exit_file, node_name
+from twinpool.contracts.clock import Clock, SystemClock
+from twinpool.contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
 
 log = logging.getLogger("twinpool.actors")
 

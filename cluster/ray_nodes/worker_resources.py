@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from contracts.ids import Role
+from twinpool.contracts.ids import Role
 
 RESOURCES = {Role.PREFILL: "twinpool_prefill", Role.DECODE: "twinpool_decode", Role.COLOCATED: "twinpool_colocated"}
 """The custom resource of Ray that each rank of a worker of a role takes one of."""

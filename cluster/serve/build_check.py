@@ -1,5 +1,6 @@
-"""The check of a build before a detached cluster is upgraded to it: ``PYTHON -m cluster.serve.build_check FOLDER``, run
-with that build's interpreter.
+"""The check of a build before a detached cluster is upgraded to it.
+
+``PYTHON -m twinpool.cluster.serve.build_check FOLDER``, run with that build's interpreter.
 
 It prints one line of JSON: the build, and why it can't take over the cluster of FOLDER, if it can't. Nothing is
 changed.
@@ -11,10 +12,10 @@ import json
 import sys
 from pathlib import Path
 
-from cluster.ray_nodes.ray_cluster import ray_build
-from cluster.serve.detached_state import DetachedState
-from contracts.build_id import build_id
-from contracts.errors import TwinpoolError
+from twinpool.cluster.ray_nodes.ray_cluster import ray_build
+from twinpool.cluster.serve.detached_state import DetachedState
+from twinpool.contracts.build_id import build_id
+from twinpool.contracts.errors import TwinpoolError
 
 
 def why_not(folder: Path) -> str:

@@ -12,14 +12,14 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from cluster.arena.local_agent import lends_host_memory
-from cluster.assembly.node_shares import MemoryShort
-from cluster.controller.node_room import Occupant
-from cluster.serve.preflight import ServePlan, check_tiers, plan_again
-from cluster.serve.room_reports import cluster_room
-from contracts.config.cluster_config import Config
-from contracts.config.load_config import config_from_dict
-from contracts.config.setting_effects import (
+from twinpool.cluster.arena.local_agent import lends_host_memory
+from twinpool.cluster.assembly.node_shares import MemoryShort
+from twinpool.cluster.controller.node_room import Occupant
+from twinpool.cluster.serve.preflight import ServePlan, check_tiers, plan_again
+from twinpool.cluster.serve.room_reports import cluster_room
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.config.setting_effects import (
     Effect,
     effect_of,
     merged,
@@ -28,10 +28,10 @@ from contracts.config.setting_effects import (
     settings_digest,
     settings_of,
 )
-from contracts.errors import ConfigError, TwinpoolError
-from contracts.ids import Role, WorkerName
-from contracts.messages.settings_change import ChangedSetting, SettingsAnswer, SettingsChange
-from contracts.outside_data import read_json
+from twinpool.contracts.errors import ConfigError, TwinpoolError
+from twinpool.contracts.ids import Role, WorkerName
+from twinpool.contracts.messages.settings_change import ChangedSetting, SettingsAnswer, SettingsChange
+from twinpool.contracts.outside_data import read_json
 
 log = logging.getLogger("twinpool.serve")
 
@@ -82,7 +82,7 @@ class SettingsChanger:
                 "this gives workers host memory, which no worker here has, so no agents that lend it were started "
                 "(cache.host_bytes, cluster.host_memory_share, cache.arena): start a new cluster with it"
             )
-        from cluster.serve.memory_fit import most_bytes, shares_weights
+        from twinpool.cluster.serve.memory_fit import most_bytes, shares_weights
 
         if shares_weights(plan.config) and not self._arenas:
             raise ConfigError(

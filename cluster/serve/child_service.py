@@ -15,15 +15,15 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cluster.processes.process_ids import TIED, kill_process, same_process, start_time, terminate_process
-from contracts.errors import TwinpoolError
-from contracts.python_command import module_command
+from twinpool.cluster.processes.process_ids import TIED, kill_process, same_process, start_time, terminate_process
+from twinpool.contracts.errors import TwinpoolError
+from twinpool.contracts.python_command import module_command
 
 STOP_S = 1.5
 """Seconds that a service has to end in order."""
 KILL_S = 5.0
-ROUTER = tuple(module_command("router.main"))
-CONTROLLER = tuple(module_command("cluster.controller.controller_process"))
+ROUTER = tuple(module_command("twinpool.router.main"))
+CONTROLLER = tuple(module_command("twinpool.cluster.controller.controller_process"))
 
 
 class ServiceFailed(TwinpoolError):

@@ -12,20 +12,20 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
-from cluster.processes.free_port import free_port
-from cluster.processes.run_folder import RunFiles
-from cluster.serve.child_service import ROUTER, STOP_S, ChildService
-from cluster.serve.detached_state import DetachedState, ServiceProcess
-from cluster.serve.kept_controllers import KeptControllers
-from cluster.serve.kept_service import KeptService, PartFailed
-from cluster.serve.kv_index_process import KV_INDEX, index_arguments, index_wanted
-from cluster.serve.local_controllers import LocalControllers
-from cluster.serve.local_routers import LocalRouters, RouterCommand
-from cluster.serve.preflight import ServePlan
-from cluster.serve.router_probe import RouterProbe
-from contracts.build_id import build_id
-from contracts.clock import Clock
-from contracts.cluster_secret import SECRET_VARIABLE
+from twinpool.cluster.processes.free_port import free_port
+from twinpool.cluster.processes.run_folder import RunFiles
+from twinpool.cluster.serve.child_service import ROUTER, STOP_S, ChildService
+from twinpool.cluster.serve.detached_state import DetachedState, ServiceProcess
+from twinpool.cluster.serve.kept_controllers import KeptControllers
+from twinpool.cluster.serve.kept_service import KeptService, PartFailed
+from twinpool.cluster.serve.kv_index_process import KV_INDEX, index_arguments, index_wanted
+from twinpool.cluster.serve.local_controllers import LocalControllers
+from twinpool.cluster.serve.local_routers import LocalRouters, RouterCommand
+from twinpool.cluster.serve.preflight import ServePlan
+from twinpool.cluster.serve.router_probe import RouterProbe
+from twinpool.contracts.build_id import build_id
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.cluster_secret import SECRET_VARIABLE
 
 
 class ClusterServices:

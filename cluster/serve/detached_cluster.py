@@ -16,18 +16,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
-from cluster.processes import keeper, reaper
-from cluster.processes.process_ids import same_process
-from cluster.processes.run_file import START_REPORT, RunFile
-from cluster.processes.run_folder import KeptFolder, new_folder, new_log_folder
-from cluster.serve.detached_state import DetachedState
-from cluster.serve.preflight import ServePlan
-from cluster.serve.serve_cluster import SECRETS, ServeCluster, exit_code
-from cluster.serve.shutdown_signal import handled_signals
-from cluster.serve.terminal import take_over_output, urls_of
-from contracts.errors import ConfigError, TwinpoolError
-from contracts.json_logs import log_to_stream
-from contracts.python_command import module_command, script_command
+from twinpool.cluster.processes import keeper, reaper
+from twinpool.cluster.processes.process_ids import same_process
+from twinpool.cluster.processes.run_file import START_REPORT, RunFile
+from twinpool.cluster.processes.run_folder import KeptFolder, new_folder, new_log_folder
+from twinpool.cluster.serve.detached_state import DetachedState
+from twinpool.cluster.serve.preflight import ServePlan
+from twinpool.cluster.serve.serve_cluster import SECRETS, ServeCluster, exit_code
+from twinpool.cluster.serve.shutdown_signal import handled_signals
+from twinpool.cluster.serve.terminal import take_over_output, urls_of
+from twinpool.contracts.errors import ConfigError, TwinpoolError
+from twinpool.contracts.json_logs import log_to_stream
+from twinpool.contracts.python_command import module_command, script_command
 
 OUTPUT = "serve.out"
 """The file of the logs folder that has what `serve` shows in a terminal."""
@@ -37,7 +37,7 @@ DOWN_S = 15.0
 
 def supervisor_command(folder: Path, python: str = "") -> list[str]:
     """The command of a supervisor that runs in the interpreter `python`; empty: this process's."""
-    return module_command("cluster.serve.detached_cluster", str(folder), python=python)
+    return module_command("twinpool.cluster.serve.detached_cluster", str(folder), python=python)
 
 
 def launch(prepared: ServePlan, out: TextIO, wait: Callable[[float], object]) -> int:

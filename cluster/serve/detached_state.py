@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cluster.processes.keeper import END_SECONDS, TAKEN_OVER
-from cluster.processes.process_ids import same_process
-from cluster.serve.kept_plan import plan_from_tree, plan_to_tree
-from cluster.serve.preflight import ServePlan
-from cluster.serve.shutdown_signal import END_S
-from contracts.errors import ConfigError
-from contracts.outside_data import read_json
+from twinpool.cluster.processes.keeper import END_SECONDS, TAKEN_OVER
+from twinpool.cluster.processes.process_ids import same_process
+from twinpool.cluster.serve.kept_plan import plan_from_tree, plan_to_tree
+from twinpool.cluster.serve.preflight import ServePlan
+from twinpool.cluster.serve.shutdown_signal import END_S
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.outside_data import read_json
 
 FORMAT = 1
 """Number of the file's format; a build that reads another one takes nothing over."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from cluster.assembly.node_shares import MemoryShort
-from cluster.ray_nodes.ray_cluster import measure_nodes
-from cluster.serve.preflight import ServePlan, on_device
-from contracts.config.plane_choice import PlaneOfOneHost, check_hosts, with_plane
+from twinpool.cluster.assembly.node_shares import MemoryShort
+from twinpool.cluster.ray_nodes.ray_cluster import measure_nodes
+from twinpool.cluster.serve.preflight import ServePlan, on_device
+from twinpool.contracts.config.plane_choice import PlaneOfOneHost, check_hosts, with_plane
 
 
 class JoinedNodes:

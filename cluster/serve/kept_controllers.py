@@ -13,15 +13,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.serve.child_service import CONTROLLER, STOP_S, ServiceFailed
-from cluster.serve.detached_state import DetachedState, ServiceProcess
-from cluster.serve.kept_service import KeptService, MakeService, PartFailed
-from cluster.serve.local_controllers import LocalControllers
-from cluster.serve.service_successor import POLL_S, ServiceSuccessor
-from contracts.build_id import build_id
-from contracts.clock import Clock
-from contracts.config.cluster_config import Config
-from contracts.config.setting_effects import controllers_digest
+from twinpool.cluster.serve.child_service import CONTROLLER, STOP_S, ServiceFailed
+from twinpool.cluster.serve.detached_state import DetachedState, ServiceProcess
+from twinpool.cluster.serve.kept_service import KeptService, MakeService, PartFailed
+from twinpool.cluster.serve.local_controllers import LocalControllers
+from twinpool.cluster.serve.service_successor import POLL_S, ServiceSuccessor
+from twinpool.contracts.build_id import build_id
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.setting_effects import controllers_digest
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from cluster.assembly.device_cards import CardFacts
-from cluster.assembly.node_shares import NodeFacts
-from cluster.serve.preflight import ServeOptions, ServePlan, plan_again
-from contracts.checkpoint.model_spec import read_model_spec, served_as
-from contracts.config.load_config import config_from_dict
-from contracts.ids import Role
+from twinpool.cluster.assembly.device_cards import CardFacts
+from twinpool.cluster.assembly.node_shares import NodeFacts
+from twinpool.cluster.serve.preflight import ServeOptions, ServePlan, plan_again
+from twinpool.contracts.checkpoint.model_spec import read_model_spec, served_as
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.ids import Role
 
 OPTIONS = ("model", "prefill", "decode", "colocate", "routers", "host", "port", "ray_address", "dashboard")
 """The options that matter after the start; the configuration has the rest."""

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
-from cluster.processes.restart_policy import RestartHistory
-from cluster.serve.child_service import ChildService
-from contracts.clock import Clock
-from contracts.config.cluster_config import ClusterConfig
-from contracts.errors import TwinpoolError
+from twinpool.cluster.processes.restart_policy import RestartHistory
+from twinpool.cluster.serve.child_service import ChildService
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.errors import TwinpoolError
 
 
 class PartFailed(TwinpoolError):

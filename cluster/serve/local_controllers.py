@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.controller.open_ledger import open_ledger
-from cluster.worker_process.lease_keeper import longest_absence_s
-from contracts.config.cluster_config import ClusterConfig, Config
-from contracts.config.ledger_place import controller_endpoints, on_server, without_password
-from contracts.config.security_config import SecurityConfig
-from contracts.errors import ConfigError
+from twinpool.cluster.controller.open_ledger import open_ledger
+from twinpool.cluster.worker_process.lease_keeper import longest_absence_s
+from twinpool.contracts.config.cluster_config import ClusterConfig, Config
+from twinpool.contracts.config.ledger_place import controller_endpoints, on_server, without_password
+from twinpool.contracts.config.security_config import SecurityConfig
+from twinpool.contracts.errors import ConfigError
 
 FIND_S = 1.0
 """Seconds that a takeover takes longer than the leader's lease: a standby's look, its start, and workers' next try."""

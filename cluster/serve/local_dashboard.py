@@ -8,16 +8,16 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
-from cluster.dashboard.dashboard_feed import DashboardFeed, TooManyWatch
-from cluster.dashboard.event_log import EventKind
-from cluster.dashboard.request_rows import SHOWN
-from cluster.dashboard.worker_rates import WorkerSample
-from cluster.serve.local_directory import LocalDirectory
-from contracts.build_id import build_id
-from contracts.clock import Clock
-from contracts.messages.request_record import RequestRecord
-from contracts.messages.router_report import RouterReport
+from twinpool.cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
+from twinpool.cluster.dashboard.dashboard_feed import DashboardFeed, TooManyWatch
+from twinpool.cluster.dashboard.event_log import EventKind
+from twinpool.cluster.dashboard.request_rows import SHOWN
+from twinpool.cluster.dashboard.worker_rates import WorkerSample
+from twinpool.cluster.serve.local_directory import LocalDirectory
+from twinpool.contracts.build_id import build_id
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.messages.request_record import RequestRecord
+from twinpool.contracts.messages.router_report import RouterReport
 
 TICK_S = 0.1
 

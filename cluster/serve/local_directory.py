@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from cluster.controller.worker_states import WorkerState
-from cluster.worker_process.worker_thread import WorkerClosed, WorkerEnd, WorkerThread
-from contracts.errors import RequestError
-from contracts.ids import Role, WorkerName
-from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.pool_changes import ChangedWorkers, PoolChange
-from contracts.messages.router_commands import Command
-from contracts.messages.settings_change import SettingsAnswer, SettingsChange
-from contracts.messages.stream_end import StreamEnd
-from contracts.messages.worker_events import Event
-from contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerStatus, WorkerView
+from twinpool.cluster.controller.worker_states import WorkerState
+from twinpool.cluster.worker_process.worker_thread import WorkerClosed, WorkerEnd, WorkerThread
+from twinpool.contracts.errors import RequestError
+from twinpool.contracts.ids import Role, WorkerName
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.pool_changes import ChangedWorkers, PoolChange
+from twinpool.contracts.messages.router_commands import Command
+from twinpool.contracts.messages.settings_change import SettingsAnswer, SettingsChange
+from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.worker_events import Event
+from twinpool.contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerStatus, WorkerView
 
 T = TypeVar("T")
 OnChange = Callable[[tuple[WorkerView, ...]], None]

@@ -12,17 +12,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.processes.process_ids import kill_process, same_process, terminate_process
-from cluster.processes.run_folder import RunFiles
-from cluster.serve.child_service import ChildService, ServiceFailed
-from cluster.serve.detached_state import DetachedState, ServiceProcess
-from cluster.serve.kept_service import KeptService, MakeService, PartFailed
-from cluster.serve.preflight import ServePlan
-from cluster.serve.router_probe import RouterProbe
-from cluster.serve.service_successor import POLL_S, ServiceSuccessor
-from contracts.build_id import build_id
-from contracts.clock import Clock
-from contracts.config.setting_effects import routers_digest
+from twinpool.cluster.processes.process_ids import kill_process, same_process, terminate_process
+from twinpool.cluster.processes.run_folder import RunFiles
+from twinpool.cluster.serve.child_service import ChildService, ServiceFailed
+from twinpool.cluster.serve.detached_state import DetachedState, ServiceProcess
+from twinpool.cluster.serve.kept_service import KeptService, MakeService, PartFailed
+from twinpool.cluster.serve.preflight import ServePlan
+from twinpool.cluster.serve.router_probe import RouterProbe
+from twinpool.cluster.serve.service_successor import POLL_S, ServiceSuccessor
+from twinpool.contracts.build_id import build_id
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.setting_effects import routers_digest
 
 
 @dataclass(frozen=True, slots=True)

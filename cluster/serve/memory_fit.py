@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cache.arena.arena import most_index_bytes
-from cache.memory.kv_cache_spec import PoolSetSpec
-from cluster.assembly.device_cards import CardParts, Dealt, deal, least_part
-from cluster.assembly.memory_plan import MemoryPlan, plan_memory, unit_bytes
-from cluster.assembly.node_shares import MemoryShort, NodeFacts, NodeShare, copies_beside
-from cluster.assembly.step_memory import StepMemory, step_memory
-from contracts.checkpoint.model_spec import ModelSpec
-from contracts.config.cache_config import CacheOverride
-from contracts.config.cluster_config import Config, section_of
-from contracts.config.plane_choice import on_gpus
-from contracts.errors import ConfigError
-from contracts.ids import Role, WorkerName
-from engine.runner.kernel_choice import refused_state
+from twinpool.cache.arena.arena import most_index_bytes
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cluster.assembly.device_cards import CardParts, Dealt, deal, least_part
+from twinpool.cluster.assembly.memory_plan import MemoryPlan, plan_memory, unit_bytes
+from twinpool.cluster.assembly.node_shares import MemoryShort, NodeFacts, NodeShare, copies_beside
+from twinpool.cluster.assembly.step_memory import StepMemory, step_memory
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.config.cache_config import CacheOverride
+from twinpool.contracts.config.cluster_config import Config, section_of
+from twinpool.contracts.config.plane_choice import on_gpus
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Role, WorkerName
+from twinpool.engine.runner.kernel_choice import refused_state
 
 MEMORY_SHARE = 0.25
 """The part of a worker's share of free memory that its pools may take where the configuration sets no sizes."""

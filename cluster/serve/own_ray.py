@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 
-from cluster.processes.free_port import free_port
-from cluster.processes.restart_policy import RestartHistory
-from cluster.processes.run_folder import RunFiles
-from cluster.ray_nodes.ray_cluster import (
+from twinpool.cluster.processes.free_port import free_port
+from twinpool.cluster.processes.restart_policy import RestartHistory
+from twinpool.cluster.processes.run_folder import RunFiles
+from twinpool.cluster.ray_nodes.ray_cluster import (
     OwnRay,
     end_kept_ray,
     join_kept_ray,
@@ -20,9 +20,9 @@ from cluster.ray_nodes.ray_cluster import (
     start_kept_ray,
     start_own_ray,
 )
-from cluster.serve.detached_state import DetachedState
-from cluster.serve.preflight import ServePlan
-from contracts.errors import ConfigError
+from twinpool.cluster.serve.detached_state import DetachedState
+from twinpool.cluster.serve.preflight import ServePlan
+from twinpool.contracts.errors import ConfigError
 
 log = logging.getLogger("twinpool.serve")
 

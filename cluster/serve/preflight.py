@@ -16,26 +16,26 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from cluster.assembly.device_cards import CardFacts, apart, cards_of
-from cluster.assembly.node_shares import NodeFacts, NodeShare, measured
-from cluster.models.model_source import DEMO_NAME, find_model
-from cluster.processes.free_port import free_port
-from cluster.serve.security_check import check_security, with_absolute_paths
-from contracts import cpu_levels as processor
-from contracts.checkpoint.gguf.gguf_header import is_gguf
-from contracts.checkpoint.model_spec import ModelSpec, read_model_spec, served_as
-from contracts.config.autoscaling_config import AutoscalingConfig
-from contracts.config.cluster_config import Config, PoolsConfig, section_of
-from contracts.config.launch_config import LaunchConfig
-from contracts.config.load_config import load_config
-from contracts.config.plane_choice import with_plane
-from contracts.config.worker_config import DecodeConfig
-from contracts.errors import ConfigError
-from contracts.ids import PAIR, Role, WorkerName
-from router.tracing.otlp_exporter import check_tracing
+from twinpool.cluster.assembly.device_cards import CardFacts, apart, cards_of
+from twinpool.cluster.assembly.node_shares import NodeFacts, NodeShare, measured
+from twinpool.cluster.models.model_source import DEMO_NAME, find_model
+from twinpool.cluster.processes.free_port import free_port
+from twinpool.cluster.serve.security_check import check_security, with_absolute_paths
+from twinpool.contracts import cpu_levels as processor
+from twinpool.contracts.checkpoint.gguf.gguf_header import is_gguf
+from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec, served_as
+from twinpool.contracts.config.autoscaling_config import AutoscalingConfig
+from twinpool.contracts.config.cluster_config import Config, PoolsConfig, section_of
+from twinpool.contracts.config.launch_config import LaunchConfig
+from twinpool.contracts.config.load_config import load_config
+from twinpool.contracts.config.plane_choice import with_plane
+from twinpool.contracts.config.worker_config import DecodeConfig
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import PAIR, Role, WorkerName
+from twinpool.router.tracing.otlp_exporter import check_tracing
 
 if TYPE_CHECKING:
-    from cache.memory.kv_cache_spec import PoolSetSpec
+    from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 
 
 log = logging.getLogger("twinpool.serve")
@@ -121,7 +121,7 @@ class ServePlan:
 
     def divide(self, facts: NodeFacts) -> NodeShare:
         """Divide a node among the workers that it has places for. Raises `MemoryShort` and `ConfigError`."""
-        from cluster.serve.memory_fit import divide
+        from twinpool.cluster.serve.memory_fit import divide
 
         return divide(facts, self.config, self.pool_set, self.spec, self.weights, self.wanted)
 
@@ -138,7 +138,7 @@ class ServePlan:
     @property
     def workers(self) -> list[tuple[WorkerName, Role]]:
         """The workers that the cluster starts with."""
-        from cluster.serve.memory_fit import named
+        from twinpool.cluster.serve.memory_fit import named
 
         return named(self.wanted)
 
@@ -246,14 +246,14 @@ def pool_set_of(spec: ModelSpec, config: Config, role: Role = Role.PREFILL) -> P
 
     Raises `CheckpointError` for a model that isn't supported.
     """
-    from cluster.assembly.memory_plan import state_options
-    from engine.models.registry import model_for
+    from twinpool.cluster.assembly.memory_plan import state_options
+    from twinpool.engine.models.registry import model_for
 
     return model_for(spec).pool_set(state_options(spec, config, role))
 
 
 def with_speculation(config: Config, pool_set: PoolSetSpec) -> DecodeConfig:
-    from decode.speculation.drafting import with_speculation
+    from twinpool.decode.speculation.drafting import with_speculation
 
     return with_speculation(config.decode, pool_set)
 
@@ -275,10 +275,10 @@ def check_ranks(config: Config, spec: ModelSpec, roles: Iterable[Role] = PAIR) -
 
 def divides(config: Config, spec: ModelSpec, size: int) -> str:
     """Why the model can't be divided among `size` ranks, in words; empty where it can."""
-    from cluster.assembly.memory_plan import state_options
-    from engine.models.registry import model_for
-    from engine.tensors.shard import Shard
-    from engine.tensors.weight_loader import Weights, dtype_for
+    from twinpool.cluster.assembly.memory_plan import state_options
+    from twinpool.engine.models.registry import model_for
+    from twinpool.engine.tensors.shard import Shard
+    from twinpool.engine.tensors.weight_loader import Weights, dtype_for
 
     model = model_for(spec)
     dtype, options = dtype_for(spec, config.engine), state_options(spec, config, Role.PREFILL)
@@ -296,7 +296,7 @@ def divides(config: Config, spec: ModelSpec, size: int) -> str:
 
 def weight_bytes(spec: ModelSpec, config: Config) -> int:
     """Bytes of one worker's weights in the dtype that it computes in, estimated from the size of the files."""
-    from engine.tensors.weight_loader import dtype_for
+    from twinpool.engine.tensors.weight_loader import dtype_for
 
     width = dtype_for(spec, config.engine).itemsize
     if is_gguf(spec.path):

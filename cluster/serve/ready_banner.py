@@ -9,12 +9,12 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from cluster.models.model_source import DEMO_NAME
-from cluster.serve.preflight import ServePlan
-from cluster.serve.terminal import curl_line, kernels_of, mib, threads_of, torch_lines, urls_of
-from contracts.checkpoint.checkpoint_files import TOKENIZER, read_checkpoint_text
-from contracts.ids import Role
-from contracts.messages.worker_status import WorkerView
+from twinpool.cluster.models.model_source import DEMO_NAME
+from twinpool.cluster.serve.preflight import ServePlan
+from twinpool.cluster.serve.terminal import curl_line, kernels_of, mib, threads_of, torch_lines, urls_of
+from twinpool.contracts.checkpoint.checkpoint_files import TOKENIZER, read_checkpoint_text
+from twinpool.contracts.ids import Role
+from twinpool.contracts.messages.worker_status import WorkerView
 
 DEMO_IS = "a demonstration of 4 MB, whose words make little sense; --model smollm2 answers questions"
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cluster.assembly.node_shares import NodeShare
-from cluster.controller.node_room import ANY_NUMBER, ClusterRoom, NodeRoom, RoleRoom
-from cluster.controller.node_table import NodePlace
-from cluster.serve.preflight import ServePlan
-from contracts.clock import Clock
-from contracts.config.cluster_config import Config
+from twinpool.cluster.assembly.node_shares import NodeShare
+from twinpool.cluster.controller.node_room import ANY_NUMBER, ClusterRoom, NodeRoom, RoleRoom
+from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.serve.preflight import ServePlan
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.cluster_config import Config
 
 LOOK_S = 2.0
 """Seconds between two looks at the memory that is free now."""
@@ -54,7 +54,7 @@ def cluster_room(plan: ServePlan, free: int | None = None) -> ClusterRoom:
 
 def node_room(share: NodeShare, config: Config, free: int | None = None) -> NodeRoom:
     """What a node has for workers by its division."""
-    from cluster.serve.memory_fit import most_bytes, shared_weights
+    from twinpool.cluster.serve.memory_fit import most_bytes, shared_weights
 
     facts, cluster = share.facts, config.cluster
     roles = {

@@ -7,7 +7,7 @@ import socket
 import threading
 from pathlib import Path
 
-from contracts.clock import Clock
+from twinpool.contracts.clock import Clock
 
 EVERY_S = 1.0
 PATIENCE_S = 5.0

@@ -9,11 +9,11 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from contracts.config.cluster_config import Config
-from contracts.config.security_config import FILES, SecurityConfig
-from contracts.credentials.curve_file import read_curve_pair
-from contracts.errors import ConfigError
-from contracts.key_file import read_key_file
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.security_config import FILES, SecurityConfig
+from twinpool.contracts.credentials.curve_file import read_curve_pair
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.key_file import read_key_file
 
 TOKEN_VARIABLE = "TWINPOOL_ADMIN_TOKEN"
 MOST_PORT = 65535

@@ -20,44 +20,44 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from cluster.arena.local_agent import ArenaAgents, LocalArenaAgent, NoArenaAgents, wanted
-from cluster.assembly.node_shares import WorkerShare, free_bytes
-from cluster.controller.controller_actions import EndedProcess, StartWorker
-from cluster.controller.controller_client import ControllerAway, ControllerClient
-from cluster.controller.open_ledger import PASSWORD_VARIABLE
-from cluster.controller.supervisor import Supervisor
-from cluster.processes.log_files import last_words
-from cluster.processes.process_ids import start_time
-from cluster.processes.run_file import START_REPORT
-from cluster.processes.run_folder import RunFiles, RunFolder
-from cluster.processes.service_manager import ServiceManager
-from cluster.ray_nodes.node_drains import NodeDrains, draining_ray_nodes
-from cluster.serve.changed_settings import SettingsChanger, digest_of
-from cluster.serve.child_service import ROUTER
-from cluster.serve.cluster_services import ClusterServices
-from cluster.serve.detached_state import DetachedState
-from cluster.serve.kept_service import PartFailed
-from cluster.serve.kv_index_process import with_kv_events
-from cluster.serve.preflight import ServePlan
-from cluster.serve.ready_banner import summary, ways_in
-from cluster.serve.room_reports import RoomReports
-from cluster.serve.security_check import open_ways
-from cluster.serve.shutdown_signal import ASKED, FAILED, ShutdownSignal
-from cluster.serve.terminal import Terminal, show_failure, take_over_output, urls_of
-from cluster.worker_process.worker_plan import WorkerPlan, node_name
-from contracts.build_id import build_id
-from contracts.clock import Clock, SystemClock
-from contracts.cluster_secret import SECRET_VARIABLE
-from contracts.config.plane_choice import why
-from contracts.errors import ConfigError, TwinpoolError
-from contracts.ids import Role, WorkerName
-from contracts.json_logs import log_to_stream
-from contracts.messages.worker_status import WorkerView
+from twinpool.cluster.arena.local_agent import ArenaAgents, LocalArenaAgent, NoArenaAgents, wanted
+from twinpool.cluster.assembly.node_shares import WorkerShare, free_bytes
+from twinpool.cluster.controller.controller_actions import EndedProcess, StartWorker
+from twinpool.cluster.controller.controller_client import ControllerAway, ControllerClient
+from twinpool.cluster.controller.open_ledger import PASSWORD_VARIABLE
+from twinpool.cluster.controller.supervisor import Supervisor
+from twinpool.cluster.processes.log_files import last_words
+from twinpool.cluster.processes.process_ids import start_time
+from twinpool.cluster.processes.run_file import START_REPORT
+from twinpool.cluster.processes.run_folder import RunFiles, RunFolder
+from twinpool.cluster.processes.service_manager import ServiceManager
+from twinpool.cluster.ray_nodes.node_drains import NodeDrains, draining_ray_nodes
+from twinpool.cluster.serve.changed_settings import SettingsChanger, digest_of
+from twinpool.cluster.serve.child_service import ROUTER
+from twinpool.cluster.serve.cluster_services import ClusterServices
+from twinpool.cluster.serve.detached_state import DetachedState
+from twinpool.cluster.serve.kept_service import PartFailed
+from twinpool.cluster.serve.kv_index_process import with_kv_events
+from twinpool.cluster.serve.preflight import ServePlan
+from twinpool.cluster.serve.ready_banner import summary, ways_in
+from twinpool.cluster.serve.room_reports import RoomReports
+from twinpool.cluster.serve.security_check import open_ways
+from twinpool.cluster.serve.shutdown_signal import ASKED, FAILED, ShutdownSignal
+from twinpool.cluster.serve.terminal import Terminal, show_failure, take_over_output, urls_of
+from twinpool.cluster.worker_process.worker_plan import WorkerPlan, node_name
+from twinpool.contracts.build_id import build_id
+from twinpool.contracts.clock import Clock, SystemClock
+from twinpool.contracts.cluster_secret import SECRET_VARIABLE
+from twinpool.contracts.config.plane_choice import why
+from twinpool.contracts.errors import ConfigError, TwinpoolError
+from twinpool.contracts.ids import Role, WorkerName
+from twinpool.contracts.json_logs import log_to_stream
+from twinpool.contracts.messages.worker_status import WorkerView
 
 if TYPE_CHECKING:
-    from cluster.ray_nodes.ray_cluster import OwnRay
-    from cluster.ray_nodes.worker_actors import RayLauncher
-    from cluster.serve.joined_nodes import JoinedNodes
+    from twinpool.cluster.ray_nodes.ray_cluster import OwnRay
+    from twinpool.cluster.ray_nodes.worker_actors import RayLauncher
+    from twinpool.cluster.serve.joined_nodes import JoinedNodes
 
 
 log = logging.getLogger("twinpool.serve")
@@ -231,9 +231,9 @@ class ServeCluster:
             )
 
     def _join(self, stack: ExitStack) -> str:
-        from cluster.ray_nodes.ray_cluster import authenticated, join_ray, leave_ray, missing_places, ray_build
-        from cluster.ray_nodes.worker_resources import resource_example
-        from cluster.serve.joined_nodes import JoinedNodes
+        from twinpool.cluster.ray_nodes.ray_cluster import authenticated, join_ray, leave_ray, missing_places, ray_build
+        from twinpool.cluster.ray_nodes.worker_resources import resource_example
+        from twinpool.cluster.serve.joined_nodes import JoinedNodes
 
         options = self._prepared.options
         config = self._prepared.config
@@ -274,7 +274,7 @@ class ServeCluster:
         return refused
 
     def _own_ray(self, stack: ExitStack) -> None:
-        from cluster.serve.own_ray import own_ray
+        from twinpool.cluster.serve.own_ray import own_ray
 
         self._ray = own_ray(self._prepared, self._folder, self._state, self._address, self._python, stack)
         self._terminal.step("ray", "started on loopback" if self._state is None else "runs on loopback")
@@ -318,7 +318,7 @@ class ServeCluster:
             self._state.arena = self._arena
             self._state.save()
         if self._prepared.options.ray_address is not None or self._state is not None:
-            from cluster.ray_nodes.ray_arena_agents import RayArenaAgents
+            from twinpool.cluster.ray_nodes.ray_arena_agents import RayArenaAgents
 
             detached = self._state is not None
             self._agents = RayArenaAgents(self._arena, self._clock, self._nodes_in_use, detached=detached)
@@ -335,7 +335,7 @@ class ServeCluster:
             self._terminal.line(line)
 
     def _start_workers(self, stack: ExitStack) -> None:
-        from cluster.ray_nodes.worker_actors import RayLauncher
+        from twinpool.cluster.ray_nodes.worker_actors import RayLauncher
 
         joined = self._prepared.options.ray_address is not None
         launcher = self._launcher = RayLauncher(
@@ -565,7 +565,7 @@ def serve(prepared: ServePlan, began: float | None = None) -> int:
 
     def run() -> int:
         if prepared.config.transfer.plane == "local":
-            from cluster.serve.serve_one_process import ServeOneProcess
+            from twinpool.cluster.serve.serve_one_process import ServeOneProcess
 
             return ServeOneProcess(prepared, folder, out, stopping, began).run()
         return ServeCluster(prepared, folder, out, began=began, stopping=stopping).run()

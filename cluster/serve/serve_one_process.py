@@ -16,29 +16,29 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TextIO
 
-from cluster.assembly.build_worker import build_worker
-from cluster.processes.run_file import START_REPORT
-from cluster.processes.run_folder import RunFolder
-from cluster.serve.local_dashboard import LocalDashboard
-from cluster.serve.local_directory import LocalDirectory
-from cluster.serve.preflight import ServePlan
-from cluster.serve.ready_banner import summary, ways_in
-from cluster.serve.security_check import open_ways
-from cluster.serve.shutdown_signal import ASKED, FAILED, ShutdownSignal, handled_signals
-from cluster.serve.terminal import Terminal, show_failure, urls_of
-from cluster.worker_process.worker_plan import node_name, on_card
-from cluster.worker_process.worker_thread import WorkerEnd, WorkerThread
-from contracts.clock import SystemClock
-from contracts.config.setting_effects import routers_digest
-from contracts.errors import TwinpoolError
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.router_report import RouterIdentity
-from contracts.messages.worker_status import WorkerRecord
-from router.api.app import create_admin_app, create_app
-from router.api.router_server import AdminListener, RouterListeners, RouterServer
-from router.main import listen, listen_for_operators
-from router.service.controller_ports import ControllerPorts
-from router.service.router_service import RouterService
+from twinpool.cluster.assembly.build_worker import build_worker
+from twinpool.cluster.processes.run_file import START_REPORT
+from twinpool.cluster.processes.run_folder import RunFolder
+from twinpool.cluster.serve.local_dashboard import LocalDashboard
+from twinpool.cluster.serve.local_directory import LocalDirectory
+from twinpool.cluster.serve.preflight import ServePlan
+from twinpool.cluster.serve.ready_banner import summary, ways_in
+from twinpool.cluster.serve.security_check import open_ways
+from twinpool.cluster.serve.shutdown_signal import ASKED, FAILED, ShutdownSignal, handled_signals
+from twinpool.cluster.serve.terminal import Terminal, show_failure, urls_of
+from twinpool.cluster.worker_process.worker_plan import node_name, on_card
+from twinpool.cluster.worker_process.worker_thread import WorkerEnd, WorkerThread
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.config.setting_effects import routers_digest
+from twinpool.contracts.errors import TwinpoolError
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.router_report import RouterIdentity
+from twinpool.contracts.messages.worker_status import WorkerRecord
+from twinpool.router.api.app import create_admin_app, create_app
+from twinpool.router.api.router_server import AdminListener, RouterListeners, RouterServer
+from twinpool.router.main import listen, listen_for_operators
+from twinpool.router.service.controller_ports import ControllerPorts
+from twinpool.router.service.router_service import RouterService
 
 log = logging.getLogger("twinpool.serve")
 

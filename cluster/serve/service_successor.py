@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-from cluster.serve.child_service import ChildService, ServiceFailed
-from contracts.clock import Clock
+from twinpool.cluster.serve.child_service import ChildService, ServiceFailed
+from twinpool.contracts.clock import Clock
 
 POLL_S = 0.1
 REPLACE_S = 90.0

@@ -14,9 +14,9 @@ import signal
 import threading
 from typing import TextIO
 
-from cluster.processes.service_manager import ServiceManager
-from contracts.clock import Clock, SystemClock
-from contracts.signal_listener import SignalListener
+from twinpool.cluster.processes.service_manager import ServiceManager
+from twinpool.contracts.clock import Clock, SystemClock
+from twinpool.contracts.signal_listener import SignalListener
 
 ASKED, FAILED = 0, 1
 """Exit codes: of an end that a signal asked for, and of one that nobody asked for."""

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.processes.keeper import FAILED, TAKEN_OVER, TRIAL_S, NextSupervisor
-from cluster.processes.run_file import RunFile
-from contracts.errors import ConfigError, TwinpoolError
-from contracts.outside_data import read_json
-from contracts.python_command import module_command
+from twinpool.cluster.processes.keeper import FAILED, TAKEN_OVER, TRIAL_S, NextSupervisor
+from twinpool.cluster.processes.run_file import RunFile
+from twinpool.contracts.errors import ConfigError, TwinpoolError
+from twinpool.contracts.outside_data import read_json
+from twinpool.contracts.python_command import module_command
 
 CHECK_S = 180.0
 """How long an interpreter may take to check a cluster."""
@@ -61,7 +61,7 @@ def check_build(python: Path, run: RunFile) -> CheckedBuild:
     environment = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
     try:
         done = subprocess.run(
-            module_command("cluster.serve.build_check", run.folder, python=str(python)),
+            module_command("twinpool.cluster.serve.build_check", run.folder, python=str(python)),
             env=environment,
             cwd="/",
             stdin=subprocess.DEVNULL,
@@ -85,7 +85,7 @@ def check_build(python: Path, run: RunFile) -> CheckedBuild:
 
 def services_build(run: RunFile) -> str:
     """The build of a detached cluster's controller, which is its supervisor's; empty while that isn't known."""
-    from cluster.serve.detached_state import STATE_FILE
+    from twinpool.cluster.serve.detached_state import STATE_FILE
 
     try:
         tree = read_json((Path(run.folder) / STATE_FILE).read_text())
@@ -99,7 +99,7 @@ def replace_supervisor(build: CheckedBuild, run: RunFile, wait: Callable[[float]
 
     Raises `UpgradeRefused` where it doesn't; the one of before has the cluster again then.
     """
-    from cluster.serve.detached_cluster import OUTPUT, supervisor_command
+    from twinpool.cluster.serve.detached_cluster import OUTPUT, supervisor_command
 
     folder, output = Path(run.folder), Path(run.logs) / OUTPUT
     shown = output.stat().st_size if output.exists() else 0

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from cluster.assembly.node_shares import NodeShare
-from cluster.serve.preflight import ServePlan
-from contracts.clock import Clock
-from contracts.errors import TwinpoolError
-from contracts.ids import Role
-from contracts.messages.worker_status import WorkerRecord, WorkerView
+from twinpool.cluster.assembly.node_shares import NodeShare
+from twinpool.cluster.serve.preflight import ServePlan
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.errors import TwinpoolError
+from twinpool.contracts.ids import Role
+from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
 
 log = logging.getLogger("twinpool.serve")
 
@@ -218,9 +218,9 @@ def why_torch(prepared: ServePlan, record: WorkerRecord) -> str:
         )
     reason = f"see {record.name}'s log on {record.node}"
     if prepared.options.ray_address is None:
-        from engine.native.compile_kernels import NativeUnavailable
-        from engine.native.current_kernels import available
-        from engine.runner.kernel_choice import native_level
+        from twinpool.engine.native.compile_kernels import NativeUnavailable
+        from twinpool.engine.native.current_kernels import available
+        from twinpool.engine.runner.kernel_choice import native_level
 
         try:
             available(native_level(config))
@@ -234,7 +234,7 @@ def pool_table(prepared: ServePlan, share: NodeShare) -> object:
     from rich import box
     from rich.table import Table
 
-    from cache.pool.pool_set import host_counts
+    from twinpool.cache.pool.pool_set import host_counts
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     tiers = any(share.host_bytes.values())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from cluster.processes.priority import set_niceness
+from twinpool.cluster.processes.priority import set_niceness
 
 T = TypeVar("T")
 

@@ -15,16 +15,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from cluster.assembly.build_rank import RankParts, build_rank
-from cluster.assembly.host_tier_memory import rebind
-from cluster.processes.log_files import log_to_file
-from cluster.processes.process_ids import die_with_parent
-from cluster.ranks.rendezvous import FollowerRank, follow
-from cluster.worker_process.planned_workers import free_memory
-from cluster.worker_process.worker_plan import WorkerPlan, arenas_of, images_of
-from contracts import cpu_levels as processor
-from contracts.cluster_secret import SECRET_VARIABLE
-from contracts.messages.rank_orders import (
+from twinpool.cluster.assembly.build_rank import RankParts, build_rank
+from twinpool.cluster.assembly.host_tier_memory import rebind
+from twinpool.cluster.processes.log_files import log_to_file
+from twinpool.cluster.processes.process_ids import die_with_parent
+from twinpool.cluster.ranks.rendezvous import FollowerRank, follow
+from twinpool.cluster.worker_process.planned_workers import free_memory
+from twinpool.cluster.worker_process.worker_plan import WorkerPlan, arenas_of, images_of
+from twinpool.contracts import cpu_levels as processor
+from twinpool.contracts.cluster_secret import SECRET_VARIABLE
+from twinpool.contracts.messages.rank_orders import (
     AwaitReady,
     BindArenas,
     CheckPages,
@@ -48,7 +48,7 @@ from contracts.messages.rank_orders import (
     SeverPeer,
     ZeroPages,
 )
-from engine.runner.load_model import KeptModel
+from twinpool.engine.runner.load_model import KeptModel
 
 log = logging.getLogger("twinpool.follower")
 

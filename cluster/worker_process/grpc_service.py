@@ -15,18 +15,18 @@ from typing import Any
 
 import grpc.aio
 
-from cluster.worker_process.asyncio_thread import AsyncioThread
-from cluster.worker_process.worker_thread import WorkerClosed, WorkerThread
-from contracts.cluster_secret import admits
-from contracts.config.worker_config import TransferConfig
-from contracts.credentials.certificate_files import CertificateFiles
-from contracts.errors import TwinpoolError
-from contracts.messages.worker_status import WorkerStatus
-from contracts.proto import worker_pb2 as pb
-from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire.grpc_channels import server_options
-from contracts.wire.secure_grpc import add_port
-from contracts.wire.worker_protobuf import report_to_proto, status_to_proto
+from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
+from twinpool.cluster.worker_process.worker_thread import WorkerClosed, WorkerThread
+from twinpool.contracts.cluster_secret import admits
+from twinpool.contracts.config.worker_config import TransferConfig
+from twinpool.contracts.credentials.certificate_files import CertificateFiles
+from twinpool.contracts.errors import TwinpoolError
+from twinpool.contracts.messages.worker_status import WorkerStatus
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
+from twinpool.contracts.wire.grpc_channels import server_options
+from twinpool.contracts.wire.secure_grpc import add_port
+from twinpool.contracts.wire.worker_protobuf import report_to_proto, status_to_proto
 
 log = logging.getLogger("twinpool.service")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from contracts.errors import ConfigError
-from contracts.ids import Incarnation, WorkerName
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Incarnation, WorkerName
 
 FIRST = Incarnation(1)
 """Only the first incarnation of a worker hangs, so that the next one can show that it serves."""

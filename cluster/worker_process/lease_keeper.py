@@ -16,20 +16,20 @@ from typing import Any
 
 import grpc.aio
 
-from cluster.worker_process.lease_stream import LeaseStream
-from contracts.clock import Clock
-from contracts.cluster_secret import access_metadata
-from contracts.config.cluster_config import ClusterConfig
-from contracts.credentials.certificate_files import CertificateFiles
-from contracts.errors import ConfigError, TwinpoolError
-from contracts.ids import Incarnation, WorkerName
-from contracts.messages.worker_status import EndedWorker, WorkerRecord, WorkerStatus
-from contracts.proto import worker_pb2 as pb
-from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire.controller_turns import TURN_S, ControllerTurns, call_leader
-from contracts.wire.grpc_channels import channel_options
-from contracts.wire.secure_grpc import open_channel
-from contracts.wire.worker_protobuf import record_to_proto, status_to_proto
+from twinpool.cluster.worker_process.lease_stream import LeaseStream
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.cluster_secret import access_metadata
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.credentials.certificate_files import CertificateFiles
+from twinpool.contracts.errors import ConfigError, TwinpoolError
+from twinpool.contracts.ids import Incarnation, WorkerName
+from twinpool.contracts.messages.worker_status import EndedWorker, WorkerRecord, WorkerStatus
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
+from twinpool.contracts.wire.controller_turns import TURN_S, ControllerTurns, call_leader
+from twinpool.contracts.wire.grpc_channels import channel_options
+from twinpool.contracts.wire.secure_grpc import open_channel
+from twinpool.contracts.wire.worker_protobuf import record_to_proto, status_to_proto
 
 log = logging.getLogger("twinpool.lease")
 

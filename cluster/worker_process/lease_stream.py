@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from contracts.cluster_secret import access_token
-from contracts.credentials.certificate_files import NODE_NAME, CertificateFiles
-from contracts.credentials.node_tls import NodeTls
-from contracts.ids import Incarnation
-from contracts.proto import worker_pb2 as pb
-from contracts.wire.frame_connection import FrameConnection
-from contracts.wire.lease_frames import GRANT_BYTES, SILENCE_S
+from twinpool.contracts.cluster_secret import access_token
+from twinpool.contracts.credentials.certificate_files import NODE_NAME, CertificateFiles
+from twinpool.contracts.credentials.node_tls import NodeTls
+from twinpool.contracts.ids import Incarnation
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.wire.frame_connection import FrameConnection
+from twinpool.contracts.wire.lease_frames import GRANT_BYTES, SILENCE_S
 
 
 class LeaseStream:

@@ -14,18 +14,18 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from cluster.processes.priority import run_low
-from cluster.worker_process.worker_plan import WorkerPlan, arenas_of, images_of, write_exit
-from contracts import cpu_levels as processor
-from contracts.clock import SystemClock
-from contracts.cluster_secret import SECRET_VARIABLE
-from contracts.interfaces.worker_interface import Worker
-from contracts.messages.rank_orders import LeaveRole
+from twinpool.cluster.processes.priority import run_low
+from twinpool.cluster.worker_process.worker_plan import WorkerPlan, arenas_of, images_of, write_exit
+from twinpool.contracts import cpu_levels as processor
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.cluster_secret import SECRET_VARIABLE
+from twinpool.contracts.interfaces.worker_interface import Worker
+from twinpool.contracts.messages.rank_orders import LeaveRole
 
 if TYPE_CHECKING:
-    from cluster.arena.arena_client import ArenaClient
-    from cluster.ranks.rendezvous import RankGroup
-    from engine.runner.load_model import KeptModel
+    from twinpool.cluster.arena.arena_client import ArenaClient
+    from twinpool.cluster.ranks.rendezvous import RankGroup
+    from twinpool.engine.runner.load_model import KeptModel
 
 
 log = logging.getLogger("twinpool.worker")
@@ -67,8 +67,8 @@ class PlannedWorkers:
         """Build the worker of a plan, with its other ranks if it has several; `release` has ended the one before.
         Raises what `build_worker` raises."""
         run_low(_import_packages)
-        from cluster.assembly.build_worker import build_worker
-        from engine.runner.load_model import KeptModel
+        from twinpool.cluster.assembly.build_worker import build_worker
+        from twinpool.engine.runner.load_model import KeptModel
 
         self._plan = plan
         processor.pin(plan.config.engine.numerics_class)  # before the ranks meet, which computes
@@ -113,7 +113,7 @@ class PlannedWorkers:
 
 def _import_packages() -> None:
     """Load what workers are made of, torch with it: seconds of processor time."""
-    import cluster.assembly.build_worker  # noqa: F401
+    import twinpool.cluster.assembly.build_worker  # noqa: F401
 
 
 def free_memory() -> None:
@@ -128,8 +128,8 @@ def free_memory() -> None:
 def _meet(plan: WorkerPlan, end: Callable[[str], None]) -> RankGroup:
     """Meet the plan's other ranks as their leader; `end` is called when one of them dies. Raises `PeerDead` when a rank
     doesn't come."""
-    from cluster.ranks.follower_channel import DeathWatch
-    from cluster.ranks.rendezvous import lead
+    from twinpool.cluster.ranks.follower_channel import DeathWatch
+    from twinpool.cluster.ranks.rendezvous import lead
 
     cluster = plan.config.cluster
     group = lead(

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from contracts.messages.worker_status import CPU_SECONDS, GPU_UTILIZATION, WorkerStatus
+from twinpool.contracts.messages.worker_status import CPU_SECONDS, GPU_UTILIZATION, WorkerStatus
 
 log = logging.getLogger("twinpool.worker")
 
@@ -43,7 +43,7 @@ def processor_use(device_name: str) -> ProcessorUse:
     Raises `ConfigError` for a GPU that can't be used."""
     import torch
 
-    from cache.device.device_choice import chosen_device, gpu_view
+    from twinpool.cache.device.device_choice import chosen_device, gpu_view
 
     device = chosen_device(device_name, gpu_view())
     if device.type != "cuda" or torch.version.hip is not None:

@@ -18,22 +18,22 @@ from collections.abc import Sequence
 
 from google.protobuf.message import DecodeError
 
-from cluster.worker_process.grpc_service import LINK_TIMEOUT_S
-from cluster.worker_process.worker_thread import WorkerClosed, WorkerThread
-from contracts.cluster_secret import access_token
-from contracts.credentials.certificate_files import CertificateFiles
-from contracts.credentials.node_tls import NodeTls
-from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.stream_end import StreamEnd
-from contracts.messages.stream_protocol import refusal
-from contracts.messages.worker_events import Event
-from contracts.proto import worker_pb2 as pb
-from contracts.wire.command_protobuf import command_from_proto
-from contracts.wire.event_protobuf import event_to_proto
-from contracts.wire.frame_connection import FrameConnection
-from contracts.wire.frame_listener import FrameListener
-from contracts.wire.shared_frames import COMMANDS_BYTES
-from contracts.wire.unknown_kinds import known
+from twinpool.cluster.worker_process.grpc_service import LINK_TIMEOUT_S
+from twinpool.cluster.worker_process.worker_thread import WorkerClosed, WorkerThread
+from twinpool.contracts.cluster_secret import access_token
+from twinpool.contracts.credentials.certificate_files import CertificateFiles
+from twinpool.contracts.credentials.node_tls import NodeTls
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.stream_protocol import refusal
+from twinpool.contracts.messages.worker_events import Event
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.wire.command_protobuf import command_from_proto
+from twinpool.contracts.wire.event_protobuf import event_to_proto
+from twinpool.contracts.wire.frame_connection import FrameConnection
+from twinpool.contracts.wire.frame_listener import FrameListener
+from twinpool.contracts.wire.shared_frames import COMMANDS_BYTES
+from twinpool.contracts.wire.unknown_kinds import known
 
 log = logging.getLogger("twinpool.service")
 

@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Callable
 
-from contracts.signal_listener import SignalListener
+from twinpool.contracts.signal_listener import SignalListener
 
 
 class SigtermDrain:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from contracts.clock import Clock
-from contracts.config.cluster_config import ClusterConfig
-from contracts.messages.worker_status import WorkerStatus
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.messages.worker_status import WorkerStatus
 
 LONG_STEPS = 4.0
 """A worker may go without progress for this many times its longest step."""

@@ -12,20 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.assembly.node_shares import WorkerShare
-from cluster.models.model_source import path_on_this_node
-from cluster.processes.process_ids import start_time
-from cluster.worker_process.worker_thread import WorkerEnd
-from contracts.checkpoint.model_spec import ModelSpec, read_model_spec
-from contracts.clock import SystemClock
-from contracts.config.cluster_config import Config
-from contracts.errors import ConfigError
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.interfaces.worker_interface import Worker
+from twinpool.cluster.assembly.node_shares import WorkerShare
+from twinpool.cluster.models.model_source import path_on_this_node
+from twinpool.cluster.processes.process_ids import start_time
+from twinpool.cluster.worker_process.worker_thread import WorkerEnd
+from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.interfaces.worker_interface import Worker
 
 if TYPE_CHECKING:
-    from cluster.arena.arena_client import ArenaClient
-    from cluster.arena.shared_images import SharedImages
+    from twinpool.cluster.arena.arena_client import ArenaClient
+    from twinpool.cluster.arena.shared_images import SharedImages
 
 
 class NodeUnmeasured(ConfigError):
@@ -119,7 +119,7 @@ class ProcessOutcome:
 
 def arenas_of(plan: WorkerPlan) -> ArenaClient:
     """The source of memory that outlives the worker: the client of its node's arena agent."""
-    from cluster.arena.arena_client import ArenaClient
+    from twinpool.cluster.arena.arena_client import ArenaClient
 
     token = plan.arena if plan.config.cache.arena == "auto" else ""
     return ArenaClient(token, plan.name, plan.incarnation, SystemClock(), time.sleep)
@@ -128,7 +128,7 @@ def arenas_of(plan: WorkerPlan) -> ArenaClient:
 def images_of(plan: WorkerPlan) -> SharedImages:
     """The weights that the workers of this node share: the client of its arena agent. Another process that loads them
     may take half of the time that a start has."""
-    from cluster.arena.shared_images import SharedImages
+    from twinpool.cluster.arena.shared_images import SharedImages
 
     return SharedImages(plan.arena, plan.config.cluster.start_timeout_s / 2, SystemClock(), time.sleep)
 

@@ -16,30 +16,30 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 
-from cluster.processes.log_files import log_to_file
-from cluster.processes.priority import LEASES, may_raise
-from cluster.processes.process_ids import die_with_parent
-from cluster.worker_process.asyncio_thread import AsyncioThread
-from cluster.worker_process.hang_fault import HangFault, hang_at
-from cluster.worker_process.lease_keeper import LeaseKeeper
-from cluster.worker_process.planned_workers import PlannedWorkers, free_memory
-from cluster.worker_process.processor_use import processor_use
-from cluster.worker_process.sigterm_drain import TERMINATED
-from cluster.worker_process.worker_plan import (
+from twinpool.cluster.processes.log_files import log_to_file
+from twinpool.cluster.processes.priority import LEASES, may_raise
+from twinpool.cluster.processes.process_ids import die_with_parent
+from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
+from twinpool.cluster.worker_process.hang_fault import HangFault, hang_at
+from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper
+from twinpool.cluster.worker_process.planned_workers import PlannedWorkers, free_memory
+from twinpool.cluster.worker_process.processor_use import processor_use
+from twinpool.cluster.worker_process.sigterm_drain import TERMINATED
+from twinpool.cluster.worker_process.worker_plan import (
     BuildWorker,
     ProcessOutcome,
     WorkerPlan,
     node_name,
     write_exit,
 )
-from cluster.worker_process.worker_server import serve_worker
-from cluster.worker_process.worker_thread import WorkerEnd, WorkerThread
-from contracts.build_id import build_id
-from contracts.clock import SystemClock
-from contracts.errors import TwinpoolError
-from contracts.messages.stream_protocol import STREAM_PROTOCOL
-from contracts.messages.worker_status import WorkerRecord
-from transfer.net.fault_injection import via_proxy
+from twinpool.cluster.worker_process.worker_server import serve_worker
+from twinpool.cluster.worker_process.worker_thread import WorkerEnd, WorkerThread
+from twinpool.contracts.build_id import build_id
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.errors import TwinpoolError
+from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL
+from twinpool.contracts.messages.worker_status import WorkerRecord
+from twinpool.transfer.net.fault_injection import via_proxy
 
 log = logging.getLogger("twinpool.worker")
 

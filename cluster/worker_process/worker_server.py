@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.worker_process.asyncio_thread import AsyncioThread
-from cluster.worker_process.grpc_service import LINK_TIMEOUT_S, ServiceServer, WorkerService
-from cluster.worker_process.router_streams import RouterStreams
-from cluster.worker_process.worker_thread import WorkerThread
-from contracts.credentials.certificate_files import CertificateFiles
-from contracts.proto import worker_pb2_grpc as pb_grpc
+from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
+from twinpool.cluster.worker_process.grpc_service import LINK_TIMEOUT_S, ServiceServer, WorkerService
+from twinpool.cluster.worker_process.router_streams import RouterStreams
+from twinpool.cluster.worker_process.worker_thread import WorkerThread
+from twinpool.contracts.credentials.certificate_files import CertificateFiles
+from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
 
 START_S = 10.0
 

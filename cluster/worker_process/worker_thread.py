@@ -25,14 +25,14 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeVar
 
-from cluster.worker_process.step_watchdog import StepWatchdog
-from contracts.clock import Clock, SystemClock
-from contracts.errors import TwinpoolError
-from contracts.interfaces.worker_interface import SessionId, Worker
-from contracts.messages.router_commands import Command
-from contracts.messages.stream_end import StreamEnd
-from contracts.messages.worker_events import Event
-from contracts.messages.worker_status import CheckReport, WorkerStatus
+from twinpool.cluster.worker_process.step_watchdog import StepWatchdog
+from twinpool.contracts.clock import Clock, SystemClock
+from twinpool.contracts.errors import TwinpoolError
+from twinpool.contracts.interfaces.worker_interface import SessionId, Worker
+from twinpool.contracts.messages.router_commands import Command
+from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.worker_events import Event
+from twinpool.contracts.messages.worker_status import CheckReport, WorkerStatus
 
 log = logging.getLogger("twinpool.host")
 T = TypeVar("T")

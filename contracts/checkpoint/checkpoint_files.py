@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from contracts.checkpoint.gguf.gguf_header import is_gguf, read_gguf
-from contracts.checkpoint.gguf.gguf_tokenizer import GgufTokenizer
-from contracts.errors import CheckpointError
+from twinpool.contracts.checkpoint.gguf.gguf_header import is_gguf, read_gguf
+from twinpool.contracts.checkpoint.gguf.gguf_tokenizer import GgufTokenizer
+from twinpool.contracts.errors import CheckpointError
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 

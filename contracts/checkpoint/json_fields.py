@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from contracts.errors import CheckpointError
+from twinpool.contracts.errors import CheckpointError
 
 _MISSING = object()
 

@@ -13,14 +13,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from contracts.checkpoint.gguf.gguf_config import config_of
-from contracts.checkpoint.gguf.gguf_header import SUFFIX, is_gguf, read_gguf
-from contracts.checkpoint.gguf.gguf_tokenizer import GgufTokenizer
-from contracts.checkpoint.json_fields import JsonFields
-from contracts.checkpoint.rope_spec import context_limits, rope_kind
-from contracts.checkpoint.safetensors_headers import FLOATS, TensorHeader, digest_samples, read_headers, read_json
-from contracts.checkpoint.tokenizer_files import end_of_tokenizer
-from contracts.errors import CheckpointError, ConfigError
+from twinpool.contracts.checkpoint.gguf.gguf_config import config_of
+from twinpool.contracts.checkpoint.gguf.gguf_header import SUFFIX, is_gguf, read_gguf
+from twinpool.contracts.checkpoint.gguf.gguf_tokenizer import GgufTokenizer
+from twinpool.contracts.checkpoint.json_fields import JsonFields
+from twinpool.contracts.checkpoint.rope_spec import context_limits, rope_kind
+from twinpool.contracts.checkpoint.safetensors_headers import (
+    FLOATS,
+    TensorHeader,
+    digest_samples,
+    read_headers,
+    read_json,
+)
+from twinpool.contracts.checkpoint.tokenizer_files import end_of_tokenizer
+from twinpool.contracts.errors import CheckpointError, ConfigError
 
 GENERATION_CONFIG = "generation_config.json"
 _GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from contracts.checkpoint.json_fields import JsonFields
+from twinpool.contracts.checkpoint.json_fields import JsonFields
 
 _NUMBERS: dict[str, tuple[str, ...]] = {
     "default": (),

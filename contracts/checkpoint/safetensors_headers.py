@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from contracts import outside_data
-from contracts.errors import CheckpointError
+from twinpool.contracts import outside_data
+from twinpool.contracts.errors import CheckpointError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from contracts.checkpoint.checkpoint_files import TOKENIZER, TOKENIZER_CONFIG, read_checkpoint_text
-from contracts.checkpoint.gguf.gguf_header import is_gguf
-from contracts.errors import CheckpointError
-from contracts.outside_data import read_json
+from twinpool.contracts.checkpoint.checkpoint_files import TOKENIZER, TOKENIZER_CONFIG, read_checkpoint_text
+from twinpool.contracts.checkpoint.gguf.gguf_header import is_gguf
+from twinpool.contracts.errors import CheckpointError
+from twinpool.contracts.outside_data import read_json
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}

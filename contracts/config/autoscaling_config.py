@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from contracts.ids import PAIR, Role
+from twinpool.contracts.ids import PAIR, Role
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,13 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from contracts.config.autoscaling_config import AutoscalingConfig
-from contracts.config.cache_config import CacheConfig, CacheOverride
-from contracts.config.launch_config import LaunchConfig
-from contracts.config.router_config import AuditConfig, RouterConfig, WatchConfig
-from contracts.config.security_config import SecurityConfig
-from contracts.config.tracing_config import TracingConfig
-from contracts.config.worker_config import (
+from twinpool.contracts.config.autoscaling_config import AutoscalingConfig
+from twinpool.contracts.config.cache_config import CacheConfig, CacheOverride
+from twinpool.contracts.config.launch_config import LaunchConfig
+from twinpool.contracts.config.router_config import AuditConfig, RouterConfig, WatchConfig
+from twinpool.contracts.config.security_config import SecurityConfig
+from twinpool.contracts.config.tracing_config import TracingConfig
+from twinpool.contracts.config.worker_config import (
     ColocateConfig,
     DecodeConfig,
     DisaggregationConfig,
@@ -20,7 +20,7 @@ from contracts.config.worker_config import (
     PrefillConfig,
     TransferConfig,
 )
-from contracts.ids import Role
+from twinpool.contracts.ids import Role
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from contracts.config.cluster_config import ClusterConfig
-from contracts.config.ledger_place import NAME, check_ledger, check_ray_storage, controller_endpoints, on_server
-from contracts.errors import ConfigError
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.config.ledger_place import (
+    NAME,
+    check_ledger,
+    check_ray_storage,
+    controller_endpoints,
+    on_server,
+)
+from twinpool.contracts.errors import ConfigError
 
 MOST_STANDBYS = 8
 """Standby controllers that `serve` may start: each looks for the leader several times a second."""

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Iterator
 from urllib.parse import parse_qs, urlsplit
 
-from contracts.config.security_config import SecurityConfig
-from contracts.errors import ConfigError
+from twinpool.contracts.config.security_config import SecurityConfig
+from twinpool.contracts.errors import ConfigError
 
 SERVERS = ("redis", "rediss", "unix")
 """Schemes of a server's address; whatever has no scheme is a path."""

@@ -16,16 +16,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from contracts.config.autoscaling_config import autoscaling_conflicts
-from contracts.config.cluster_config import Config
-from contracts.config.controllers_check import controller_conflicts
-from contracts.config.ledger_place import ledger_file_conflicts
-from contracts.config.sampling_defaults import read_sampling_defaults
-from contracts.config.security_config import SecurityConfig
-from contracts.config.tracing_config import TracingConfig
-from contracts.errors import ConfigError
-from contracts.ids import Role
-from contracts.outside_data import read_json, read_yaml
+from twinpool.contracts.config.autoscaling_config import autoscaling_conflicts
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.controllers_check import controller_conflicts
+from twinpool.contracts.config.ledger_place import ledger_file_conflicts
+from twinpool.contracts.config.sampling_defaults import read_sampling_defaults
+from twinpool.contracts.config.security_config import SecurityConfig
+from twinpool.contracts.config.tracing_config import TracingConfig
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Role
+from twinpool.contracts.outside_data import read_json, read_yaml
 
 
 def load_config(path: Path | None = None, assignments: Iterable[str] = ()) -> Config:

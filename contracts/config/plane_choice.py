@@ -17,8 +17,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-from contracts.config.cluster_config import Config
-from contracts.errors import ConfigError
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.errors import ConfigError
 
 DEVICE_PLANES = ("cuda_ipc", "staged", "nixl", "local")
 """Planes that reach a GPU's memory; all but the first reach host memory, too. `nixl` does where its UCX has CUDA: each

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from contracts.errors import ConfigError
+from twinpool.contracts.errors import ConfigError
 
 CHECKPOINT, NONE = "checkpoint", "none"
 BOUNDS: dict[str, tuple[float, float]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from contracts.credentials.certificate_files import CertificateFiles
+from twinpool.contracts.credentials.certificate_files import CertificateFiles
 
 FILES = (
     "keys_file", "tls_cert", "tls_key", "tls_ca", "cluster_ca", "cluster_cert", "cluster_key", "curve_key",

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from contracts.config.cluster_config import Config
-from contracts.errors import ConfigError
-from contracts.ids import Role
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Role
 
 
 class Effect(StrEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from contracts.config.cache_config import CacheOverride
+from twinpool.contracts.config.cache_config import CacheOverride
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
-from contracts.credentials.certificate_files import NODE_NAME, CertificateFiles
-from contracts.errors import ConfigError
+from twinpool.contracts.credentials.certificate_files import NODE_NAME, CertificateFiles
+from twinpool.contracts.errors import ConfigError
 
 
 def check_files(files: CertificateFiles, now: datetime | None) -> None:

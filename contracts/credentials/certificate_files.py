@@ -36,6 +36,8 @@ class CertificateFiles:
         With an authority, the certificate must be one of its own, and a node's. Raises `ConfigError` that says what to
         do.
         """
-        from contracts.credentials.certificate_check import check_files  # The configuration is read without it.
+        from twinpool.contracts.credentials.certificate_check import (
+            check_files,  # The configuration is read without it.
+        )
 
         check_files(self, now)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import zmq
 
-from contracts.errors import ConfigError
+from twinpool.contracts.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

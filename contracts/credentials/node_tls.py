@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ssl
 
-from contracts.credentials.certificate_files import CertificateFiles
-from contracts.credentials.reread_files import RereadFiles
-from contracts.errors import ConfigError
+from twinpool.contracts.credentials.certificate_files import CertificateFiles
+from twinpool.contracts.credentials.reread_files import RereadFiles
+from twinpool.contracts.errors import ConfigError
 
 
 class NodeTls:

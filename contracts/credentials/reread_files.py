@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from contracts.credentials.certificate_files import CertificateFiles
-from contracts.errors import ConfigError
+from twinpool.contracts.credentials.certificate_files import CertificateFiles
+from twinpool.contracts.errors import ConfigError
 
 log = logging.getLogger("twinpool.tls")
 T = TypeVar("T")

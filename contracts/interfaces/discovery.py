@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from contracts.ids import Role, WorkerName
-from contracts.messages.pool_changes import ChangedWorkers, PoolChange
-from contracts.messages.router_commands import Command
-from contracts.messages.settings_change import SettingsAnswer, SettingsChange
-from contracts.messages.stream_end import StreamEnd
-from contracts.messages.worker_events import Event
-from contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerStatus, WorkerView
+from twinpool.contracts.ids import Role, WorkerName
+from twinpool.contracts.messages.pool_changes import ChangedWorkers, PoolChange
+from twinpool.contracts.messages.router_commands import Command
+from twinpool.contracts.messages.settings_change import SettingsAnswer, SettingsChange
+from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.worker_events import Event
+from twinpool.contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerStatus, WorkerView
 
 
 class WorkerSession(Protocol):

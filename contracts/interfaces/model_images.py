@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from contracts.errors import TwinpoolError
+from twinpool.contracts.errors import TwinpoolError
 
 
 class ImageUnfit(TwinpoolError):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NewType, Protocol
 
-from contracts.messages.fingerprint import Fingerprint
-from contracts.messages.router_commands import Command
-from contracts.messages.worker_events import Event
-from contracts.messages.worker_status import CheckReport, EndedWorker, WorkerLimits, WorkerStatus
+from twinpool.contracts.messages.fingerprint import Fingerprint
+from twinpool.contracts.messages.router_commands import Command
+from twinpool.contracts.messages.worker_events import Event
+from twinpool.contracts.messages.worker_status import CheckReport, EndedWorker, WorkerLimits, WorkerStatus
 
 SessionId = NewType("SessionId", int)
 """One router's connection to one worker, numbered by the host; a request belongs to the session that submitted it."""

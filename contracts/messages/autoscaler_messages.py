@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from contracts.ids import Role
+from twinpool.contracts.ids import Role
 
 
 @dataclass(frozen=True, slots=True)

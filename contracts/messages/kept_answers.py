@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from contracts.ids import RequestId
-from contracts.sampling_params import TokenLogprob
+from twinpool.contracts.ids import RequestId
+from twinpool.contracts.sampling_params import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)

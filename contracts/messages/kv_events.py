@@ -46,7 +46,7 @@ from typing import Any
 
 import msgpack
 
-from contracts.errors import WireError
+from twinpool.contracts.errors import WireError
 
 __all__ = [
     "END",

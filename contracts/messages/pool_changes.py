@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from contracts.ids import Role, WorkerName
+from twinpool.contracts.ids import Role, WorkerName
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import msgpack
 
-from contracts.errors import WireError
-from contracts.messages.rank_orders import (
+from twinpool.contracts.errors import WireError
+from twinpool.contracts.messages.rank_orders import (
     AwaitReady,
     BindArenas,
     CheckPages,

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
-from contracts.messages.request_record import RequestRecord
+from twinpool.contracts.messages.request_record import RequestRecord
 
 _Key = tuple[str, str]
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from contracts.ids import Role
+from twinpool.contracts.ids import Role
 
 MOST_CANDIDATES = 8
 """Workers of a choice that are named with their cost."""

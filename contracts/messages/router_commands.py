@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from contracts.ids import Incarnation, RequestId, RoomId, WorkerName
-from contracts.messages.kept_answers import AnswerName, Attach, Detach
-from contracts.sampling_params import SamplingParams
+from twinpool.contracts.ids import Incarnation, RequestId, RoomId, WorkerName
+from twinpool.contracts.messages.kept_answers import AnswerName, Attach, Detach
+from twinpool.contracts.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from contracts.ids import Role
+from twinpool.contracts.ids import Role
 
 MOST_SETTINGS_BYTES = 256 * 1024
 """The longest change, as JSON."""

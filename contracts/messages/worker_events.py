@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from contracts.errors import ErrorKind
-from contracts.ids import RequestId, Role, WorkerName
-from contracts.messages.kept_answers import Attached
-from contracts.sampling_params import TokenDifference, TokenLogprob
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId, Role, WorkerName
+from twinpool.contracts.messages.kept_answers import Attached
+from twinpool.contracts.sampling_params import TokenDifference, TokenLogprob
 
 # ---------------------------------------------------------------- worker -> router
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
-from contracts.messages.fingerprint import Fingerprint
+from twinpool.contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
+from twinpool.contracts.messages.fingerprint import Fingerprint
 
 CPU_SECONDS = "cpu_seconds"
 """Counter of `WorkerStatus` that says how much processor time the worker's process has used."""

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from contracts.proto import worker_pb2 as contracts_dot_proto_dot_worker__pb2
+from twinpool.contracts.proto import worker_pb2 as twinpool_dot_contracts_dot_proto_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in contracts/proto/worker_pb2_grpc.py depends on'
+        + ' but the generated code in twinpool/contracts/proto/worker_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,23 +36,23 @@ class WorkerStub:
         """
         self.Status = channel.unary_unary(
                 '/twinpool.Worker/Status',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.WorkerStatus.FromString,
+                request_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+                response_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerStatus.FromString,
                 _registered_method=True)
         self.Check = channel.unary_unary(
                 '/twinpool.Worker/Check',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.CheckReport.FromString,
+                request_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+                response_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.CheckReport.FromString,
                 _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/twinpool.Worker/Drain',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.WorkerStatus.FromString,
+                request_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+                response_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerStatus.FromString,
                 _registered_method=True)
         self.Undrain = channel.unary_unary(
                 '/twinpool.Worker/Undrain',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.WorkerStatus.FromString,
+                request_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+                response_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerStatus.FromString,
                 _registered_method=True)
 
 
@@ -89,23 +89,23 @@ def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.Empty.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.WorkerStatus.SerializeToString,
+                    request_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+                    response_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerStatus.SerializeToString,
             ),
             'Check': grpc.unary_unary_rpc_method_handler(
                     servicer.Check,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.Empty.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.CheckReport.SerializeToString,
+                    request_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+                    response_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.CheckReport.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.Empty.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.WorkerStatus.SerializeToString,
+                    request_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+                    response_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerStatus.SerializeToString,
             ),
             'Undrain': grpc.unary_unary_rpc_method_handler(
                     servicer.Undrain,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.Empty.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.WorkerStatus.SerializeToString,
+                    request_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+                    response_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerStatus.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -133,8 +133,8 @@ class Worker:
             request,
             target,
             '/twinpool.Worker/Status',
-            contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.WorkerStatus.FromString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerStatus.FromString,
             options,
             channel_credentials,
             insecure,
@@ -160,8 +160,8 @@ class Worker:
             request,
             target,
             '/twinpool.Worker/Check',
-            contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.CheckReport.FromString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.CheckReport.FromString,
             options,
             channel_credentials,
             insecure,
@@ -187,8 +187,8 @@ class Worker:
             request,
             target,
             '/twinpool.Worker/Drain',
-            contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.WorkerStatus.FromString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerStatus.FromString,
             options,
             channel_credentials,
             insecure,
@@ -214,8 +214,8 @@ class Worker:
             request,
             target,
             '/twinpool.Worker/Undrain',
-            contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.WorkerStatus.FromString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerStatus.FromString,
             options,
             channel_credentials,
             insecure,
@@ -238,118 +238,118 @@ class ControllerStub:
         """
         self.Register = channel.unary_unary(
                 '/twinpool.Controller/Register',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.Registration.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.LeaseGrant.FromString,
+                request_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Registration.SerializeToString,
+                response_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.LeaseGrant.FromString,
                 _registered_method=True)
         self.Renew = channel.unary_unary(
                 '/twinpool.Controller/Renew',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.Renewal.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.LeaseGrant.FromString,
+                request_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Renewal.SerializeToString,
+                response_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.LeaseGrant.FromString,
                 _registered_method=True)
         self.Leave = channel.unary_unary(
                 '/twinpool.Controller/Leave',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.Renewal.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.LeaveAnswer.FromString,
+                request_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Renewal.SerializeToString,
+                response_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.LeaveAnswer.FromString,
                 _registered_method=True)
         self.ChangeRole = channel.unary_unary(
                 '/twinpool.Controller/ChangeRole',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.RoleChange.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+                request_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.RoleChange.SerializeToString,
+                response_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.FromString,
                 _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/twinpool.Controller/Drain',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
+                request_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
+                response_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
                 _registered_method=True)
         self.Undrain = channel.unary_unary(
                 '/twinpool.Controller/Undrain',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
+                request_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
+                response_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
                 _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/twinpool.Controller/Watch',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.WatchRequest.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.ClusterView.FromString,
+                request_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.WatchRequest.SerializeToString,
+                response_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.ClusterView.FromString,
                 _registered_method=True)
         self.LeaseQuota = channel.unary_unary(
                 '/twinpool.Controller/LeaseQuota',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.QuotaClaims.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.QuotaSlices.FromString,
+                request_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.QuotaClaims.SerializeToString,
+                response_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.QuotaSlices.FromString,
                 _registered_method=True)
         self.ReportLatency = channel.unary_unary(
                 '/twinpool.Controller/ReportLatency',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.LatencyReport.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.AutoscalerView.FromString,
+                request_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.LatencyReport.SerializeToString,
+                response_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.AutoscalerView.FromString,
                 _registered_method=True)
         self.ReportRecords = channel.unary_unary(
                 '/twinpool.Controller/ReportRecords',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.RecordReport.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+                request_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.RecordReport.SerializeToString,
+                response_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.FromString,
                 _registered_method=True)
         self.FindRecords = channel.unary_unary(
                 '/twinpool.Controller/FindRecords',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.RecordQuery.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.FoundRecords.FromString,
+                request_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.RecordQuery.SerializeToString,
+                response_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.FoundRecords.FromString,
                 _registered_method=True)
         self.Add = channel.unary_unary(
                 '/twinpool.Controller/Add',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.PoolSize.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
+                request_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.PoolSize.SerializeToString,
+                response_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
                 _registered_method=True)
         self.Scale = channel.unary_unary(
                 '/twinpool.Controller/Scale',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.PoolSizes.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
+                request_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.PoolSizes.SerializeToString,
+                response_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
                 _registered_method=True)
         self.Restart = channel.unary_unary(
                 '/twinpool.Controller/Restart',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
+                request_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
+                response_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
                 _registered_method=True)
         self.Cordon = channel.unary_unary(
                 '/twinpool.Controller/Cordon',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
+                request_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
+                response_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
                 _registered_method=True)
         self.Uncordon = channel.unary_unary(
                 '/twinpool.Controller/Uncordon',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
+                request_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
+                response_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
                 _registered_method=True)
         self.ChangeSettings = channel.unary_unary(
                 '/twinpool.Controller/ChangeSettings',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.SettingsChange.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.SettingsAnswer.FromString,
+                request_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.SettingsChange.SerializeToString,
+                response_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.SettingsAnswer.FromString,
                 _registered_method=True)
         self.ShutDown = channel.unary_unary(
                 '/twinpool.Controller/ShutDown',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+                request_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+                response_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.FromString,
                 _registered_method=True)
         self.Supervise = channel.stream_stream(
                 '/twinpool.Controller/Supervise',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.SupervisorReport.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.SupervisorOrders.FromString,
+                request_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.SupervisorReport.SerializeToString,
+                response_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.SupervisorOrders.FromString,
                 _registered_method=True)
         self.WatchDashboard = channel.unary_stream(
                 '/twinpool.Controller/WatchDashboard',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.DashboardFrame.FromString,
+                request_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+                response_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.DashboardFrame.FromString,
                 _registered_method=True)
         self.DashboardPast = channel.unary_unary(
                 '/twinpool.Controller/DashboardPast',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.DashboardFrame.FromString,
+                request_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+                response_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.DashboardFrame.FromString,
                 _registered_method=True)
         self.ReportRouter = channel.unary_unary(
                 '/twinpool.Controller/ReportRouter',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.RouterReport.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.RouterReportAnswer.FromString,
+                request_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.RouterReport.SerializeToString,
+                response_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.RouterReportAnswer.FromString,
                 _registered_method=True)
         self.Routers = channel.unary_unary(
                 '/twinpool.Controller/Routers',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.RouterReports.FromString,
+                request_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+                response_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.RouterReports.FromString,
                 _registered_method=True)
 
 
@@ -519,118 +519,118 @@ def add_ControllerServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Register': grpc.unary_unary_rpc_method_handler(
                     servicer.Register,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.Registration.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.LeaseGrant.SerializeToString,
+                    request_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Registration.FromString,
+                    response_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.LeaseGrant.SerializeToString,
             ),
             'Renew': grpc.unary_unary_rpc_method_handler(
                     servicer.Renew,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.Renewal.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.LeaseGrant.SerializeToString,
+                    request_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Renewal.FromString,
+                    response_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.LeaseGrant.SerializeToString,
             ),
             'Leave': grpc.unary_unary_rpc_method_handler(
                     servicer.Leave,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.Renewal.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.LeaveAnswer.SerializeToString,
+                    request_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Renewal.FromString,
+                    response_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.LeaveAnswer.SerializeToString,
             ),
             'ChangeRole': grpc.unary_unary_rpc_method_handler(
                     servicer.ChangeRole,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.RoleChange.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+                    request_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.RoleChange.FromString,
+                    response_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.DrainTarget.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.SerializeToString,
+                    request_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.DrainTarget.FromString,
+                    response_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerNames.SerializeToString,
             ),
             'Undrain': grpc.unary_unary_rpc_method_handler(
                     servicer.Undrain,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.DrainTarget.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.SerializeToString,
+                    request_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.DrainTarget.FromString,
+                    response_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerNames.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.WatchRequest.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.ClusterView.SerializeToString,
+                    request_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.WatchRequest.FromString,
+                    response_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.ClusterView.SerializeToString,
             ),
             'LeaseQuota': grpc.unary_unary_rpc_method_handler(
                     servicer.LeaseQuota,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.QuotaClaims.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.QuotaSlices.SerializeToString,
+                    request_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.QuotaClaims.FromString,
+                    response_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.QuotaSlices.SerializeToString,
             ),
             'ReportLatency': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportLatency,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.LatencyReport.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.AutoscalerView.SerializeToString,
+                    request_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.LatencyReport.FromString,
+                    response_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.AutoscalerView.SerializeToString,
             ),
             'ReportRecords': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportRecords,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.RecordReport.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+                    request_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.RecordReport.FromString,
+                    response_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
             ),
             'FindRecords': grpc.unary_unary_rpc_method_handler(
                     servicer.FindRecords,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.RecordQuery.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.FoundRecords.SerializeToString,
+                    request_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.RecordQuery.FromString,
+                    response_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.FoundRecords.SerializeToString,
             ),
             'Add': grpc.unary_unary_rpc_method_handler(
                     servicer.Add,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.PoolSize.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.SerializeToString,
+                    request_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.PoolSize.FromString,
+                    response_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerNames.SerializeToString,
             ),
             'Scale': grpc.unary_unary_rpc_method_handler(
                     servicer.Scale,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.PoolSizes.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.SerializeToString,
+                    request_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.PoolSizes.FromString,
+                    response_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerNames.SerializeToString,
             ),
             'Restart': grpc.unary_unary_rpc_method_handler(
                     servicer.Restart,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.DrainTarget.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.SerializeToString,
+                    request_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.DrainTarget.FromString,
+                    response_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerNames.SerializeToString,
             ),
             'Cordon': grpc.unary_unary_rpc_method_handler(
                     servicer.Cordon,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.DrainTarget.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.SerializeToString,
+                    request_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.DrainTarget.FromString,
+                    response_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerNames.SerializeToString,
             ),
             'Uncordon': grpc.unary_unary_rpc_method_handler(
                     servicer.Uncordon,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.DrainTarget.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.WorkerNames.SerializeToString,
+                    request_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.DrainTarget.FromString,
+                    response_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerNames.SerializeToString,
             ),
             'ChangeSettings': grpc.unary_unary_rpc_method_handler(
                     servicer.ChangeSettings,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.SettingsChange.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.SettingsAnswer.SerializeToString,
+                    request_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.SettingsChange.FromString,
+                    response_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.SettingsAnswer.SerializeToString,
             ),
             'ShutDown': grpc.unary_unary_rpc_method_handler(
                     servicer.ShutDown,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.Empty.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+                    request_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+                    response_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
             ),
             'Supervise': grpc.stream_stream_rpc_method_handler(
                     servicer.Supervise,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.SupervisorReport.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.SupervisorOrders.SerializeToString,
+                    request_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.SupervisorReport.FromString,
+                    response_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.SupervisorOrders.SerializeToString,
             ),
             'WatchDashboard': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchDashboard,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.Empty.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.DashboardFrame.SerializeToString,
+                    request_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+                    response_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.DashboardFrame.SerializeToString,
             ),
             'DashboardPast': grpc.unary_unary_rpc_method_handler(
                     servicer.DashboardPast,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.Empty.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.DashboardFrame.SerializeToString,
+                    request_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+                    response_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.DashboardFrame.SerializeToString,
             ),
             'ReportRouter': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportRouter,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.RouterReport.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.RouterReportAnswer.SerializeToString,
+                    request_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.RouterReport.FromString,
+                    response_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.RouterReportAnswer.SerializeToString,
             ),
             'Routers': grpc.unary_unary_rpc_method_handler(
                     servicer.Routers,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.Empty.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.RouterReports.SerializeToString,
+                    request_deserializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+                    response_serializer=twinpool_dot_contracts_dot_proto_dot_worker__pb2.RouterReports.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -658,8 +658,8 @@ class Controller:
             request,
             target,
             '/twinpool.Controller/Register',
-            contracts_dot_proto_dot_worker__pb2.Registration.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.LeaseGrant.FromString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.Registration.SerializeToString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.LeaseGrant.FromString,
             options,
             channel_credentials,
             insecure,
@@ -685,8 +685,8 @@ class Controller:
             request,
             target,
             '/twinpool.Controller/Renew',
-            contracts_dot_proto_dot_worker__pb2.Renewal.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.LeaseGrant.FromString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.Renewal.SerializeToString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.LeaseGrant.FromString,
             options,
             channel_credentials,
             insecure,
@@ -712,8 +712,8 @@ class Controller:
             request,
             target,
             '/twinpool.Controller/Leave',
-            contracts_dot_proto_dot_worker__pb2.Renewal.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.LeaveAnswer.FromString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.Renewal.SerializeToString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.LeaveAnswer.FromString,
             options,
             channel_credentials,
             insecure,
@@ -739,8 +739,8 @@ class Controller:
             request,
             target,
             '/twinpool.Controller/ChangeRole',
-            contracts_dot_proto_dot_worker__pb2.RoleChange.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.RoleChange.SerializeToString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.FromString,
             options,
             channel_credentials,
             insecure,
@@ -766,8 +766,8 @@ class Controller:
             request,
             target,
             '/twinpool.Controller/Drain',
-            contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
             options,
             channel_credentials,
             insecure,
@@ -793,8 +793,8 @@ class Controller:
             request,
             target,
             '/twinpool.Controller/Undrain',
-            contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
             options,
             channel_credentials,
             insecure,
@@ -820,8 +820,8 @@ class Controller:
             request,
             target,
             '/twinpool.Controller/Watch',
-            contracts_dot_proto_dot_worker__pb2.WatchRequest.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.ClusterView.FromString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.WatchRequest.SerializeToString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.ClusterView.FromString,
             options,
             channel_credentials,
             insecure,
@@ -847,8 +847,8 @@ class Controller:
             request,
             target,
             '/twinpool.Controller/LeaseQuota',
-            contracts_dot_proto_dot_worker__pb2.QuotaClaims.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.QuotaSlices.FromString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.QuotaClaims.SerializeToString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.QuotaSlices.FromString,
             options,
             channel_credentials,
             insecure,
@@ -874,8 +874,8 @@ class Controller:
             request,
             target,
             '/twinpool.Controller/ReportLatency',
-            contracts_dot_proto_dot_worker__pb2.LatencyReport.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.AutoscalerView.FromString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.LatencyReport.SerializeToString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.AutoscalerView.FromString,
             options,
             channel_credentials,
             insecure,
@@ -901,8 +901,8 @@ class Controller:
             request,
             target,
             '/twinpool.Controller/ReportRecords',
-            contracts_dot_proto_dot_worker__pb2.RecordReport.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.RecordReport.SerializeToString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.FromString,
             options,
             channel_credentials,
             insecure,
@@ -928,8 +928,8 @@ class Controller:
             request,
             target,
             '/twinpool.Controller/FindRecords',
-            contracts_dot_proto_dot_worker__pb2.RecordQuery.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.FoundRecords.FromString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.RecordQuery.SerializeToString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.FoundRecords.FromString,
             options,
             channel_credentials,
             insecure,
@@ -955,8 +955,8 @@ class Controller:
             request,
             target,
             '/twinpool.Controller/Add',
-            contracts_dot_proto_dot_worker__pb2.PoolSize.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.PoolSize.SerializeToString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
             options,
             channel_credentials,
             insecure,
@@ -982,8 +982,8 @@ class Controller:
             request,
             target,
             '/twinpool.Controller/Scale',
-            contracts_dot_proto_dot_worker__pb2.PoolSizes.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.PoolSizes.SerializeToString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1009,8 +1009,8 @@ class Controller:
             request,
             target,
             '/twinpool.Controller/Restart',
-            contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1036,8 +1036,8 @@ class Controller:
             request,
             target,
             '/twinpool.Controller/Cordon',
-            contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1063,8 +1063,8 @@ class Controller:
             request,
             target,
             '/twinpool.Controller/Uncordon',
-            contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.WorkerNames.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1090,8 +1090,8 @@ class Controller:
             request,
             target,
             '/twinpool.Controller/ChangeSettings',
-            contracts_dot_proto_dot_worker__pb2.SettingsChange.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.SettingsAnswer.FromString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.SettingsChange.SerializeToString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.SettingsAnswer.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1117,8 +1117,8 @@ class Controller:
             request,
             target,
             '/twinpool.Controller/ShutDown',
-            contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1144,8 +1144,8 @@ class Controller:
             request_iterator,
             target,
             '/twinpool.Controller/Supervise',
-            contracts_dot_proto_dot_worker__pb2.SupervisorReport.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.SupervisorOrders.FromString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.SupervisorReport.SerializeToString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.SupervisorOrders.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1171,8 +1171,8 @@ class Controller:
             request,
             target,
             '/twinpool.Controller/WatchDashboard',
-            contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.DashboardFrame.FromString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.DashboardFrame.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1198,8 +1198,8 @@ class Controller:
             request,
             target,
             '/twinpool.Controller/DashboardPast',
-            contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.DashboardFrame.FromString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.DashboardFrame.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1225,8 +1225,8 @@ class Controller:
             request,
             target,
             '/twinpool.Controller/ReportRouter',
-            contracts_dot_proto_dot_worker__pb2.RouterReport.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.RouterReportAnswer.FromString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.RouterReport.SerializeToString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.RouterReportAnswer.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1252,8 +1252,8 @@ class Controller:
             request,
             target,
             '/twinpool.Controller/Routers',
-            contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.RouterReports.FromString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+            twinpool_dot_contracts_dot_proto_dot_worker__pb2.RouterReports.FromString,
             options,
             channel_credentials,
             insecure,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contracts.ids import Role
-from contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts, PoolSizing, SizingDecision
-from contracts.proto import worker_pb2 as pb
+from twinpool.contracts.ids import Role
+from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts, PoolSizing, SizingDecision
+from twinpool.contracts.proto import worker_pb2 as pb
 
 
 def counts_to_proto(router: str, counts: LatencyCounts) -> pb.LatencyReport:

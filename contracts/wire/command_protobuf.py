@@ -6,11 +6,11 @@ unknown kinds by `contracts.wire.unknown_kinds.known`, and an error of an unknow
 
 from __future__ import annotations
 
-from contracts.errors import UnknownKind
-from contracts.ids import Incarnation, RequestId, RoomId, WorkerName
-from contracts.key_file import TENANT_CHARS
-from contracts.messages.kept_answers import Attach, Detach
-from contracts.messages.router_commands import (
+from twinpool.contracts.errors import UnknownKind
+from twinpool.contracts.ids import Incarnation, RequestId, RoomId, WorkerName
+from twinpool.contracts.key_file import TENANT_CHARS
+from twinpool.contracts.messages.kept_answers import Attach, Detach
+from twinpool.contracts.messages.router_commands import (
     Audit,
     Cancel,
     Command,
@@ -22,9 +22,9 @@ from contracts.messages.router_commands import (
     ResumeHere,
     Submit,
 )
-from contracts.proto import worker_pb2 as pb
-from contracts.sampling_params import SamplingParams
-from contracts.wire.kept_protobuf import attach_from_proto, attach_to_proto, name_from_proto, name_to_proto
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.contracts.wire.kept_protobuf import attach_from_proto, attach_to_proto, name_from_proto, name_to_proto
 
 
 def command_to_proto(command: Command) -> pb.Command:

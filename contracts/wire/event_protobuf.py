@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from contracts.errors import ErrorKind, UnknownKind
-from contracts.ids import RequestId, WorkerName
-from contracts.messages.kept_answers import Attached
-from contracts.messages.worker_events import (
+from twinpool.contracts.errors import ErrorKind, UnknownKind
+from twinpool.contracts.ids import RequestId, WorkerName
+from twinpool.contracts.messages.kept_answers import Attached
+from twinpool.contracts.messages.worker_events import (
     Audited,
     AuditEnd,
     Done,
@@ -22,15 +22,15 @@ from contracts.messages.worker_events import (
     PushReady,
     Tokens,
 )
-from contracts.proto import worker_pb2 as pb
-from contracts.sampling_params import TokenDifference
-from contracts.wire.kept_protobuf import (
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.sampling_params import TokenDifference
+from twinpool.contracts.wire.kept_protobuf import (
     attached_from_proto,
     attached_to_proto,
     logprob_from_proto,
     logprob_to_proto,
 )
-from contracts.wire.unknown_kinds import role_from_proto
+from twinpool.contracts.wire.unknown_kinds import role_from_proto
 
 
 def _audited_to_proto(a: Audited) -> pb.Audited:

@@ -11,9 +11,9 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from contracts.credentials.node_tls import NodeTls
-from contracts.wire.frame_connection import FrameConnection
-from contracts.wire.socket_acceptor import SocketAcceptor
+from twinpool.contracts.credentials.node_tls import NodeTls
+from twinpool.contracts.wire.frame_connection import FrameConnection
+from twinpool.contracts.wire.socket_acceptor import SocketAcceptor
 
 HANDSHAKE_S = 10.0
 """How long TLS may take."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from contracts.ids import RequestId
-from contracts.messages.kept_answers import AnswerName, Attach, Attached, KeptAnswer
-from contracts.proto import worker_pb2 as pb
-from contracts.sampling_params import TokenLogprob
+from twinpool.contracts.ids import RequestId
+from twinpool.contracts.messages.kept_answers import AnswerName, Attach, Attached, KeptAnswer
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.sampling_params import TokenLogprob
 
 
 def logprob_to_proto(t: TokenLogprob) -> pb.TokenLogprob:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from contracts.messages.pool_changes import (
+from twinpool.contracts.messages.pool_changes import (
     AddWorkers,
     CordonNode,
     PoolChange,
@@ -12,7 +12,7 @@ from contracts.messages.pool_changes import (
     ScalePools,
     UncordonNode,
 )
-from contracts.proto import worker_pb2 as pb
+from twinpool.contracts.proto import worker_pb2 as pb
 
 
 def call_for(stub: Any, change: PoolChange, **options: Any) -> Any:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from contracts.errors import WireError
-from contracts.key_file import TENANT_CHARS
-from contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice
-from contracts.proto import worker_pb2 as pb
+from twinpool.contracts.errors import WireError
+from twinpool.contracts.key_file import TENANT_CHARS
+from twinpool.contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice
+from twinpool.contracts.proto import worker_pb2 as pb
 
 
 def claim_to_proto(claim: QuotaClaim) -> pb.QuotaClaim:

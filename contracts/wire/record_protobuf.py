@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from contracts.errors import WireError
-from contracts.messages.request_record import (
+from twinpool.contracts.errors import WireError
+from twinpool.contracts.messages.request_record import (
     MOST_CANDIDATES,
     PlacementChoice,
     RecordEvent,
@@ -14,8 +14,8 @@ from contracts.messages.request_record import (
     RequestRecord,
     WorkerCandidate,
 )
-from contracts.proto import worker_pb2 as pb
-from contracts.wire.unknown_kinds import role_from_proto
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.wire.unknown_kinds import role_from_proto
 
 MOST_RECORD_BYTES = 256 * 1024
 """The most bytes of one record on the wire."""

@@ -11,7 +11,7 @@ from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.retry import Retry
 
-from contracts.errors import ConfigError
+from twinpool.contracts.errors import ConfigError
 
 TLS = "rediss://"
 

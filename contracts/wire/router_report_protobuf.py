@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from contracts.errors import WireError
-from contracts.messages.latency_shape import BUCKETS
-from contracts.messages.router_report import COUNTERS, MOST_BREAKERS, NAME_CHARS, RouterIdentity, RouterReport
-from contracts.proto import worker_pb2 as pb
+from twinpool.contracts.errors import WireError
+from twinpool.contracts.messages.latency_shape import BUCKETS
+from twinpool.contracts.messages.router_report import COUNTERS, MOST_BREAKERS, NAME_CHARS, RouterIdentity, RouterReport
+from twinpool.contracts.proto import worker_pb2 as pb
 
 
 def router_report_to_proto(r: RouterReport) -> pb.RouterReport:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import grpc
 import grpc.aio
 
-from contracts.credentials.certificate_files import NODE_NAME, CertificateFiles
-from contracts.credentials.reread_files import RereadFiles
-from contracts.errors import ConfigError
-from contracts.wire.grpc_channels import ChannelOptions
+from twinpool.contracts.credentials.certificate_files import NODE_NAME, CertificateFiles
+from twinpool.contracts.credentials.reread_files import RereadFiles
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.wire.grpc_channels import ChannelOptions
 
 
 def open_channel(target: str, options: ChannelOptions, files: CertificateFiles | None) -> grpc.aio.Channel:

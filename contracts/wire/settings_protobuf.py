@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contracts.ids import Role
-from contracts.messages.settings_change import ChangedSetting, SettingsAnswer, SettingsChange
-from contracts.proto import worker_pb2 as pb
+from twinpool.contracts.ids import Role
+from twinpool.contracts.messages.settings_change import ChangedSetting, SettingsAnswer, SettingsChange
+from twinpool.contracts.proto import worker_pb2 as pb
 
 
 def change_to_proto(change: SettingsChange) -> pb.SettingsChange:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from contracts.messages.router_commands import Command, Submit
-from contracts.proto import worker_pb2 as pb
-from contracts.wire.command_protobuf import command_to_proto
+from twinpool.contracts.messages.router_commands import Command, Submit
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.wire.command_protobuf import command_to_proto
 
 COMMANDS_BYTES = 64 * 1024 * 1024
 """Bytes of the largest frame of commands that a worker takes: about `FRAME_BYTES`, or one prompt of a whole context."""

@@ -11,7 +11,7 @@ import socket
 import ssl
 from urllib.parse import urlsplit
 
-from contracts.wire.redis_connection import TLS, RedisAccess, tls_context
+from twinpool.contracts.wire.redis_connection import TLS, RedisAccess, tls_context
 
 PORT = 6379
 ALERT_S = 0.3

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from contracts.errors import UnknownKind
-from contracts.ids import Role
+from twinpool.contracts.errors import UnknownKind
+from twinpool.contracts.ids import Role
 
 MessageT = TypeVar("MessageT")
 ValueT = TypeVar("ValueT")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from contracts.ids import Incarnation, WorkerName
-from contracts.messages.fingerprint import Fingerprint
-from contracts.messages.worker_status import CheckReport, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from contracts.proto import worker_pb2 as pb
-from contracts.wire.unknown_kinds import role_from_proto
+from twinpool.contracts.ids import Incarnation, WorkerName
+from twinpool.contracts.messages.fingerprint import Fingerprint
+from twinpool.contracts.messages.worker_status import CheckReport, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.wire.unknown_kinds import role_from_proto
 
 
 def status_to_proto(s: WorkerStatus) -> pb.WorkerStatus:

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.memory.required_pages import due
-from contracts.clock import Clock
-from contracts.messages.worker_events import MigrationWanted
-from decode.migration.migration_cost import MigrationCosts
-from decode.request.request import OFF_DEVICE, DecodePhase, DecodeRequest
-from decode.request.request_outcomes import RouterEvent
-from worker.request_table import RequestTable
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cache.memory.required_pages import due
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.messages.worker_events import MigrationWanted
+from twinpool.decode.migration.migration_cost import MigrationCosts
+from twinpool.decode.request.request import OFF_DEVICE, DecodePhase, DecodeRequest
+from twinpool.decode.request.request_outcomes import RouterEvent
+from twinpool.worker.request_table import RequestTable
 
 JUDGE_EVERY_S = 1.0
 """Seconds until a draining worker judges a request again that it let finish."""

@@ -6,7 +6,7 @@ are still to come (`decode.request.output_length`), at the request's own pace.
 
 from __future__ import annotations
 
-from decode.request.output_length import OutputLengths
+from twinpool.decode.request.output_length import OutputLengths
 
 FIRST_BYTES_PER_S = 500e6
 """Assumed before anything was migrated: slow for memory, quick for a network."""

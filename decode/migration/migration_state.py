@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from contracts.ids import RoomId
-from contracts.messages.router_commands import PeerRef
-from contracts.state_table import StateTable
-from decode.request.request import DecodeRequest
+from twinpool.contracts.ids import RoomId
+from twinpool.contracts.messages.router_commands import PeerRef
+from twinpool.contracts.state_table import StateTable
+from twinpool.decode.request.request import DecodeRequest
 
 
 class MigrationStage(StrEnum):

@@ -29,26 +29,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-from cache.device.device_port import DONE
-from contracts.clock import Clock
-from contracts.config.worker_config import DecodeConfig
-from contracts.errors import ErrorKind, WireError
-from contracts.ids import RoomId
-from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.router_commands import PauseForMigration, ResumeHere
-from contracts.messages.worker_events import Done, MigrationDone, MigrationPaused, MigrationUndone
-from decode.migration.drain_advisor import DrainAdvisor
-from decode.migration.migration_state import MigrationStage, MigrationStageEvent, OutgoingMigration
-from decode.request.request import DecodePhase, DecodeRequest
-from decode.request.request_outcomes import RequestFailed, RequestLeft, RouterEvent
-from decode.request.request_pages import DecodePages
-from decode.scheduler import DecodeScheduler
-from transfer.rooms.metadata_slots import HandoverMetadata
-from transfer.rooms.room_outcomes import RoomGranted, RoomReleased
-from transfer.rooms.sender.kv_sender import KVSender
-from transfer.rooms.sender.sender_rooms import SenderOutcome
-from worker.request_table import RequestTable
-from worker.sendable_pages import finished, portion
+from twinpool.cache.device.device_port import DONE
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.worker_config import DecodeConfig
+from twinpool.contracts.errors import ErrorKind, WireError
+from twinpool.contracts.ids import RoomId
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.router_commands import PauseForMigration, ResumeHere
+from twinpool.contracts.messages.worker_events import Done, MigrationDone, MigrationPaused, MigrationUndone
+from twinpool.decode.migration.drain_advisor import DrainAdvisor
+from twinpool.decode.migration.migration_state import MigrationStage, MigrationStageEvent, OutgoingMigration
+from twinpool.decode.request.request import DecodePhase, DecodeRequest
+from twinpool.decode.request.request_outcomes import RequestFailed, RequestLeft, RouterEvent
+from twinpool.decode.request.request_pages import DecodePages
+from twinpool.decode.scheduler import DecodeScheduler
+from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
+from twinpool.transfer.rooms.room_outcomes import RoomGranted, RoomReleased
+from twinpool.transfer.rooms.sender.kv_sender import KVSender
+from twinpool.transfer.rooms.sender.sender_rooms import SenderOutcome
+from twinpool.worker.request_table import RequestTable
+from twinpool.worker.sendable_pages import finished, portion
 
 log = logging.getLogger("twinpool.decode")
 

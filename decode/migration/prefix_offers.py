@@ -8,17 +8,17 @@ void, and a worker that no router asks leaves.
 
 from __future__ import annotations
 
-from cache.manager.kv_cache_manager import KVCacheManager
-from cache.prefix_cache.hot_prefixes import hottest
-from contracts.clock import Clock
-from contracts.config.cluster_config import Config
-from contracts.ids import RequestId, Role
-from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.worker_events import PrefixOffered
-from decode.migration.prefix_push import PrefixPushes
-from decode.request.request import DecodeRequest
-from decode.request.request_outcomes import RouterEvent
-from worker.request_table import RequestTable
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.prefix_cache.hot_prefixes import hottest
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.worker_events import PrefixOffered
+from twinpool.decode.migration.prefix_push import PrefixPushes
+from twinpool.decode.request.request import DecodeRequest
+from twinpool.decode.request.request_outcomes import RouterEvent
+from twinpool.worker.request_table import RequestTable
 
 PATIENCE_S = 1.0
 """Seconds that a worker waits for its offers to be taken up."""

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cache.allocation.allocation import Allocation
-from cache.memory.required_pages import due
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from contracts.block_hash import block_hashes
-from contracts.errors import WireError
-from contracts.ids import RoomId
-from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.router_commands import PullPrefix
-from contracts.messages.worker_events import PullDone
-from decode.request.request import DecodeRequest
-from decode.request.request_outcomes import RouterEvent
-from decode.request.request_pages import DecodePages
-from transfer.rooms.receiver.kv_receiver import KVReceiver
-from transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
-from transfer.rooms.room_outcomes import ExpectedPrompt, PromptArrived
-from worker.request_table import RequestTable
+from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.memory.required_pages import due
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.contracts.block_hash import block_hashes
+from twinpool.contracts.errors import WireError
+from twinpool.contracts.ids import RoomId
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.router_commands import PullPrefix
+from twinpool.contracts.messages.worker_events import PullDone
+from twinpool.decode.request.request import DecodeRequest
+from twinpool.decode.request.request_outcomes import RouterEvent
+from twinpool.decode.request.request_pages import DecodePages
+from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
+from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
+from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, PromptArrived
+from twinpool.worker.request_table import RequestTable
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,26 +12,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from cache.allocation.allocation import Allocation
-from cache.device.device_port import DONE
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from contracts.block_hash import KEY_BYTES
-from contracts.clock import Clock
-from contracts.config.cluster_config import Config
-from contracts.errors import ErrorKind, WireError
-from contracts.ids import RoomId
-from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.router_commands import PushPrefix
-from contracts.messages.worker_events import PushReady
-from contracts.state_table import StateTable
-from decode.request.request import DecodeRequest
-from decode.request.request_outcomes import RouterEvent
-from decode.request.request_pages import DecodePages
-from transfer.rooms.metadata_slots import HandoverMetadata
-from transfer.rooms.room_outcomes import RoomGranted, RoomReleased
-from transfer.rooms.sender.kv_sender import KVSender
-from worker.request_table import RequestTable
-from worker.sendable_pages import finished, portion
+from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.device.device_port import DONE
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.contracts.block_hash import KEY_BYTES
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.errors import ErrorKind, WireError
+from twinpool.contracts.ids import RoomId
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.router_commands import PushPrefix
+from twinpool.contracts.messages.worker_events import PushReady
+from twinpool.contracts.state_table import StateTable
+from twinpool.decode.request.request import DecodeRequest
+from twinpool.decode.request.request_outcomes import RouterEvent
+from twinpool.decode.request.request_pages import DecodePages
+from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
+from twinpool.transfer.rooms.room_outcomes import RoomGranted, RoomReleased
+from twinpool.transfer.rooms.sender.kv_sender import KVSender
+from twinpool.worker.request_table import RequestTable
+from twinpool.worker.sendable_pages import finished, portion
 
 
 class PushState(StrEnum):

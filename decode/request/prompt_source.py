@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
-from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.router_commands import Submit
-from contracts.messages.worker_events import LegReport
-from decode.request.request import DecodeRequest
-from decode.request.request_outcomes import PromptReceived, RequestFailed, RequestLeft
-from engine.structured_output.answer_grammar import AnswerGrammar
-from transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
-from worker.admission_check import AdmissionRefusal
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.router_commands import Submit
+from twinpool.contracts.messages.worker_events import LegReport
+from twinpool.decode.request.request import DecodeRequest
+from twinpool.decode.request.request_outcomes import PromptReceived, RequestFailed, RequestLeft
+from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
+from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
+from twinpool.worker.admission_check import AdmissionRefusal
 
 
 class PromptSource(Protocol):

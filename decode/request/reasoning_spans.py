@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from contracts.config.cache_config import CacheConfig
-from contracts.errors import ConfigError
+from twinpool.contracts.config.cache_config import CacheConfig
+from twinpool.contracts.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,23 +19,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from cache.allocation.allocation import Allocation
-from cache.manager.swap.swap_in import SwapInProgress
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.swap.swapped_state import SwappedState
-from contracts.ids import Role, WorkerName
-from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.kept_answers import KeptAnswer
-from contracts.messages.router_commands import Submit
-from contracts.messages.worker_events import Event, LegNote, LegReport, Tokens
-from contracts.sampling_params import TokenLogprob
-from contracts.state_table import StateTable
-from engine.runner.batch import TokenFromStep
-from engine.runner.sampling.penalties import needs_history
-from engine.runner.sampling.token_history import TokenHistory
-from engine.runner.sampling.token_mask import TokenMask
-from engine.structured_output.answer_grammar import AnswerGrammar
-from transfer.rooms.metadata_slots import HandoverMetadata
+from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.manager.swap.swap_in import SwapInProgress
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.swap.swapped_state import SwappedState
+from twinpool.contracts.ids import Role, WorkerName
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.kept_answers import KeptAnswer
+from twinpool.contracts.messages.router_commands import Submit
+from twinpool.contracts.messages.worker_events import Event, LegNote, LegReport, Tokens
+from twinpool.contracts.sampling_params import TokenLogprob
+from twinpool.contracts.state_table import StateTable
+from twinpool.engine.runner.batch import TokenFromStep
+from twinpool.engine.runner.sampling.penalties import needs_history
+from twinpool.engine.runner.sampling.token_history import TokenHistory
+from twinpool.engine.runner.sampling.token_mask import TokenMask
+from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
+from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
 
 
 class DecodePhase(StrEnum):

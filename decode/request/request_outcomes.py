@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from contracts.errors import ErrorKind
-from contracts.ids import WorkerName
-from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.worker_events import Event
-from decode.request.request import DecodeRequest
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import WorkerName
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.worker_events import Event
+from twinpool.decode.request.request import DecodeRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from cache.device.device_port import Completion
-from cache.manager.kv_cache_manager import KVCacheManager
-from cache.memory.required_pages import due, extents
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from contracts.block_hash import block_hashes
-from contracts.config.cache_config import CacheConfig
-from decode.request.reasoning_spans import ReasoningSpans
-from decode.request.request import DecodeRequest
-from worker.sendable_pages import finished
+from twinpool.cache.device.device_port import Completion
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.memory.required_pages import due, extents
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.contracts.block_hash import block_hashes
+from twinpool.contracts.config.cache_config import CacheConfig
+from twinpool.decode.request.reasoning_spans import ReasoningSpans
+from twinpool.decode.request.request import DecodeRequest
+from twinpool.worker.sendable_pages import finished
 
 
 class DecodePages:

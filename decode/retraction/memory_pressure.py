@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from cache.manager.kv_cache_manager import KVCacheManager
-from decode.request.output_length import OutputLengths
-from decode.request.request import DecodeRequest
-from decode.retraction import retraction_policy as policy
-from decode.retraction.retraction import Retraction
-from decode.retraction.retraction_policy import RetractionCandidate
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.decode.request.output_length import OutputLengths
+from twinpool.decode.request.request import DecodeRequest
+from twinpool.decode.retraction import retraction_policy as policy
+from twinpool.decode.retraction.retraction import Retraction
+from twinpool.decode.retraction.retraction_policy import RetractionCandidate
 
 
 class MemoryPressure:

@@ -28,18 +28,18 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from cache.manager.kv_cache_manager import KVCacheManager
-from cache.memory.required_pages import due
-from cache.swap.restore import PageDamage
-from cache.swap.swapped_state import SwappedState, SwapPlace
-from contracts.clock import Clock
-from contracts.config.worker_config import DecodeConfig
-from contracts.damage import DamageSite, log_damage
-from contracts.errors import CapacityError, ErrorKind, StaleLease
-from contracts.messages.worker_events import LegNote
-from decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
-from decode.request.request_outcomes import RequestFailed
-from decode.retraction.retraction_policy import RetractionRates, cheaper_to_copy, returns_first
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.memory.required_pages import due
+from twinpool.cache.swap.restore import PageDamage
+from twinpool.cache.swap.swapped_state import SwappedState, SwapPlace
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.worker_config import DecodeConfig
+from twinpool.contracts.damage import DamageSite, log_damage
+from twinpool.contracts.errors import CapacityError, ErrorKind, StaleLease
+from twinpool.contracts.messages.worker_events import LegNote
+from twinpool.decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
+from twinpool.decode.request.request_outcomes import RequestFailed
+from twinpool.decode.retraction.retraction_policy import RetractionRates, cheaper_to_copy, returns_first
 
 log = logging.getLogger("twinpool.decode")
 

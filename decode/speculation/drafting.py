@@ -20,13 +20,13 @@ from dataclasses import replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
-from contracts.config.worker_config import DecodeConfig
-from contracts.errors import ConfigError
-from decode.request.request import DecodeRequest
-from decode.request.request_pages import DecodePages
-from decode.speculation.prompt_lookup import PromptLookup
-from engine.structured_output.grammar_engine import GrammarError
+from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
+from twinpool.contracts.config.worker_config import DecodeConfig
+from twinpool.contracts.errors import ConfigError
+from twinpool.decode.request.request import DecodeRequest
+from twinpool.decode.request.request_pages import DecodePages
+from twinpool.decode.speculation.prompt_lookup import PromptLookup
+from twinpool.engine.structured_output.grammar_engine import GrammarError
 
 
 class Drafter(Protocol):

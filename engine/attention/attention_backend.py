@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from engine.attention.attention_plan import AttentionPlan, BackendPlan
+from twinpool.engine.attention.attention_plan import AttentionPlan, BackendPlan
 
 if TYPE_CHECKING:
-    from engine.attention.latent_backend import LatentBackend
-    from engine.attention.recurrence_backend import RecurrenceBackend
+    from twinpool.engine.attention.latent_backend import LatentBackend
+    from twinpool.engine.attention.recurrence_backend import RecurrenceBackend
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from engine.attention.attention_plan import AttentionPlan
+from twinpool.engine.attention.attention_plan import AttentionPlan
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cache.memory.kv_cache_spec import BufferSpec, IndexSpace
-from engine.attention.attention_plan import SlotPlan
-from engine.tensors.shard import Shard
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace
+from twinpool.engine.attention.attention_plan import SlotPlan
+from twinpool.engine.tensors.shard import Shard
 
 BLOCK = 16
 """Positions of a block. Small, so that a slot's block is small beside its matrix (a fifth of it at 128 by 128), and

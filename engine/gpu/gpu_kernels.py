@@ -8,8 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.gpu import product_kernels, row_kernels
-from engine.gpu.gpu_capability import device_capability
+from twinpool.engine.gpu import product_kernels, row_kernels
+from twinpool.engine.gpu.gpu_capability import device_capability
 
 FEW_ROWS, MANY_ROWS = 64, 128
 """Rows of a tile. With at most `FEW_ROWS` rows, a narrow weight's parts have programs of their own."""

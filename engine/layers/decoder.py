@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.layers.forward_context import ForwardContext
-from engine.layers.norm import add_rms_norm, rms_norm
-from engine.native.current_kernels import using
-from engine.native.layer_kernels import LayerKernels
-from engine.tensors.row_exact_linear import Numerics, RowExactLinear, tanh
+from twinpool.engine.layers.forward_context import ForwardContext
+from twinpool.engine.layers.norm import add_rms_norm, rms_norm
+from twinpool.engine.native.current_kernels import using
+from twinpool.engine.native.layer_kernels import LayerKernels
+from twinpool.engine.tensors.row_exact_linear import Numerics, RowExactLinear, tanh
 
 
 class Layer(Protocol):

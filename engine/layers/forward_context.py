@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cache.pool.load_gate import GateDoor, LayerBuffers
-from engine.attention.attention_backend import AttentionBackend
-from engine.attention.attention_plan import AttentionPlan, SlotPlan
-from engine.tensors.row_exact_linear import Numerics, RowExactLinear
-from engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
+from twinpool.cache.pool.load_gate import GateDoor, LayerBuffers
+from twinpool.engine.attention.attention_backend import AttentionBackend
+from twinpool.engine.attention.attention_plan import AttentionPlan, SlotPlan
+from twinpool.engine.tensors.row_exact_linear import Numerics, RowExactLinear
+from twinpool.engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
 
 if TYPE_CHECKING:
-    from engine.layers.rope import RopeTable
+    from twinpool.engine.layers.rope import RopeTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from engine.layers.forward_context import ForwardContext
-from engine.layers.norm import silu
-from engine.native.current_kernels import kernels_for
-from engine.tensors.weight_loader import Weights
+from twinpool.engine.layers.forward_context import ForwardContext
+from twinpool.engine.layers.norm import silu
+from twinpool.engine.native.current_kernels import kernels_for
+from twinpool.engine.tensors.weight_loader import Weights
 
 
 class PlainMlp:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.native.current_kernels import kernels_for
+from twinpool.engine.native.current_kernels import kernels_for
 
 _GELU_SCALE = 0.7978845608028654
 """The root of 2 / pi."""

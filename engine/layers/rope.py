@@ -17,8 +17,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from cache.memory.pinned_memory import copy_up
-from contracts.checkpoint.rope_spec import RopeSpec
+from twinpool.cache.memory.pinned_memory import copy_up
+from twinpool.contracts.checkpoint.rope_spec import RopeSpec
 
 _TABLE_STEP = 4096
 """Tables grow by this many positions, always computed in the same pieces."""

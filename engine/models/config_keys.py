@@ -21,9 +21,9 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from contracts.checkpoint.json_fields import JsonFields
-from contracts.checkpoint.rope_spec import unknown_rope_keys
-from contracts.errors import CheckpointError
+from twinpool.contracts.checkpoint.json_fields import JsonFields
+from twinpool.contracts.checkpoint.rope_spec import unknown_rope_keys
+from twinpool.contracts.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 _OFF: tuple[object, ...] = (None, False, "", [], {})

@@ -8,20 +8,20 @@ from __future__ import annotations
 import math
 from typing import cast
 
-from cache.memory.kv_cache_spec import PoolSpec
-from contracts.checkpoint.model_spec import ModelSpec
-from contracts.checkpoint.rope_spec import read_rope
-from engine.layers.decoder import Layer, Sublayer
-from engine.layers.forward_context import LayerPlace
-from engine.layers.mixers.dsa_indexer import DSAIndexer, IndexShape, index_buffers, shared_selection
-from engine.layers.mixers.mla import MLA, MLAShape, SparseSelector, latent_buffer
-from engine.layers.mlp import GatedMlp
-from engine.layers.moe.expert_router import SigmoidRouter
-from engine.layers.moe.experts import ExpertSizes
-from engine.layers.moe.mixture import MixtureOfExperts
-from engine.layers.rope import RopeTable
-from engine.models.model_base import FULL_POOL, Model, StateOptions
-from engine.tensors.weight_loader import Weights
+from twinpool.cache.memory.kv_cache_spec import PoolSpec
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.checkpoint.rope_spec import read_rope
+from twinpool.engine.layers.decoder import Layer, Sublayer
+from twinpool.engine.layers.forward_context import LayerPlace
+from twinpool.engine.layers.mixers.dsa_indexer import DSAIndexer, IndexShape, index_buffers, shared_selection
+from twinpool.engine.layers.mixers.mla import MLA, MLAShape, SparseSelector, latent_buffer
+from twinpool.engine.layers.mlp import GatedMlp
+from twinpool.engine.layers.moe.expert_router import SigmoidRouter
+from twinpool.engine.layers.moe.experts import ExpertSizes
+from twinpool.engine.layers.moe.mixture import MixtureOfExperts
+from twinpool.engine.layers.rope import RopeTable
+from twinpool.engine.models.model_base import FULL_POOL, Model, StateOptions
+from twinpool.engine.tensors.weight_loader import Weights
 
 
 class DeepseekV3(Model):

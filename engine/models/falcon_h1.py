@@ -7,18 +7,18 @@ from functools import partial
 
 from torch import Tensor
 
-from cache.memory.kv_cache_spec import PoolKind, PoolSpec
-from contracts.checkpoint.json_fields import JsonFields
-from contracts.checkpoint.model_spec import ModelSpec
-from engine.layers.decoder import Decoder, Layer, Sublayer
-from engine.layers.forward_context import ForwardContext, LayerPlace
-from engine.layers.mixers.head_attention import kv_buffers
-from engine.layers.mixers.mamba2 import Mamba2, MambaShape, mamba_buffers, numbers, time_limit
-from engine.layers.mlp import GatedMlp
-from engine.layers.norm import rms_norm, silu
-from engine.models.llama import Llama
-from engine.models.model_base import FULL_POOL, STATE_POOL, StateOptions
-from engine.tensors.weight_loader import Weights
+from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSpec
+from twinpool.contracts.checkpoint.json_fields import JsonFields
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.engine.layers.decoder import Decoder, Layer, Sublayer
+from twinpool.engine.layers.forward_context import ForwardContext, LayerPlace
+from twinpool.engine.layers.mixers.head_attention import kv_buffers
+from twinpool.engine.layers.mixers.mamba2 import Mamba2, MambaShape, mamba_buffers, numbers, time_limit
+from twinpool.engine.layers.mlp import GatedMlp
+from twinpool.engine.layers.norm import rms_norm, silu
+from twinpool.engine.models.llama import Llama
+from twinpool.engine.models.model_base import FULL_POOL, STATE_POOL, StateOptions
+from twinpool.engine.tensors.weight_loader import Weights
 
 
 class FalconH1(Llama):

@@ -10,19 +10,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contracts.checkpoint.model_spec import ModelSpec
-from contracts.checkpoint.rope_spec import read_rope
-from engine.attention.attention_backend import ScoreOptions
-from engine.attention.attention_plan import BLOCK_TOKENS
-from engine.layers.decoder import Decoder, Layer
-from engine.layers.forward_context import ForwardContext, LayerPlace
-from engine.layers.mixers.head_attention import store
-from engine.layers.mlp import GatedMlp
-from engine.layers.norm import gelu_tanh, rms_norm
-from engine.layers.rope import rotate
-from engine.models.sliding_window import SLIDING, LayerKind, SandwichLayer, WindowModel, rope_by_kind
-from engine.native.current_kernels import in_use
-from engine.tensors.weight_loader import Weights
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.checkpoint.rope_spec import read_rope
+from twinpool.engine.attention.attention_backend import ScoreOptions
+from twinpool.engine.attention.attention_plan import BLOCK_TOKENS
+from twinpool.engine.layers.decoder import Decoder, Layer
+from twinpool.engine.layers.forward_context import ForwardContext, LayerPlace
+from twinpool.engine.layers.mixers.head_attention import store
+from twinpool.engine.layers.mlp import GatedMlp
+from twinpool.engine.layers.norm import gelu_tanh, rms_norm
+from twinpool.engine.layers.rope import rotate
+from twinpool.engine.models.sliding_window import SLIDING, LayerKind, SandwichLayer, WindowModel, rope_by_kind
+from twinpool.engine.native.current_kernels import in_use
+from twinpool.engine.tensors.weight_loader import Weights
 
 
 class GemmaAttention:

@@ -14,18 +14,18 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from contracts.checkpoint.model_spec import ModelSpec
-from contracts.checkpoint.rope_spec import read_rope
-from engine.layers.decoder import Decoder, Layer
-from engine.layers.forward_context import ForwardContext
-from engine.layers.mlp import GatedMlp
-from engine.layers.moe.expert_router import ScaledSoftmaxRouter
-from engine.layers.moe.experts import ExpertSizes, gated_gelu
-from engine.layers.moe.mixture import MixtureOfExperts
-from engine.layers.norm import gelu_tanh, rms_norm
-from engine.models.gemma3 import Gemma, GemmaAttention
-from engine.models.sliding_window import FULL, SLIDING, LayerKind, rope_by_kind
-from engine.tensors.weight_loader import Weights
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.checkpoint.rope_spec import read_rope
+from twinpool.engine.layers.decoder import Decoder, Layer
+from twinpool.engine.layers.forward_context import ForwardContext
+from twinpool.engine.layers.mlp import GatedMlp
+from twinpool.engine.layers.moe.expert_router import ScaledSoftmaxRouter
+from twinpool.engine.layers.moe.experts import ExpertSizes, gated_gelu
+from twinpool.engine.layers.moe.mixture import MixtureOfExperts
+from twinpool.engine.layers.norm import gelu_tanh, rms_norm
+from twinpool.engine.models.gemma3 import Gemma, GemmaAttention
+from twinpool.engine.models.sliding_window import FULL, SLIDING, LayerKind, rope_by_kind
+from twinpool.engine.tensors.weight_loader import Weights
 
 _LAYER_INPUTS = "inputs by layer"
 _ROPES: dict[str, dict[str, object]] = {

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contracts.checkpoint.model_spec import ModelSpec
-from contracts.checkpoint.rope_spec import read_rope
-from engine.layers.decoder import Layer
-from engine.layers.mixers.head_attention import HeadAttention
-from engine.layers.moe.expert_router import ChosenSoftmaxRouter
-from engine.layers.moe.experts import ExpertSizes, clamped_swiglu, interleaved_expert
-from engine.layers.moe.mixture import MixtureOfExperts
-from engine.models.sliding_window import LayerKind, WindowModel
-from engine.tensors.weight_loader import Weights
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.checkpoint.rope_spec import read_rope
+from twinpool.engine.layers.decoder import Layer
+from twinpool.engine.layers.mixers.head_attention import HeadAttention
+from twinpool.engine.layers.moe.expert_router import ChosenSoftmaxRouter
+from twinpool.engine.layers.moe.experts import ExpertSizes, clamped_swiglu, interleaved_expert
+from twinpool.engine.layers.moe.mixture import MixtureOfExperts
+from twinpool.engine.models.sliding_window import LayerKind, WindowModel
+from twinpool.engine.tensors.weight_loader import Weights
 
 
 class GptOss(WindowModel):

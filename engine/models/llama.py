@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 
-from cache.memory.kv_cache_spec import PoolKind, PoolSpec
-from contracts.checkpoint.model_spec import ModelSpec
-from contracts.checkpoint.rope_spec import read_rope
-from engine.layers.decoder import Layer, Sublayer
-from engine.layers.forward_context import LayerPlace
-from engine.layers.mixers.head_attention import HeadAttention, kv_buffers
-from engine.layers.mlp import GatedMlp
-from engine.layers.rope import RopeTable
-from engine.models.model_base import FULL_POOL, WINDOW_POOL, Model, StateOptions
-from engine.tensors.weight_loader import Weights
+from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSpec
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.checkpoint.rope_spec import read_rope
+from twinpool.engine.layers.decoder import Layer, Sublayer
+from twinpool.engine.layers.forward_context import LayerPlace
+from twinpool.engine.layers.mixers.head_attention import HeadAttention, kv_buffers
+from twinpool.engine.layers.mlp import GatedMlp
+from twinpool.engine.layers.rope import RopeTable
+from twinpool.engine.models.model_base import FULL_POOL, WINDOW_POOL, Model, StateOptions
+from twinpool.engine.tensors.weight_loader import Weights
 
 
 class Llama(Model):

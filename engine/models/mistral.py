@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.models.llama import Llama
-from engine.models.sliding_window import whole_window
+from twinpool.engine.models.llama import Llama
+from twinpool.engine.models.sliding_window import whole_window
 
 
 class Mistral(Llama):

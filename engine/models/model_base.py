@@ -9,12 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cache.memory.kv_cache_spec import PoolSetSpec, PoolSpec
-from contracts.checkpoint.model_spec import ModelSpec
-from engine.layers.decoder import Decoder, Layer, PreNormLayer, Sublayer
-from engine.layers.norm import rms_norm
-from engine.tensors.shard import WHOLE, Shard
-from engine.tensors.weight_loader import Weights
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec, PoolSpec
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.engine.layers.decoder import Decoder, Layer, PreNormLayer, Sublayer
+from twinpool.engine.layers.norm import rms_norm
+from twinpool.engine.tensors.shard import WHOLE, Shard
+from twinpool.engine.tensors.weight_loader import Weights
 
 FULL_POOL = "full"
 WINDOW_POOL = "window"

@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cache.memory.kv_cache_spec import PoolKind, PoolSpec
-from contracts.checkpoint.json_fields import JsonFields
-from contracts.checkpoint.model_spec import ModelSpec
-from engine.layers.decoder import Layer, Sublayer
-from engine.layers.forward_context import ForwardContext, LayerPlace
-from engine.layers.mixers.head_attention import HeadAttention, kv_buffers
-from engine.layers.mixers.mamba2 import Mamba2, MambaShape, mamba_buffers
-from engine.layers.mlp import PlainMlp
-from engine.layers.moe.expert_router import SigmoidRouter
-from engine.layers.moe.experts import ExpertSizes, relu_squared, ungated_expert
-from engine.layers.moe.mixture import MixtureOfExperts
-from engine.layers.norm import rms_norm
-from engine.models.model_base import FULL_POOL, STATE_POOL, Model, StateOptions
-from engine.tensors.weight_loader import Weights
+from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSpec
+from twinpool.contracts.checkpoint.json_fields import JsonFields
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.engine.layers.decoder import Layer, Sublayer
+from twinpool.engine.layers.forward_context import ForwardContext, LayerPlace
+from twinpool.engine.layers.mixers.head_attention import HeadAttention, kv_buffers
+from twinpool.engine.layers.mixers.mamba2 import Mamba2, MambaShape, mamba_buffers
+from twinpool.engine.layers.mlp import PlainMlp
+from twinpool.engine.layers.moe.expert_router import SigmoidRouter
+from twinpool.engine.layers.moe.experts import ExpertSizes, relu_squared, ungated_expert
+from twinpool.engine.layers.moe.mixture import MixtureOfExperts
+from twinpool.engine.layers.norm import rms_norm
+from twinpool.engine.models.model_base import FULL_POOL, STATE_POOL, Model, StateOptions
+from twinpool.engine.tensors.weight_loader import Weights
 
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _SPELLINGS = {kind: kind for kind in _LETTERS.values()} | {"mamba": "linear_attention", "attention": "full_attention"}

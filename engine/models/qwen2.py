@@ -5,8 +5,8 @@ The text of Qwen2-VL and Qwen2.5-VL is one as well.
 
 from __future__ import annotations
 
-from engine.models.llama import Llama
-from engine.models.sliding_window import qwen_windows
+from twinpool.engine.models.llama import Llama
+from twinpool.engine.models.sliding_window import qwen_windows
 
 
 class Qwen2(Llama):

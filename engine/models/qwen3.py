@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from contracts.checkpoint.json_fields import JsonFields
-from contracts.checkpoint.model_spec import ModelSpec
-from engine.layers.decoder import Sublayer
-from engine.layers.mlp import GatedMlp
-from engine.layers.moe.expert_router import SoftmaxRouter
-from engine.layers.moe.experts import ExpertSizes
-from engine.layers.moe.mixture import MixtureOfExperts
-from engine.models.llama import Llama
-from engine.models.sliding_window import qwen_windows, whole_window
-from engine.tensors.weight_loader import Weights
+from twinpool.contracts.checkpoint.json_fields import JsonFields
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.engine.layers.decoder import Sublayer
+from twinpool.engine.layers.mlp import GatedMlp
+from twinpool.engine.layers.moe.expert_router import SoftmaxRouter
+from twinpool.engine.layers.moe.experts import ExpertSizes
+from twinpool.engine.layers.moe.mixture import MixtureOfExperts
+from twinpool.engine.models.llama import Llama
+from twinpool.engine.models.sliding_window import qwen_windows, whole_window
+from twinpool.engine.tensors.weight_loader import Weights
 
 
 class Qwen3(Llama):

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cache.memory.kv_cache_spec import PoolKind, PoolSpec
-from contracts.checkpoint.model_spec import ModelSpec
-from contracts.checkpoint.rope_spec import read_rope
-from engine.layers.decoder import Layer, Sublayer
-from engine.layers.forward_context import LayerPlace
-from engine.layers.mixers.gated_attention import GatedAttention
-from engine.layers.mixers.gated_delta_net import DeltaShape, GatedDelta, Projection, delta_buffers, grouped, separate
-from engine.layers.mixers.head_attention import kv_buffers
-from engine.layers.mlp import GatedMlp
-from engine.layers.moe.expert_router import SoftmaxRouter
-from engine.layers.moe.experts import ExpertSizes
-from engine.layers.moe.mixture import GatedShared, MixtureOfExperts
-from engine.layers.rope import RopeTable
-from engine.models.model_base import FULL_POOL, STATE_POOL, Model, StateOptions
-from engine.models.qwen3 import sparse_layers
-from engine.tensors.weight_loader import Weights
+from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSpec
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.checkpoint.rope_spec import read_rope
+from twinpool.engine.layers.decoder import Layer, Sublayer
+from twinpool.engine.layers.forward_context import LayerPlace
+from twinpool.engine.layers.mixers.gated_attention import GatedAttention
+from twinpool.engine.layers.mixers.gated_delta_net import (
+    DeltaShape,
+    GatedDelta,
+    Projection,
+    delta_buffers,
+    grouped,
+    separate,
+)
+from twinpool.engine.layers.mixers.head_attention import kv_buffers
+from twinpool.engine.layers.mlp import GatedMlp
+from twinpool.engine.layers.moe.expert_router import SoftmaxRouter
+from twinpool.engine.layers.moe.experts import ExpertSizes
+from twinpool.engine.layers.moe.mixture import GatedShared, MixtureOfExperts
+from twinpool.engine.layers.rope import RopeTable
+from twinpool.engine.models.model_base import FULL_POOL, STATE_POOL, Model, StateOptions
+from twinpool.engine.models.qwen3 import sparse_layers
+from twinpool.engine.tensors.weight_loader import Weights
 
 _KINDS = ("linear_attention", "full_attention")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
-from contracts.checkpoint.model_spec import ModelSpec, read_model_spec
-from contracts.errors import CheckpointError
-from engine.models.config_keys import check_keys, warn_of
-from engine.models.model_base import Model
-from engine.tensors.weight_loader import Weights
+from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec
+from twinpool.contracts.errors import CheckpointError
+from twinpool.engine.models.config_keys import check_keys, warn_of
+from twinpool.engine.models.model_base import Model
+from twinpool.engine.tensors.weight_loader import Weights
 
 ARCHITECTURES = {
     "FalconH1ForCausalLM": "falcon_h1.FalconH1",
@@ -55,7 +55,7 @@ def model_for(spec: ModelSpec) -> Model:
             f"supported are {', '.join(ARCHITECTURES)}"
         )
     file, _, name = entry.partition(".")
-    model: Model = getattr(import_module(f"engine.models.{file}"), name)(spec)
+    model: Model = getattr(import_module(f"twinpool.engine.models.{file}"), name)(spec)
     model.build(Weights.dry(spec))
     unknown = check_keys(name, spec.config)
     if (spec.config.path, unknown) not in _WARNED:

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cache.memory.kv_cache_spec import BufferSpec, PoolKind, PoolSpec
-from contracts.checkpoint.json_fields import JsonFields
-from contracts.checkpoint.model_spec import ModelSpec
-from contracts.checkpoint.rope_spec import RopeSpec
-from engine.layers.decoder import Sublayer
-from engine.layers.forward_context import ForwardContext, LayerPlace
-from engine.layers.mixers.head_attention import kv_buffers
-from engine.layers.norm import rms_norm
-from engine.layers.rope import RopeTable
-from engine.models.model_base import FULL_POOL, WINDOW_POOL, Model, StateOptions
-from engine.tensors.weight_loader import Weights
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolKind, PoolSpec
+from twinpool.contracts.checkpoint.json_fields import JsonFields
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.checkpoint.rope_spec import RopeSpec
+from twinpool.engine.layers.decoder import Sublayer
+from twinpool.engine.layers.forward_context import ForwardContext, LayerPlace
+from twinpool.engine.layers.mixers.head_attention import kv_buffers
+from twinpool.engine.layers.norm import rms_norm
+from twinpool.engine.layers.rope import RopeTable
+from twinpool.engine.models.model_base import FULL_POOL, WINDOW_POOL, Model, StateOptions
+from twinpool.engine.tensors.weight_loader import Weights
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

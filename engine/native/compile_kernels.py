@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 
-from contracts import cpu_levels as processor
-from contracts.python_command import module_command
+from twinpool.contracts import cpu_levels as processor
+from twinpool.contracts.python_command import module_command
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from engine.native.compile_kernels import MACHINE, load_library
-from engine.native.layer_kernels import LayerKernels
-from engine.native.native_kernels import NativeKernels
+from twinpool.engine.native.compile_kernels import MACHINE, load_library
+from twinpool.engine.native.layer_kernels import LayerKernels
+from twinpool.engine.native.native_kernels import NativeKernels
 
 
 class _Current(threading.local):

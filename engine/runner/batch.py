@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from cache.allocation.block_table import TableSlice
-from cache.device.device_port import Completion
-from contracts.sampling_params import SamplingParams, TokenDifference, TokenLogprob
-from engine.runner.sampling.token_history import TokenHistory
-from engine.runner.sampling.token_mask import TokenMask
+from twinpool.cache.allocation.block_table import TableSlice
+from twinpool.cache.device.device_port import Completion
+from twinpool.contracts.sampling_params import SamplingParams, TokenDifference, TokenLogprob
+from twinpool.engine.runner.sampling.token_history import TokenHistory
+from twinpool.engine.runner.sampling.token_mask import TokenMask
 
 NO_MASKS: Mapping[int, TokenMask] = {}
 

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cache.allocation.block_table import TableSlice
-from cache.pool.epoch_table import EpochTable
-from engine.runner.device_rows import DeviceRows, RowUpdate
+from twinpool.cache.allocation.block_table import TableSlice
+from twinpool.cache.pool.epoch_table import EpochTable
+from twinpool.engine.runner.device_rows import DeviceRows, RowUpdate
 
 _UNKNOWN = -1
 _PAGES, _EPOCHS = 0, 1

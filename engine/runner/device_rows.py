@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache.allocation.block_table import DeviceRow
-from cache.memory.pinned_memory import HostIntegers, upload
+from twinpool.cache.allocation.block_table import DeviceRow
+from twinpool.cache.memory.pinned_memory import HostIntegers, upload
 
 _FIRST_ROWS = 16
 _FIRST_ENTRIES = 64

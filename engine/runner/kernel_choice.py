@@ -8,19 +8,19 @@ from functools import cache
 
 import torch
 
-from cache.memory.kv_cache_spec import PoolSetSpec
-from contracts import cpu_levels as processor
-from contracts.config.worker_config import EngineConfig
-from contracts.errors import ConfigError
-from engine.attention.attention_backend import AttentionBackend
-from engine.attention.torch_backend.native_attention import NativeAttention
-from engine.attention.torch_backend.torch_attention import TorchAttention
-from engine.gpu.gpu_capability import device_capability
-from engine.native import compile_kernels, current_kernels, native_kernels
-from engine.native.layer_kernels import LayerKernels
-from engine.runner.computing_code import code_digest
-from engine.runner.numerics_class import numerics_class
-from engine.tensors.row_exact_linear import Numerics
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.contracts import cpu_levels as processor
+from twinpool.contracts.config.worker_config import EngineConfig
+from twinpool.contracts.errors import ConfigError
+from twinpool.engine.attention.attention_backend import AttentionBackend
+from twinpool.engine.attention.torch_backend.native_attention import NativeAttention
+from twinpool.engine.attention.torch_backend.torch_attention import TorchAttention
+from twinpool.engine.gpu.gpu_capability import device_capability
+from twinpool.engine.native import compile_kernels, current_kernels, native_kernels
+from twinpool.engine.native.layer_kernels import LayerKernels
+from twinpool.engine.runner.computing_code import code_digest
+from twinpool.engine.runner.numerics_class import numerics_class
+from twinpool.engine.tensors.row_exact_linear import Numerics
 
 log = logging.getLogger(__name__)
 _FLOAT8_CAPABILITY = 89
@@ -35,7 +35,7 @@ def kernels_for_config(config: EngineConfig, device: torch.device) -> LayerKerne
     """
     if wants_triton(config, device):
         _check_triton(device)
-        from engine.gpu.gpu_kernels import GpuKernels
+        from twinpool.engine.gpu.gpu_kernels import GpuKernels
 
         return GpuKernels(products=config.numerics == "invariant")
     if config.attention not in {"auto", "native"} or device.type != "cpu":
@@ -89,7 +89,7 @@ def _triton_class() -> str:
     sizes. Tuned options are no part of it: they change no order (`engine.tensors.tuned_options`)."""
     import triton
 
-    from engine.attention.triton_backend import tile_shapes
+    from twinpool.engine.attention.triton_backend import tile_shapes
 
     return f"triton-{triton.__version__}/tiles-{tile_shapes.order_key(device_capability())}"
 
@@ -120,7 +120,7 @@ def attention_for(
     if not wants_triton(config, device):
         return TorchAttention(numerics)
     _check_triton(device)
-    from engine.attention.triton_backend.triton_attention import TritonAttention
+    from twinpool.engine.attention.triton_backend.triton_attention import TritonAttention
 
     return TritonAttention()
 

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache.device.device_port import DONE, Completion
-from cache.memory.pinned_memory import to_device, upload
-from engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenDraw, TokenFromStep
-from engine.runner.planned_step import PlannedStep
-from engine.runner.sampling.redraw import RedrawnTokens
-from engine.runner.sampling.sampler import DrawnRows, Logprobs
+from twinpool.cache.device.device_port import DONE, Completion
+from twinpool.cache.memory.pinned_memory import to_device, upload
+from twinpool.engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenDraw, TokenFromStep
+from twinpool.engine.runner.planned_step import PlannedStep
+from twinpool.engine.runner.sampling.redraw import RedrawnTokens
+from twinpool.engine.runner.sampling.sampler import DrawnRows, Logprobs
 
 
 @dataclass

@@ -14,25 +14,25 @@ from typing import Any
 
 import torch
 
-from cache.device.device_port import Device
-from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.pool.epoch_table import EpochTable
-from cache.pool.load_gate import LoadGate
-from contracts.build_id import build_id
-from contracts.config.worker_config import EngineConfig
-from contracts.errors import ConfigError
-from contracts.interfaces.model_images import ImageUnfit, ModelImages
-from contracts.messages.rank_order_codec import OrderChannel
-from engine.layers.decoder import Decoder
-from engine.models.model_base import Model
-from engine.native import current_kernels
-from engine.runner.kernel_choice import attention_for, check_state, class_of, kernels_for_config, wants_triton
-from engine.runner.model_image import image_of, model_of
-from engine.runner.model_runner import ModelRunner
-from engine.tensors.row_exact_linear import FAST, Numerics, probe
-from engine.tensors.shard import Shard
-from engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
-from engine.tensors.weight_loader import Weights, dtype_for
+from twinpool.cache.device.device_port import Device
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cache.pool.epoch_table import EpochTable
+from twinpool.cache.pool.load_gate import LoadGate
+from twinpool.contracts.build_id import build_id
+from twinpool.contracts.config.worker_config import EngineConfig
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.interfaces.model_images import ImageUnfit, ModelImages
+from twinpool.contracts.messages.rank_order_codec import OrderChannel
+from twinpool.engine.layers.decoder import Decoder
+from twinpool.engine.models.model_base import Model
+from twinpool.engine.native import current_kernels
+from twinpool.engine.runner.kernel_choice import attention_for, check_state, class_of, kernels_for_config, wants_triton
+from twinpool.engine.runner.model_image import image_of, model_of
+from twinpool.engine.runner.model_runner import ModelRunner
+from twinpool.engine.tensors.row_exact_linear import FAST, Numerics, probe
+from twinpool.engine.tensors.shard import Shard
+from twinpool.engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
+from twinpool.engine.tensors.weight_loader import Weights, dtype_for
 
 log = logging.getLogger("twinpool.engine")
 

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contracts.interfaces.model_images import ImageUnfit
-from engine.layers.decoder import Decoder
-from engine.tensors.onednn_weight import LayoutUnavailable, OneDnnWeight
-from engine.tensors.row_exact_linear import Numerics
+from twinpool.contracts.interfaces.model_images import ImageUnfit
+from twinpool.engine.layers.decoder import Decoder
+from twinpool.engine.tensors.onednn_weight import LayoutUnavailable, OneDnnWeight
+from twinpool.engine.tensors.row_exact_linear import Numerics
 
 _HEADER = struct.Struct("<8sQQ")
 """A mark, the bytes of the pickled objects, and those of the whole image."""

@@ -9,18 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache.allocation.block_table import DeviceRow, numbers
-from cache.device.device_port import DEVICE, Device, DeviceOp, DeviceStream, spans
-from cache.device.layer_marks import LayerMarks
-from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
-from cache.memory.pinned_memory import HostIntegers, to_device, to_host, upload
-from cache.pool.epoch_table import EpochTable
-from cache.pool.load_gate import GateDoor, GatePass, LoadGate
-from contracts.errors import ConfigError, UnorderedAccess
-from contracts.messages.rank_order_codec import OrderChannel
-from contracts.messages.rank_orders import RowOrder, RunStep, TableEntries, TablePlace
-from engine.attention.attention_backend import AttentionBackend
-from engine.attention.attention_plan import (
+from twinpool.cache.allocation.block_table import DeviceRow, numbers
+from twinpool.cache.device.device_port import DEVICE, Device, DeviceOp, DeviceStream, spans
+from twinpool.cache.device.layer_marks import LayerMarks
+from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
+from twinpool.cache.memory.pinned_memory import HostIntegers, to_device, to_host, upload
+from twinpool.cache.pool.epoch_table import EpochTable
+from twinpool.cache.pool.load_gate import GateDoor, GatePass, LoadGate
+from twinpool.contracts.errors import ConfigError, UnorderedAccess
+from twinpool.contracts.messages.rank_order_codec import OrderChannel
+from twinpool.contracts.messages.rank_orders import RowOrder, RunStep, TableEntries, TablePlace
+from twinpool.engine.attention.attention_backend import AttentionBackend
+from twinpool.engine.attention.attention_plan import (
     AttentionPlan,
     BackendPlan,
     SlotPlan,
@@ -29,21 +29,21 @@ from engine.attention.attention_plan import (
     muted,
     muted_slots,
 )
-from engine.layers.decoder import Decoder
-from engine.layers.forward_context import ForwardContext
-from engine.runner.batch import NO_MASKS, BatchRow, RowOutput, TokenDraw
-from engine.runner.device_block_tables import DeviceBlockTables, PlannedTables
-from engine.runner.device_rows import RowUpdate
-from engine.runner.graphs.graph_capture import Capture
-from engine.runner.graphs.step_graphs import DraftedSteps, StepGraphs
-from engine.runner.launched_step import ForwardResults, LaunchedStep, input_tokens
-from engine.runner.planned_step import PlannedSlots, PlannedStep
-from engine.runner.sampling.redraw import RedrawnTokens, redraw
-from engine.runner.sampling.sampler import DrawnRows, Logprobs, draw_tokens, token_logprobs
-from engine.runner.sampling.token_history import DeviceTokenHistories, EnteredTokens, TokenHistory
-from engine.runner.sampling.token_mask import TokenMask
-from engine.tensors.row_exact_linear import Numerics
-from engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
+from twinpool.engine.layers.decoder import Decoder
+from twinpool.engine.layers.forward_context import ForwardContext
+from twinpool.engine.runner.batch import NO_MASKS, BatchRow, RowOutput, TokenDraw
+from twinpool.engine.runner.device_block_tables import DeviceBlockTables, PlannedTables
+from twinpool.engine.runner.device_rows import RowUpdate
+from twinpool.engine.runner.graphs.graph_capture import Capture
+from twinpool.engine.runner.graphs.step_graphs import DraftedSteps, StepGraphs
+from twinpool.engine.runner.launched_step import ForwardResults, LaunchedStep, input_tokens
+from twinpool.engine.runner.planned_step import PlannedSlots, PlannedStep
+from twinpool.engine.runner.sampling.redraw import RedrawnTokens, redraw
+from twinpool.engine.runner.sampling.sampler import DrawnRows, Logprobs, draw_tokens, token_logprobs
+from twinpool.engine.runner.sampling.token_history import DeviceTokenHistories, EnteredTokens, TokenHistory
+from twinpool.engine.runner.sampling.token_mask import TokenMask
+from twinpool.engine.tensors.row_exact_linear import Numerics
+from twinpool.engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
 
 _LOGIT_ELEMENTS = 1 << 23
 """Logits computed at once when prompts are scored: 32 MiB in float32."""

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contracts import cpu_levels as processor
-from engine.native import current_kernels, native_kernels
-from engine.tensors.row_exact_linear import RowExactLinear
+from twinpool.contracts import cpu_levels as processor
+from twinpool.engine.native import current_kernels, native_kernels
+from twinpool.engine.tensors.row_exact_linear import RowExactLinear
 
 _PRODUCTS = ((96, 64), (320, 1024), (256, 4096))
 """[n, k] of the weights that are multiplied, with few and with many terms a sum."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.attention.attention_plan import StepShape
-from engine.runner.device_block_tables import PlannedTables
-from engine.runner.sampling.token_history import PlannedHistories
+from twinpool.engine.attention.attention_plan import StepShape
+from twinpool.engine.runner.device_block_tables import PlannedTables
+from twinpool.engine.runner.sampling.token_history import PlannedHistories
 
 
 @dataclass(frozen=True, slots=True)

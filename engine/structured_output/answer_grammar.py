@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.structured_output.grammar_engine import GrammarMatcher, StartedGrammar
+from twinpool.engine.structured_output.grammar_engine import GrammarMatcher, StartedGrammar
 
 
 class AnswerGrammar:

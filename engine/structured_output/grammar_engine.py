@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
-from contracts.errors import TwinpoolError
-from engine.runner.sampling.token_mask import TokenMask
+from twinpool.contracts.errors import TwinpoolError
+from twinpool.engine.runner.sampling.token_mask import TokenMask
 
 
 class GrammarError(TwinpoolError):

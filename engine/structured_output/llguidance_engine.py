@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from contracts.grammar import BOUNDS, engine_error, is_mark
-from contracts.outside_data import read_json
-from engine.runner.sampling.token_mask import TokenMask
-from engine.structured_output.grammar_engine import GrammarError, GrammarMatcher, StartedGrammar
+from twinpool.contracts.grammar import BOUNDS, engine_error, is_mark
+from twinpool.contracts.outside_data import read_json
+from twinpool.engine.runner.sampling.token_mask import TokenMask
+from twinpool.engine.structured_output.grammar_engine import GrammarError, GrammarMatcher, StartedGrammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

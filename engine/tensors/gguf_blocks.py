@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contracts.checkpoint.gguf.gguf_tensors import GgufTensor
-from contracts.errors import CheckpointError
-from engine.tensors.shard import ShardAxis
+from twinpool.contracts.checkpoint.gguf.gguf_tensors import GgufTensor
+from twinpool.contracts.errors import CheckpointError
+from twinpool.engine.tensors.shard import ShardAxis
 
 _PIECE_VALUES = 4 << 20
 """Values that are dequantised at a time, about."""

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.native.current_kernels import kernels_for
-from engine.native.layer_kernels import Product
-from engine.tensors.onednn_weight import OneDnnWeight
+from twinpool.engine.native.current_kernels import kernels_for
+from twinpool.engine.native.layer_kernels import Product
+from twinpool.engine.tensors.onednn_weight import OneDnnWeight
 
 TILE_ROWS = 16
 """Rows of the fixed tile that the probe compares with."""

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, Store  # type: ignore[attr-defined]
 
-from contracts.errors import PeerDead
+from twinpool.contracts.errors import PeerDead
 
 
 class TensorParallelGroup(Protocol):
@@ -106,7 +106,7 @@ class TorchDistributedGroup:
             return total
         parts = self._gathered(x)
         if on_gpu:
-            from engine.tensors.triton_rank_sum import add_ranks
+            from twinpool.engine.tensors.triton_rank_sum import add_ranks
 
             return add_ranks(parts)
         total = parts[0].float()

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.tensors import rank_sum_kernel
+from twinpool.engine.tensors import rank_sum_kernel
 
 _BLOCK = 1024
 

@@ -17,15 +17,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from contracts.checkpoint.gguf.gguf_tensors import GgufTensor
-from contracts.checkpoint.model_spec import ModelSpec
-from contracts.checkpoint.safetensors_headers import FLOATS, TensorHeader
-from contracts.config.worker_config import EngineConfig
-from contracts.errors import CheckpointError, ConfigError
-from engine.tensors.gguf_blocks import read_gguf_tensor
-from engine.tensors.mxfp4 import GROUP, unpacked
-from engine.tensors.row_exact_linear import HeadLinear, RowExactLinear
-from engine.tensors.shard import WHOLE, Shard, ShardAxis
+from twinpool.contracts.checkpoint.gguf.gguf_tensors import GgufTensor
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.checkpoint.safetensors_headers import FLOATS, TensorHeader
+from twinpool.contracts.config.worker_config import EngineConfig
+from twinpool.contracts.errors import CheckpointError, ConfigError
+from twinpool.engine.tensors.gguf_blocks import read_gguf_tensor
+from twinpool.engine.tensors.mxfp4 import GROUP, unpacked
+from twinpool.engine.tensors.row_exact_linear import HeadLinear, RowExactLinear
+from twinpool.engine.tensors.shard import WHOLE, Shard, ShardAxis
 
 _ROOTS = {
     "model.": ("model.language_model.", "language_model.model.", "model.text_model.", "backbone.", "model."),

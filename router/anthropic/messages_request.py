@@ -11,9 +11,9 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from contracts.errors import RequestError
-from router.openai.request_fields import describe, ignored_field
-from router.text.chat_template import TextParts
+from twinpool.contracts.errors import RequestError
+from twinpool.router.openai.request_fields import describe, ignored_field
+from twinpool.router.text.chat_template import TextParts
 
 _OF_CHATS = ("n", "stream_options", "logprobs", "top_logprobs", "return_token_ids")
 """Fields whose answers have no place in the shape of this API."""

@@ -13,11 +13,11 @@ import asyncio
 from functools import cache
 from pathlib import Path
 
-from router.api.admin_status import forbidden
-from router.api.asgi_exchange import HttpExchange
-from router.openai.api_errors import ApiError, ClientGone
-from router.service.dashboard_relay import NoViewer
-from router.service.router_service import RouterService
+from twinpool.router.api.admin_status import forbidden
+from twinpool.router.api.asgi_exchange import HttpExchange
+from twinpool.router.openai.api_errors import ApiError, ClientGone
+from twinpool.router.service.dashboard_relay import NoViewer
+from twinpool.router.service.router_service import RouterService
 
 FOLDER = Path(__file__).parent / "dashboard"
 PAGE = "/dashboard"

@@ -23,14 +23,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
-from contracts.errors import RequestError
-from contracts.ids import PAIR, Role
-from contracts.messages.worker_status import WorkerStatus
-from router.api.admin_status import STATUS_DEADLINE_S, forbidden, natural, status_line, unknown_as_yet
-from router.api.asgi_exchange import HttpExchange
-from router.openai.api_errors import ApiError
-from router.service.router_service import RouterService
-from router.state.worker_table import GONE, WorkerEntry
+from twinpool.contracts.errors import RequestError
+from twinpool.contracts.ids import PAIR, Role
+from twinpool.contracts.messages.worker_status import WorkerStatus
+from twinpool.router.api.admin_status import STATUS_DEADLINE_S, forbidden, natural, status_line, unknown_as_yet
+from twinpool.router.api.asgi_exchange import HttpExchange
+from twinpool.router.openai.api_errors import ApiError
+from twinpool.router.service.router_service import RouterService
+from twinpool.router.state.worker_table import GONE, WorkerEntry
 
 ANSWER_DEADLINE_S = STATUS_DEADLINE_S + 4.0
 """How long the controller, or a worker, may take to answer an order."""

@@ -15,9 +15,9 @@ import asyncio
 from typing import Any
 from urllib.parse import parse_qs
 
-from contracts.errors import RequestError
-from contracts.ids import Role, WorkerName
-from contracts.messages.pool_changes import (
+from twinpool.contracts.errors import RequestError
+from twinpool.contracts.ids import Role, WorkerName
+from twinpool.contracts.messages.pool_changes import (
     AddWorkers,
     ChangedWorkers,
     CordonNode,
@@ -26,12 +26,12 @@ from contracts.messages.pool_changes import (
     ScalePools,
     UncordonNode,
 )
-from router.api.admin_drain import ANSWER_DEADLINE_S, asked, conflict, find_target, name_after, undrainable
-from router.api.admin_status import forbidden, unknown_as_yet
-from router.api.asgi_exchange import HttpExchange
-from router.openai.api_errors import ApiError
-from router.service.router_service import RouterService
-from router.state.worker_table import GONE
+from twinpool.router.api.admin_drain import ANSWER_DEADLINE_S, asked, conflict, find_target, name_after, undrainable
+from twinpool.router.api.admin_status import forbidden, unknown_as_yet
+from twinpool.router.api.asgi_exchange import HttpExchange
+from twinpool.router.openai.api_errors import ApiError
+from twinpool.router.service.router_service import RouterService
+from twinpool.router.state.worker_table import GONE
 
 MOST_AT_ONCE = 1024
 """The most workers that one order may ask for."""

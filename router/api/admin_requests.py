@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import urllib.parse
 
-from contracts.messages.record_ring import in_order
-from router.api.admin_status import forbidden
-from router.api.asgi_exchange import HttpExchange
-from router.openai.api_errors import ApiError
-from router.service.router_service import RouterService
+from twinpool.contracts.messages.record_ring import in_order
+from twinpool.router.api.admin_status import forbidden
+from twinpool.router.api.asgi_exchange import HttpExchange
+from twinpool.router.openai.api_errors import ApiError
+from twinpool.router.service.router_service import RouterService
 
 PREFIX = "/cluster/requests/"
 ID_CHARS = 256

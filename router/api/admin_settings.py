@@ -14,14 +14,14 @@ import asyncio
 import json
 from typing import Any
 
-from contracts.errors import RequestError
-from contracts.messages.settings_change import MOST_SETTINGS_BYTES, SettingsAnswer, SettingsChange
-from contracts.outside_data import read_json
-from router.api.admin_drain import asked, conflict
-from router.api.admin_status import forbidden
-from router.api.asgi_exchange import HttpExchange
-from router.openai.api_errors import ApiError
-from router.service.router_service import RouterService
+from twinpool.contracts.errors import RequestError
+from twinpool.contracts.messages.settings_change import MOST_SETTINGS_BYTES, SettingsAnswer, SettingsChange
+from twinpool.contracts.outside_data import read_json
+from twinpool.router.api.admin_drain import asked, conflict
+from twinpool.router.api.admin_status import forbidden
+from twinpool.router.api.asgi_exchange import HttpExchange
+from twinpool.router.openai.api_errors import ApiError
+from twinpool.router.service.router_service import RouterService
 
 ANSWER_DEADLINE_S = 20.0
 """Seconds for the controller's answer, which has longer than the supervisor's to it."""

@@ -18,15 +18,15 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
-from contracts.build_id import build_id
-from contracts.ids import Role
-from contracts.messages.autoscaler_messages import AutoscalerView
-from contracts.messages.router_report import RouterReport
-from contracts.messages.worker_status import CheckReport, WorkerStatus, WorkerView
-from router.api.asgi_exchange import HttpExchange
-from router.openai.api_errors import ApiError
-from router.service.router_service import RouterService
-from router.state.worker_table import GONE
+from twinpool.contracts.build_id import build_id
+from twinpool.contracts.ids import Role
+from twinpool.contracts.messages.autoscaler_messages import AutoscalerView
+from twinpool.contracts.messages.router_report import RouterReport
+from twinpool.contracts.messages.worker_status import CheckReport, WorkerStatus, WorkerView
+from twinpool.router.api.asgi_exchange import HttpExchange
+from twinpool.router.openai.api_errors import ApiError
+from twinpool.router.service.router_service import RouterService
+from twinpool.router.state.worker_table import GONE
 
 TOKEN_VARIABLE = "TWINPOOL_ADMIN_TOKEN"
 STATUS_DEADLINE_S = 1.0

@@ -9,21 +9,21 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
-from contracts.build_id import package_version
-from contracts.errors import TwinpoolError
-from router.api import admin_dashboard as dashboard
-from router.api import admin_drain as drains
-from router.api import admin_pools as pools
-from router.api import admin_requests as requests
-from router.api import admin_settings as settings
-from router.api import admin_status as admin
-from router.api.absent_endpoints import why_absent
-from router.api.asgi_exchange import AsgiReceive, AsgiScope, AsgiSend, HttpExchange
-from router.api.connection_limits import OPEN_PATHS
-from router.api.front_page import PATH as FRONT
-from router.api.front_page import answer_front
-from router.api.openapi import openapi_document
-from router.openai.api_errors import (
+from twinpool.contracts.build_id import package_version
+from twinpool.contracts.errors import TwinpoolError
+from twinpool.router.api import admin_dashboard as dashboard
+from twinpool.router.api import admin_drain as drains
+from twinpool.router.api import admin_pools as pools
+from twinpool.router.api import admin_requests as requests
+from twinpool.router.api import admin_settings as settings
+from twinpool.router.api import admin_status as admin
+from twinpool.router.api.absent_endpoints import why_absent
+from twinpool.router.api.asgi_exchange import AsgiReceive, AsgiScope, AsgiSend, HttpExchange
+from twinpool.router.api.connection_limits import OPEN_PATHS
+from twinpool.router.api.front_page import PATH as FRONT
+from twinpool.router.api.front_page import answer_front
+from twinpool.router.api.openapi import openapi_document
+from twinpool.router.openai.api_errors import (
     ApiError,
     BodyTooLarge,
     BufferFull,
@@ -34,16 +34,16 @@ from router.openai.api_errors import (
     failure_of,
     failure_of_done,
 )
-from router.openai.parse_request import check_model, sampling_defaults
-from router.openai.response_stream import WRITE_BYTES, ResponseStream, StreamHeartbeat
-from router.openai.resume_headers import KEY_HEADER, SEEN_HEADER, read_resume_headers
-from router.records.refusals import RefusedRequest
-from router.security.tenant_accounts import TenantLimited
-from router.service.request_limits import SESSION_HEADER, SLO_HEADER
-from router.service.router_service import RouterService
-from router.state.router_log import log
-from router.state.trace_context import NO_TRACE, TRACE_HEADER, read_traceparent
-from router.tokenizer_pool.tokenizer_process import FrameKind
+from twinpool.router.openai.parse_request import check_model, sampling_defaults
+from twinpool.router.openai.response_stream import WRITE_BYTES, ResponseStream, StreamHeartbeat
+from twinpool.router.openai.resume_headers import KEY_HEADER, SEEN_HEADER, read_resume_headers
+from twinpool.router.records.refusals import RefusedRequest
+from twinpool.router.security.tenant_accounts import TenantLimited
+from twinpool.router.service.request_limits import SESSION_HEADER, SLO_HEADER
+from twinpool.router.service.router_service import RouterService
+from twinpool.router.state.router_log import log
+from twinpool.router.state.trace_context import NO_TRACE, TRACE_HEADER, read_traceparent
+from twinpool.router.tokenizer_pool.tokenizer_process import FrameKind
 
 LAST_WORD_S = 5.0
 """How long writing the error of an answer that was cut short may take."""

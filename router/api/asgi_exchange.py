@@ -13,9 +13,9 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
-from router.anthropic.messages_writer import error_body
-from router.openai.api_errors import ApiError, BodyTooLarge, ClientGone, NotJson
-from router.service.body_buffer import BodyBuffer
+from twinpool.router.anthropic.messages_writer import error_body
+from twinpool.router.openai.api_errors import ApiError, BodyTooLarge, ClientGone, NotJson
+from twinpool.router.service.body_buffer import BodyBuffer
 
 AsgiScope = MutableMapping[str, Any]
 AsgiMessage = MutableMapping[str, Any]

@@ -14,7 +14,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from router.state.router_log import log
+from twinpool.router.state.router_log import log
 
 JOINED_BYTES = 256 * 1024
 """Bytes of one socket that wait to be joined."""

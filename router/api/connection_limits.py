@@ -19,12 +19,12 @@ from typing import Any, Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from contracts.config.router_config import RouterConfig
-from router.api.asgi_exchange import AsgiReceive, AsgiScope, AsgiSend
-from router.api.coalesced_writes import CoalescingHttpProtocol, JoinedWrites
-from router.api.server_extensions import LeavingCalls, answer_http_1_0, offer_extensions
-from router.openai.api_errors import ApiError
-from router.state.router_log import log
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.router.api.asgi_exchange import AsgiReceive, AsgiScope, AsgiSend
+from twinpool.router.api.coalesced_writes import CoalescingHttpProtocol, JoinedWrites
+from twinpool.router.api.server_extensions import LeavingCalls, answer_http_1_0, offer_extensions
+from twinpool.router.openai.api_errors import ApiError
+from twinpool.router.state.router_log import log
 
 OPEN_PATHS = frozenset({"/live", "/health", "/ping", "/metrics"})
 """Paths that are answered on connections above the limit as well."""

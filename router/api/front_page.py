@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
 
-from contracts.build_id import package_version
-from router.api.asgi_exchange import HttpExchange
-from router.api.openapi import openapi_document
-from router.service.router_service import RouterService
+from twinpool.contracts.build_id import package_version
+from twinpool.router.api.asgi_exchange import HttpExchange
+from twinpool.router.api.openapi import openapi_document
+from twinpool.router.service.router_service import RouterService
 
 PATH = "/"
 DASHBOARD = "/dashboard"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from contracts.build_id import package_version
-from router.api.openapi_answers import (
+from twinpool.contracts.build_id import package_version
+from twinpool.router.api.openapi_answers import (
     COUNTING,
     GENERATION,
     LISTING,
@@ -15,9 +15,9 @@ from router.api.openapi_answers import (
     SCHEMAS,
     answers,
 )
-from router.api.openapi_bodies import BODIES, TEXT
-from router.openai.resume_headers import KEY_HEADER, MOST_KEY_CHARS, SEEN_HEADER
-from router.service.request_limits import SESSION_HEADER, SLO_HEADER
+from twinpool.router.api.openapi_bodies import BODIES, TEXT
+from twinpool.router.openai.resume_headers import KEY_HEADER, MOST_KEY_CHARS, SEEN_HEADER
+from twinpool.router.service.request_limits import SESSION_HEADER, SLO_HEADER
 
 _GENERATE = {
     "/v1/completions": ("Complete prompts", "Completion"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from router.api.openapi_bodies import TEXT, TOKENS, Schema
+from twinpool.router.api.openapi_bodies import TEXT, TOKENS, Schema
 
 _INTEGER: Schema = {"type": "integer"}
 _NUMBER: Schema = {"type": "number"}

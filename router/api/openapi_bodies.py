@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from router.openai.parse_request import BIASES_AT_MOST, EFFORTS, STOPS_AT_MOST
-from router.openai.request_fields import CHAT, COMPLETION, IGNORED, TOKENIZE, RequestField
-from router.openai.structured_output import CHOICES_AT_MOST
-from router.openai.tools import TOOLS_AT_MOST
-from router.openai_responses.responses_request import MAX_OUTPUT_TOKENS, METADATA_AT_MOST, NAMES, REASONING_INCLUDE
+from twinpool.router.openai.parse_request import BIASES_AT_MOST, EFFORTS, STOPS_AT_MOST
+from twinpool.router.openai.request_fields import CHAT, COMPLETION, IGNORED, TOKENIZE, RequestField
+from twinpool.router.openai.structured_output import CHOICES_AT_MOST
+from twinpool.router.openai.tools import TOOLS_AT_MOST
+from twinpool.router.openai_responses.responses_request import (
+    MAX_OUTPUT_TOKENS,
+    METADATA_AT_MOST,
+    NAMES,
+    REASONING_INCLUDE,
+)
 
 Schema = dict[str, Any]
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from contracts.errors import ConfigError
-from router.state.router_log import log
+from twinpool.contracts.errors import ConfigError
+from twinpool.router.state.router_log import log
 
 SERVING = b"serving"
 REACH_S = 5.0

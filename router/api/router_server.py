@@ -16,13 +16,13 @@ from typing import Any, NamedTuple, cast
 
 import uvicorn
 
-from router.api.app import App, health_problems
-from router.api.connection_limits import BoundedHttpProtocol, ClientConnections
-from router.api.port_handover import PortHandover, Predecessor
-from router.api.tls_listener import TlsListener
-from router.security.https_certificate import HttpsCertificate
-from router.service.router_service import RouterService
-from router.state.router_log import log
+from twinpool.router.api.app import App, health_problems
+from twinpool.router.api.connection_limits import BoundedHttpProtocol, ClientConnections
+from twinpool.router.api.port_handover import PortHandover, Predecessor
+from twinpool.router.api.tls_listener import TlsListener
+from twinpool.router.security.https_certificate import HttpsCertificate
+from twinpool.router.service.router_service import RouterService
+from twinpool.router.state.router_log import log
 
 GRACE_S = 2.0
 """How long connections may take to end after a signal."""

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from router.api.asgi_exchange import DIRECT_WRITE, ON_GONE, AsgiMessage, AsgiScope
+from twinpool.router.api.asgi_exchange import DIRECT_WRITE, ON_GONE, AsgiMessage, AsgiScope
 
 
 class LeavingCalls:

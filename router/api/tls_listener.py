@@ -13,10 +13,10 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from contracts.config.router_config import RouterConfig
-from contracts.wire.socket_acceptor import SocketAcceptor
-from router.api.connection_limits import BoundedHttpProtocol
-from router.security.https_certificate import HttpsCertificate
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.contracts.wire.socket_acceptor import SocketAcceptor
+from twinpool.router.api.connection_limits import BoundedHttpProtocol
+from twinpool.router.security.https_certificate import HttpsCertificate
 
 SHUTDOWN_S = 1.0
 """How long a client may take to end TLS in order, less than the router's end takes."""

@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from contracts.clock import Clock
-from contracts.ids import RequestId, Role
-from contracts.messages.kept_answers import Attach, Attached, Detach, KeptAnswer
-from contracts.messages.router_commands import Cancel
-from contracts.messages.worker_events import Event
-from router.state.worker_table import GONE, WorkerKey, WorkerTable
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.messages.kept_answers import Attach, Attached, Detach, KeptAnswer
+from twinpool.contracts.messages.router_commands import Cancel
+from twinpool.contracts.messages.worker_events import Event
+from twinpool.router.state.worker_table import GONE, WorkerKey, WorkerTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from contracts.config.router_config import RouterConfig
-from contracts.errors import ErrorKind
-from contracts.ids import Role
-from contracts.messages.kept_answers import Detach
-from contracts.messages.router_commands import Cancel
-from contracts.messages.worker_events import Done
-from router.state.routed_request import AttemptCost, RoutedRequest
-from router.state.worker_table import WorkerKey
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import Role
+from twinpool.contracts.messages.kept_answers import Detach
+from twinpool.contracts.messages.router_commands import Cancel
+from twinpool.contracts.messages.worker_events import Done
+from twinpool.router.state.routed_request import AttemptCost, RoutedRequest
+from twinpool.router.state.worker_table import WorkerKey
 
 REFUSAL_LIMIT = 64
 """Refusals that a request may meet; one more ends it with an error."""

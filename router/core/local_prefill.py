@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from contracts.config.cluster_config import Config
-from contracts.config.worker_config import DisaggregationConfig
-from contracts.ids import Role
-from router.state.routed_request import RoutedRequest
-from router.state.worker_table import WorkerEntry
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.worker_config import DisaggregationConfig
+from twinpool.contracts.ids import Role
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.state.worker_table import WorkerEntry
 
 
 class LocalReason(StrEnum):

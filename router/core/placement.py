@@ -19,16 +19,16 @@ from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from contracts.ids import RequestId, Role
-from contracts.messages.request_record import PlacementChoice
-from router.core.local_prefill import LocalPrefill, LocalReason
-from router.core.placement_choice import Considered, explained
-from router.core.routing_policies import RoutingAsk, RoutingPolicy
-from router.kv_indexer.prefix_indexes import PrefixIndexes, PromptHits
-from router.state.able_workers import AbleWorkers
-from router.state.prefill_queue import TtftPrediction
-from router.state.routed_request import RoutedRequest
-from router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
+from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.messages.request_record import PlacementChoice
+from twinpool.router.core.local_prefill import LocalPrefill, LocalReason
+from twinpool.router.core.placement_choice import Considered, explained
+from twinpool.router.core.routing_policies import RoutingAsk, RoutingPolicy
+from twinpool.router.kv_indexer.prefix_indexes import PrefixIndexes, PromptHits
+from twinpool.router.state.able_workers import AbleWorkers
+from twinpool.router.state.prefill_queue import TtftPrediction
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from contracts.ids import Role
-from contracts.messages.request_record import (
+from twinpool.contracts.ids import Role
+from twinpool.contracts.messages.request_record import (
     MOST_CANDIDATES,
     MOST_NAMED,
     PlacementChoice,
     RefusedWorkers,
     WorkerCandidate,
 )
-from router.core.routing_policies import RoutingAsk, RoutingPolicy
-from router.state.able_workers import AbleWorkers
-from router.state.routed_request import RoutedRequest
-from router.state.worker_table import WorkerEntry
+from twinpool.router.core.routing_policies import RoutingAsk, RoutingPolicy
+from twinpool.router.state.able_workers import AbleWorkers
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.state.worker_table import WorkerEntry
 
 
 @dataclass(frozen=True, slots=True)

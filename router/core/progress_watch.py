@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from contracts.clock import Clock
-from contracts.messages.worker_status import WorkerView
-from router.core.routed_requests import RoutedRequests
-from router.state.worker_table import WorkerKey
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.messages.worker_status import WorkerView
+from twinpool.router.core.routed_requests import RoutedRequests
+from twinpool.router.state.worker_table import WorkerKey
 
 
 class ProgressWatch:

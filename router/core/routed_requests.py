@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, KeysView
 from math import inf
 
-from contracts.ids import RequestId
-from router.state.routed_request import RoutedRequest, RoutingPhase
+from twinpool.contracts.ids import RequestId
+from twinpool.router.state.routed_request import RoutedRequest, RoutingPhase
 
 
 class RoutedRequests:

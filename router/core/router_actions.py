@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from contracts.ids import RequestId
-from contracts.messages.router_commands import Command
-from contracts.messages.worker_events import Done
-from contracts.sampling_params import TokenLogprob
-from router.core.answer_asks import AskEnded
-from router.state.routed_request import AttemptCost
-from router.state.worker_table import WorkerKey
-from router.verification.audit_cases import AuditEnded, AuditFinding
+from twinpool.contracts.ids import RequestId
+from twinpool.contracts.messages.router_commands import Command
+from twinpool.contracts.messages.worker_events import Done
+from twinpool.contracts.sampling_params import TokenLogprob
+from twinpool.router.core.answer_asks import AskEnded
+from twinpool.router.state.routed_request import AttemptCost
+from twinpool.router.state.worker_table import WorkerKey
+from twinpool.router.verification.audit_cases import AuditEnded, AuditFinding
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,23 +17,23 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from contracts.clock import Clock
-from contracts.config.cache_config import CacheConfig
-from contracts.config.router_config import AuditConfig, RouterConfig
-from contracts.errors import ErrorKind
-from contracts.ids import RequestId, Role, RoomId, room_of
-from contracts.messages.kept_answers import Attached, Detach
-from contracts.messages.router_commands import Cancel, PeerRef, Submit
-from contracts.messages.worker_events import Audited, Done, Event, LegReport, PromptScores, Tokens
-from contracts.messages.worker_status import WorkerStatus, WorkerView
-from contracts.sampling_params import TokenLogprob
-from router.core.answer_asks import AnswerAsks, FoundAnswer
-from router.core.failover import AttemptFailure, Fail, Failover, Finish, Retry
-from router.core.local_prefill import LocalPrefill
-from router.core.placement import Placement, PredictedTtft
-from router.core.progress_watch import ProgressWatch
-from router.core.routed_requests import RoutedRequests
-from router.core.router_actions import (
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.cache_config import CacheConfig
+from twinpool.contracts.config.router_config import AuditConfig, RouterConfig
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId, Role, RoomId, room_of
+from twinpool.contracts.messages.kept_answers import Attached, Detach
+from twinpool.contracts.messages.router_commands import Cancel, PeerRef, Submit
+from twinpool.contracts.messages.worker_events import Audited, Done, Event, LegReport, PromptScores, Tokens
+from twinpool.contracts.messages.worker_status import WorkerStatus, WorkerView
+from twinpool.contracts.sampling_params import TokenLogprob
+from twinpool.router.core.answer_asks import AnswerAsks, FoundAnswer
+from twinpool.router.core.failover import AttemptFailure, Fail, Failover, Finish, Retry
+from twinpool.router.core.local_prefill import LocalPrefill
+from twinpool.router.core.placement import Placement, PredictedTtft
+from twinpool.router.core.progress_watch import ProgressWatch
+from twinpool.router.core.routed_requests import RoutedRequests
+from twinpool.router.core.router_actions import (
     DeliverScores,
     DeliverTokens,
     EndRequest,
@@ -42,16 +42,16 @@ from router.core.router_actions import (
     RouterCounts,
     SendCommand,
 )
-from router.core.routing_policies import make_policy
-from router.core.worker_rates import PoolRates
-from router.kv_indexer.prefix_indexes import PrefixIndexes
-from router.kv_indexer.told_prefixes import ToldPrefixes
-from router.migration.migrations import Migrations
-from router.state.request_journal import JournalKind
-from router.state.routed_request import AttemptCost, AttemptLeg, RoutedRequest
-from router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
-from router.verification.audits import Audits
-from router.verification.damage_totals import DamageTotals
+from twinpool.router.core.routing_policies import make_policy
+from twinpool.router.core.worker_rates import PoolRates
+from twinpool.router.kv_indexer.prefix_indexes import PrefixIndexes
+from twinpool.router.kv_indexer.told_prefixes import ToldPrefixes
+from twinpool.router.migration.migrations import Migrations
+from twinpool.router.state.request_journal import JournalKind
+from twinpool.router.state.routed_request import AttemptCost, AttemptLeg, RoutedRequest
+from twinpool.router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
+from twinpool.router.verification.audits import Audits
+from twinpool.router.verification.damage_totals import DamageTotals
 
 Leave = Cancel | Detach
 """What takes a request off a worker."""

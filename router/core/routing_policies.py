@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from contracts.config.cache_config import PrefetchConfig
-from router.core.worker_rates import PoolRates
-from router.kv_indexer.prefix_indexes import PromptHits
-from router.state.able_workers import UNKNOWN_ROOM, AbleWorkers
-from router.state.worker_table import SEQUENCE_TOKENS, WorkerEntry
+from twinpool.contracts.config.cache_config import PrefetchConfig
+from twinpool.router.core.worker_rates import PoolRates
+from twinpool.router.kv_indexer.prefix_indexes import PromptHits
+from twinpool.router.state.able_workers import UNKNOWN_ROOM, AbleWorkers
+from twinpool.router.state.worker_table import SEQUENCE_TOKENS, WorkerEntry
 
 
 @dataclass(frozen=True, slots=True)

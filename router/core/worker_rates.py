@@ -15,9 +15,9 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from contracts.ids import Role
-from router.state.able_workers import AbleWorkers
-from router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
+from twinpool.contracts.ids import Role
+from twinpool.router.state.able_workers import AbleWorkers
+from twinpool.router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
 
 LOAD_SHARE = 0.1
 """What loading a token from host memory costs where it wasn't measured, in tokens that are computed meanwhile."""

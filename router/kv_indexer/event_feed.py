@@ -16,16 +16,16 @@ from pathlib import Path
 
 import zmq
 
-from contracts.clock import Clock
-from contracts.ids import WorkerName
-from contracts.messages.worker_status import WorkerView
-from router.kv_indexer.holder_table import HolderTable
-from router.kv_indexer.kv_event_subscriber import KVEventSubscriber
-from router.kv_indexer.table_index import TableIndex
-from router.kv_indexer.table_memory import TableMemory
-from router.kv_indexer.table_slots import SlotWriter
-from router.state.router_log import log
-from router.state.worker_table import GONE, WorkerKey
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.ids import WorkerName
+from twinpool.contracts.messages.worker_status import WorkerView
+from twinpool.router.kv_indexer.holder_table import HolderTable
+from twinpool.router.kv_indexer.kv_event_subscriber import KVEventSubscriber
+from twinpool.router.kv_indexer.table_index import TableIndex
+from twinpool.router.kv_indexer.table_memory import TableMemory
+from twinpool.router.kv_indexer.table_slots import SlotWriter
+from twinpool.router.state.router_log import log
+from twinpool.router.state.worker_table import GONE, WorkerKey
 
 EVERY_S = 0.5
 """Seconds between two rounds in which every worker is looked after, whether anything came from it or not."""

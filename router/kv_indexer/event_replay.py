@@ -31,9 +31,9 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Protocol
 
-from contracts.errors import WireError
-from contracts.messages.kv_events import TRUTH, AllBlocksCleared, KvEvent, decode_batch
-from router.kv_indexer.kv_index import KVIndex
+from twinpool.contracts.errors import WireError
+from twinpool.contracts.messages.kv_events import TRUTH, AllBlocksCleared, KvEvent, decode_batch
+from twinpool.router.kv_indexer.kv_index import KVIndex
 
 _RECENT = 4096
 """Applied batches whose digests are remembered, to tell a duplicate from another publisher's batch."""

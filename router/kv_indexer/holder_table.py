@@ -30,8 +30,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from router.kv_indexer.holder_sets import DEVICE, EMPTY, HOST, LANES, ROW_MARK, ROWS_FROM, HolderSets, is_row
-from router.kv_indexer.table_memory import WAYS, TableMemory
+from twinpool.router.kv_indexer.holder_sets import DEVICE, EMPTY, HOST, LANES, ROW_MARK, ROWS_FROM, HolderSets, is_row
+from twinpool.router.kv_indexer.table_memory import WAYS, TableMemory
 
 TRIES = 16
 """How often a reader reads an entry that the writer is changing."""

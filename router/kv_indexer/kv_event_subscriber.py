@@ -9,11 +9,11 @@ from types import TracebackType
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from contracts.clock import Clock
-from contracts.credentials.curve_file import call, read_curve_public
-from contracts.messages.kv_events import END
-from router.kv_indexer.event_replay import EventIndex, KVEventReplay
-from router.kv_indexer.kv_index import BlockEntry, KVIndex
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.credentials.curve_file import call, read_curve_public
+from twinpool.contracts.messages.kv_events import END
+from twinpool.router.kv_indexer.event_replay import EventIndex, KVEventReplay
+from twinpool.router.kv_indexer.kv_index import BlockEntry, KVIndex
 
 __all__ = ["BlockEntry", "KVEventReplay", "KVEventSubscriber", "KVIndex"]
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from router.kv_indexer.sent_prefixes import SentPrefixes
-from router.kv_indexer.table_slots import SlotList
-from router.kv_indexer.told_prefixes import ToldPrefix, ToldPrefixes
-from router.state.able_workers import AbleWorkers
-from router.state.prefix_hashes import PrefixHashes
-from router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
+from twinpool.router.kv_indexer.sent_prefixes import SentPrefixes
+from twinpool.router.kv_indexer.table_slots import SlotList
+from twinpool.router.kv_indexer.told_prefixes import ToldPrefix, ToldPrefixes
+from twinpool.router.state.able_workers import AbleWorkers
+from twinpool.router.state.prefix_hashes import PrefixHashes
+from twinpool.router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
 
 KEEP_S = 0.05
 """Seconds for which the answer about a prompt is good for its other choices."""

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from contracts.ids import Incarnation, Role, WorkerName
-from router.kv_indexer.holder_sets import DEVICE
-from router.kv_indexer.holder_table import HolderTable
-from router.kv_indexer.recent_prefixes import RECENT_BLOCKS, RecentPrefixes
-from router.kv_indexer.table_memory import TableMemory, TableSize
-from router.state.prefix_hashes import PrefixHashes
-from router.state.worker_table import WorkerEntry, WorkerKey
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.router.kv_indexer.holder_sets import DEVICE
+from twinpool.router.kv_indexer.holder_table import HolderTable
+from twinpool.router.kv_indexer.recent_prefixes import RECENT_BLOCKS, RecentPrefixes
+from twinpool.router.kv_indexer.table_memory import TableMemory, TableSize
+from twinpool.router.state.prefix_hashes import PrefixHashes
+from twinpool.router.state.worker_table import WorkerEntry, WorkerKey
 
 SENT_BYTES = 32 * 1024**2
 """Memory for all that was sent: 1.6 million blocks of 64 tokens, whichever workers they were sent to."""

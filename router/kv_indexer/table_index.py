@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from contracts.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventMedium, KvEvent
-from router.kv_indexer.holder_sets import DEVICE, HOST
-from router.kv_indexer.holder_table import HolderTable
-from router.kv_indexer.table_slots import STORAGE, SlotWriter
-from router.state.prefix_hashes import keys_of, marked
-from router.state.worker_table import WorkerKey
+from twinpool.contracts.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventMedium, KvEvent
+from twinpool.router.kv_indexer.holder_sets import DEVICE, HOST
+from twinpool.router.kv_indexer.holder_table import HolderTable
+from twinpool.router.kv_indexer.table_slots import STORAGE, SlotWriter
+from twinpool.router.state.prefix_hashes import keys_of, marked
+from twinpool.router.state.worker_table import WorkerKey
 
 _TIERS = {EventMedium.DEVICE: DEVICE, EventMedium.HOST: HOST, EventMedium.STORAGE: HOST}
 

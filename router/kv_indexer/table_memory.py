@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from router.kv_indexer.holder_sets import SLOTS_AT_MOST
+from twinpool.router.kv_indexer.holder_sets import SLOTS_AT_MOST
 
 WAYS = 8
 """Entries of a bucket."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from contracts.ids import Incarnation, WorkerName
-from router.kv_indexer.table_memory import NAME_BYTES, TableMemory
-from router.state.worker_table import WorkerKey
+from twinpool.contracts.ids import Incarnation, WorkerName
+from twinpool.router.kv_indexer.table_memory import NAME_BYTES, TableMemory
+from twinpool.router.state.worker_table import WorkerKey
 
 STORAGE = 0
 """The slot of storage, which all workers share."""

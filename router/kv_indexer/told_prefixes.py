@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from router.kv_indexer.holder_table import HeldDepths, HolderReader
-from router.kv_indexer.table_memory import TableMemory
-from router.kv_indexer.table_slots import STORAGE, SlotList, SlotReader
-from router.state.prefix_hashes import PrefixHashes
-from router.state.router_log import log
+from twinpool.router.kv_indexer.holder_table import HeldDepths, HolderReader
+from twinpool.router.kv_indexer.table_memory import TableMemory
+from twinpool.router.kv_indexer.table_slots import STORAGE, SlotList, SlotReader
+from twinpool.router.state.prefix_hashes import PrefixHashes
+from twinpool.router.state.router_log import log
 
 PULSE_S = 2.0
 """Seconds without a pulse after which the table isn't believed."""

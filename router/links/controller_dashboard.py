@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from contracts.cluster_secret import access_metadata, cluster_secret
-from contracts.errors import WireError
-from contracts.messages.router_report import RouterReport
-from contracts.proto import worker_pb2 as pb
-from contracts.wire.grpc_channels import reached
-from contracts.wire.router_report_protobuf import router_report_from_proto, router_report_to_proto
+from twinpool.contracts.cluster_secret import access_metadata, cluster_secret
+from twinpool.contracts.errors import WireError
+from twinpool.contracts.messages.router_report import RouterReport
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.wire.grpc_channels import reached
+from twinpool.contracts.wire.router_report_protobuf import router_report_from_proto, router_report_to_proto
 
 CALL_S = 2.0
 """Seconds that a call waits for the controller."""

@@ -10,33 +10,33 @@ from typing import Any
 
 import grpc.aio
 
-from contracts.cluster_secret import access_metadata, cluster_secret
-from contracts.credentials.certificate_files import CertificateFiles
-from contracts.errors import ConfigError, RequestError, WireError
-from contracts.ids import Role, WorkerName
-from contracts.interfaces.discovery import WorkerClient
-from contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts
-from contracts.messages.control_plane import ControlPlane
-from contracts.messages.pool_changes import ChangedWorkers, PoolChange
-from contracts.messages.quota import QuotaClaim, QuotaSlice
-from contracts.messages.request_record import FoundRecords, RequestRecord
-from contracts.messages.settings_change import SettingsAnswer, SettingsChange
-from contracts.messages.worker_status import WorkerRecord, WorkerView
-from contracts.proto import worker_pb2 as pb
-from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire.autoscaler_protobuf import autoscaler_from_proto, counts_to_proto
-from contracts.wire.controller_turns import ControllerTurns, call_leader
-from contracts.wire.grpc_channels import channel_options, reached
-from contracts.wire.pool_change_protobuf import call_for
-from contracts.wire.quota_protobuf import claim_to_proto, slice_from_proto
-from contracts.wire.record_protobuf import record_from_proto, record_to_proto
-from contracts.wire.secure_grpc import open_channel
-from contracts.wire.settings_protobuf import answer_from_proto, change_to_proto
-from contracts.wire.unknown_kinds import known
-from contracts.wire.worker_protobuf import status_from_proto, view_from_proto
-from router.links.controller_dashboard import ControllerDashboard
-from router.links.grpc_worker import LINK_TIMEOUT_S, GrpcWorkerClient
-from router.state.router_log import log
+from twinpool.contracts.cluster_secret import access_metadata, cluster_secret
+from twinpool.contracts.credentials.certificate_files import CertificateFiles
+from twinpool.contracts.errors import ConfigError, RequestError, WireError
+from twinpool.contracts.ids import Role, WorkerName
+from twinpool.contracts.interfaces.discovery import WorkerClient
+from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts
+from twinpool.contracts.messages.control_plane import ControlPlane
+from twinpool.contracts.messages.pool_changes import ChangedWorkers, PoolChange
+from twinpool.contracts.messages.quota import QuotaClaim, QuotaSlice
+from twinpool.contracts.messages.request_record import FoundRecords, RequestRecord
+from twinpool.contracts.messages.settings_change import SettingsAnswer, SettingsChange
+from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
+from twinpool.contracts.wire.autoscaler_protobuf import autoscaler_from_proto, counts_to_proto
+from twinpool.contracts.wire.controller_turns import ControllerTurns, call_leader
+from twinpool.contracts.wire.grpc_channels import channel_options, reached
+from twinpool.contracts.wire.pool_change_protobuf import call_for
+from twinpool.contracts.wire.quota_protobuf import claim_to_proto, slice_from_proto
+from twinpool.contracts.wire.record_protobuf import record_from_proto, record_to_proto
+from twinpool.contracts.wire.secure_grpc import open_channel
+from twinpool.contracts.wire.settings_protobuf import answer_from_proto, change_to_proto
+from twinpool.contracts.wire.unknown_kinds import known
+from twinpool.contracts.wire.worker_protobuf import status_from_proto, view_from_proto
+from twinpool.router.links.controller_dashboard import ControllerDashboard
+from twinpool.router.links.grpc_worker import LINK_TIMEOUT_S, GrpcWorkerClient
+from twinpool.router.state.router_log import log
 
 COMMAND_TIMEOUT_S = 20.0
 """Seconds for an operator's call: a controller that has ended is started again, or another leads, within seconds, and

@@ -11,19 +11,19 @@ from typing import Any
 
 import grpc.aio
 
-from contracts.cluster_secret import access_metadata, cluster_secret
-from contracts.config.worker_config import TransferConfig
-from contracts.credentials.certificate_files import CertificateFiles
-from contracts.credentials.node_tls import NodeTls
-from contracts.messages.stream_end import StreamEnd
-from contracts.messages.worker_events import Event
-from contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerStatus
-from contracts.proto import worker_pb2 as pb
-from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire.grpc_channels import channel_options, reached
-from contracts.wire.secure_grpc import open_channel
-from contracts.wire.worker_protobuf import report_from_proto, status_from_proto
-from router.links.worker_stream import WorkerStream, open_stream
+from twinpool.contracts.cluster_secret import access_metadata, cluster_secret
+from twinpool.contracts.config.worker_config import TransferConfig
+from twinpool.contracts.credentials.certificate_files import CertificateFiles
+from twinpool.contracts.credentials.node_tls import NodeTls
+from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.worker_events import Event
+from twinpool.contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerStatus
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
+from twinpool.contracts.wire.grpc_channels import channel_options, reached
+from twinpool.contracts.wire.secure_grpc import open_channel
+from twinpool.contracts.wire.worker_protobuf import report_from_proto, status_from_proto
+from twinpool.router.links.worker_stream import WorkerStream, open_stream
 
 INCARNATION_KEY = "twinpool-incarnation"
 CONNECT_TIMEOUT_S = 5.0

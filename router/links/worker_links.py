@@ -9,13 +9,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from contracts.interfaces.discovery import WorkerClient, WorkerDirectory, WorkerSession
-from contracts.messages.router_commands import Command
-from contracts.messages.stream_end import StreamEnd
-from contracts.messages.worker_events import Event
-from contracts.messages.worker_status import WorkerRecord, WorkerView
-from router.state.router_log import log
-from router.state.worker_table import WorkerKey
+from twinpool.contracts.interfaces.discovery import WorkerClient, WorkerDirectory, WorkerSession
+from twinpool.contracts.messages.router_commands import Command
+from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.worker_events import Event
+from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
+from twinpool.router.state.router_log import log
+from twinpool.router.state.worker_table import WorkerKey
 
 RETRY_FIRST_S = 0.05
 RETRY_MOST_S = 2.0

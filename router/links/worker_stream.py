@@ -12,22 +12,22 @@ from collections.abc import Callable, Iterator, Sequence
 
 from google.protobuf.message import DecodeError
 
-from contracts.cluster_secret import access_token, cluster_secret
-from contracts.credentials.certificate_files import NODE_NAME
-from contracts.credentials.node_tls import NodeTls
-from contracts.errors import WireError
-from contracts.ids import Incarnation
-from contracts.messages.router_commands import Command
-from contracts.messages.stream_end import StreamEnd
-from contracts.messages.stream_protocol import STREAM_PROTOCOL, refusal
-from contracts.messages.worker_events import Event
-from contracts.messages.worker_status import WorkerRecord
-from contracts.proto import worker_pb2 as pb
-from contracts.wire.event_protobuf import event_from_proto
-from contracts.wire.frame_connection import FrameConnection
-from contracts.wire.shared_frames import EVENTS_BYTES, FrameWriter
-from contracts.wire.unknown_kinds import known
-from router.state.router_log import log
+from twinpool.contracts.cluster_secret import access_token, cluster_secret
+from twinpool.contracts.credentials.certificate_files import NODE_NAME
+from twinpool.contracts.credentials.node_tls import NodeTls
+from twinpool.contracts.errors import WireError
+from twinpool.contracts.ids import Incarnation
+from twinpool.contracts.messages.router_commands import Command
+from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL, refusal
+from twinpool.contracts.messages.worker_events import Event
+from twinpool.contracts.messages.worker_status import WorkerRecord
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.wire.event_protobuf import event_from_proto
+from twinpool.contracts.wire.frame_connection import FrameConnection
+from twinpool.contracts.wire.shared_frames import EVENTS_BYTES, FrameWriter
+from twinpool.contracts.wire.unknown_kinds import known
+from twinpool.router.state.router_log import log
 
 MOST_COMMANDS = 64 * 1024
 """Commands that may wait for a worker that doesn't read, before its stream is ended."""

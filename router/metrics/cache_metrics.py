@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from router.state.worker_table import WorkerEntry
+from twinpool.router.state.worker_table import WorkerEntry
 
 _LABELS = ("worker", "role")
 _HITS = {"device": "hit_tokens_device", "host": "hit_tokens_host", "storage": "hit_tokens_storage"}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from contracts.messages.control_plane import ControlPlane
+from twinpool.contracts.messages.control_plane import ControlPlane
 
 
 def control_plane_metrics(reachable: bool, plane: ControlPlane | None) -> Iterator[Metric]:

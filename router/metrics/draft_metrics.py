@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from router.state.worker_table import WorkerEntry
+from twinpool.router.state.worker_table import WorkerEntry
 
 _FAMILIES = {
     "tokens_drafted": ("twinpool_draft_tokens", "Tokens that were drafted"),

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from contracts.clock import Clock
-from router.kv_indexer.told_prefixes import ToldPrefixes
+from twinpool.contracts.clock import Clock
+from twinpool.router.kv_indexer.told_prefixes import ToldPrefixes
 
 
 def index_metrics(told: ToldPrefixes, clock: Clock) -> Iterator[Metric]:

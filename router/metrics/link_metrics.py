@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from router.state.worker_table import WorkerEntry
+from twinpool.router.state.worker_table import WorkerEntry
 
 _COUNTERS = {
     "writes": ("twinpool_link_writes", "Writes of pages that a worker sent to another"),

@@ -12,19 +12,19 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 
-from contracts.build_id import build_id, package_version
-from contracts.config.router_config import RouterConfig
-from router.core.local_prefill import LocalReason
-from router.core.router_core import RouterCore
-from router.metrics.cache_metrics import tier_metrics
-from router.metrics.draft_metrics import draft_metrics
-from router.metrics.link_metrics import link_metrics
-from router.metrics.request_tally import RequestTally
-from router.metrics.scrapes import Scrapes
-from router.metrics.verification_metrics import verification_metrics
-from router.metrics.vllm_aliases import VllmAliases
-from router.metrics.worker_metrics import worker_metrics
-from router.verification.stream_watch import StreamWatch
+from twinpool.contracts.build_id import build_id, package_version
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.router.core.local_prefill import LocalReason
+from twinpool.router.core.router_core import RouterCore
+from twinpool.router.metrics.cache_metrics import tier_metrics
+from twinpool.router.metrics.draft_metrics import draft_metrics
+from twinpool.router.metrics.link_metrics import link_metrics
+from twinpool.router.metrics.request_tally import RequestTally
+from twinpool.router.metrics.scrapes import Scrapes
+from twinpool.router.metrics.verification_metrics import verification_metrics
+from twinpool.router.metrics.vllm_aliases import VllmAliases
+from twinpool.router.metrics.worker_metrics import worker_metrics
+from twinpool.router.verification.stream_watch import StreamWatch
 
 
 class PrometheusMetrics:

@@ -6,19 +6,19 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
-from contracts.ids import RequestId, Role
-from contracts.messages.latency_shape import LatencyShape
-from contracts.messages.worker_events import LegReport
-from router.anthropic.messages_request import IGNORED as ANTHROPICS
-from router.metrics.histogram_tally import (
+from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.messages.latency_shape import LatencyShape
+from twinpool.contracts.messages.worker_events import LegReport
+from twinpool.router.anthropic.messages_request import IGNORED as ANTHROPICS
+from twinpool.router.metrics.histogram_tally import (
     E2E_BUCKETS_S,
     ITL_BUCKETS_S,
     TOKEN_BUCKETS,
     TTFT_BUCKETS_S,
     HistogramTally,
 )
-from router.openai.choice_output import ChoiceOutput
-from router.openai.request_fields import IGNORED
+from twinpool.router.openai.choice_output import ChoiceOutput
+from twinpool.router.openai.request_fields import IGNORED
 
 UNANSWERED_AT_MOST = 4096
 """Choices without a first token whose reports are waited for."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.core import Metric
 
-from router.metrics.exposition import expose, wants_openmetrics
+from twinpool.router.metrics.exposition import expose, wants_openmetrics
 
 PIECE_S = 0.002
 """Seconds of collecting after which other work has its turn."""

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from contracts.damage import DamageSite
-from router.verification.audit_cases import AuditResult
-from router.verification.audits import Audits
-from router.verification.damage_totals import DamageTotals
-from router.verification.stream_watch import FlagReason, StreamWatch
+from twinpool.contracts.damage import DamageSite
+from twinpool.router.verification.audit_cases import AuditResult
+from twinpool.router.verification.audits import Audits
+from twinpool.router.verification.damage_totals import DamageTotals
+from twinpool.router.verification.stream_watch import FlagReason, StreamWatch
 
 
 def verification_metrics(damage: DamageTotals, audits: Audits, watch: StreamWatch | None) -> Iterator[Metric]:

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from contracts.ids import Incarnation, Role, WorkerName
-from router.core.router_core import RouterCore
-from router.metrics.request_tally import RequestTally
-from router.state.worker_table import GONE, WorkerEntry
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.router.core.router_core import RouterCore
+from twinpool.router.metrics.request_tally import RequestTally
+from twinpool.router.state.worker_table import GONE, WorkerEntry
 
 _PREEMPTIONS = ("preemptions", "retractions")
 """Counters of workers: prompts that gave their pages up, and requests that left decode's device."""

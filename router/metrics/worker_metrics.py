@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from contracts.messages.worker_status import CPU_SECONDS, GPU_UTILIZATION
-from router.core.router_core import RouterCore
-from router.state.circuit_breaker import CircuitState
+from twinpool.contracts.messages.worker_status import CPU_SECONDS, GPU_UTILIZATION
+from twinpool.router.core.router_core import RouterCore
+from twinpool.router.state.circuit_breaker import CircuitState
 
 STATES = ("starting", "ready", "draining", "left", "dead")
 _BREAKER = {CircuitState.CLOSED: 0, CircuitState.HALF_OPEN: 1, CircuitState.OPEN: 2}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from contracts.ids import RoomId
-from contracts.state_table import StateTable
-from router.state.worker_table import WorkerKey
+from twinpool.contracts.ids import RoomId
+from twinpool.contracts.state_table import StateTable
+from twinpool.router.state.worker_table import WorkerKey
 
 AVOID_S, DOUBLINGS = 5.0, 4
 """Seconds for which a worker that could not take a request isn't chosen for its migration again. They double with each

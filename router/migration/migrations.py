@@ -25,11 +25,11 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from typing import Protocol
 
-from contracts.clock import Clock
-from contracts.config.router_config import RouterConfig
-from contracts.errors import ErrorKind
-from contracts.ids import RequestId, Role, room_of
-from contracts.messages.router_commands import (
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId, Role, room_of
+from twinpool.contracts.messages.router_commands import (
     Cancel,
     Command,
     PauseForMigration,
@@ -38,7 +38,7 @@ from contracts.messages.router_commands import (
     ResumeHere,
     Submit,
 )
-from contracts.messages.worker_events import (
+from twinpool.contracts.messages.worker_events import (
     Done,
     Event,
     LegReport,
@@ -51,7 +51,7 @@ from contracts.messages.worker_events import (
     PushReady,
     Tokens,
 )
-from router.migration.migration_table import (
+from twinpool.router.migration.migration_table import (
     MIGRATION,
     DrainWish,
     Migration,
@@ -59,10 +59,10 @@ from router.migration.migration_table import (
     MigrationEvent,
     MigrationState,
 )
-from router.migration.prefix_transfers import PrefixTransfers
-from router.state.request_journal import JournalKind
-from router.state.routed_request import RoutedRequest, RoutingPhase
-from router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
+from twinpool.router.migration.prefix_transfers import PrefixTransfers
+from twinpool.router.state.request_journal import JournalKind
+from twinpool.router.state.routed_request import RoutedRequest, RoutingPhase
+from twinpool.router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
 
 PATIENCE_S = 15.0
 """Seconds without progress after which a migration is given up; the workers' own deadlines are shorter."""

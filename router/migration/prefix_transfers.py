@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from contracts.clock import Clock
-from contracts.ids import RequestId, RoomId
-from contracts.messages.router_commands import Command, PullPrefix, PushPrefix
-from contracts.messages.worker_events import PrefixOffered, PullDone, PushReady
-from router.state.worker_table import WorkerKey, WorkerTable
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.ids import RequestId, RoomId
+from twinpool.contracts.messages.router_commands import Command, PullPrefix, PushPrefix
+from twinpool.contracts.messages.worker_events import PrefixOffered, PullDone, PushReady
+from twinpool.router.state.worker_table import WorkerKey, WorkerTable
 
 PATIENCE_S = 30.0
 """Seconds after which an offer that hasn't ended is forgotten."""

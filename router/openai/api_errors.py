@@ -6,10 +6,10 @@ import json
 import math
 from dataclasses import dataclass
 
-from contracts.errors import ErrorKind, RequestError, TwinpoolError
-from contracts.messages.worker_events import Done
-from router.openai.generate_request import GenerateRequest, UnknownModel
-from router.security.tenant_accounts import TenantLimited
+from twinpool.contracts.errors import ErrorKind, RequestError, TwinpoolError
+from twinpool.contracts.messages.worker_events import Done
+from twinpool.router.openai.generate_request import GenerateRequest, UnknownModel
+from twinpool.router.security.tenant_accounts import TenantLimited
 
 SHUTDOWN_RETRY_S = 5
 """When a request may be tried again that met a server which ends: one that takes its place needs some time."""

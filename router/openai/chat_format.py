@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from contracts.errors import RequestError
-from router.openai.grammar_check import why_not_compiled
-from router.openai.json_schemas import engine_fault, followed, grammar_of
-from router.openai.structured_output import bounded
-from router.openai.template_messages import messages_for
-from router.openai.tool_prompt import with_tool_prompt
-from router.openai.tools import ANY_OBJECT, ChatTool, ToolUse
-from router.parsers.answer_parts import PartsParser
-from router.parsers.harmony_grammar import answer_rules
-from router.parsers.harmony_messages import CALL, RETURN, HarmonyMessages
-from router.parsers.lark_literal import quoted
-from router.parsers.reasoning_parser import REASONING, PlainContent, ReasoningParser, opened, reasoning_of
-from router.parsers.tool_formats import FORMATS, HARMONY, CallGrammar, format_of
-from router.text.chat_template import TemplateTraits
+from twinpool.contracts.errors import RequestError
+from twinpool.router.openai.grammar_check import why_not_compiled
+from twinpool.router.openai.json_schemas import engine_fault, followed, grammar_of
+from twinpool.router.openai.structured_output import bounded
+from twinpool.router.openai.template_messages import messages_for
+from twinpool.router.openai.tool_prompt import with_tool_prompt
+from twinpool.router.openai.tools import ANY_OBJECT, ChatTool, ToolUse
+from twinpool.router.parsers.answer_parts import PartsParser
+from twinpool.router.parsers.harmony_grammar import answer_rules
+from twinpool.router.parsers.harmony_messages import CALL, RETURN, HarmonyMessages
+from twinpool.router.parsers.lark_literal import quoted
+from twinpool.router.parsers.reasoning_parser import REASONING, PlainContent, ReasoningParser, opened, reasoning_of
+from twinpool.router.parsers.tool_formats import FORMATS, HARMONY, CallGrammar, format_of
+from twinpool.router.text.chat_template import TemplateTraits
 
 AUTO, NONE = "auto", "none"
 THINK = "think"

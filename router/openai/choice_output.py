@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from contracts.errors import ErrorKind
-from contracts.messages.worker_events import Done
-from contracts.outside_data import read_json
-from contracts.sampling_params import TokenLogprob
-from router.openai.generate_request import GenerateRequest
-from router.parsers.answer_parts import (
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.messages.worker_events import Done
+from twinpool.contracts.outside_data import read_json
+from twinpool.contracts.sampling_params import TokenLogprob
+from twinpool.router.openai.generate_request import GenerateRequest
+from twinpool.router.parsers.answer_parts import (
     AnswerPart,
     ArgumentsOfCalls,
     ArgumentsPart,
@@ -24,10 +24,10 @@ from router.parsers.answer_parts import (
     ReasoningPart,
     joined,
 )
-from router.parsers.mark_tokens import MarkTokens, made_whole
-from router.state.routed_request import RoutedRequest
-from router.text.stop_strings import StopMatcher
-from router.text.tokenizer import ModelTokenizer
+from twinpool.router.parsers.mark_tokens import MarkTokens, made_whole
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.text.stop_strings import StopMatcher
+from twinpool.router.text.tokenizer import ModelTokenizer
 
 
 @dataclass(slots=True)

@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from contracts.outside_data import read_json
-from router.schemas.schema_parts import SchemaError
+from twinpool.contracts.outside_data import read_json
+from twinpool.router.schemas.schema_parts import SchemaError
 
 SCHEMAS_AT_MOST = 64
 """Schemas within one grammar."""

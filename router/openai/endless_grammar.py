@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 
-from router.schemas.schema_parts import ending
+from twinpool.router.schemas.schema_parts import ending
 
 _TOKEN = re.compile(
     r"""(?P<skip>[ \t\r]+|//[^\n]*)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from contracts.errors import RequestError
-from contracts.sampling_params import SamplingParams
-from router.openai.chat_format import AnswerFormat
-from router.openai.tools import ToolUse
+from twinpool.contracts.errors import RequestError
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.router.openai.chat_format import AnswerFormat
+from twinpool.router.openai.tools import ToolUse
 
 Prompt = str | tuple[int, ...]
 ChatMessages = tuple[dict[str, Any], ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from contracts.grammar import BOUNDS, engine_error
+from twinpool.contracts.grammar import BOUNDS, engine_error
 
 
 @lru_cache(maxsize=64)

@@ -12,15 +12,15 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from contracts.grammar import JSON_FORM
-from router.openai.grammar_check import why_not_compiled
-from router.schemas.ecma_patterns import is_hard
-from router.schemas.fault_place import Effort, fault_place
-from router.schemas.rewritten_schema import rewritten
-from router.schemas.schema_keywords import kept
-from router.schemas.schema_parts import PARTS_AT_MOST, SchemaError, Steps, shown, subparts
-from router.schemas.schema_places import Place, places, too_deep_place
-from router.schemas.schema_ways import FORMATS
+from twinpool.contracts.grammar import JSON_FORM
+from twinpool.router.openai.grammar_check import why_not_compiled
+from twinpool.router.schemas.ecma_patterns import is_hard
+from twinpool.router.schemas.fault_place import Effort, fault_place
+from twinpool.router.schemas.rewritten_schema import rewritten
+from twinpool.router.schemas.schema_keywords import kept
+from twinpool.router.schemas.schema_parts import PARTS_AT_MOST, SchemaError, Steps, shown, subparts
+from twinpool.router.schemas.schema_places import Place, places, too_deep_place
+from twinpool.router.schemas.schema_ways import FORMATS
 
 Schema = dict[str, Any]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from router.openai.resume_headers import SeenEvents, event_id
+from twinpool.router.openai.resume_headers import SeenEvents, event_id
 
 END = b"\n\n"
 

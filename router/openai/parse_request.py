@@ -10,11 +10,11 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from contracts.checkpoint.model_spec import ModelSpec
-from contracts.errors import RequestError
-from contracts.sampling_params import SamplingParams
-from router.openai.generate_request import ChatMessages, GenerateRequest, Prompt, UnknownModel
-from router.openai.request_fields import (
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.errors import RequestError
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.router.openai.generate_request import ChatMessages, GenerateRequest, Prompt, UnknownModel
+from twinpool.router.openai.request_fields import (
     CHAT,
     CHAT_OTHERS,
     COMPLETION,
@@ -25,9 +25,9 @@ from router.openai.request_fields import (
     describe,
     read_fields,
 )
-from router.openai.structured_output import RequestedGrammar, read_grammar
-from router.openai.tools import ToolUse, read_calls, read_tools
-from router.text.chat_template import TextParts
+from twinpool.router.openai.structured_output import RequestedGrammar, read_grammar
+from twinpool.router.openai.tools import ToolUse, read_calls, read_tools
+from twinpool.router.text.chat_template import TextParts
 
 STOPS_AT_MOST = 16
 BIASES_AT_MOST = 4096

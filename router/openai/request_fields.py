@@ -21,8 +21,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from contracts import outside_data
-from contracts.errors import RequestError
+from twinpool.contracts import outside_data
+from twinpool.contracts.errors import RequestError
 
 INT64 = 2**63
 MOST_TOKENS = 2**31 - 1

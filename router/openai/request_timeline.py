@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from contracts.ids import PAIR, Role
-from contracts.messages.worker_events import LegReport
-from router.openai.choice_output import ChoiceOutput
+from twinpool.contracts.ids import PAIR, Role
+from twinpool.contracts.messages.worker_events import LegReport
+from twinpool.router.openai.choice_output import ChoiceOutput
 
 
 def timeline_of(choice: ChoiceOutput) -> dict[str, Any]:

@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from contracts.errors import ErrorKind
-from contracts.ids import RequestId
-from contracts.messages.worker_events import Done
-from router.openai.api_errors import ApiError
-from router.openai.choice_output import ChoiceOutput, OutputDelta
-from router.openai.generate_request import GenerateRequest
-from router.openai.numbered_events import NumberedEvents
-from router.openai.request_timeline import timeline_of
-from router.state.trace_context import NO_TRACE, TraceContext
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId
+from twinpool.contracts.messages.worker_events import Done
+from twinpool.router.openai.api_errors import ApiError
+from twinpool.router.openai.choice_output import ChoiceOutput, OutputDelta
+from twinpool.router.openai.generate_request import GenerateRequest
+from twinpool.router.openai.numbered_events import NumberedEvents
+from twinpool.router.openai.request_timeline import timeline_of
+from twinpool.router.state.trace_context import NO_TRACE, TraceContext
 
 
 class AnswerWriter(Protocol):

@@ -12,14 +12,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from contracts.compact_json import compact_json
-from contracts.sampling_params import TokenLogprob
-from router.openai.api_errors import ApiError
-from router.openai.chat_message import ChatMessage
-from router.openai.choice_output import ChoiceOutput, OutputDelta
-from router.openai.generate_request import GenerateRequest
-from router.text.detokenizer import Detokenizer
-from router.text.tokenizer import ModelTokenizer
+from twinpool.contracts.compact_json import compact_json
+from twinpool.contracts.sampling_params import TokenLogprob
+from twinpool.router.openai.api_errors import ApiError
+from twinpool.router.openai.chat_message import ChatMessage
+from twinpool.router.openai.choice_output import ChoiceOutput, OutputDelta
+from twinpool.router.openai.generate_request import GenerateRequest
+from twinpool.router.text.detokenizer import Detokenizer
+from twinpool.router.text.tokenizer import ModelTokenizer
 
 _quote = json.encoder.encode_basestring_ascii
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from contracts.errors import RequestError
+from twinpool.contracts.errors import RequestError
 
 KEY_HEADER, SEEN_HEADER = "Idempotency-Key", "Last-Event-ID"
 MOST_KEY_CHARS = 255

@@ -17,17 +17,17 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from contracts.errors import RequestError
-from contracts.grammar import GRAMMAR_BYTES, JSON_FORM
-from contracts.outside_data import read_json
-from router.openai.client_grammar import ClientGrammar, line_and_column, regex_error
-from router.openai.endless_grammar import is_endless
-from router.openai.grammar_check import check_grammar
-from router.openai.json_schemas import DEEP_AT_MOST, TOO_DEEP, engine_fault, followed, grammar_of
-from router.openai.request_fields import STRUCTURED_OUTPUT, describe
-from router.schemas.fault_place import Effort
-from router.schemas.schema_parts import SchemaError, Steps, shown
-from router.schemas.schema_places import first_place, has_surrogate, is_huge, large_place, too_deep_place
+from twinpool.contracts.errors import RequestError
+from twinpool.contracts.grammar import GRAMMAR_BYTES, JSON_FORM
+from twinpool.contracts.outside_data import read_json
+from twinpool.router.openai.client_grammar import ClientGrammar, line_and_column, regex_error
+from twinpool.router.openai.endless_grammar import is_endless
+from twinpool.router.openai.grammar_check import check_grammar
+from twinpool.router.openai.json_schemas import DEEP_AT_MOST, TOO_DEEP, engine_fault, followed, grammar_of
+from twinpool.router.openai.request_fields import STRUCTURED_OUTPUT, describe
+from twinpool.router.schemas.fault_place import Effort
+from twinpool.router.schemas.schema_parts import SchemaError, Steps, shown
+from twinpool.router.schemas.schema_places import first_place, has_surrogate, is_huge, large_place, too_deep_place
 
 CHOICES_AT_MOST = 4096
 _COMPACT = {**JSON_FORM, "whitespace_pattern": None, "whitespace_flexible": False}

@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from router.openai.tools import ToolUse
+from twinpool.router.openai.tools import ToolUse
 
 Message = dict[str, Any]
 _RESULTS = ("tool", "function")

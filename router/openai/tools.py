@@ -10,11 +10,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from contracts.errors import RequestError
-from contracts.outside_data import MOST_NESTED, read_json
-from router.openai.request_fields import describe
-from router.openai.structured_output import names_engine, refuse_unreadable
-from router.text.chat_template import CallArguments
+from twinpool.contracts.errors import RequestError
+from twinpool.contracts.outside_data import MOST_NESTED, read_json
+from twinpool.router.openai.request_fields import describe
+from twinpool.router.openai.structured_output import names_engine, refuse_unreadable
+from twinpool.router.text.chat_template import CallArguments
 
 TOOLS_AT_MOST = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from contracts.errors import RequestError
-from router.openai.request_fields import describe
-from router.text.chat_template import TextParts
+from twinpool.contracts.errors import RequestError
+from twinpool.router.openai.request_fields import describe
+from twinpool.router.text.chat_template import TextParts
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = ("input_text", "output_text", "text")

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from contracts.errors import RequestError
-from router.openai.request_fields import (
+from twinpool.contracts.errors import RequestError
+from twinpool.router.openai.request_fields import (
     IGNORED_AT_MOST,
     MOST_TOKENS,
     RequestField,
@@ -19,7 +19,7 @@ from router.openai.request_fields import (
     describe,
     ignored_field,
 )
-from router.openai_responses.input_items import read_input
+from twinpool.router.openai_responses.input_items import read_input
 
 MAX_OUTPUT_TOKENS = RequestField("integer", 1, MOST_TOKENS, "Tokens to generate at most, those of reasoning included.")
 METADATA_AT_MOST = 16

@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from contracts.compact_json import compact_json
-from router.openai.api_errors import ApiError
-from router.openai.choice_output import ChoiceOutput, OutputDelta
-from router.openai.generate_request import GenerateRequest
-from router.openai_responses.output_items import ItemEvent, OutputItems
-from router.parsers.answer_parts import AnswerPart, ContentPart, joined
+from twinpool.contracts.compact_json import compact_json
+from twinpool.router.openai.api_errors import ApiError
+from twinpool.router.openai.choice_output import ChoiceOutput, OutputDelta
+from twinpool.router.openai.generate_request import GenerateRequest
+from twinpool.router.openai_responses.output_items import ItemEvent, OutputItems
+from twinpool.router.parsers.answer_parts import AnswerPart, ContentPart, joined
 
 
 class ResponsesWriter:

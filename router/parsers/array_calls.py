@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from router.parsers.answer_parts import AnswerPart, cut_at
-from router.parsers.call_object import CallObject
-from router.parsers.content_around import SPACE, ContentAround
-from router.parsers.stepped_parser import SteppedParser
+from twinpool.router.parsers.answer_parts import AnswerPart, cut_at
+from twinpool.router.parsers.call_object import CallObject
+from twinpool.router.parsers.content_around import SPACE, ContentAround
+from twinpool.router.parsers.stepped_parser import SteppedParser
 
 
 class _State(StrEnum):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from enum import StrEnum
 
-from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart
+from twinpool.router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart
 
 _ARGUMENTS = ("arguments", "parameters")
 _SPACE = " \t\r\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.parsers.answer_parts import AnswerPart, ContentPart
+from twinpool.router.parsers.answer_parts import AnswerPart, ContentPart
 
 SPACE = " \t\r\n"
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, cut_at, first_mark, held_back
-from router.parsers.content_around import SPACE, ContentAround
-from router.parsers.stepped_parser import SteppedParser
+from twinpool.router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, cut_at, first_mark, held_back
+from twinpool.router.parsers.content_around import SPACE, ContentAround
+from twinpool.router.parsers.stepped_parser import SteppedParser
 
 ParameterTypes = Mapping[str, Mapping[str, str]]
 """By tool and parameter, the parameter's JSON type; a parameter without one type has no entry."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import re
 
-from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, cut_at
-from router.parsers.content_around import SPACE, ContentAround
-from router.parsers.stepped_parser import SteppedParser
+from twinpool.router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, cut_at
+from twinpool.router.parsers.content_around import SPACE, ContentAround
+from twinpool.router.parsers.stepped_parser import SteppedParser
 
 CALL, CALL_END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 NAMED = "call:"

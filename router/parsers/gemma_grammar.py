@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from contracts.errors import RequestError
-from router.parsers.gemma_calls import CALL, CALL_END, NAMED, QUOTE
-from router.parsers.lark_literal import quoted
+from twinpool.contracts.errors import RequestError
+from twinpool.router.parsers.gemma_calls import CALL, CALL_END, NAMED, QUOTE
+from twinpool.router.parsers.lark_literal import quoted
 
 Schema = dict[str, Any]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.parsers.harmony_messages import CHANNEL, CONSTRAIN, END, FUNCTIONS, MESSAGE, START
-from router.parsers.lark_literal import quoted
+from twinpool.router.parsers.harmony_messages import CHANNEL, CONSTRAIN, END, FUNCTIONS, MESSAGE, START
+from twinpool.router.parsers.lark_literal import quoted
 
 _NEXT = f"{START}assistant"
 _JSON = f'({quoted(f" {CONSTRAIN}json")} | " json")? {quoted(MESSAGE)}'

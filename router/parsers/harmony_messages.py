@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from enum import StrEnum
 
-from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, ReasoningPart, cut_at
-from router.parsers.content_around import SPACE
-from router.parsers.element_calls import ParameterTypes
-from router.parsers.stepped_parser import SteppedParser
+from twinpool.router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, ReasoningPart, cut_at
+from twinpool.router.parsers.content_around import SPACE
+from twinpool.router.parsers.element_calls import ParameterTypes
+from twinpool.router.parsers.stepped_parser import SteppedParser
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"

@@ -5,9 +5,9 @@ What stands in the place of a call and is none stays content, with its tags, unl
 
 from __future__ import annotations
 
-from router.parsers.answer_parts import AnswerPart, cut_at
-from router.parsers.call_object import CallObject
-from router.parsers.content_around import ContentAround
+from twinpool.router.parsers.answer_parts import AnswerPart, cut_at
+from twinpool.router.parsers.call_object import CallObject
+from twinpool.router.parsers.content_around import ContentAround
 
 
 class TaggedJsonCalls:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
-from router.parsers.answer_parts import AnswerPart, CallPart, held_back
+from twinpool.router.parsers.answer_parts import AnswerPart, CallPart, held_back
 
 GUARD = "\ufdd0"
 

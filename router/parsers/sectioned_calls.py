@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, cut_at
-from router.parsers.content_around import SPACE, ContentAround
-from router.parsers.stepped_parser import SteppedParser
+from twinpool.router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, cut_at
+from twinpool.router.parsers.content_around import SPACE, ContentAround
+from twinpool.router.parsers.stepped_parser import SteppedParser
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from router.parsers.answer_parts import AnswerPart
+from twinpool.router.parsers.answer_parts import AnswerPart
 
 
 class SteppedParser(ABC):

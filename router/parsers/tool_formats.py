@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from contracts.errors import RequestError
-from contracts.grammar import JSON_FORM
-from router.parsers import gemma_calls
-from router.parsers.answer_parts import PartsParser
-from router.parsers.array_calls import ArrayJsonCalls
-from router.parsers.element_calls import (
+from twinpool.contracts.errors import RequestError
+from twinpool.contracts.grammar import JSON_FORM
+from twinpool.router.parsers import gemma_calls
+from twinpool.router.parsers.answer_parts import PartsParser
+from twinpool.router.parsers.array_calls import ArrayJsonCalls
+from twinpool.router.parsers.element_calls import (
     DEEPSEEK_V4,
     DEEPSEEK_V32,
     GLM_45,
@@ -30,13 +30,20 @@ from router.parsers.element_calls import (
     ElementMarks,
     ParameterTypes,
 )
-from router.parsers.gemma_calls import GemmaCalls
-from router.parsers.gemma_grammar import GemmaRules
-from router.parsers.harmony_grammar import call_rules
-from router.parsers.harmony_messages import HARMONY_MARKS, HarmonyMessages
-from router.parsers.json_calls import TaggedJsonCalls, WholeJsonCalls
-from router.parsers.lark_literal import quoted
-from router.parsers.sectioned_calls import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2, MISTRAL, SectionedCalls, SectionMarks
+from twinpool.router.parsers.gemma_calls import GemmaCalls
+from twinpool.router.parsers.gemma_grammar import GemmaRules
+from twinpool.router.parsers.harmony_grammar import call_rules
+from twinpool.router.parsers.harmony_messages import HARMONY_MARKS, HarmonyMessages
+from twinpool.router.parsers.json_calls import TaggedJsonCalls, WholeJsonCalls
+from twinpool.router.parsers.lark_literal import quoted
+from twinpool.router.parsers.sectioned_calls import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    KIMI_K2,
+    MISTRAL,
+    SectionedCalls,
+    SectionMarks,
+)
 
 Schema = dict[str, Any]
 

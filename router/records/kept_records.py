@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from contracts.clock import Clock
-from contracts.messages.record_ring import RecordRing, in_order
-from contracts.messages.request_record import RecordEvent, RequestRecord
-from router.openai.api_errors import ApiError
-from router.openai.choice_output import ChoiceOutput
-from router.openai.response_stream import ResponseStream
-from router.records.make_record import make_record
-from router.records.record_draft import RecordDraft
-from router.records.refusals import KeptRefusals, Refusal, RefusedRequest
-from router.verification.audit_cases import AuditEnded
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.messages.record_ring import RecordRing, in_order
+from twinpool.contracts.messages.request_record import RecordEvent, RequestRecord
+from twinpool.router.openai.api_errors import ApiError
+from twinpool.router.openai.choice_output import ChoiceOutput
+from twinpool.router.openai.response_stream import ResponseStream
+from twinpool.router.records.make_record import make_record
+from twinpool.router.records.record_draft import RecordDraft
+from twinpool.router.records.refusals import KeptRefusals, Refusal, RefusedRequest
+from twinpool.router.verification.audit_cases import AuditEnded
 
 
 class KeptRecords:

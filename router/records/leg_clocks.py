@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from contracts.ids import Role
-from router.state.request_journal import JournalEntry, JournalKind
+from twinpool.contracts.ids import Role
+from twinpool.router.state.request_journal import JournalEntry, JournalKind
 
 LegKey = tuple[int, Role]
 """A leg: its attempt, and the role."""

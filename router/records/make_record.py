@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from contracts.ids import Role
-from contracts.messages.request_record import RUNNING, RecordEvent, RequestRecord
-from contracts.messages.worker_events import LegReport
-from router.records.leg_clocks import LegClocks
-from router.records.record_draft import RecordDraft
-from router.records.request_spans import spans_of
-from router.state.request_journal import JournalKind
+from twinpool.contracts.ids import Role
+from twinpool.contracts.messages.request_record import RUNNING, RecordEvent, RequestRecord
+from twinpool.contracts.messages.worker_events import LegReport
+from twinpool.router.records.leg_clocks import LegClocks
+from twinpool.router.records.record_draft import RecordDraft
+from twinpool.router.records.request_spans import spans_of
+from twinpool.router.state.request_journal import JournalKind
 
 WORDS = {
     JournalKind.FIRST_TOKEN: "of this attempt",

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from contracts.errors import ErrorKind
-from contracts.messages.request_record import RUNNING, USUAL, PlacementChoice, RecordEvent, asks_for
-from contracts.messages.worker_events import LegReport
-from router.openai.choice_output import ChoiceOutput
-from router.openai.response_stream import ResponseStream
-from router.state.request_journal import JournalEntry, JournalKind
-from router.state.routed_request import RoutingPhase
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.messages.request_record import RUNNING, USUAL, PlacementChoice, RecordEvent, asks_for
+from twinpool.contracts.messages.worker_events import LegReport
+from twinpool.router.openai.choice_output import ChoiceOutput
+from twinpool.router.openai.response_stream import ResponseStream
+from twinpool.router.state.request_journal import JournalEntry, JournalKind
+from twinpool.router.state.routed_request import RoutingPhase
 
 ABANDONED = "abandoned"
 """The outcome of a choice whose client left, or that was of no use any more."""

@@ -15,12 +15,12 @@ from typing import Protocol, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from contracts.clock import Clock
-from contracts.messages.request_record import FoundRecords, RequestRecord
-from router.records.kept_records import KeptRecords
-from router.records.make_record import make_record
-from router.records.record_draft import RecordDraft
-from router.state.report_calls import ReportCalls
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.messages.request_record import FoundRecords, RequestRecord
+from twinpool.router.records.kept_records import KeptRecords
+from twinpool.router.records.make_record import make_record
+from twinpool.router.records.record_draft import RecordDraft
+from twinpool.router.state.report_calls import ReportCalls
 
 R = TypeVar("R", RecordDraft, RequestRecord)
 

@@ -11,9 +11,9 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from contracts.messages.request_record import RecordEvent, RecordSpan, RequestRecord
-from router.openai.api_errors import ApiError
-from router.state.trace_context import TraceContext
+from twinpool.contracts.messages.request_record import RecordEvent, RecordSpan, RequestRecord
+from twinpool.router.openai.api_errors import ApiError
+from twinpool.router.state.trace_context import TraceContext
 
 MESSAGE_CHARS = 300
 SPAN = "admission"

@@ -21,11 +21,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from contracts.ids import Role
-from contracts.messages.request_record import RecordSpan
-from contracts.messages.worker_events import LegReport
-from router.records.leg_clocks import LegClocks
-from router.state.request_journal import JournalEntry, JournalKind
+from twinpool.contracts.ids import Role
+from twinpool.contracts.messages.request_record import RecordSpan
+from twinpool.contracts.messages.worker_events import LegReport
+from twinpool.router.records.leg_clocks import LegClocks
+from twinpool.router.state.request_journal import JournalEntry, JournalKind
 
 UNTOLD = "its worker told nothing of it"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from router.schemas.regular_terms import ALL, Ranges, RegularTerms, TooMuchWork, union, without
+from twinpool.router.schemas.regular_terms import ALL, Ranges, RegularTerms, TooMuchWork, union, without
 
 LENGTH_AT_MOST = 512
 """Characters of one pattern that is read."""

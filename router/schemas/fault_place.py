@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from router.schemas.schema_parts import Schema, SchemaError, SchemaParts, Step, Steps, subparts
+from twinpool.router.schemas.schema_parts import Schema, SchemaError, SchemaParts, Step, Steps, subparts
 
 TRIES_AT_MOST = 48
 """Schemas that are tried to find one fault."""

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from math import comb
 
-from router.schemas.ecma_patterns import is_hard
-from router.schemas.regular_terms import ALL, text_of_others
-from router.schemas.schema_parts import SchemaError
-from router.schemas.schema_values import is_of_type, text_of
-from router.schemas.schema_ways import Demand, Fact, SchemaWays
-from router.schemas.value_forms import FORMS_AT_MOST, Form, ObjectForm, State, few_in_all, state_of
+from twinpool.router.schemas.ecma_patterns import is_hard
+from twinpool.router.schemas.regular_terms import ALL, text_of_others
+from twinpool.router.schemas.schema_parts import SchemaError
+from twinpool.router.schemas.schema_values import is_of_type, text_of
+from twinpool.router.schemas.schema_ways import Demand, Fact, SchemaWays
+from twinpool.router.schemas.value_forms import FORMS_AT_MOST, Form, ObjectForm, State, few_in_all, state_of
 
 PATTERNS_AT_MOST = 4
 """Patterns of names whose every combination is a case of its own."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from router.schemas.fault_place import Effort
-from router.schemas.regular_terms import STEPS_AT_MOST, TooMuchWork
-from router.schemas.schema_forms import SchemaForms
-from router.schemas.schema_parts import Schema, SchemaError, SchemaParts, ending
-from router.schemas.schema_values import LOOKS_AT_MOST
-from router.schemas.schema_ways import PRODUCTS_AT_MOST, SchemaWays
-from router.schemas.value_forms import Form, State, state_of
+from twinpool.router.schemas.fault_place import Effort
+from twinpool.router.schemas.regular_terms import STEPS_AT_MOST, TooMuchWork
+from twinpool.router.schemas.schema_forms import SchemaForms
+from twinpool.router.schemas.schema_parts import Schema, SchemaError, SchemaParts, ending
+from twinpool.router.schemas.schema_values import LOOKS_AT_MOST
+from twinpool.router.schemas.schema_ways import PRODUCTS_AT_MOST, SchemaWays
+from twinpool.router.schemas.value_forms import Form, State, state_of
 
 STATES_AT_MOST = 4096
 """States of one schema."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from router.schemas.schema_parts import SchemaError, Steps, shown, subparts
+from twinpool.router.schemas.schema_parts import SchemaError, Steps, shown, subparts
 
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 _REFUSED = frozenset({

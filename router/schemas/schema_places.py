@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from router.schemas.schema_parts import Step, Steps
+from twinpool.router.schemas.schema_parts import Step, Steps
 
 _SURROGATE = re.compile("[\\ud800-\\udfff]")
 _DESCENTS = 8

@@ -12,10 +12,10 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from contracts.outside_data import read_json
-from router.schemas.ecma_patterns import UnreadPattern, searched
-from router.schemas.regular_terms import RegularTerms
-from router.schemas.schema_parts import SchemaError, SchemaParts
+from twinpool.contracts.outside_data import read_json
+from twinpool.router.schemas.ecma_patterns import UnreadPattern, searched
+from twinpool.router.schemas.regular_terms import RegularTerms
+from twinpool.router.schemas.schema_parts import SchemaError, SchemaParts
 
 LOOKS_AT_MOST = 50_000
 """Looks at a value with a part of a schema."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from router.schemas.ecma_patterns import searched
-from router.schemas.regular_terms import RegularTerms
-from router.schemas.schema_parts import SchemaError, SchemaParts
-from router.schemas.schema_values import SchemaValues, canonical, decimal, is_number, type_of
+from twinpool.router.schemas.ecma_patterns import searched
+from twinpool.router.schemas.regular_terms import RegularTerms
+from twinpool.router.schemas.schema_parts import SchemaError, SchemaParts
+from twinpool.router.schemas.schema_values import SchemaValues, canonical, decimal, is_number, type_of
 
 ALL_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 WAYS_AT_MOST = 256

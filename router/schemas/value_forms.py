@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from router.schemas.schema_parts import Schema, SchemaParts
-from router.schemas.schema_ways import Demand
+from twinpool.router.schemas.schema_parts import Schema, SchemaParts
+from twinpool.router.schemas.schema_ways import Demand
 
 State = frozenset[Demand]
 """What holds of one value."""

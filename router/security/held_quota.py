@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from contracts.key_file import TenantLimits
-from contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice, slice_of
+from twinpool.contracts.key_file import TenantLimits
+from twinpool.contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice, slice_of
 
 MINUTE_S = 60.0
 RENEW_S = 1.0

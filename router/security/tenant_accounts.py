@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from contracts.errors import TwinpoolError
-from contracts.key_file import TenantLimits
-from contracts.messages.quota import MOST_CLAIMS, QuotaClaim, QuotaSlice
-from router.security.held_quota import HeldQuota, LeasedBudget
+from twinpool.contracts.errors import TwinpoolError
+from twinpool.contracts.key_file import TenantLimits
+from twinpool.contracts.messages.quota import MOST_CLAIMS, QuotaClaim, QuotaSlice
+from twinpool.router.security.held_quota import HeldQuota, LeasedBudget
 
 MINUTE_S = 60.0
 

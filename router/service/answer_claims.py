@@ -13,12 +13,12 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from contracts.ids import RequestId
-from router.core.answer_asks import AskEnded, FoundAnswer
-from router.core.router_core import RouterCore
-from router.openai.api_errors import ClientGone, KeyReused, Superseded
-from router.openai.response_stream import ResponseStream
-from router.security.answer_identity import AnswerIdentity
+from twinpool.contracts.ids import RequestId
+from twinpool.router.core.answer_asks import AskEnded, FoundAnswer
+from twinpool.router.core.router_core import RouterCore
+from twinpool.router.openai.api_errors import ClientGone, KeyReused, Superseded
+from twinpool.router.openai.response_stream import ResponseStream
+from twinpool.router.security.answer_identity import AnswerIdentity
 
 REUSED = (
     "this Idempotency-Key was sent with another body before; send the same bytes to the same endpoint to have the rest "

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from router.metrics.prometheus_metrics import PrometheusMetrics
-from router.openai.api_errors import QueueFull
+from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
+from twinpool.router.openai.api_errors import QueueFull
 
 
 class AnswerRoom:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.openai.api_errors import BufferFull
+from twinpool.router.openai.api_errors import BufferFull
 
 
 class BodyBuffer:

@@ -11,9 +11,9 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from contracts.ids import RequestId
-from router.openai.choice_output import ChoiceOutput
-from router.openai.response_stream import ResponseStream
+from twinpool.contracts.ids import RequestId
+from twinpool.router.openai.choice_output import ChoiceOutput
+from twinpool.router.openai.response_stream import ResponseStream
 
 SHARE = 8
 """Choices that are placed in one turn. A request that has no more is placed at once."""

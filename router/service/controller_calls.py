@@ -5,19 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from contracts.clock import Clock
-from contracts.config.cluster_config import Config
-from router.core.router_core import RouterCore
-from router.metrics.control_plane_metrics import control_plane_metrics
-from router.metrics.prometheus_metrics import PrometheusMetrics
-from router.security.tenant_accounts import TenantAccounts
-from router.service.controller_ports import ControllerPorts
-from router.service.dashboard_relay import DashboardRelay
-from router.service.dashboard_source import DashboardSource
-from router.service.latency_reports import LatencyReports
-from router.service.quota_leases import QuotaLeases
-from router.service.router_reports import RouterReports
-from router.verification.stream_watch import StreamWatch
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.router.core.router_core import RouterCore
+from twinpool.router.metrics.control_plane_metrics import control_plane_metrics
+from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
+from twinpool.router.security.tenant_accounts import TenantAccounts
+from twinpool.router.service.controller_ports import ControllerPorts
+from twinpool.router.service.dashboard_relay import DashboardRelay
+from twinpool.router.service.dashboard_source import DashboardSource
+from twinpool.router.service.latency_reports import LatencyReports
+from twinpool.router.service.quota_leases import QuotaLeases
+from twinpool.router.service.router_reports import RouterReports
+from twinpool.router.verification.stream_watch import StreamWatch
 
 
 class ControllerCalls:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from contracts.messages.control_plane import ControlPlane
-from contracts.messages.router_report import UNNAMED, RouterIdentity
-from router.records.record_reports import RecordListener
-from router.service.dashboard_source import DashboardSource
-from router.service.latency_reports import LatencyListener
-from router.service.quota_leases import QuotaLessor
+from twinpool.contracts.messages.control_plane import ControlPlane
+from twinpool.contracts.messages.router_report import UNNAMED, RouterIdentity
+from twinpool.router.records.record_reports import RecordListener
+from twinpool.router.service.dashboard_source import DashboardSource
+from twinpool.router.service.latency_reports import LatencyListener
+from twinpool.router.service.quota_leases import QuotaLessor
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
 
-from contracts.clock import Clock
-from contracts.errors import TwinpoolError
-from router.service.dashboard_source import DashboardSource
-from router.state.router_log import log
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.errors import TwinpoolError
+from twinpool.router.service.dashboard_source import DashboardSource
+from twinpool.router.state.router_log import log
 
 MOST_VIEWERS = 64
 """Browsers that look at one router's page at once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from contracts.messages.router_report import RouterReport
+from twinpool.contracts.messages.router_report import RouterReport
 
 
 class DashboardSource(Protocol):

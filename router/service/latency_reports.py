@@ -11,13 +11,13 @@ from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from contracts.clock import Clock
-from contracts.config.autoscaling_config import AutoscalingConfig
-from contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts
-from router.core.router_actions import RouterCounts
-from router.metrics.prometheus_metrics import PrometheusMetrics
-from router.metrics.request_tally import TargetTally
-from router.state.report_calls import ReportCalls
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.autoscaling_config import AutoscalingConfig
+from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts
+from twinpool.router.core.router_actions import RouterCounts
+from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
+from twinpool.router.metrics.request_tally import TargetTally
+from twinpool.router.state.report_calls import ReportCalls
 
 REPORT_S = 1.0
 """Seconds between two reports."""

@@ -8,23 +8,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Set
 
-from contracts.clock import Clock
-from contracts.errors import ErrorKind
-from contracts.ids import RequestId
-from contracts.key_file import TenantLimits
-from contracts.messages.worker_events import Done
-from router.core.answer_asks import FoundAnswer
-from router.core.router_actions import DeliverScores, DeliverTokens, EndRequest
-from router.core.router_core import RouterCore
-from router.metrics.prometheus_metrics import PrometheusMetrics
-from router.openai.choice_output import ChoiceOutput
-from router.openai.response_stream import ResponseStream
-from router.security.tenant_accounts import TenantAccounts
-from router.service.answer_claims import AnswerClaims
-from router.service.answer_room import AnswerRoom
-from router.state.router_log import log
-from router.verification.stream_watch import StreamWatch
-from router.verification.verification_log import log_flag
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId
+from twinpool.contracts.key_file import TenantLimits
+from twinpool.contracts.messages.worker_events import Done
+from twinpool.router.core.answer_asks import FoundAnswer
+from twinpool.router.core.router_actions import DeliverScores, DeliverTokens, EndRequest
+from twinpool.router.core.router_core import RouterCore
+from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
+from twinpool.router.openai.choice_output import ChoiceOutput
+from twinpool.router.openai.response_stream import ResponseStream
+from twinpool.router.security.tenant_accounts import TenantAccounts
+from twinpool.router.service.answer_claims import AnswerClaims
+from twinpool.router.service.answer_room import AnswerRoom
+from twinpool.router.state.router_log import log
+from twinpool.router.verification.stream_watch import StreamWatch
+from twinpool.router.verification.verification_log import log_flag
 
 Owners = dict[RequestId, tuple[ResponseStream, ChoiceOutput]]
 """Choices by id, each with the answer that it is of."""

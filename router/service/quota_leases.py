@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
-from contracts.clock import Clock
-from contracts.key_file import TenantLimits
-from contracts.messages.quota import QuotaClaim, QuotaSlice
-from router.security.tenant_accounts import TenantAccounts
-from router.state.router_log import log
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.key_file import TenantLimits
+from twinpool.contracts.messages.quota import QuotaClaim, QuotaSlice
+from twinpool.router.security.tenant_accounts import TenantAccounts
+from twinpool.router.state.router_log import log
 
 TRIES = 3
 """Claims that one request waits for; others of its tenant may take what each brings."""

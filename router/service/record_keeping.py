@@ -9,19 +9,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client.core import Metric
 
-from contracts.clock import Clock
-from contracts.config.cluster_config import Config
-from contracts.messages.record_ring import RecordRing
-from router.openai.api_errors import ApiError
-from router.openai.choice_output import ChoiceOutput
-from router.openai.response_stream import ResponseStream
-from router.records.kept_records import KeptRecords
-from router.records.record_reports import RecordListener, RecordReports
-from router.records.refusals import RefusedRequest
-from router.state.router_log import log
-from router.state.trace_context import TraceContext
-from router.tracing.otlp_exporter import OtlpSender, SpanSender, TraceExporter
-from router.tracing.trace_sampling import TraceSampling
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.messages.record_ring import RecordRing
+from twinpool.router.openai.api_errors import ApiError
+from twinpool.router.openai.choice_output import ChoiceOutput
+from twinpool.router.openai.response_stream import ResponseStream
+from twinpool.router.records.kept_records import KeptRecords
+from twinpool.router.records.record_reports import RecordListener, RecordReports
+from twinpool.router.records.refusals import RefusedRequest
+from twinpool.router.state.router_log import log
+from twinpool.router.state.trace_context import TraceContext
+from twinpool.router.tracing.otlp_exporter import OtlpSender, SpanSender, TraceExporter
+from twinpool.router.tracing.trace_sampling import TraceSampling
 
 CLOSE_S = 1.0
 """Seconds that traces which wait may take to leave when the router ends."""

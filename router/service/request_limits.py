@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-from contracts.checkpoint.model_spec import ModelSpec
-from contracts.config.router_config import RouterConfig
-from contracts.errors import RequestError
-from contracts.ids import Role
-from router.openai.generate_request import GenerateRequest
-from router.state.worker_table import WorkerTable
-from router.tokenizer_pool.prepare_request import too_long
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.contracts.errors import RequestError
+from twinpool.contracts.ids import Role
+from twinpool.router.openai.generate_request import GenerateRequest
+from twinpool.router.state.worker_table import WorkerTable
+from twinpool.router.tokenizer_pool.prepare_request import too_long
 
 SLO_HEADER = "x-slo-ttft-ms"
 """The header by which a request names the milliseconds to its first token beyond which its answer is of no use."""

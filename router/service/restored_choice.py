@@ -6,16 +6,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from contracts.errors import RequestError
-from contracts.ids import RequestId
-from contracts.messages.kept_answers import AnswerName
-from router.core.answer_asks import FoundAnswer
-from router.openai.generate_request import GenerateRequest
-from router.openai.resume_headers import MOST_RESUMED_CHOICES, SEEN_HEADER, ResumeHeaders
-from router.security.answer_identity import AnswerIdentity
-from router.service.answer_claims import AnswerClaim
-from router.state.routed_request import RoutedRequest
-from router.tokenizer_pool.prepare_request import PreparedPrompt
+from twinpool.contracts.errors import RequestError
+from twinpool.contracts.ids import RequestId
+from twinpool.contracts.messages.kept_answers import AnswerName
+from twinpool.router.core.answer_asks import FoundAnswer
+from twinpool.router.openai.generate_request import GenerateRequest
+from twinpool.router.openai.resume_headers import MOST_RESUMED_CHOICES, SEEN_HEADER, ResumeHeaders
+from twinpool.router.security.answer_identity import AnswerIdentity
+from twinpool.router.service.answer_claims import AnswerClaim
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.tokenizer_pool.prepare_request import PreparedPrompt
 
 HASHED_INLINE_BYTES = 1024**2
 """Bodies up to this size are hashed on the loop."""

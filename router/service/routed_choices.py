@@ -6,20 +6,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from contracts.ids import RequestId
-from router.anthropic.messages_writer import MessagesWriter
-from router.openai.choice_output import ChoiceOutput
-from router.openai.generate_request import GenerateRequest
-from router.openai.numbered_events import NumberedEvents
-from router.openai.response_stream import AnswerWriter, ResponseStream
-from router.openai.response_writer import ResponseWriter
-from router.openai_responses.responses_writer import ResponsesWriter
-from router.service.restored_choice import KeyedRequest, request_ids
-from router.state.routed_request import RoutedRequest
-from router.state.tenant_share import TenantShare
-from router.state.trace_context import NO_TRACE, TraceContext
-from router.text.tokenizer import ModelTokenizer
-from router.tokenizer_pool.prepare_request import PreparedPrompt
+from twinpool.contracts.ids import RequestId
+from twinpool.router.anthropic.messages_writer import MessagesWriter
+from twinpool.router.openai.choice_output import ChoiceOutput
+from twinpool.router.openai.generate_request import GenerateRequest
+from twinpool.router.openai.numbered_events import NumberedEvents
+from twinpool.router.openai.response_stream import AnswerWriter, ResponseStream
+from twinpool.router.openai.response_writer import ResponseWriter
+from twinpool.router.openai_responses.responses_writer import ResponsesWriter
+from twinpool.router.service.restored_choice import KeyedRequest, request_ids
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.state.tenant_share import TenantShare
+from twinpool.router.state.trace_context import NO_TRACE, TraceContext
+from twinpool.router.text.tokenizer import ModelTokenizer
+from twinpool.router.tokenizer_pool.prepare_request import PreparedPrompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,16 +10,16 @@ import os
 import platform
 import time
 
-from contracts.build_id import build_id
-from contracts.clock import Clock
-from contracts.messages.router_report import MOST_BREAKERS, RouterIdentity, RouterReport
-from router.core.router_core import RouterCore
-from router.metrics.prometheus_metrics import PrometheusMetrics
-from router.service.dashboard_source import DashboardSource
-from router.state.circuit_breaker import CircuitState
-from router.state.report_calls import ReportCalls
-from router.verification.audit_cases import AuditResult
-from router.verification.stream_watch import StreamWatch
+from twinpool.contracts.build_id import build_id
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.messages.router_report import MOST_BREAKERS, RouterIdentity, RouterReport
+from twinpool.router.core.router_core import RouterCore
+from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
+from twinpool.router.service.dashboard_source import DashboardSource
+from twinpool.router.state.circuit_breaker import CircuitState
+from twinpool.router.state.report_calls import ReportCalls
+from twinpool.router.verification.audit_cases import AuditResult
+from twinpool.router.verification.stream_watch import StreamWatch
 
 RETRY_S = 1.0
 """Seconds until a report that failed is made again."""

@@ -18,60 +18,67 @@ from pathlib import Path
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from contracts.checkpoint.model_spec import ModelSpec, served_as
-from contracts.clock import Clock, SystemClock
-from contracts.cluster_secret import cluster_secret
-from contracts.config.cluster_config import Config
-from contracts.config.sampling_defaults import read_sampling_defaults
-from contracts.errors import ErrorKind, RequestError
-from contracts.ids import Role
-from contracts.interfaces.discovery import WorkerDirectory
-from contracts.key_file import TenantLimits
-from contracts.messages.router_commands import Command
-from contracts.messages.stream_end import StreamEnd
-from contracts.messages.worker_events import Event, LegReport
-from router.core.answer_asks import AskEnded
-from router.core.local_prefill import local_prefill
-from router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
-from router.core.router_core import RouterCore
-from router.kv_indexer.told_prefixes import ToldPrefixes
-from router.links.worker_links import WorkerLinks
-from router.metrics.index_metrics import index_metrics
-from router.metrics.prometheus_metrics import PrometheusMetrics
-from router.openai.api_errors import ApiError, ClientGone, ReaderFailed, SloUnreachable
-from router.openai.choice_output import ChoiceOutput
-from router.openai.generate_request import GenerateRequest
-from router.openai.response_stream import ResponseStream
-from router.openai.resume_headers import ResumeHeaders
-from router.openai.structured_output import may_need_grammar
-from router.openai_responses.responses_request import renamed
-from router.records.refusals import RefusedRequest
-from router.security.answer_identity import AnswerIdentity, identity_of
-from router.security.api_keys import ApiKeys
-from router.security.tenant_accounts import TenantAccounts
-from router.service.answer_claims import SUPERSEDED, AnswerClaims
-from router.service.answer_room import AnswerRoom
-from router.service.body_buffer import BodyBuffer
-from router.service.choice_shares import ChoiceShares
-from router.service.controller_calls import ControllerCalls
-from router.service.controller_ports import NO_CONTROLLER, ControllerPorts
-from router.service.open_answers import OpenAnswers, Owners
-from router.service.record_keeping import RecordKeeping
-from router.service.request_limits import RequestLimits
-from router.service.restored_choice import HASHED_INLINE_BYTES, KeyedRequest, check_headers, usable
-from router.service.routed_choices import OpenedRequest, RequestTimes
-from router.state.router_log import log
-from router.state.tenant_share import TenantShare
-from router.state.trace_context import NO_TRACE, TraceContext
-from router.state.worker_table import WorkerKey
-from router.text.tokenizer import ModelTokenizer, read_model_tokenizer
-from router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, TextAnswer, body_limit
-from router.tokenizer_pool.tokenizer_pool import TokenizerPool
-from router.tokenizer_pool.tokenizer_process import REQUESTS, TEXTS, FrameKind, prepared_of, setup_frame, text_of
-from router.tracing.otlp_exporter import SpanSender
-from router.verification.audit_cases import AuditEnded, AuditFinding
-from router.verification.stream_watch import StreamWatch
-from router.verification.verification_log import log_finding
+from twinpool.contracts.checkpoint.model_spec import ModelSpec, served_as
+from twinpool.contracts.clock import Clock, SystemClock
+from twinpool.contracts.cluster_secret import cluster_secret
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.sampling_defaults import read_sampling_defaults
+from twinpool.contracts.errors import ErrorKind, RequestError
+from twinpool.contracts.ids import Role
+from twinpool.contracts.interfaces.discovery import WorkerDirectory
+from twinpool.contracts.key_file import TenantLimits
+from twinpool.contracts.messages.router_commands import Command
+from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.worker_events import Event, LegReport
+from twinpool.router.core.answer_asks import AskEnded
+from twinpool.router.core.local_prefill import local_prefill
+from twinpool.router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
+from twinpool.router.core.router_core import RouterCore
+from twinpool.router.kv_indexer.told_prefixes import ToldPrefixes
+from twinpool.router.links.worker_links import WorkerLinks
+from twinpool.router.metrics.index_metrics import index_metrics
+from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
+from twinpool.router.openai.api_errors import ApiError, ClientGone, ReaderFailed, SloUnreachable
+from twinpool.router.openai.choice_output import ChoiceOutput
+from twinpool.router.openai.generate_request import GenerateRequest
+from twinpool.router.openai.response_stream import ResponseStream
+from twinpool.router.openai.resume_headers import ResumeHeaders
+from twinpool.router.openai.structured_output import may_need_grammar
+from twinpool.router.openai_responses.responses_request import renamed
+from twinpool.router.records.refusals import RefusedRequest
+from twinpool.router.security.answer_identity import AnswerIdentity, identity_of
+from twinpool.router.security.api_keys import ApiKeys
+from twinpool.router.security.tenant_accounts import TenantAccounts
+from twinpool.router.service.answer_claims import SUPERSEDED, AnswerClaims
+from twinpool.router.service.answer_room import AnswerRoom
+from twinpool.router.service.body_buffer import BodyBuffer
+from twinpool.router.service.choice_shares import ChoiceShares
+from twinpool.router.service.controller_calls import ControllerCalls
+from twinpool.router.service.controller_ports import NO_CONTROLLER, ControllerPorts
+from twinpool.router.service.open_answers import OpenAnswers, Owners
+from twinpool.router.service.record_keeping import RecordKeeping
+from twinpool.router.service.request_limits import RequestLimits
+from twinpool.router.service.restored_choice import HASHED_INLINE_BYTES, KeyedRequest, check_headers, usable
+from twinpool.router.service.routed_choices import OpenedRequest, RequestTimes
+from twinpool.router.state.router_log import log
+from twinpool.router.state.tenant_share import TenantShare
+from twinpool.router.state.trace_context import NO_TRACE, TraceContext
+from twinpool.router.state.worker_table import WorkerKey
+from twinpool.router.text.tokenizer import ModelTokenizer, read_model_tokenizer
+from twinpool.router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, TextAnswer, body_limit
+from twinpool.router.tokenizer_pool.tokenizer_pool import TokenizerPool
+from twinpool.router.tokenizer_pool.tokenizer_process import (
+    REQUESTS,
+    TEXTS,
+    FrameKind,
+    prepared_of,
+    setup_frame,
+    text_of,
+)
+from twinpool.router.tracing.otlp_exporter import SpanSender
+from twinpool.router.verification.audit_cases import AuditEnded, AuditFinding
+from twinpool.router.verification.stream_watch import StreamWatch
+from twinpool.router.verification.verification_log import log_finding
 
 TICK_S = 0.1
 INLINE_BYTES = 2048

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from contracts.ids import Role
-from router.state.circuit_breaker import CircuitState
+from twinpool.contracts.ids import Role
+from twinpool.router.state.circuit_breaker import CircuitState
 
 if TYPE_CHECKING:
-    from router.state.worker_table import WorkerEntry, WorkerKey
+    from twinpool.router.state.worker_table import WorkerEntry, WorkerKey
 
 FEW_ROWS = 16
 """Rows up to which one is entered after the other: arrays of so few cost more."""

@@ -21,9 +21,9 @@ from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
 
-from contracts.config.router_config import RouterConfig
-from contracts.ids import RequestId
-from contracts.state_table import StateTable
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.contracts.ids import RequestId
+from twinpool.contracts.state_table import StateTable
 
 MOST_PATIENCE = 8
 """The largest multiple of `breaker_open_s` for which a breaker is open while other workers admit requests; the multiple

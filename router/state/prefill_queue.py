@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from contracts.ids import RequestId
-from router.state.tenant_share import NOBODYS, TenantShare
+from twinpool.contracts.ids import RequestId
+from twinpool.router.state.tenant_share import NOBODYS, TenantShare
 
 REMEMBERED = 0.98
 """Weight of a prompt after the next one: about the last fifty count."""

@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from contracts.block_hash import KEY_BYTES, block_hashes
+from twinpool.contracts.block_hash import KEY_BYTES, block_hashes
 
 BLOCK_TOKENS = 64
 PAGE_TOKENS = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from router.state.router_log import log
+from twinpool.router.state.router_log import log
 
 
 class ReportCalls:

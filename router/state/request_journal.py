@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from contracts.ids import Role
-from contracts.messages.request_record import PlacementChoice
-from contracts.messages.worker_events import LegReport
+from twinpool.contracts.ids import Role
+from twinpool.contracts.messages.request_record import PlacementChoice
+from twinpool.contracts.messages.worker_events import LegReport
 
 MOST_ENTRIES = 128
 MOST_CHOICES = 16

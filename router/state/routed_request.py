@@ -19,16 +19,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from contracts.errors import ErrorKind, IllegalTransition
-from contracts.ids import RequestId, Role, RoomId, WorkerName
-from contracts.messages.kept_answers import AnswerName, KeptAnswer
-from contracts.messages.worker_events import Done, Event, LegReport, Tokens
-from contracts.sampling_params import SamplingParams, TokenLogprob
-from router.state.prefill_queue import TtftPrediction
-from router.state.prefix_hashes import BLOCK_TOKENS, NO_HASHES, PrefixHashes
-from router.state.request_journal import JournalKind, RequestJournal
-from router.state.tenant_share import NOBODYS, TenantShare
-from router.state.worker_table import WorkerKey
+from twinpool.contracts.errors import ErrorKind, IllegalTransition
+from twinpool.contracts.ids import RequestId, Role, RoomId, WorkerName
+from twinpool.contracts.messages.kept_answers import AnswerName, KeptAnswer
+from twinpool.contracts.messages.worker_events import Done, Event, LegReport, Tokens
+from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
+from twinpool.router.state.prefill_queue import TtftPrediction
+from twinpool.router.state.prefix_hashes import BLOCK_TOKENS, NO_HASHES, PrefixHashes
+from twinpool.router.state.request_journal import JournalKind, RequestJournal
+from twinpool.router.state.tenant_share import NOBODYS, TenantShare
+from twinpool.router.state.worker_table import WorkerKey
 
 
 class AttemptCost(StrEnum):

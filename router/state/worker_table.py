@@ -9,14 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
-from contracts.config.router_config import RouterConfig
-from contracts.ids import PAIR, Incarnation, RequestId, Role, WorkerName
-from contracts.messages.fingerprint import binding_class, handover_class, mismatch
-from contracts.messages.router_commands import PeerRef
-from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
-from router.state.able_workers import AbleWorkers, WorkerColumns
-from router.state.circuit_breaker import CircuitBreaker
-from router.state.prefill_queue import PrefillQueue, PromptCost
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.contracts.ids import PAIR, Incarnation, RequestId, Role, WorkerName
+from twinpool.contracts.messages.fingerprint import binding_class, handover_class, mismatch
+from twinpool.contracts.messages.router_commands import PeerRef
+from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
+from twinpool.router.state.able_workers import AbleWorkers, WorkerColumns
+from twinpool.router.state.circuit_breaker import CircuitBreaker
+from twinpool.router.state.prefill_queue import PrefillQueue, PromptCost
 
 WorkerKey = tuple[WorkerName, Incarnation]
 """One incarnation of one worker."""

@@ -19,9 +19,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from contracts.checkpoint.checkpoint_files import read_checkpoint_text
-from contracts.checkpoint.tokenizer_files import TokenizerFiles
-from contracts.errors import CheckpointError, RequestError
+from twinpool.contracts.checkpoint.checkpoint_files import read_checkpoint_text
+from twinpool.contracts.checkpoint.tokenizer_files import TokenizerFiles
+from twinpool.contracts.errors import CheckpointError, RequestError
 
 _REFUSALS = (TemplateError, TypeError, ValueError, ArithmeticError, AttributeError, LookupError)
 """What a template raises that can't make anything of its messages."""

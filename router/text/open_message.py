@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from contracts.errors import RequestError
+from twinpool.contracts.errors import RequestError
 
 _MARK = "\ue010the answer goes on here\ue011"
 """Private-use characters, so that it is nobody's text; a space behind it shows whether the template trims messages."""

@@ -12,13 +12,19 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from contracts.checkpoint.checkpoint_files import TOKENIZER
-from contracts.checkpoint.tokenizer_files import read_tokenizer_files
-from contracts.errors import CheckpointError, RequestError
-from contracts.grammar import is_mark
-from router.text.chat_template import ChatTemplate, TemplateTraits, read_chat_template
-from router.text.detokenizer import ByteDetokenizer, Detokenizer, FallbackDetokenizer, NoText, WindowDetokenizer
-from router.text.open_message import cut_at_mark, marked
+from twinpool.contracts.checkpoint.checkpoint_files import TOKENIZER
+from twinpool.contracts.checkpoint.tokenizer_files import read_tokenizer_files
+from twinpool.contracts.errors import CheckpointError, RequestError
+from twinpool.contracts.grammar import is_mark
+from twinpool.router.text.chat_template import ChatTemplate, TemplateTraits, read_chat_template
+from twinpool.router.text.detokenizer import (
+    ByteDetokenizer,
+    Detokenizer,
+    FallbackDetokenizer,
+    NoText,
+    WindowDetokenizer,
+)
+from twinpool.router.text.open_message import cut_at_mark, marked
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from contracts.checkpoint.model_spec import ModelSpec
-from contracts.config.router_config import RouterConfig
-from contracts.errors import RequestError
-from router.anthropic.messages_request import read_messages_body
-from router.openai.chat_format import ChatFormat, tools_fault
-from router.openai.generate_request import ChatMessages, GenerateRequest, Prompt
-from router.openai.grammar_check import check_grammar
-from router.openai.parse_request import (
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.contracts.errors import RequestError
+from twinpool.router.anthropic.messages_request import read_messages_body
+from twinpool.router.openai.chat_format import ChatFormat, tools_fault
+from twinpool.router.openai.generate_request import ChatMessages, GenerateRequest, Prompt
+from twinpool.router.openai.grammar_check import check_grammar
+from twinpool.router.openai.parse_request import (
     check_grammar_fits,
     check_model,
     opens_turn,
@@ -30,7 +30,7 @@ from router.openai.parse_request import (
     read_template_args,
     read_tokens,
 )
-from router.openai.request_fields import (
+from twinpool.router.openai.request_fields import (
     DETOKENIZE,
     IGNORED_AT_MOST,
     TOKENIZE,
@@ -39,13 +39,13 @@ from router.openai.request_fields import (
     read_fields,
     read_json,
 )
-from router.openai.special_marks import with_special_marks
-from router.openai.tools import ToolUse, read_tools
-from router.openai_responses.responses_request import read_responses, renamed
-from router.state.prefix_hashes import PAGE_TOKENS, PrefixHashes, prefix_hashes
-from router.text.chat_template import TextParts
-from router.text.open_message import check_open
-from router.text.tokenizer import GuardedText, ModelTokenizer
+from twinpool.router.openai.special_marks import with_special_marks
+from twinpool.router.openai.tools import ToolUse, read_tools
+from twinpool.router.openai_responses.responses_request import read_responses, renamed
+from twinpool.router.state.prefix_hashes import PAGE_TOKENS, PrefixHashes, prefix_hashes
+from twinpool.router.text.chat_template import TextParts
+from twinpool.router.text.open_message import check_open
+from twinpool.router.text.tokenizer import GuardedText, ModelTokenizer
 
 BODY_BYTES_LEAST = 1024**2
 BODY_BYTES_A_POSITION = 32

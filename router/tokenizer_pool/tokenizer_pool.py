@@ -17,11 +17,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from contracts.errors import RequestError
-from contracts.python_command import module_command
-from router.openai.api_errors import ReaderEnded, ReaderFailed
-from router.state.router_log import log
-from router.tokenizer_pool.tokenizer_process import HEAD, FrameKind, refusal_of
+from twinpool.contracts.errors import RequestError
+from twinpool.contracts.python_command import module_command
+from twinpool.router.openai.api_errors import ReaderEnded, ReaderFailed
+from twinpool.router.state.router_log import log
+from twinpool.router.tokenizer_pool.tokenizer_process import HEAD, FrameKind, refusal_of
 
 LARGE_BYTES = 256 * 1024
 START_TIMEOUT_S = 30.0
@@ -254,5 +254,5 @@ def _fail(job: _Job, error: Exception) -> None:
 
 def start_reader(descriptor: int) -> subprocess.Popen[bytes]:
     """Start a reader process that inherits `descriptor`, its end of the socket pair."""
-    command = module_command("router.tokenizer_pool.tokenizer_process", str(descriptor))
+    command = module_command("twinpool.router.tokenizer_pool.tokenizer_process", str(descriptor))
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[descriptor])

@@ -29,17 +29,17 @@ from typing import Any
 
 import msgpack
 
-from contracts.checkpoint.json_fields import JsonFields
-from contracts.checkpoint.model_spec import ModelSpec
-from contracts.config.router_config import RouterConfig
-from contracts.errors import RequestError
-from contracts.sampling_params import SamplingParams
-from router.openai.chat_format import AnswerFormat
-from router.openai.generate_request import GenerateRequest, UnknownModel
-from router.state.prefix_hashes import PAGE_TOKENS, PrefixHashes
-from router.text.tokenizer import ModelTokenizer, read_model_tokenizer
-from router.tokenizer_pool.c_heap import give_back
-from router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, PreparedRequest, TextAnswer
+from twinpool.contracts.checkpoint.json_fields import JsonFields
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.contracts.errors import RequestError
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.router.openai.chat_format import AnswerFormat
+from twinpool.router.openai.generate_request import GenerateRequest, UnknownModel
+from twinpool.router.state.prefix_hashes import PAGE_TOKENS, PrefixHashes
+from twinpool.router.text.tokenizer import ModelTokenizer, read_model_tokenizer
+from twinpool.router.tokenizer_pool.c_heap import give_back
+from twinpool.router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, PreparedRequest, TextAnswer
 
 HEAD = struct.Struct("<B?Q")
 KEEP_BYTES = 48 * 1024**2

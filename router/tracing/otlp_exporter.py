@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from contracts.build_id import package_version
-from contracts.config.tracing_config import TracingConfig
-from contracts.errors import ConfigError
-from contracts.messages.request_record import RequestRecord
-from router.records.make_record import make_record
-from router.records.record_draft import RecordDraft
-from router.records.refusals import Refusal
-from router.state.router_log import log
-from router.tracing.trace_spans import TraceSource, TraceSpan, TraceSpanKind, trace_spans
+from twinpool.contracts.build_id import package_version
+from twinpool.contracts.config.tracing_config import TracingConfig
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.messages.request_record import RequestRecord
+from twinpool.router.records.make_record import make_record
+from twinpool.router.records.record_draft import RecordDraft
+from twinpool.router.records.refusals import Refusal
+from twinpool.router.state.router_log import log
+from twinpool.router.tracing.trace_spans import TraceSource, TraceSpan, TraceSpanKind, trace_spans
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from router.state.trace_context import TraceContext
+from twinpool.router.state.trace_context import TraceContext
 
 _WHOLE = 1 << 64
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from contracts.messages.request_record import USUAL, RequestRecord
+from twinpool.contracts.messages.request_record import USUAL, RequestRecord
 
 NS = 1_000_000_000
 

@@ -6,13 +6,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from contracts.ids import RequestId, Role
-from contracts.messages.router_commands import Audit
-from contracts.messages.worker_events import Audited
-from contracts.sampling_params import TokenDifference
-from contracts.state_table import StateTable
-from router.state.routed_request import AttemptLeg
-from router.state.worker_table import WorkerKey
+from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.messages.router_commands import Audit
+from twinpool.contracts.messages.worker_events import Audited
+from twinpool.contracts.sampling_params import TokenDifference
+from twinpool.contracts.state_table import StateTable
+from twinpool.router.state.routed_request import AttemptLeg
+from twinpool.router.state.worker_table import WorkerKey
 
 
 class AuditResult(StrEnum):

@@ -22,14 +22,14 @@ from collections import Counter
 from collections.abc import Container, Sized
 from dataclasses import replace
 
-from contracts.clock import Clock
-from contracts.config.router_config import AuditConfig
-from contracts.ids import RequestId
-from contracts.messages.router_commands import Audit, Cancel, InvalidatePrefix
-from contracts.messages.worker_events import Audited, AuditEnd
-from router.state.routed_request import AttemptLeg, RoutedRequest
-from router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
-from router.verification.audit_cases import (
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.router_config import AuditConfig
+from twinpool.contracts.ids import RequestId
+from twinpool.contracts.messages.router_commands import Audit, Cancel, InvalidatePrefix
+from twinpool.contracts.messages.worker_events import Audited, AuditEnd
+from twinpool.router.state.routed_request import AttemptLeg, RoutedRequest
+from twinpool.router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
+from twinpool.router.verification.audit_cases import (
     STATES,
     AuditCase,
     AuditCaseEvent,

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from contracts.damage import where_of
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.worker_status import WorkerStatus
+from twinpool.contracts.damage import where_of
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.worker_status import WorkerStatus
 
 K = TypeVar("K")
 

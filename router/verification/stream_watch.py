@@ -28,8 +28,8 @@ from enum import StrEnum
 
 import numpy as np
 
-from contracts.config.router_config import WatchConfig
-from contracts.ids import RequestId
+from twinpool.contracts.config.router_config import WatchConfig
+from twinpool.contracts.ids import RequestId
 
 NGRAM = 3
 """Tokens of an n-gram, by which an earlier place like the present one is found."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 
-from contracts.damage import DamageSite
-from router.state.routed_request import RoutedRequest
-from router.state.router_log import log
-from router.verification.audit_cases import AuditFinding, AuditResult
-from router.verification.stream_watch import StreamFlag
+from twinpool.contracts.damage import DamageSite
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.state.router_log import log
+from twinpool.router.verification.audit_cases import AuditFinding, AuditResult
+from twinpool.router.verification.stream_watch import StreamFlag
 
 _LEVELS = {AuditResult.DAMAGED: logging.ERROR, AuditResult.DISPUTED: logging.ERROR}
 

@@ -18,17 +18,17 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from cache.allocation.block_table import TableSlice
-from cache.device.device_port import DEVICE, DONE, Completion, Device, DeviceOp, DeviceStream, spans
-from cache.device.layer_marks import LayerMarks
-from cache.memory.kv_cache_spec import BufferSpec, PoolKind, PoolSetSpec, PoolSpec
-from cache.memory.memory_layout import BufferLayout
-from cache.pool.pool_set import PoolSet
-from contracts.sampling_params import SamplingParams, TokenDifference, TokenLogprob
-from engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenDraw, TokenFromStep
-from engine.runner.sampling.token_history import TokenHistory
-from engine.runner.sampling.token_mask import TokenMask
-from sim.fabric.sim_grammars import allowed
+from twinpool.cache.allocation.block_table import TableSlice
+from twinpool.cache.device.device_port import DEVICE, DONE, Completion, Device, DeviceOp, DeviceStream, spans
+from twinpool.cache.device.layer_marks import LayerMarks
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolKind, PoolSetSpec, PoolSpec
+from twinpool.cache.memory.memory_layout import BufferLayout
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.sampling_params import SamplingParams, TokenDifference, TokenLogprob
+from twinpool.engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenDraw, TokenFromStep
+from twinpool.engine.runner.sampling.token_history import TokenHistory
+from twinpool.engine.runner.sampling.token_mask import TokenMask
+from twinpool.sim.fabric.sim_grammars import allowed
 
 VOCABULARY = 64
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sim.fabric.sim_process import SimProcess
+from twinpool.sim.fabric.sim_process import SimProcess
 
 
 class SimArenas:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from sim.fabric.sim_network import SimNetwork, SimPipe
-from sim.fabric.sim_process import SimProcess
-from transfer.net.control_channel import ProcessIdentity as Mark
+from twinpool.sim.fabric.sim_network import SimNetwork, SimPipe
+from twinpool.sim.fabric.sim_process import SimProcess
+from twinpool.transfer.net.control_channel import ProcessIdentity as Mark
 
 SimWake = Callable[[], None]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from cache.memory.kv_cache_spec import PoolSetSpec
-from decode.request.request import DecodeRequest
-from sim.fabric.hash_engine import VOCABULARY, recite
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.decode.request.request import DecodeRequest
+from twinpool.sim.fabric.hash_engine import VOCABULARY, recite
 
 _NONE, _WRONG = 0.2, 0.25
 """How often there is no draft, and how often a token of one is wrong."""

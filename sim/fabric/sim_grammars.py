@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import lru_cache
 
-from engine.runner.sampling.token_mask import TokenMask
-from engine.structured_output.grammar_engine import GrammarError, GrammarMatcher, StartedGrammar
+from twinpool.engine.runner.sampling.token_mask import TokenMask
+from twinpool.engine.structured_output.grammar_engine import GrammarError, GrammarMatcher, StartedGrammar
 
 VOCABULARY = 64
 

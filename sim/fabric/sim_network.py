@@ -18,8 +18,8 @@ import random
 from collections import deque
 from collections.abc import Callable
 
-from sim.fabric.sim_process import SimProcess
-from sim.fabric.virtual_time import VirtualTime
+from twinpool.sim.fabric.sim_process import SimProcess
+from twinpool.sim.fabric.virtual_time import VirtualTime
 
 
 class SimPipe:

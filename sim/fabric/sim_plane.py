@@ -21,23 +21,23 @@ from typing import Any
 import torch
 import zmq
 
-from cache.device.device_copies import CPU
-from cache.device.device_port import DONE, Completion
-from cache.memory.head_slices import HeadSlice, chosen, common, copy_common, packed_layouts
-from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.memory.memory_layout import BufferLayout
-from cache.memory.page_moves import PageMove, PoolMove, copy_state, gather, scatter
-from cache.pool.pool_set import PoolSet
-from contracts.errors import LayoutMismatch, WireError
-from contracts.ids import RoomId
-from contracts.messages.rank_orders import WriteArrived
-from sim.fabric.plane_faults import StoreFault, StoreFaults, WireDamage
-from sim.fabric.sim_network import SimNetwork
-from sim.fabric.sim_process import SimProcess
-from sim.fabric.stores_under_way import DelayedStore, FlyingStore
-from transfer.planes.data_plane import SLOT_BYTES, PageWrite, RoomTarget, SentCounts, SlotWrite, WriteLink
-from transfer.planes.rank_fan import fan, rank_cut, writers
-from transfer.planes.tcp.ordered_notices import OrderedNotices
+from twinpool.cache.device.device_copies import CPU
+from twinpool.cache.device.device_port import DONE, Completion
+from twinpool.cache.memory.head_slices import HeadSlice, chosen, common, copy_common, packed_layouts
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cache.memory.memory_layout import BufferLayout
+from twinpool.cache.memory.page_moves import PageMove, PoolMove, copy_state, gather, scatter
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.errors import LayoutMismatch, WireError
+from twinpool.contracts.ids import RoomId
+from twinpool.contracts.messages.rank_orders import WriteArrived
+from twinpool.sim.fabric.plane_faults import StoreFault, StoreFaults, WireDamage
+from twinpool.sim.fabric.sim_network import SimNetwork
+from twinpool.sim.fabric.sim_process import SimProcess
+from twinpool.sim.fabric.stores_under_way import DelayedStore, FlyingStore
+from twinpool.transfer.planes.data_plane import SLOT_BYTES, PageWrite, RoomTarget, SentCounts, SlotWrite, WriteLink
+from twinpool.transfer.planes.rank_fan import fan, rank_cut, writers
+from twinpool.transfer.planes.tcp.ordered_notices import OrderedNotices
 
 
 @dataclass(frozen=True, slots=True)

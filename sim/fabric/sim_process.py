@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sim.fabric.virtual_time import TimerEntry, VirtualTime
+from twinpool.sim.fabric.virtual_time import TimerEntry, VirtualTime
 
 
 class SimProcess:

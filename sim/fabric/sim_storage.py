@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from cache.storage.backends.memory_backend import MemoryBackend
-from cache.storage.inline_queue import InlineIoQueue
-from cache.storage.io_queue import StorageOp, StorageTicket, WriteChain
-from cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome
-from sim.fabric.sim_process import SimProcess
+from twinpool.cache.storage.backends.memory_backend import MemoryBackend
+from twinpool.cache.storage.inline_queue import InlineIoQueue
+from twinpool.cache.storage.io_queue import StorageOp, StorageTicket, WriteChain
+from twinpool.cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome
+from twinpool.sim.fabric.sim_process import SimProcess
 
 T = TypeVar("T")
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from contracts.errors import WireError
-from contracts.ids import Incarnation
-from contracts.messages.router_commands import Command
-from contracts.messages.worker_events import Event
-from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
-from contracts.proto import worker_pb2 as pb
-from contracts.wire.command_protobuf import command_from_proto
-from contracts.wire.event_protobuf import event_from_proto, event_to_proto
-from contracts.wire.shared_frames import FrameWriter
-from contracts.wire.worker_protobuf import (
+from twinpool.contracts.errors import WireError
+from twinpool.contracts.ids import Incarnation
+from twinpool.contracts.messages.router_commands import Command
+from twinpool.contracts.messages.worker_events import Event
+from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.wire.command_protobuf import command_from_proto
+from twinpool.contracts.wire.event_protobuf import event_from_proto, event_to_proto
+from twinpool.contracts.wire.shared_frames import FrameWriter
+from twinpool.contracts.wire.worker_protobuf import (
     record_from_proto,
     record_to_proto,
     status_from_proto,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import sqrt
 
-from contracts.errors import ConfigError
+from twinpool.contracts.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,48 +7,48 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from cache.arena.arena import Arena, arena_bytes
-from cache.device.adversarial_device import AdversarialDevice
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import DEVICE, HOST, Device
-from cache.device.tp_device import TPDevice
-from cache.manager.kv_cache_manager import KVCacheManager
-from cache.memory.memory_layout import PoolSetLayout
-from cache.pool.follower_steps import FollowerSteps
-from cache.pool.pool_set import PoolSet, host_layout
-from cache.pool.tp_pool_set import FollowerPools, TPPoolSet
-from cache.storage.rank_page_store import RankPageStore
-from cache.storage.tp_page_store import FollowerPageStore, TPPageStore
-from cluster.assembly.host_tier_memory import take_over
-from cluster.assembly.memory_plan import plan_memory, stride
-from cluster.controller.controller_actions import LeaseGrant
-from cluster.ranks.leader_channel import LeaderChannel
-from colocate import decode_class_for
-from contracts.config.cluster_config import Config
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.interfaces.worker_interface import Worker
-from contracts.messages.fingerprint import numerics_class
-from contracts.messages.worker_status import WorkerRecord, WorkerStatus
-from engine.runner.model_runner import ModelRunner
-from prefill.worker import PrefillWorker
-from sim.fabric.hash_engine import HashEngine
-from sim.fabric.plane_faults import StoreFaults, WireDamage
-from sim.fabric.sim_arena import SimArenas
-from sim.fabric.sim_channel import SimControlTransport, SimSwitch
-from sim.fabric.sim_drafter import SimDrafter
-from sim.fabric.sim_grammars import SimGrammars
-from sim.fabric.sim_plane import SimPlane
-from sim.fabric.sim_process import SimProcess
-from sim.fabric.sim_storage import SimQueue, SimStore
-from sim.fabric.virtual_time import VirtualTime
-from sim.nodes.sim_ranks import SimFollowers, SimRank
-from sim.scenario.scenario import CONTEXT, ClusterShape, pool_set
-from transfer.planes.data_plane import DataPlane
-from transfer.planes.follower_links import FollowerLinks
-from transfer.planes.tp_plane import TPDataPlane
-from transfer.rooms.compatibility import fingerprint
-from transfer.rooms.receiver.kv_receiver import KVReceiver
-from transfer.rooms.sender.kv_sender import KVSender
+from twinpool.cache.arena.arena import Arena, arena_bytes
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import DEVICE, HOST, Device
+from twinpool.cache.device.tp_device import TPDevice
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cache.pool.follower_steps import FollowerSteps
+from twinpool.cache.pool.pool_set import PoolSet, host_layout
+from twinpool.cache.pool.tp_pool_set import FollowerPools, TPPoolSet
+from twinpool.cache.storage.rank_page_store import RankPageStore
+from twinpool.cache.storage.tp_page_store import FollowerPageStore, TPPageStore
+from twinpool.cluster.assembly.host_tier_memory import take_over
+from twinpool.cluster.assembly.memory_plan import plan_memory, stride
+from twinpool.cluster.controller.controller_actions import LeaseGrant
+from twinpool.cluster.ranks.leader_channel import LeaderChannel
+from twinpool.colocate import decode_class_for
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.interfaces.worker_interface import Worker
+from twinpool.contracts.messages.fingerprint import numerics_class
+from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus
+from twinpool.engine.runner.model_runner import ModelRunner
+from twinpool.prefill.worker import PrefillWorker
+from twinpool.sim.fabric.hash_engine import HashEngine
+from twinpool.sim.fabric.plane_faults import StoreFaults, WireDamage
+from twinpool.sim.fabric.sim_arena import SimArenas
+from twinpool.sim.fabric.sim_channel import SimControlTransport, SimSwitch
+from twinpool.sim.fabric.sim_drafter import SimDrafter
+from twinpool.sim.fabric.sim_grammars import SimGrammars
+from twinpool.sim.fabric.sim_plane import SimPlane
+from twinpool.sim.fabric.sim_process import SimProcess
+from twinpool.sim.fabric.sim_storage import SimQueue, SimStore
+from twinpool.sim.fabric.virtual_time import VirtualTime
+from twinpool.sim.nodes.sim_ranks import SimFollowers, SimRank
+from twinpool.sim.scenario.scenario import CONTEXT, ClusterShape, pool_set
+from twinpool.transfer.planes.data_plane import DataPlane
+from twinpool.transfer.planes.follower_links import FollowerLinks
+from twinpool.transfer.planes.tp_plane import TPDataPlane
+from twinpool.transfer.rooms.compatibility import fingerprint
+from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
+from twinpool.transfer.rooms.sender.kv_sender import KVSender
 
 IDLE_S = 0.1
 """Seconds that an idle worker waits at most, as `WorkerThread`'s `idle_s`."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from contracts.ids import RequestId
-from contracts.messages.kept_answers import AnswerName, KeptAnswer
-from contracts.messages.worker_events import Done
-from contracts.sampling_params import TokenLogprob
-from router.core.answer_asks import AskEnded, FoundAnswer
-from router.core.router_core import RouterCore
-from router.state.routed_request import RoutedRequest
-from sim.scenario.scenario import ScenarioRequest
+from twinpool.contracts.ids import RequestId
+from twinpool.contracts.messages.kept_answers import AnswerName, KeptAnswer
+from twinpool.contracts.messages.worker_events import Done
+from twinpool.contracts.sampling_params import TokenLogprob
+from twinpool.router.core.answer_asks import AskEnded, FoundAnswer
+from twinpool.router.core.router_core import RouterCore
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.sim.scenario.scenario import ScenarioRequest
 
 Made = Callable[[ScenarioRequest, RequestId, AnswerName | None, KeptAnswer | None], RoutedRequest]
 

@@ -13,18 +13,24 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 
-from cluster.controller.controller import Controller
-from cluster.controller.controller_actions import EndedProcess, KillWorker, LeaseGrant, OperatorNote, StartWorker
-from cluster.controller.controller_ledger import MemoryLedger
-from cluster.controller.node_room import ClusterRoom, NodeRoom, RoleRoom
-from cluster.controller.node_table import NodePlace
-from contracts.ids import Incarnation, WorkerName
-from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
-from sim.fabric.sim_network import SimPipe
-from sim.fabric.sim_process import SimProcess
-from sim.fabric.sim_wire import record_there, status_there
-from sim.nodes.build_sim_worker import SimWorld
-from sim.nodes.sim_worker import SimHost
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_actions import (
+    EndedProcess,
+    KillWorker,
+    LeaseGrant,
+    OperatorNote,
+    StartWorker,
+)
+from twinpool.cluster.controller.controller_ledger import MemoryLedger
+from twinpool.cluster.controller.node_room import ClusterRoom, NodeRoom, RoleRoom
+from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.contracts.ids import Incarnation, WorkerName
+from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
+from twinpool.sim.fabric.sim_network import SimPipe
+from twinpool.sim.fabric.sim_process import SimProcess
+from twinpool.sim.fabric.sim_wire import record_there, status_there
+from twinpool.sim.nodes.build_sim_worker import SimWorld
+from twinpool.sim.nodes.sim_worker import SimHost
 
 TICK_S = 0.1
 RETRY_S = 0.2

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
-from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.router_commands import Command
-from contracts.messages.stream_end import StreamEnd
-from contracts.messages.worker_events import Event
-from router.links.worker_links import RETRY_FIRST_S, RETRY_MOST_S
-from router.state.worker_table import WorkerKey
-from sim.fabric.sim_process import SimProcess
-from sim.fabric.sim_wire import pack_commands, unpack_commands, unpack_events
-from sim.nodes.build_sim_worker import SimWorld
-from sim.nodes.sim_worker import SimHost
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.router_commands import Command
+from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.worker_events import Event
+from twinpool.router.links.worker_links import RETRY_FIRST_S, RETRY_MOST_S
+from twinpool.router.state.worker_table import WorkerKey
+from twinpool.sim.fabric.sim_process import SimProcess
+from twinpool.sim.fabric.sim_wire import pack_commands, unpack_commands, unpack_events
+from twinpool.sim.nodes.build_sim_worker import SimWorld
+from twinpool.sim.nodes.sim_worker import SimHost
 
 KEEPALIVE_S = 20.0
 """Seconds without a sign of life after which gRPC closes a connection: `keepalive_time` and `keepalive_timeout`."""

@@ -15,15 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cache.arena.arena import Arena
-from cache.pool.follower_steps import FollowerSteps
-from cache.pool.pool_set import PoolSet
-from cache.pool.tp_pool_set import FollowerPools
-from cache.storage.tp_page_store import FollowerPageStore
-from cluster.assembly.host_tier_memory import rebind
-from contracts.errors import PeerDead
-from contracts.messages.rank_order_codec import decode, encode
-from contracts.messages.rank_orders import (
+from twinpool.cache.arena.arena import Arena
+from twinpool.cache.pool.follower_steps import FollowerSteps
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.pool.tp_pool_set import FollowerPools
+from twinpool.cache.storage.tp_page_store import FollowerPageStore
+from twinpool.cluster.assembly.host_tier_memory import rebind
+from twinpool.contracts.errors import PeerDead
+from twinpool.contracts.messages.rank_order_codec import decode, encode
+from twinpool.contracts.messages.rank_orders import (
     BindArenas,
     CheckPages,
     CloseLink,
@@ -44,9 +44,9 @@ from contracts.messages.rank_orders import (
     SeverPeer,
     ZeroPages,
 )
-from sim.fabric.sim_process import SimProcess
-from sim.fabric.virtual_time import VirtualTime
-from transfer.planes.follower_links import FollowerLinks
+from twinpool.sim.fabric.sim_process import SimProcess
+from twinpool.sim.fabric.virtual_time import VirtualTime
+from twinpool.transfer.planes.follower_links import FollowerLinks
 
 LATE_S = 0.002
 """Seconds after which an order is carried out at the latest; at once if its leader waits for it."""

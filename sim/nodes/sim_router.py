@@ -6,31 +6,31 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from contracts.errors import ConfigError
-from contracts.ids import RequestId, Role, WorkerName
-from contracts.messages.kept_answers import AnswerName, KeptAnswer
-from contracts.messages.router_commands import Command
-from contracts.messages.stream_end import StreamEnd
-from contracts.messages.worker_events import Event, LegReport
-from contracts.messages.worker_status import WorkerStatus, WorkerView
-from contracts.sampling_params import TokenLogprob
-from router.core.answer_asks import AskEnded
-from router.core.local_prefill import local_prefill
-from router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
-from router.core.router_core import RouterCore
-from router.links.worker_links import REACHABLE
-from router.service.router_service import TICK_S
-from router.state.prefix_hashes import prefix_hashes
-from router.state.routed_request import RoutedRequest
-from router.state.tenant_share import TenantShare
-from router.state.worker_table import WorkerEntry, WorkerKey
-from router.verification.audit_cases import AuditFinding, AuditResult
-from sim.fabric.sim_wire import pack_views, status_there, unpack_views
-from sim.nodes.build_sim_worker import SimWorld
-from sim.nodes.sim_claims import SimClaim, SimClaims, name_of
-from sim.nodes.sim_controller import SimControl
-from sim.nodes.sim_link import SimLink
-from sim.scenario.scenario import ScenarioRequest
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import RequestId, Role, WorkerName
+from twinpool.contracts.messages.kept_answers import AnswerName, KeptAnswer
+from twinpool.contracts.messages.router_commands import Command
+from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.worker_events import Event, LegReport
+from twinpool.contracts.messages.worker_status import WorkerStatus, WorkerView
+from twinpool.contracts.sampling_params import TokenLogprob
+from twinpool.router.core.answer_asks import AskEnded
+from twinpool.router.core.local_prefill import local_prefill
+from twinpool.router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
+from twinpool.router.core.router_core import RouterCore
+from twinpool.router.links.worker_links import REACHABLE
+from twinpool.router.service.router_service import TICK_S
+from twinpool.router.state.prefix_hashes import prefix_hashes
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.state.tenant_share import TenantShare
+from twinpool.router.state.worker_table import WorkerEntry, WorkerKey
+from twinpool.router.verification.audit_cases import AuditFinding, AuditResult
+from twinpool.sim.fabric.sim_wire import pack_views, status_there, unpack_views
+from twinpool.sim.nodes.build_sim_worker import SimWorld
+from twinpool.sim.nodes.sim_claims import SimClaim, SimClaims, name_of
+from twinpool.sim.nodes.sim_controller import SimControl
+from twinpool.sim.nodes.sim_link import SimLink
+from twinpool.sim.scenario.scenario import ScenarioRequest
 
 
 class RouterClients(Protocol):

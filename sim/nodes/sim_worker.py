@@ -12,23 +12,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from cluster.controller.controller_actions import LeaseGrant
-from cluster.worker_process.lease_keeper import WorkerLease
-from cluster.worker_process.step_watchdog import StepWatchdog
-from cluster.worker_process.worker_thread import WorkerEnd
-from contracts.errors import PeerDead
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.interfaces.worker_interface import SessionId, Worker
-from contracts.messages.router_commands import Command
-from contracts.messages.stream_end import StreamEnd
-from contracts.messages.worker_events import Event
-from contracts.messages.worker_status import EndedWorker, WorkerRecord
-from engine.runner.batch import BatchRow
-from sim.fabric.sim_process import SimProcess
-from sim.fabric.sim_wire import pack_events
-from sim.fabric.step_costs import StepCosts, pairs_of
-from sim.fabric.virtual_time import TimerEntry
-from sim.nodes.build_sim_worker import IDLE_S, SPINS, BuiltWorker, ControllerClient, SimSleep, SimWorld, build
+from twinpool.cluster.controller.controller_actions import LeaseGrant
+from twinpool.cluster.worker_process.lease_keeper import WorkerLease
+from twinpool.cluster.worker_process.step_watchdog import StepWatchdog
+from twinpool.cluster.worker_process.worker_thread import WorkerEnd
+from twinpool.contracts.errors import PeerDead
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.interfaces.worker_interface import SessionId, Worker
+from twinpool.contracts.messages.router_commands import Command
+from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.worker_events import Event
+from twinpool.contracts.messages.worker_status import EndedWorker, WorkerRecord
+from twinpool.engine.runner.batch import BatchRow
+from twinpool.sim.fabric.sim_process import SimProcess
+from twinpool.sim.fabric.sim_wire import pack_events
+from twinpool.sim.fabric.step_costs import StepCosts, pairs_of
+from twinpool.sim.fabric.virtual_time import TimerEntry
+from twinpool.sim.nodes.build_sim_worker import IDLE_S, SPINS, BuiltWorker, ControllerClient, SimSleep, SimWorld, build
 
 
 @dataclass

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from contracts.errors import ConfigError
-from contracts.ids import Role, WorkerName
-from sim.run.fault_target import FaultTarget, UndoFault, nothing
-from sim.scenario.scenario import PlannedFault
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Role, WorkerName
+from twinpool.sim.run.fault_target import FaultTarget, UndoFault, nothing
+from twinpool.sim.scenario.scenario import PlannedFault
 
 RESTART_S = 0.5
 """Seconds after which a router that died is started again."""

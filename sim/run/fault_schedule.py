@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from contracts.ids import WorkerName
-from sim.nodes.sim_worker import SimHost
-from sim.run.cluster_faults import CLUSTER_FAULTS, RESTART_S
-from sim.run.fault_target import FaultTarget, UndoFault, nothing
-from sim.scenario.scenario import PlannedFault
+from twinpool.contracts.ids import WorkerName
+from twinpool.sim.nodes.sim_worker import SimHost
+from twinpool.sim.run.cluster_faults import CLUSTER_FAULTS, RESTART_S
+from twinpool.sim.run.fault_target import FaultTarget, UndoFault, nothing
+from twinpool.sim.scenario.scenario import PlannedFault
 
 _FAILING = 0.34
 _SLOW = 20.0

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from cache.memory.kv_cache_spec import PoolSetSpec
-from router.verification.audit_cases import AuditResult as Audited
-from sim.fabric.hash_engine import penalised, recite
-from sim.fabric.sim_storage import SimStore
-from sim.nodes.build_sim_worker import SimWorld
-from sim.nodes.sim_controller import SimControl
-from sim.nodes.sim_router import SimRouter
-from sim.scenario.scenario import Scenario, ScenarioRequest
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.router.verification.audit_cases import AuditResult as Audited
+from twinpool.sim.fabric.hash_engine import penalised, recite
+from twinpool.sim.fabric.sim_storage import SimStore
+from twinpool.sim.nodes.build_sim_worker import SimWorld
+from twinpool.sim.nodes.sim_controller import SimControl
+from twinpool.sim.nodes.sim_router import SimRouter
+from twinpool.sim.scenario.scenario import Scenario, ScenarioRequest
 
 _TOLD = (
     "stale_pages",

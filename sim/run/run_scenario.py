@@ -24,26 +24,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from contracts.config.load_config import config_from_dict
-from contracts.errors import ErrorKind
-from contracts.ids import RequestId, Role, WorkerName
-from contracts.messages.worker_events import LegReport
-from contracts.sampling_params import TokenLogprob
-from router.core.router_actions import EndRequest
-from sim.fabric.hash_engine import recite
-from sim.fabric.plane_faults import StoreFaults, WireDamage
-from sim.fabric.sim_arena import SimArenas
-from sim.fabric.sim_channel import SimSwitch
-from sim.fabric.sim_network import SimNetwork
-from sim.fabric.sim_storage import SimStore
-from sim.fabric.virtual_time import VirtualTime
-from sim.nodes.build_sim_worker import SimWorld
-from sim.nodes.sim_controller import SimControl
-from sim.nodes.sim_router import SimRouter
-from sim.run.fault_schedule import schedule
-from sim.run.run_counts import count, kinds_of
-from sim.run.sim_client import SimClient
-from sim.scenario.scenario import Scenario, ScenarioRequest, pool_set
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId, Role, WorkerName
+from twinpool.contracts.messages.worker_events import LegReport
+from twinpool.contracts.sampling_params import TokenLogprob
+from twinpool.router.core.router_actions import EndRequest
+from twinpool.sim.fabric.hash_engine import recite
+from twinpool.sim.fabric.plane_faults import StoreFaults, WireDamage
+from twinpool.sim.fabric.sim_arena import SimArenas
+from twinpool.sim.fabric.sim_channel import SimSwitch
+from twinpool.sim.fabric.sim_network import SimNetwork
+from twinpool.sim.fabric.sim_storage import SimStore
+from twinpool.sim.fabric.virtual_time import VirtualTime
+from twinpool.sim.nodes.build_sim_worker import SimWorld
+from twinpool.sim.nodes.sim_controller import SimControl
+from twinpool.sim.nodes.sim_router import SimRouter
+from twinpool.sim.run.fault_schedule import schedule
+from twinpool.sim.run.run_counts import count, kinds_of
+from twinpool.sim.run.sim_client import SimClient
+from twinpool.sim.scenario.scenario import Scenario, ScenarioRequest, pool_set
 
 GRACE_S = 180.0
 _LINK_TIMEOUT_S = 3.0

@@ -10,11 +10,11 @@ from itertools import islice
 
 import torch
 
-from sim.run.run_scenario import ScenarioResult, run_plan
-from sim.scenario.colocated import as_colocated
-from sim.scenario.conditional import as_conditional
-from sim.scenario.scenario import Scenario
-from sim.scenario.scenario_draw import draw
+from twinpool.sim.run.run_scenario import ScenarioResult, run_plan
+from twinpool.sim.scenario.colocated import as_colocated
+from twinpool.sim.scenario.conditional import as_conditional
+from twinpool.sim.scenario.scenario import Scenario
+from twinpool.sim.scenario.scenario_draw import draw
 
 _PORTION = 10
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from contracts.ids import RequestId
-from contracts.sampling_params import TokenLogprob
-from sim.fabric.hash_engine import ExpectedAnswer
-from sim.nodes.sim_router import SimRouter
-from sim.scenario.scenario import ScenarioRequest
+from twinpool.contracts.ids import RequestId
+from twinpool.contracts.sampling_params import TokenLogprob
+from twinpool.sim.fabric.hash_engine import ExpectedAnswer
+from twinpool.sim.nodes.sim_router import SimRouter
+from twinpool.sim.scenario.scenario import ScenarioRequest
 
 
 @dataclass

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import torch
 
-from contracts.errors import ConfigError
-from sim.run.run_scenario import run_plan
-from sim.run.run_seeds import ClusterKind, plan_of, run_seeds
-from sim.scenario.scenario import KINDS, Scenario
-from sim.scenario.shrink import shrink
+from twinpool.contracts.errors import ConfigError
+from twinpool.sim.run.run_scenario import run_plan
+from twinpool.sim.run.run_seeds import ClusterKind, plan_of, run_seeds
+from twinpool.sim.scenario.scenario import KINDS, Scenario
+from twinpool.sim.scenario.shrink import shrink
 
 PrintLine = Callable[[str], None]
 _MOST_SHOWN = 20

@@ -19,29 +19,29 @@ from dataclasses import replace
 from functools import lru_cache
 from math import inf
 
-from contracts.clock import ManualClock
-from contracts.config.router_config import AuditConfig
-from contracts.ids import RequestId, Role
-from contracts.messages.autoscaler_messages import LatencyCounts
-from contracts.messages.router_commands import Submit
-from contracts.messages.worker_events import Done, LegReport, Tokens
-from contracts.sampling_params import SamplingParams
-from router.core.router_actions import EndRequest, SendCommand
-from router.core.router_core import RouterCore
-from router.kv_indexer.told_prefixes import ToldPrefixes
-from router.service.router_service import TICK_S
-from router.state.prefix_hashes import PrefixHashes
-from router.state.routed_request import RoutedRequest
-from router.state.tenant_share import TenantShare
-from router.state.worker_table import WorkerKey
-from sim.scale.cluster_plan import ClusterPlan
-from sim.scale.decode_model import DecodeModel, DecodeRow
-from sim.scale.prefill_model import PrefillModel, PromptJob
-from sim.scale.run_watcher import EndedRequest, RunWatcher
-from sim.scale.scale_figures import ANSWERED, FAILED, REFUSED, RunFigures, RunReport, summary
-from sim.scale.sim_index import PULSE_S, SimIndex
-from sim.scale.sim_pools import ModelWorker, SimPools
-from sim.scale.traffic import SimRequest
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.router_config import AuditConfig
+from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.messages.autoscaler_messages import LatencyCounts
+from twinpool.contracts.messages.router_commands import Submit
+from twinpool.contracts.messages.worker_events import Done, LegReport, Tokens
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.router.core.router_actions import EndRequest, SendCommand
+from twinpool.router.core.router_core import RouterCore
+from twinpool.router.kv_indexer.told_prefixes import ToldPrefixes
+from twinpool.router.service.router_service import TICK_S
+from twinpool.router.state.prefix_hashes import PrefixHashes
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.state.tenant_share import TenantShare
+from twinpool.router.state.worker_table import WorkerKey
+from twinpool.sim.scale.cluster_plan import ClusterPlan
+from twinpool.sim.scale.decode_model import DecodeModel, DecodeRow
+from twinpool.sim.scale.prefill_model import PrefillModel, PromptJob
+from twinpool.sim.scale.run_watcher import EndedRequest, RunWatcher
+from twinpool.sim.scale.scale_figures import ANSWERED, FAILED, REFUSED, RunFigures, RunReport, summary
+from twinpool.sim.scale.sim_index import PULSE_S, SimIndex
+from twinpool.sim.scale.sim_pools import ModelWorker, SimPools
+from twinpool.sim.scale.traffic import SimRequest
 
 VIEW_S = 1.0
 """Seconds between two tables of the controller that routers get."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from contracts.config.cluster_config import Config
-from contracts.config.load_config import config_from_dict
-from contracts.errors import ConfigError
-from sim.fabric.step_costs import StepCosts
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.errors import ConfigError
+from twinpool.sim.fabric.step_costs import StepCosts
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from contracts.errors import ConfigError
-from contracts.outside_data import read_json
-from sim.fabric.step_costs import StepCosts
-from sim.scale.cluster_plan import DecodePool, PrefillPool
-from sim.scale.cost_fit import BatchProbe, PromptProbe
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.outside_data import read_json
+from twinpool.sim.fabric.step_costs import StepCosts
+from twinpool.sim.scale.cluster_plan import DecodePool, PrefillPool
+from twinpool.sim.scale.cost_fit import BatchProbe, PromptProbe
 
 FORMAT = 1
 DOUBTFUL = 0.15

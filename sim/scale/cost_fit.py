@@ -14,8 +14,8 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from contracts.errors import ConfigError
-from sim.fabric.step_costs import StepCosts, pairs_of
+from twinpool.contracts.errors import ConfigError
+from twinpool.sim.fabric.step_costs import StepCosts, pairs_of
 
 LEAST_BASE_S = 1e-5
 """Seconds of the quickest step that is believed."""

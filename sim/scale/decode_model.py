@@ -16,11 +16,11 @@ import heapq
 from collections import deque
 from math import inf
 
-from decode.request.output_length import OutputLengths
-from decode.retraction.retraction_policy import RetractionCandidate, victims
-from sim.fabric.step_costs import StepCosts, StepRun
-from sim.scale.cluster_plan import DecodePool
-from sim.scale.gap_histogram import GapHistogram
+from twinpool.decode.request.output_length import OutputLengths
+from twinpool.decode.retraction.retraction_policy import RetractionCandidate, victims
+from twinpool.sim.fabric.step_costs import StepCosts, StepRun
+from twinpool.sim.scale.cluster_plan import DecodePool
+from twinpool.sim.scale.gap_histogram import GapHistogram
 
 
 class DecodeRow:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sim.scale.scale_figures import RunReport
+from twinpool.sim.scale.scale_figures import RunReport
 
 
 @dataclass(frozen=True, slots=True)

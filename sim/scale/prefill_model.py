@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Sequence
 from math import inf
 
-from sim.fabric.step_costs import StepCosts, StepRun, pairs_of
-from sim.scale.cluster_plan import PrefillPool
-from sim.scale.prefix_cache import CacheChange, PrefixCache
-from worker.fair_shares import FairShares
+from twinpool.sim.fabric.step_costs import StepCosts, StepRun, pairs_of
+from twinpool.sim.scale.cluster_plan import PrefillPool
+from twinpool.sim.scale.prefix_cache import CacheChange, PrefixCache
+from twinpool.worker.fair_shares import FairShares
 
 
 class PromptJob:

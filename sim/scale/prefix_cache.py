@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from router.kv_indexer.holder_sets import DEVICE, HOST
+from twinpool.router.kv_indexer.holder_sets import DEVICE, HOST
 
 CacheChange = tuple[bool, int, list[int]]
 """Whether blocks came or went, the tier, and their keys: what a KV event says."""

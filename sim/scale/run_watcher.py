@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from contracts.messages.worker_events import Done
-from router.state.routed_request import RoutedRequest
-from sim.scale.traffic import SimRequest
+from twinpool.contracts.messages.worker_events import Done
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.sim.scale.traffic import SimRequest
 
 
 @dataclass(frozen=True, slots=True)

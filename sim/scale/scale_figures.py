@@ -10,9 +10,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from contracts.ids import Role
-from sim.scale.cluster_plan import LatencyTarget
-from sim.scale.gap_histogram import GapHistogram
+from twinpool.contracts.ids import Role
+from twinpool.sim.scale.cluster_plan import LatencyTarget
+from twinpool.sim.scale.gap_histogram import GapHistogram
 
 PENDING, ANSWERED, REFUSED, FAILED = 0, 1, 2, 3
 

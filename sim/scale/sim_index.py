@@ -8,12 +8,12 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from router.kv_indexer.holder_sets import SLOTS_AT_MOST
-from router.kv_indexer.holder_table import HolderTable
-from router.kv_indexer.table_memory import TableMemory, TableSize
-from router.kv_indexer.table_slots import SlotWriter
-from router.state.worker_table import WorkerKey
-from sim.scale.prefix_cache import CacheChange
+from twinpool.router.kv_indexer.holder_sets import SLOTS_AT_MOST
+from twinpool.router.kv_indexer.holder_table import HolderTable
+from twinpool.router.kv_indexer.table_memory import TableMemory, TableSize
+from twinpool.router.kv_indexer.table_slots import SlotWriter
+from twinpool.router.state.worker_table import WorkerKey
+from twinpool.sim.scale.prefix_cache import CacheChange
 
 PULSE_S = 0.5
 """Seconds between two signs of life of the index's process."""

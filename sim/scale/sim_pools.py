@@ -11,22 +11,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cluster.controller.autoscaler import Autoscaler
-from cluster.controller.controller import Controller
-from cluster.controller.controller_actions import KillWorker, StartWorker
-from cluster.controller.controller_ledger import MemoryLedger
-from cluster.controller.node_table import NodePlace
-from cluster.worker_process.lease_keeper import COUNTERS_S
-from contracts.clock import Clock
-from contracts.ids import PAIR, Role, WorkerName
-from contracts.messages.autoscaler_messages import LatencyCounts
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
-from router.state.worker_table import WorkerKey
-from sim.scale.cluster_plan import ClusterPlan
-from sim.scale.decode_model import DecodeModel
-from sim.scale.gap_histogram import GapHistogram
-from sim.scale.prefill_model import PrefillModel
-from sim.scale.scale_figures import RunFigures
+from twinpool.cluster.controller.autoscaler import Autoscaler
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_actions import KillWorker, StartWorker
+from twinpool.cluster.controller.controller_ledger import MemoryLedger
+from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.worker_process.lease_keeper import COUNTERS_S
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.ids import PAIR, Role, WorkerName
+from twinpool.contracts.messages.autoscaler_messages import LatencyCounts
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
+from twinpool.router.state.worker_table import WorkerKey
+from twinpool.sim.scale.cluster_plan import ClusterPlan
+from twinpool.sim.scale.decode_model import DecodeModel
+from twinpool.sim.scale.gap_histogram import GapHistogram
+from twinpool.sim.scale.prefill_model import PrefillModel
+from twinpool.sim.scale.scale_figures import RunFigures
 
 NODE = NodePlace("n" * 12, "node")
 MOST_POSITIONS = 1 << 20

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from contracts.outside_data import read_json
+from twinpool.contracts.outside_data import read_json
 
 TRACE_BLOCK_TOKENS = 512
 

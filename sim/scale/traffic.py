@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from contracts.errors import ConfigError
-from sim.scale.trace_file import TRACE_BLOCK_TOKENS, TraceLine, scaled_lengths
+from twinpool.contracts.errors import ConfigError
+from twinpool.sim.scale.trace_file import TRACE_BLOCK_TOKENS, TraceLine, scaled_lengths
 
 CHAT_PROMPTS = (
     *(898, 974, 1202, 1865, 2180, 3013, 5029, 6056, 7285, 8469),

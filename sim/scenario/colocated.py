@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sim.scenario.scenario import PlannedFault, Scenario
+from twinpool.sim.scenario.scenario import PlannedFault, Scenario
 
 
 def as_colocated(plan: Scenario) -> Scenario:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sim.scenario.scenario import Scenario
+from twinpool.sim.scenario.scenario import Scenario
 
 
 def as_conditional(plan: Scenario) -> Scenario:

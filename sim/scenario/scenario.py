@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
-from contracts.ids import Role
-from contracts.sampling_params import SamplingParams
-from sim.fabric.hash_engine import VOCABULARY
-from sim.fabric.step_costs import StepCosts
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
+from twinpool.contracts.ids import Role
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.sim.fabric.hash_engine import VOCABULARY
+from twinpool.sim.fabric.step_costs import StepCosts
 
 CONTEXT = 96
 

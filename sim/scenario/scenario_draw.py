@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from sim.fabric.hash_engine import VOCABULARY, recite
-from sim.scenario.scenario import (
+from twinpool.sim.fabric.hash_engine import VOCABULARY, recite
+from twinpool.sim.scenario.scenario import (
     CONTEXT,
     KINDS,
     LASTING,

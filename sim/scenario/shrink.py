@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from sim.scenario.scenario import Scenario
+from twinpool.sim.scenario.scenario import Scenario
 
 T = TypeVar("T")
 StillFails = Callable[[Scenario], bool]

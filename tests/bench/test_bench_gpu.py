@@ -27,9 +27,9 @@ from bench.gpu.process_cluster import Served
 from bench.gpu.process_sockets import NothingThere, ProcessPoller, ProcessSocket, ProcessSocketError
 from bench.kernels.flex_bench import flex_call
 from bench.serving.transfer_ways import Shape
-from cache.device.device_backends import CpuDevice
-from contracts.errors import ConfigError
 from tests.family_scenes import Family
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.contracts.errors import ConfigError
 
 
 @pytest.fixture

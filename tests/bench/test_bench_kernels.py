@@ -15,8 +15,8 @@ from bench.kernels import draw_bench, production_launches, tune_launches
 from bench.kernels.chip_limits import CHIPS, blocks_at_once
 from bench.kernels.compiled_kernels import addition_orders, product_loops
 from bench.kernels.recorded_launches import RecordedLaunch, intercepted, recording
-from engine.attention.triton_backend.triton_attention import TritonAttention
-from engine.tensors import tuned_options
+from twinpool.engine.attention.triton_backend.triton_attention import TritonAttention
+from twinpool.engine.tensors import tuned_options
 
 TTGIR = """
 #mma = #ttg.nvidia_mma<{versionMajor = 3, warpsPerCTA = [4, 1]}>

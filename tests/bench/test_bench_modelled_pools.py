@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.autoscaling import modelled_pools
-from sim.scale.trace_file import TRACE_BLOCK_TOKENS, TraceLine
+from twinpool.sim.scale.trace_file import TRACE_BLOCK_TOKENS, TraceLine
 
 
 def test_a_prompt_costs_what_no_earlier_one_of_its_round_has_and_rounds_begin_anew() -> None:

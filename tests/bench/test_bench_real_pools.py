@@ -11,9 +11,9 @@ import pytest
 from bench.autoscaling.phased_replay import Lengths, Phase, Replayed, asks_in_phases, spread
 from bench.autoscaling.pool_watch import PoolWatch
 from bench.autoscaling.real_pools import figures_of, pairs, unlike
-from cli.replay.openai_client import Endpoint, Outcome, stream
-from sim.scale.trace_file import TRACE_BLOCK_TOKENS, TraceLine
 from tests.bench.sse_server import SseServer
+from twinpool.cli.replay.openai_client import Endpoint, Outcome, stream
+from twinpool.sim.scale.trace_file import TRACE_BLOCK_TOKENS, TraceLine
 
 LINES = [TraceLine(at, 2 * TRACE_BLOCK_TOKENS, 100, (1, number)) for number, at in enumerate((0.0, 0.0, 3.0, 6.0), 2)]
 

@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from bench.serving import early_refusal, router_speed
-from cli.replay.openai_client import Outcome
+from twinpool.cli.replay.openai_client import Outcome
 
 
 def outcome(ttft_s: float | None, error: str | None = None) -> Outcome:

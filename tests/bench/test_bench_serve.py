@@ -11,7 +11,7 @@ import pytest
 
 from bench.common.latency_report import Slo, summarize
 from bench.serving import serve_load as serve
-from cli.replay.openai_client import Outcome
+from twinpool.cli.replay.openai_client import Outcome
 
 _spec = importlib.util.spec_from_file_location("sse_server", Path(__file__).with_name("sse_server.py"))
 assert _spec is not None

@@ -8,8 +8,8 @@ import pytest
 
 from bench.serving import simulated_dashboard
 from bench.serving.simulated_dashboard import SimulatedCluster, SimulatedDashboard
-from contracts.clock import ManualClock
-from contracts.messages.latency_shape import percentile
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.messages.latency_shape import percentile
 
 PAST_S = 180.0
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from cache.memory.page_moves import PageMove
-from cache.pool.page_allocator import Lease, PageAllocator
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_node import NO_LOCKS, PageOffer, Tier
-from cache.prefix_cache.radix_tree import RadixTree
-from cache.storage.io_queue import StorageOp
 from tests.cache_visitors import Visitor
 from tests.cache_world import World
 from tests.poolsets import NAMES, pool_sets
+from twinpool.cache.memory.page_moves import PageMove
+from twinpool.cache.pool.page_allocator import Lease, PageAllocator
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_node import NO_LOCKS, PageOffer, Tier
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.storage.io_queue import StorageOp
 
 PAGE_TOKENS = 2
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 8]

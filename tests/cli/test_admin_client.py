@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from cli.admin_client import ASKED_AGAIN, POLL_S, AdminClient, RouterAway
+from twinpool.cli.admin_client import ASKED_AGAIN, POLL_S, AdminClient, RouterAway
 
 ANSWER = json.dumps({"workers": []}).encode()
 RESET, CLOSED, HALF = "reset", "closed", "half an answer"

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from cli import command_line
-from cli import commands as cli
-from cli.admin_client import AdminClient, CommandRefused
-from cli.apply_command import ApplyCommand, read_settings
-from cli.rolling_restart import OTHERS_S, RollingRestart
-from contracts.clock import ManualClock
-from contracts.errors import ConfigError
 from tests.cluster.router_stub import RouterStub, router_stub, row
+from twinpool.cli import command_line
+from twinpool.cli import commands as cli
+from twinpool.cli.admin_client import AdminClient, CommandRefused
+from twinpool.cli.apply_command import ApplyCommand, read_settings
+from twinpool.cli.rolling_restart import OTHERS_S, RollingRestart
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.errors import ConfigError
 
 NEW = {"prefill": "p2", "decode": "d2"}
 TIMEOUT_S = 30.0

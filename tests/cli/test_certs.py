@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from cli import command_line
-from cli import commands as cli
-from cli.certs_command import new_certificates
-from contracts.credentials.certificate_check import read_certificates
-from contracts.credentials.certificate_files import CertificateFiles
-from contracts.credentials.curve_file import read_curve_pair, read_curve_public
-from contracts.key_file import read_key_file
-from router.security.api_keys import ApiKeys
 from tests.certificates import TestAuthority
+from twinpool.cli import command_line
+from twinpool.cli import commands as cli
+from twinpool.cli.certs_command import new_certificates
+from twinpool.contracts.credentials.certificate_check import read_certificates
+from twinpool.contracts.credentials.certificate_files import CertificateFiles
+from twinpool.contracts.credentials.curve_file import read_curve_pair, read_curve_public
+from twinpool.contracts.key_file import read_key_file
+from twinpool.router.security.api_keys import ApiKeys
 
 
 def twinpool(*arguments: str) -> int:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from cli import command_line
-from cli import commands as cli
-from cluster.processes.process_ids import start_time
-from cluster.processes.run_file import live_runs, run_file_path, write_run_file
 from tests.cluster.router_stub import RouterStub, router_stub, row
+from twinpool.cli import command_line
+from twinpool.cli import commands as cli
+from twinpool.cluster.processes.process_ids import start_time
+from twinpool.cluster.processes.run_file import live_runs, run_file_path, write_run_file
 
 CHANGES = {
     "drain": ["decode-0"], "undrain": ["decode-0"], "role": ["decode-0", "prefill"], "add": ["decode"],
@@ -156,7 +156,7 @@ def test_a_cluster_that_another_supervisor_takes_over_keeps_its_time(stub: Route
 def test_undrain_waits_until_the_worker_serves_unless_told_not_to(
     stub: RouterStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("cli.pool_commands.POLL_S", 0.0)
+    monkeypatch.setattr("twinpool.cli.pool_commands.POLL_S", 0.0)
     stub.ordered = [row("decode-0", "left", incarnation=3, outcome="starts again")]
     starting, serving = row("decode-0", "starting", incarnation=4), row("decode-0", "ready", incarnation=4)
     stub.tables = [[row("decode-0", "left", incarnation=3)], [starting], [starting], [serving]]

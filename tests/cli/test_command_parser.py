@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cli import command_line
-from cli import commands as cli
+from twinpool.cli import command_line
+from twinpool.cli import commands as cli
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [

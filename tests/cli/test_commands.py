@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from cli import command_line
-from cli import commands as cli
-from cli.admin_client import STATUS_KEYS, AdminClient
-from cli.drain_command import DrainCommand, ProgressLines, ending
-from cluster.processes.run_file import write_run_file
-from cluster.serve.terminal import curl_line, url_of
-from contracts.clock import ManualClock
 from tests.cluster.router_stub import RouterStub, router_stub, row
 from tests.serving import ROOT
+from twinpool.cli import command_line
+from twinpool.cli import commands as cli
+from twinpool.cli.admin_client import STATUS_KEYS, AdminClient
+from twinpool.cli.drain_command import DrainCommand, ProgressLines, ending
+from twinpool.cluster.processes.run_file import write_run_file
+from twinpool.cluster.serve.terminal import curl_line, url_of
+from twinpool.contracts.clock import ManualClock
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def test_up_says_what_it_would_do_of_a_file_that_is_a_configuration(
 def test_an_interrupted_command_has_its_code_also_where_the_reader_of_its_output_is_gone() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    script = "import cli.commands as commands\nprint('a line')\ncommands._end_now(commands.INTERRUPTED)"
+    script = "import twinpool.cli.commands as commands\nprint('a line')\ncommands._end_now(commands.INTERRUPTED)"
     buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     done = subprocess.run(
         [sys.executable, "-c", script],

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from cli.admin_client import AdminClient
-from cli.demo.demo_strikes import LOOKS, DemoStrikes
 from tests.cluster.router_stub import RouterStub, router_stub, row
+from twinpool.cli.admin_client import AdminClient
+from twinpool.cli.demo.demo_strikes import LOOKS, DemoStrikes
 
 HERE = socket.gethostname()
 

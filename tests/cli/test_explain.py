@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cli.explain_command import explained
-from contracts.messages.request_record import RecordSpan, RequestRecord
+from twinpool.cli.explain_command import explained
+from twinpool.contracts.messages.request_record import RecordSpan, RequestRecord
 
 SPANS = (
     RecordSpan("waits", 0.0, 1.0),

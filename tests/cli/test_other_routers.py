@@ -12,20 +12,20 @@ from typing import Any
 
 import pytest
 
-from cli.admin_client import AdminClient, ClusterNotFound, CommandRefused
-from cli.router_marks import left_alone, router_lines, routers_of, wanted_marks
-from cli.status_view import status_view
-from cluster.controller.controller import Controller
-from cluster.controller.controller_ledger import MemoryLedger
-from cluster.controller.controller_server import ControllerServer
-from contracts.build_id import build_id
-from contracts.clock import SystemClock
-from contracts.config.cluster_config import ClusterConfig, Config
-from contracts.config.load_config import load_config
-from contracts.config.setting_effects import routers_digest
 from tests.checkpoints import make_checkpoint
 from tests.free_ports import free_port
 from tests.serving import ROOT, until
+from twinpool.cli.admin_client import AdminClient, ClusterNotFound, CommandRefused
+from twinpool.cli.router_marks import left_alone, router_lines, routers_of, wanted_marks
+from twinpool.cli.status_view import status_view
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_ledger import MemoryLedger
+from twinpool.cluster.controller.controller_server import ControllerServer
+from twinpool.contracts.build_id import build_id
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.config.cluster_config import ClusterConfig, Config
+from twinpool.contracts.config.load_config import load_config
+from twinpool.contracts.config.setting_effects import routers_digest
 
 OLD, NEW = "0.1.0+old", "0.1.0+new"
 
@@ -89,7 +89,7 @@ def test_routers_started_by_hand_are_in_status_with_their_marks(tmp_path: Path, 
         settings = tmp_path / f"{name}.json"
         settings.write_text(json.dumps(config.to_dict()))
         command = [
-            *(sys.executable, "-m", "router.main", "--model", str(model), "--controller", controller.endpoint),
+            *(sys.executable, "-m", "twinpool.router.main", "--model", str(model), "--controller", controller.endpoint),
             *("--port", str(ports[name]), "--name", name, "--config-json", str(settings)),
             *("--handover-socket", str(tmp_path / f"{name}.socket")),
             *(("--kept",) if name == "kept" else ()),

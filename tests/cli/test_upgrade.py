@@ -8,26 +8,26 @@ from typing import Any
 
 import pytest
 
-from cli import command_line, upgrade_command
-from cli import commands as cli
-from cli.admin_client import AdminClient, CommandRefused
-from cli.command_output import NO_CLUSTER, USAGE
-from cli.handover_classes import apart
-from cli.rolling_restart import next_in_turn
-from cli.status_view import status_view
-from cli.upgrade_command import UpgradeCommand
-from cluster.processes.keeper import FAILED, NEXT, TAKEN_OVER, NextSupervisor
-from cluster.processes.run_file import RunFile
-from cluster.serve.supervisor_upgrade import (
+from tests.cluster.router_stub import RouterStub, router_stub, row
+from twinpool.cli import command_line, upgrade_command
+from twinpool.cli import commands as cli
+from twinpool.cli.admin_client import AdminClient, CommandRefused
+from twinpool.cli.command_output import NO_CLUSTER, USAGE
+from twinpool.cli.handover_classes import apart
+from twinpool.cli.rolling_restart import next_in_turn
+from twinpool.cli.status_view import status_view
+from twinpool.cli.upgrade_command import UpgradeCommand
+from twinpool.cluster.processes.keeper import FAILED, NEXT, TAKEN_OVER, NextSupervisor
+from twinpool.cluster.processes.run_file import RunFile
+from twinpool.cluster.serve.supervisor_upgrade import (
     CheckedBuild,
     UpgradeRefused,
     check_build,
     interpreter_of,
     replace_supervisor,
 )
-from contracts.clock import ManualClock
-from contracts.errors import ConfigError
-from tests.cluster.router_stub import RouterStub, router_stub, row
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.errors import ConfigError
 
 OLD, NEW = "0.1.0+old", "0.1.0+new"
 BUILD = CheckedBuild(Path("/new/bin/python"), NEW)

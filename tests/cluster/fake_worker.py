@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from contracts.errors import ErrorKind
-from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
-from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.fingerprint import PROTOCOL, Fingerprint
-from contracts.messages.router_commands import Cancel, Command, Submit
-from contracts.messages.worker_events import Done, Event, Tokens
-from contracts.messages.worker_status import CheckReport, EndedWorker, WorkerLimits, WorkerStatus
-from contracts.sampling_params import SamplingParams
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.fingerprint import PROTOCOL, Fingerprint
+from twinpool.contracts.messages.router_commands import Cancel, Command, Submit
+from twinpool.contracts.messages.worker_events import Done, Event, Tokens
+from twinpool.contracts.messages.worker_status import CheckReport, EndedWorker, WorkerLimits, WorkerStatus
+from twinpool.contracts.sampling_params import SamplingParams
 
 
 def submit(request_id: str, max_tokens: int = 4, tokens: tuple[int, ...] = (1, 2, 3)) -> Submit:

@@ -14,24 +14,24 @@ import grpc.aio
 import pytest
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
-from cluster.controller import controller_service
-from cluster.controller.controller import Controller
-from cluster.controller.controller_ledger import MemoryLedger
-from cluster.controller.controller_server import ControllerServer
-from cluster.worker_process.asyncio_thread import AsyncioThread
-from cluster.worker_process.lease_keeper import LeaseKeeper
-from cluster.worker_process.worker_server import serve_worker
-from cluster.worker_process.worker_thread import WorkerThread
-from contracts.clock import ManualClock
-from contracts.config.cluster_config import ClusterConfig
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.worker_events import Tokens
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord
-from contracts.proto import worker_pb2 as pb
-from contracts.wire.event_protobuf import event_from_proto
-from contracts.wire.grpc_channels import CONTROL_BYTES
 from tests.cluster.fake_worker import FakeWorker, submit
 from tests.raw_frames import RawStream
+from twinpool.cluster.controller import controller_service
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_ledger import MemoryLedger
+from twinpool.cluster.controller.controller_server import ControllerServer
+from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
+from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper
+from twinpool.cluster.worker_process.worker_server import serve_worker
+from twinpool.cluster.worker_process.worker_thread import WorkerThread
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.worker_events import Tokens
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.wire.event_protobuf import event_from_proto
+from twinpool.contracts.wire.grpc_channels import CONTROL_BYTES
 
 NAME = WorkerName("decode-0")
 WAIT_S = 60.0

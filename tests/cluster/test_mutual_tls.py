@@ -13,34 +13,34 @@ import grpc
 import grpc.aio
 import pytest
 
-from cluster.controller.controller import Controller
-from cluster.controller.controller_ledger import MemoryLedger
-from cluster.controller.controller_server import ControllerServer
-from cluster.worker_process.asyncio_thread import AsyncioThread
-from cluster.worker_process.lease_keeper import LeaseKeeper, LeaseRefused
-from cluster.worker_process.worker_plan import WorkerPlan
-from cluster.worker_process.worker_process import WorkerProcess
-from cluster.worker_process.worker_server import serve_worker
-from cluster.worker_process.worker_thread import WorkerThread
-from contracts.clock import ManualClock, SystemClock
-from contracts.config.cluster_config import ClusterConfig, Config
-from contracts.config.security_config import SecurityConfig
-from contracts.credentials.certificate_files import NODE_NAME, CertificateFiles
-from contracts.errors import ConfigError
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.interfaces.worker_interface import Worker
-from contracts.messages.stream_end import StreamEnd
-from contracts.messages.worker_events import Done, Event
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerView
-from contracts.proto import worker_pb2 as pb
-from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire import frame_listener
-from contracts.wire.secure_grpc import open_channel
-from router.links.controller_directory import ControllerDirectory
-from router.links.grpc_worker import GrpcWorkerClient
 from tests.certificates import TestAuthority
 from tests.cluster.fake_worker import FakeWorker, submit
 from tests.raw_frames import RawStream
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_ledger import MemoryLedger
+from twinpool.cluster.controller.controller_server import ControllerServer
+from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
+from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper, LeaseRefused
+from twinpool.cluster.worker_process.worker_plan import WorkerPlan
+from twinpool.cluster.worker_process.worker_process import WorkerProcess
+from twinpool.cluster.worker_process.worker_server import serve_worker
+from twinpool.cluster.worker_process.worker_thread import WorkerThread
+from twinpool.contracts.clock import ManualClock, SystemClock
+from twinpool.contracts.config.cluster_config import ClusterConfig, Config
+from twinpool.contracts.config.security_config import SecurityConfig
+from twinpool.contracts.credentials.certificate_files import NODE_NAME, CertificateFiles
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.interfaces.worker_interface import Worker
+from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.worker_events import Done, Event
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerView
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
+from twinpool.contracts.wire import frame_listener
+from twinpool.contracts.wire.secure_grpc import open_channel
+from twinpool.router.links.controller_directory import ControllerDirectory
+from twinpool.router.links.grpc_worker import GrpcWorkerClient
 
 NAME = WorkerName("decode-0")
 WAIT_S = 10.0

@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from cluster.worker_process.asyncio_thread import AsyncioThread
-from cluster.worker_process.worker_server import serve_worker
-from cluster.worker_process.worker_thread import WorkerThread
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.stream_end import StreamEnd
-from contracts.messages.worker_events import Event
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord
-from contracts.wire.grpc_channels import channel_options
-from router.links.grpc_worker import GrpcWorkerClient
-from router.links.worker_stream import WorkerStream
 from tests.cluster.fake_worker import FakeWorker, submit
 from tests.proxy import Proxy, Relay, proxying
+from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
+from twinpool.cluster.worker_process.worker_server import serve_worker
+from twinpool.cluster.worker_process.worker_thread import WorkerThread
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.worker_events import Event
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord
+from twinpool.contracts.wire.grpc_channels import channel_options
+from twinpool.router.links.grpc_worker import GrpcWorkerClient
+from twinpool.router.links.worker_stream import WorkerStream
 
 LINK_S = 2.0
 WAIT_S = 30.0

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from contracts.ids import RequestId, Role
-from contracts.messages.router_commands import Audit, Submit
-from contracts.messages.worker_events import Audited, AuditEnd
-from contracts.sampling_params import SamplingParams
-from router.state.worker_table import SEQUENCE_TOKENS
 from tests.colocated import colocated
 from tests.company import Company, company, generated
 from tests.pair import SESSION
 from tests.workers.test_migrations import prompts, seeded
+from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.messages.router_commands import Audit, Submit
+from twinpool.contracts.messages.worker_events import Audited, AuditEnd
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.router.state.worker_table import SEQUENCE_TOKENS
 
 pytestmark = pytest.mark.slow
 PAGE = 16

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from contracts.ids import RequestId, Role
 from tests.colocated import Colocated, colocated
 from tests.families import FAMILIES
 from tests.family_scenes import CHUNK, PAGE, Family, Watch, device_bytes, greedy, make_family, tokens_of
 from tests.pair import Answer
+from twinpool.contracts.ids import RequestId, Role
 
 pytestmark = pytest.mark.slow
 

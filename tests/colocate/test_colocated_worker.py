@@ -8,23 +8,23 @@ from typing import Any
 
 import pytest
 
-from cache.device.adversarial_device import AdversarialDevice
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import Completion, DeviceOp
-from cache.device.layer_marks import LayerMarks
-from contracts.clock import ManualClock
-from contracts.errors import ErrorKind
-from contracts.ids import RequestId, Role
-from contracts.messages.router_commands import Audit
-from contracts.messages.worker_events import Audited, AuditEnd, LegReport, Tokens
-from contracts.sampling_params import SamplingParams
-from decode.request.request import DecodePhase, DecodeRequest
-from engine.runner.batch import BatchRow, TokenFromStep
-from engine.runner.launched_step import LaunchedStep
 from tests.checkpoints import Oracle
 from tests.colocated import Colocated, colocated
 from tests.pair import SESSION, Answer, pair
 from tests.workers.test_pair import expect_equal, greedy, prompts
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import Completion, DeviceOp
+from twinpool.cache.device.layer_marks import LayerMarks
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.messages.router_commands import Audit
+from twinpool.contracts.messages.worker_events import Audited, AuditEnd, LegReport, Tokens
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.decode.request.request import DecodePhase, DecodeRequest
+from twinpool.engine.runner.batch import BatchRow, TokenFromStep
+from twinpool.engine.runner.launched_step import LaunchedStep
 
 PAGE = 16
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from colocate import ConditionalDecodeWorker
-from contracts.clock import ManualClock
-from contracts.errors import ConfigError
-from contracts.ids import RequestId, Role
-from contracts.messages.worker_events import LegReport
-from contracts.sampling_params import SamplingParams
-from engine.runner.batch import BatchRow
 from tests.checkpoints import Oracle, compare
 from tests.company import Company, company, generated, hears
 from tests.workers.test_migrations import prompts, seeded
+from twinpool.colocate import ConditionalDecodeWorker
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.messages.worker_events import LegReport
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.runner.batch import BatchRow
 
 pytestmark = pytest.mark.slow
 PAGE = 16

@@ -6,14 +6,14 @@ import uuid
 
 import pytest
 
-from cache.allocation.allocation import Allocation
-from cache.prefix_cache.nodes.tree_node import Tier
-from contracts.ids import RequestId
-from contracts.sampling_params import SamplingParams
 from tests.hash_colocated import PAGE, HashColocated, hash_colocated
 from tests.hash_engine import recite
 from tests.poolsets import NAMES, pool_sets
 from tests.random_pairs import run_colocated_seed
+from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.contracts.ids import RequestId
+from twinpool.contracts.sampling_params import SamplingParams
 
 
 def greedy(count: int) -> SamplingParams:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.serve.preflight import ServeOptions, prepare
-from contracts.config.cluster_config import Config
-from contracts.config.load_config import load_config
-from contracts.errors import ConfigError
-from contracts.ids import Role
+from twinpool.cluster.serve.preflight import ServeOptions, prepare
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.load_config import load_config
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Role
 
 ON = "autoscaling.enabled=true"
 

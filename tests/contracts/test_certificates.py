@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from contracts.config.load_config import config_from_dict
-from contracts.config.security_config import FILES, SecurityConfig
-from contracts.credentials.certificate_files import CertificateFiles
-from contracts.credentials.curve_file import read_curve_pair, read_curve_public
-from contracts.credentials.mint_certificates import new_authority, new_node, write_private
-from contracts.errors import ConfigError
 from tests.certificates import NAMES, TestAuthority
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.config.security_config import FILES, SecurityConfig
+from twinpool.contracts.credentials.certificate_files import CertificateFiles
+from twinpool.contracts.credentials.curve_file import read_curve_pair, read_curve_public
+from twinpool.contracts.credentials.mint_certificates import new_authority, new_node, write_private
+from twinpool.contracts.errors import ConfigError
 
 
 def test_a_pair_of_its_authority_is_good_until_it_ends(tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contracts.config.cache_config import CacheOverride
-from contracts.config.load_config import config_from_dict
-from contracts.ids import Role
+from twinpool.contracts.config.cache_config import CacheOverride
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.ids import Role
 
 
 def test_both_halves_of_a_colocated_worker_have_its_ranks_and_its_cache() -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from contracts.config.cache_config import CacheConfig, CacheOverride
-from contracts.config.cluster_config import Config, section_of
-from contracts.config.load_config import config_from_dict, load_config, may_have_host_memory
-from contracts.config.sampling_defaults import read_sampling_defaults
-from contracts.errors import ConfigError
-from contracts.ids import Role
+from twinpool.contracts.config.cache_config import CacheConfig, CacheOverride
+from twinpool.contracts.config.cluster_config import Config, section_of
+from twinpool.contracts.config.load_config import config_from_dict, load_config, may_have_host_memory
+from twinpool.contracts.config.sampling_defaults import read_sampling_defaults
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Role
 
 ROLES = list(Role)
 NO_BUDGET = {"host_memory_share": 0}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from contracts.config.load_config import config_from_dict, config_keys, load_config
-from contracts.errors import ConfigError
+from twinpool.contracts.config.load_config import config_from_dict, config_keys, load_config
+from twinpool.contracts.errors import ConfigError
 
 
 def refusal(path: Path | None, *assignments: str) -> list[str]:

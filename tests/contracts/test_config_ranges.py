@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from contracts.config.load_config import config_from_dict
-from contracts.errors import ConfigError
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.errors import ConfigError
 
 
 @pytest.mark.parametrize(

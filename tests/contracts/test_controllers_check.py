@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from contracts.config.ledger_place import controller_endpoints, without_password
-from contracts.config.load_config import load_config
-from contracts.errors import ConfigError
+from twinpool.contracts.config.ledger_place import controller_endpoints, without_password
+from twinpool.contracts.config.load_config import load_config
+from twinpool.contracts.errors import ConfigError
 
 SERVER = ("cluster.ledger=redis://h:1/0", "cluster.name=prod")
 

@@ -17,13 +17,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
-from contracts.credentials.certificate_files import CertificateFiles
-from contracts.credentials.mint_certificates import Authority, new_authority, new_node, write_private
-from contracts.credentials.node_tls import NodeTls
-from contracts.credentials.reread_files import RereadFiles
-from contracts.errors import ConfigError
-from contracts.key_file import ApiKey, KeyFile, TenantLimits, read_key_file, write_key_file
 from tests.certificates import NAMES, TestAuthority
+from twinpool.contracts.credentials.certificate_files import CertificateFiles
+from twinpool.contracts.credentials.mint_certificates import Authority, new_authority, new_node, write_private
+from twinpool.contracts.credentials.node_tls import NodeTls
+from twinpool.contracts.credentials.reread_files import RereadFiles
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.key_file import ApiKey, KeyFile, TenantLimits, read_key_file, write_key_file
 
 NOW = datetime.now(UTC)
 YEAR = 365.0

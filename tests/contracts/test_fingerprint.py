@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from contracts.messages.fingerprint import (
+from twinpool.contracts.messages.fingerprint import (
     REMEDIES,
     Fingerprint,
     binding_class,

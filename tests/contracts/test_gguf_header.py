@@ -12,13 +12,13 @@ import gguf
 import numpy as np
 import pytest
 
-from contracts.checkpoint.checkpoint_files import read_checkpoint_text
-from contracts.checkpoint.gguf.gguf_header import BLOCKS, read_gguf
-from contracts.checkpoint.model_spec import read_model_spec
-from contracts.errors import CheckpointError
-from engine.models.registry import model_for
 from tests.checkpoints import make_checkpoint
 from tests.gguf_files import write_gguf
+from twinpool.contracts.checkpoint.checkpoint_files import read_checkpoint_text
+from twinpool.contracts.checkpoint.gguf.gguf_header import BLOCKS, read_gguf
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.errors import CheckpointError
+from twinpool.engine.models.registry import model_for
 
 Edit = Callable[[gguf.GGUFWriter], object]
 

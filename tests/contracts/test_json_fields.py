@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from contracts.checkpoint.json_fields import JsonFields
-from contracts.errors import CheckpointError
+from twinpool.contracts.checkpoint.json_fields import JsonFields
+from twinpool.contracts.errors import CheckpointError
 
 PATH = Path("/a/config.json")
 READERS: dict[str, Callable[[JsonFields], object]] = {

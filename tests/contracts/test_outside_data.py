@@ -11,23 +11,23 @@ from typing import Any
 
 import pytest
 
-from cluster.controller.wanted_worker import from_ledger
-from cluster.serve.changed_settings import _given
-from cluster.serve.detached_state import STATE_FILE, DetachedState
-from contracts.checkpoint.safetensors_headers import read_file_headers, read_json
-from contracts.config.cluster_config import ClusterConfig, Config
-from contracts.config.load_config import config_from_dict, load_config, read_config_json
-from contracts.errors import CheckpointError, ConfigError, RequestError
-from contracts.ids import WorkerName
-from contracts.key_file import read_key_file
-from contracts.outside_data import MOST_NESTED, read_yaml
-from contracts.outside_data import read_json as outside_json
-from router.openai import request_fields
-from router.openai.structured_output import _schema
-from router.openai.tools import _read_call
-from router.text.tokenizer import read_model_tokenizer
-from sim.scale.cost_file import read_costs
-from sim.scale.trace_file import read_trace
+from twinpool.cluster.controller.wanted_worker import from_ledger
+from twinpool.cluster.serve.changed_settings import _given
+from twinpool.cluster.serve.detached_state import STATE_FILE, DetachedState
+from twinpool.contracts.checkpoint.safetensors_headers import read_file_headers, read_json
+from twinpool.contracts.config.cluster_config import ClusterConfig, Config
+from twinpool.contracts.config.load_config import config_from_dict, load_config, read_config_json
+from twinpool.contracts.errors import CheckpointError, ConfigError, RequestError
+from twinpool.contracts.ids import WorkerName
+from twinpool.contracts.key_file import read_key_file
+from twinpool.contracts.outside_data import MOST_NESTED, read_yaml
+from twinpool.contracts.outside_data import read_json as outside_json
+from twinpool.router.openai import request_fields
+from twinpool.router.openai.structured_output import _schema
+from twinpool.router.openai.tools import _read_call
+from twinpool.router.text.tokenizer import read_model_tokenizer
+from twinpool.sim.scale.cost_file import read_costs
+from twinpool.sim.scale.trace_file import read_trace
 
 ROOT = Path(__file__).parents[2]
 DEPTHS = (MOST_NESTED + 1, 900, 5000)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from contracts.config.load_config import config_from_dict
-from contracts.config.plane_choice import PlaneOfOneHost, check_hosts, why, with_plane
-from contracts.errors import ConfigError
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.config.plane_choice import PlaneOfOneHost, check_hosts, why, with_plane
+from twinpool.contracts.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from contracts.ids import Role
-from contracts.messages.record_ring import RecordRing, in_order
-from contracts.messages.request_record import (
+from twinpool.contracts.ids import Role
+from twinpool.contracts.messages.record_ring import RecordRing, in_order
+from twinpool.contracts.messages.request_record import (
     ANSWER_PREFIXES,
     RUNNING,
     PlacementChoice,

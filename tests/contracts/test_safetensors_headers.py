@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from contracts.checkpoint.safetensors_headers import INDEX, digest_samples, read_file_headers, read_headers
-from contracts.errors import CheckpointError
+from twinpool.contracts.checkpoint.safetensors_headers import INDEX, digest_samples, read_file_headers, read_headers
+from twinpool.contracts.errors import CheckpointError
 
 
 def write(path: Path, header: dict[str, Any], content: bytes) -> Path:

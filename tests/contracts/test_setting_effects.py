@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from contracts.config.cluster_config import Config
-from contracts.config.load_config import config_from_dict
-from contracts.config.setting_effects import (
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.config.setting_effects import (
     EFFECTS,
     Effect,
     controllers_digest,
@@ -24,8 +24,8 @@ from contracts.config.setting_effects import (
     settings_digest,
     settings_of,
 )
-from contracts.errors import ConfigError
-from contracts.ids import Role
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Role
 
 
 def keys(cls: type, prefix: str = "") -> Iterator[str]:

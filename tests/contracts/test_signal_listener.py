@@ -12,7 +12,7 @@ from tests.serving import ROOT
 
 ACTS = """
 import os, signal, threading
-from contracts.signal_listener import SignalListener
+from twinpool.contracts.signal_listener import SignalListener
 
 seen, lock = [], threading.Lock()
 both = threading.Semaphore(0)

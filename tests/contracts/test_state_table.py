@@ -6,8 +6,8 @@ from enum import StrEnum
 
 import pytest
 
-from contracts.errors import IllegalTransition
-from contracts.state_table import StateTable
+from twinpool.contracts.errors import IllegalTransition
+from twinpool.contracts.state_table import StateTable
 
 
 class State(StrEnum):

@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from contracts import cpu_levels
-from contracts.damage import COUNTERS, DamageSite, log_damage, where_of
-from contracts.errors import ErrorKind
-from contracts.ids import RequestId, RoomId, request_in, room_of
-from contracts.json_logs import JsonFormatter
-from contracts.messages.router_commands import Cancel, Command
-from contracts.proto import worker_pb2 as pb
-from contracts.wire.shared_frames import FRAME_COMMANDS, FrameWriter
+from twinpool.contracts import cpu_levels
+from twinpool.contracts.damage import COUNTERS, DamageSite, log_damage, where_of
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId, RoomId, request_in, room_of
+from twinpool.contracts.json_logs import JsonFormatter
+from twinpool.contracts.messages.router_commands import Cancel, Command
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.wire.shared_frames import FRAME_COMMANDS, FrameWriter
 
 V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
 V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}

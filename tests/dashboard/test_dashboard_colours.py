@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from router.api.admin_dashboard import FOLDER
-from router.records import request_spans
+from twinpool.router.api.admin_dashboard import FOLDER
+from twinpool.router.records import request_spans
 
 STYLE = (FOLDER / "style.css").read_text()
 LEAST = 4.5

@@ -11,21 +11,21 @@ from urllib.parse import urlparse
 import pytest
 
 from bench.common.browser import Browser, Tab, browsing, chromium
-from cluster.assembly.build_worker import build_worker
-from cluster.serve.local_dashboard import LocalDashboard
-from cluster.serve.local_directory import LocalDirectory
-from cluster.worker_process.worker_thread import WorkerThread
-from contracts.checkpoint.model_spec import read_model_spec
-from contracts.clock import SystemClock
-from contracts.config.load_config import config_from_dict
-from contracts.ids import PAIR, Incarnation, Role, WorkerName
-from contracts.messages.worker_status import WorkerRecord
-from router.api.admin_status import TOKEN_VARIABLE
 from tests.dashboard.page_numbers import differences, numbers
 from tests.pair import counts_for
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import DEMO, Server, serving
 from tests.serving import until
+from twinpool.cluster.assembly.build_worker import build_worker
+from twinpool.cluster.serve.local_dashboard import LocalDashboard
+from twinpool.cluster.serve.local_directory import LocalDirectory
+from twinpool.cluster.worker_process.worker_thread import WorkerThread
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.ids import PAIR, Incarnation, Role, WorkerName
+from twinpool.contracts.messages.worker_status import WorkerRecord
+from twinpool.router.api.admin_status import TOKEN_VARIABLE
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(chromium() is None, reason="no Chromium")]
 

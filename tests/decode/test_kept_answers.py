@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from contracts.clock import ManualClock
-from contracts.config.worker_config import DecodeConfig
-from contracts.ids import RequestId
-from contracts.messages.kept_answers import AnswerName, KeptAnswer
-from contracts.sampling_params import TokenLogprob
-from decode.kept_answers import KeptAnswers, estimated_bytes
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.worker_config import DecodeConfig
+from twinpool.contracts.ids import RequestId
+from twinpool.contracts.messages.kept_answers import AnswerName, KeptAnswer
+from twinpool.contracts.sampling_params import TokenLogprob
+from twinpool.decode.kept_answers import KeptAnswers, estimated_bytes
 
 
 def answer(tokens: int = 5, index: int = 0, logprobs: int = 0) -> KeptAnswer:

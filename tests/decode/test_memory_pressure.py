@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cache.manager.kv_cache_manager import KVCacheManager
-from decode.request.request import DecodeRequest
 from tests.decode_parts import DecodeParts
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.decode.request.request import DecodeRequest
 
 
 def stepped(parts: DecodeParts, *names: str) -> list[DecodeRequest]:

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from decode.request.output_length import KNOWN, REMEMBERED, OutputLengths
-from decode.retraction.retraction_policy import RetractionCandidate, RetractionRates, cheaper_to_copy, victims
+from twinpool.decode.request.output_length import KNOWN, REMEMBERED, OutputLengths
+from twinpool.decode.retraction.retraction_policy import RetractionCandidate, RetractionRates, cheaper_to_copy, victims
 
 
 def seen(quantile: float, *lengths: int) -> OutputLengths:

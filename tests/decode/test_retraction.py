@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from cache.device.adversarial_device import AdversarialDevice
-from cache.prefix_cache.nodes.tree_node import Tier
-from cache.storage.io_queue import StorageOp
-from cache.storage.storage_backend import ObjectName
-from cache.swap.swapped_state import SwapPlace
-from contracts.errors import ErrorKind
-from decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
-from decode.request.request_outcomes import RequestFailed
 from tests.decode_parts import DecodeParts
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.cache.storage.io_queue import StorageOp
+from twinpool.cache.storage.storage_backend import ObjectName
+from twinpool.cache.swap.swapped_state import SwapPlace
+from twinpool.contracts.errors import ErrorKind
+from twinpool.decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
+from twinpool.decode.request.request_outcomes import RequestFailed
 
 
 def crowd(host_pages: int, *names: str, **sections: Any) -> tuple[DecodeParts, list[DecodeRequest]]:

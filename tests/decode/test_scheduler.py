@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from contracts.errors import ErrorKind
-from decode.request.output_length import KNOWN
-from decode.request.request import DecodePhase
-from decode.request.request_outcomes import RequestFailed
 from tests.decode_parts import DecodeParts
+from twinpool.contracts.errors import ErrorKind
+from twinpool.decode.request.output_length import KNOWN
+from twinpool.decode.request.request import DecodePhase
+from twinpool.decode.request.request_outcomes import RequestFailed
 
 
 def test_requests_are_admitted_first_come_first_served() -> None:

@@ -7,17 +7,17 @@ from typing import Any, cast
 
 import pytest
 
-from cache.device.adversarial_device import AdversarialDevice
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import Device
-from contracts.errors import ErrorKind
-from contracts.messages.worker_events import Tokens
-from decode.request.request import DecodeEvent, DecodeRequest
-from decode.request.request_outcomes import RequestFailed, RequestFinished, RouterEvent
-from engine.runner.batch import NONFINITE, BatchRow, DrawnToken, RowOutput
-from engine.structured_output.grammar_engine import GrammarError
 from tests.decode_parts import SESSION, DecodeParts
-from worker.step_overlap import StepOverlap
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import Device
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.messages.worker_events import Tokens
+from twinpool.decode.request.request import DecodeEvent, DecodeRequest
+from twinpool.decode.request.request_outcomes import RequestFailed, RequestFinished, RouterEvent
+from twinpool.engine.runner.batch import NONFINITE, BatchRow, DrawnToken, RowOutput
+from twinpool.engine.structured_output.grammar_engine import GrammarError
+from twinpool.worker.step_overlap import StepOverlap
 
 
 def step(parts: DecodeParts) -> list[RouterEvent | RequestFinished | RequestFailed]:

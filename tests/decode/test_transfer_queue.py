@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from cache.device.adversarial_device import AdversarialDevice
-from cache.device.device_port import DEVICE, DeviceOp, DeviceStream, spans
-from contracts.errors import ErrorKind, UnorderedAccess
-from contracts.ids import RoomId, WorkerName
-from decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
-from decode.request.request_outcomes import PromptReceived, RequestFailed, RequestLeft
 from tests.decode_parts import SESSION, DecodeParts
-from transfer.rooms.room_outcomes import HandoverFailed, PromptAnswered
-from worker.admission_check import AdmissionRefusal
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.device.device_port import DEVICE, DeviceOp, DeviceStream, spans
+from twinpool.contracts.errors import ErrorKind, UnorderedAccess
+from twinpool.contracts.ids import RoomId, WorkerName
+from twinpool.decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
+from twinpool.decode.request.request_outcomes import PromptReceived, RequestFailed, RequestLeft
+from twinpool.transfer.rooms.room_outcomes import HandoverFailed, PromptAnswered
+from twinpool.worker.admission_check import AdmissionRefusal
 
 
 def test_a_request_expects_every_page_of_its_prompt() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.prometheus_server import DEPLOY
 from tests.serving import ROOT
+from twinpool.contracts.build_id import PACKAGES
 
 FOLDER = DEPLOY / "container"
 TEXT = (FOLDER / "Containerfile").read_text()
@@ -64,8 +65,5 @@ def test_a_wrong_step_or_variant_is_refused(words: tuple[str, ...], why: str) ->
 
 def test_what_the_build_needs_is_not_left_out() -> None:
     left_out = {line for line in (ROOT / ".containerignore").read_text().splitlines() if not line.startswith("#")}
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"][
-        "packages"
-    ]
-    assert not left_out & {*packages, "constraints", "deploy", "pyproject.toml", "README.md", "LICENSE"}
+    assert not left_out & {*PACKAGES, "twinpool", "constraints", "deploy", "pyproject.toml", "README.md", "LICENSE"}
     assert {".git", ".venv", "tests"} <= left_out

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from contracts.config.load_config import config_from_dict
 from tests.prometheus_server import DEPLOY, PrometheusServer
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import serving
+from twinpool.contracts.config.load_config import config_from_dict
 
 FOLDER = DEPLOY / "grafana"
 FILE = FOLDER / "dashboards" / "twinpool.json"

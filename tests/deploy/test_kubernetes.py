@@ -18,14 +18,14 @@ import jsonschema
 import pytest
 import yaml
 
-from cli.command_line import parser
-from cluster.ray_nodes.worker_resources import RESOURCES
-from cluster.serve.shutdown_signal import END_S
-from contracts.config.load_config import load_config
-from contracts.ids import Role
-from router.api.app import ADMIN_ROUTES, CLIENT_ROUTES
 from tests.prometheus_server import DEPLOY
 from tests.serving import ROOT
+from twinpool.cli.command_line import parser
+from twinpool.cluster.ray_nodes.worker_resources import RESOURCES
+from twinpool.cluster.serve.shutdown_signal import END_S
+from twinpool.contracts.config.load_config import load_config
+from twinpool.contracts.ids import Role
+from twinpool.router.api.app import ADMIN_ROUTES, CLIENT_ROUTES
 
 FOLDER = DEPLOY / "kubernetes"
 OVERLAYS = ("cpu-demo", "gpu")

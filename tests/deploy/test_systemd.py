@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from cli.command_line import parser
-from cluster.processes.service_manager import SOCKET_VARIABLE, ServiceManager
-from cluster.serve.shutdown_signal import ASKED, END_S
-from contracts.config import ClusterConfig
 from tests.free_ports import free_port
 from tests.prometheus_server import DEPLOY
 from tests.serving import ROOT, environment
+from twinpool.cli.command_line import parser
+from twinpool.cluster.processes.service_manager import SOCKET_VARIABLE, ServiceManager
+from twinpool.cluster.serve.shutdown_signal import ASKED, END_S
+from twinpool.contracts.config import ClusterConfig
 
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 EXPOSURE = 4.0
@@ -116,7 +116,7 @@ def test_a_controller_says_that_it_leads_and_that_it_ends(manager: tuple[str, so
     words = [word.replace("${ADDRESS}", "127.0.0.1").replace("${PORT}", str(port)) for word in command]
     words[words.index("--config") + 1] = str(file)
     with subprocess.Popen(
-        [sys.executable, "-m", "cli.commands", *words],
+        [sys.executable, "-m", "twinpool.cli.commands", *words],
         env=environment(tmp_path) | {SOCKET_VARIABLE: address},
         cwd=ROOT,
         stderr=subprocess.DEVNULL,

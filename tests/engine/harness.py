@@ -11,22 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cache.allocation.block_table import TableSlice
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import Device
-from cache.memory.kv_cache_spec import PoolKind
-from cache.pool.epoch_table import EpochTable
-from cache.pool.pool_set import PoolSet
-from contracts.config.worker_config import EngineConfig
-from contracts.interfaces.model_images import ModelImages
-from contracts.sampling_params import SamplingParams
-from engine.models.model_base import StateOptions
-from engine.models.registry import read_model
-from engine.runner.batch import BatchRow, RowOutput, TokenDraw, TokenFromStep
-from engine.runner.load_model import KeptModel, load_engine
-from engine.runner.model_runner import ModelRunner
-from engine.tensors.weight_loader import dtype_for
 from tests.checkpoints import Oracle
+from twinpool.cache.allocation.block_table import TableSlice
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import Device
+from twinpool.cache.memory.kv_cache_spec import PoolKind
+from twinpool.cache.pool.epoch_table import EpochTable
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.config.worker_config import EngineConfig
+from twinpool.contracts.interfaces.model_images import ModelImages
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.models.model_base import StateOptions
+from twinpool.engine.models.registry import read_model
+from twinpool.engine.runner.batch import BatchRow, RowOutput, TokenDraw, TokenFromStep
+from twinpool.engine.runner.load_model import KeptModel, load_engine
+from twinpool.engine.runner.model_runner import ModelRunner
+from twinpool.engine.tensors.weight_loader import dtype_for
 
 MakeCheckpoint = Callable[..., Path]
 """The `checkpoint` fixture: options of `make_checkpoint` to a folder."""

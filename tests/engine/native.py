@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from contracts import cpu_levels as processor
-from engine.native import compile_kernels, current_kernels, native_kernels
+from twinpool.contracts import cpu_levels as processor
+from twinpool.engine.native import compile_kernels, current_kernels, native_kernels
 
 BUILDS = (compile_kernels.MACHINE, *processor.levels())
 """All that the kernels can be compiled for and run here."""

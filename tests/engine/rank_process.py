@@ -7,8 +7,8 @@ from datetime import timedelta
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from contracts.errors import PeerDead
-from engine.tensors.tensor_parallel import TorchDistributedGroup
+from twinpool.contracts.errors import PeerDead
+from twinpool.engine.tensors.tensor_parallel import TorchDistributedGroup
 
 
 def tell(**what: object) -> None:

@@ -10,10 +10,10 @@ from threading import Event
 import numpy as np
 import pytest
 
-from engine.runner.sampling.token_mask import TokenMask
-from engine.structured_output.answer_grammar import AnswerGrammar
-from engine.structured_output.grammar_engine import StartedGrammar
-from engine.structured_output.llguidance_engine import LLGuidanceEngine, with_marks_apart
+from twinpool.engine.runner.sampling.token_mask import TokenMask
+from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
+from twinpool.engine.structured_output.grammar_engine import StartedGrammar
+from twinpool.engine.structured_output.llguidance_engine import LLGuidanceEngine, with_marks_apart
 
 MASK = TokenMask(np.zeros(1, np.int32))
 

@@ -14,18 +14,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from contracts.checkpoint.model_spec import read_model_spec
-from contracts.config.worker_config import EngineConfig
-from contracts.errors import CheckpointError, ConfigError
-from engine.attention.torch_backend.torch_attention import TorchAttention
-from engine.models.llama import Llama
-from engine.models.registry import model_for, read_model
-from engine.runner.kernel_choice import attention_for
-from engine.tensors import weight_loader as weights
-from engine.tensors.row_exact_linear import FAST
-from engine.tensors.weight_loader import Weights, dtype_for
 from tests.checkpoints import copy_checkpoint
 from tests.engine.harness import Bench, MakeCheckpoint
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.config.worker_config import EngineConfig
+from twinpool.contracts.errors import CheckpointError, ConfigError
+from twinpool.engine.attention.torch_backend.torch_attention import TorchAttention
+from twinpool.engine.models.llama import Llama
+from twinpool.engine.models.registry import model_for, read_model
+from twinpool.engine.runner.kernel_choice import attention_for
+from twinpool.engine.tensors import weight_loader as weights
+from twinpool.engine.tensors.row_exact_linear import FAST
+from twinpool.engine.tensors.weight_loader import Weights, dtype_for
 
 CPU = torch.device("cpu")
 INDEX = "model.safetensors.index.json"

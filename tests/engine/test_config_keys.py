@@ -19,13 +19,13 @@ import pytest
 import torch
 import transformers
 
-from contracts.errors import CheckpointError
-from contracts.sampling_params import SamplingParams
-from engine.models.config_keys import CACHE, GENERAL, KEYS
-from engine.models.registry import ARCHITECTURES, read_model
 from tests.checkpoints import Oracle, copy_checkpoint
 from tests.families import FAMILIES
 from tests.pair import pair
+from twinpool.contracts.errors import CheckpointError
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.models.config_keys import CACHE, GENERAL, KEYS
+from twinpool.engine.models.registry import ARCHITECTURES, read_model
 
 _CONFIGS = ("config", "text_config")
 """What model files call the configuration that they read."""

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from cache.allocation.block_table import BlockTable, TableSlice
-from cache.memory.pinned_memory import HostIntegers, upload_packed
-from cache.pool.epoch_table import EpochTable
-from engine.runner.device_block_tables import DeviceBlockTables, PlannedTables
-from engine.runner.device_rows import DeviceRows
+from twinpool.cache.allocation.block_table import BlockTable, TableSlice
+from twinpool.cache.memory.pinned_memory import HostIntegers, upload_packed
+from twinpool.cache.pool.epoch_table import EpochTable
+from twinpool.engine.runner.device_block_tables import DeviceBlockTables, PlannedTables
+from twinpool.engine.runner.device_rows import DeviceRows
 
 CPU = torch.device("cpu")
 WAYS = ["written", "scattered"]

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from cache.device.adversarial_device import AdversarialDevice
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import Device
-from cache.memory.kv_cache_spec import PoolKind
-from contracts.sampling_params import SamplingParams
-from engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenDraw
-from engine.runner.launched_step import accepted_draws
-from engine.runner.sampling.token_history import TokenHistory
-from engine.runner.sampling.token_mask import TokenMask
 from tests.engine.harness import GREEDY, Bench, Held, MakeCheckpoint
 from tests.families import FAMILIES
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import Device
+from twinpool.cache.memory.kv_cache_spec import PoolKind
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenDraw
+from twinpool.engine.runner.launched_step import accepted_draws
+from twinpool.engine.runner.sampling.token_history import TokenHistory
+from twinpool.engine.runner.sampling.token_mask import TokenMask
 
 PROMPTS = [list(range(50, 87)), list(range(10, 13)), [5, 6, 7, 5, 6, 7, 5]]
 SAMPLED = SamplingParams(

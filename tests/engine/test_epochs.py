@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cache.allocation.block_table import TableSlice
-from engine.runner.batch import BatchRow, TokenDraw
 from tests.engine.harness import GREEDY, Bench, MakeCheckpoint
 from tests.families import FAMILIES
+from twinpool.cache.allocation.block_table import TableSlice
+from twinpool.engine.runner.batch import BatchRow, TokenDraw
 
 PROMPT = list(range(40, 77))
 

@@ -15,15 +15,15 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
-from contracts.checkpoint.json_fields import JsonFields
-from contracts.checkpoint.model_spec import ModelSpec
-from contracts.checkpoint.safetensors_headers import read_headers
-from contracts.errors import CheckpointError
-from engine.attention.torch_backend.torch_attention import TorchAttention
-from engine.layers.forward_context import ForwardContext
-from engine.layers.mlp import GatedMlp
-from engine.layers.moe.expert_router import ChosenSoftmaxRouter, ExpertRoutes, SigmoidRouter, SoftmaxRouter
-from engine.layers.moe.experts import (
+from twinpool.contracts.checkpoint.json_fields import JsonFields
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.checkpoint.safetensors_headers import read_headers
+from twinpool.contracts.errors import CheckpointError
+from twinpool.engine.attention.torch_backend.torch_attention import TorchAttention
+from twinpool.engine.layers.forward_context import ForwardContext
+from twinpool.engine.layers.mlp import GatedMlp
+from twinpool.engine.layers.moe.expert_router import ChosenSoftmaxRouter, ExpertRoutes, SigmoidRouter, SoftmaxRouter
+from twinpool.engine.layers.moe.experts import (
     ExpertSizes,
     TorchExperts,
     clamped_swiglu,
@@ -31,10 +31,10 @@ from engine.layers.moe.experts import (
     relu_squared,
     ungated_expert,
 )
-from engine.layers.moe.mixture import GatedShared, MixtureOfExperts
-from engine.tensors.row_exact_linear import FAST, Numerics, RowExactLinear
-from engine.tensors.shard import WHOLE, Shard
-from engine.tensors.weight_loader import Weights
+from twinpool.engine.layers.moe.mixture import GatedShared, MixtureOfExperts
+from twinpool.engine.tensors.row_exact_linear import FAST, Numerics, RowExactLinear
+from twinpool.engine.tensors.shard import WHOLE, Shard
+from twinpool.engine.tensors.weight_loader import Weights
 
 HIDDEN, INNER, EXPERTS, TOP_K = 24, 20, 8, 3
 SIZES = ExpertSizes(EXPERTS, HIDDEN, INNER)

@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cache.device.adversarial_device import AdversarialDevice
-from cache.device.device_port import DEVICE, NO_GATES, DeviceOp, DeviceStream, PageSpanUse
-from cache.pool.load_gate import GatePass
-from contracts.sampling_params import SamplingParams
-from engine.runner.batch import RowOutput, TokenDraw
 from tests.checkpoints import VOCAB
 from tests.engine.harness import Bench, Held
 from tests.families import FAMILIES
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.device.device_port import DEVICE, NO_GATES, DeviceOp, DeviceStream, PageSpanUse
+from twinpool.cache.pool.load_gate import GatePass
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.runner.batch import RowOutput, TokenDraw
 
 SCORED = SamplingParams(max_tokens=1 << 20, temperature=0.0, logprobs=20)
 PROMPT = [random.Random(8).randrange(VOCAB) for _ in range(150)]

@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers.integrations.gguf.dequant import GGML_NAME, dequantize
 
-from contracts.checkpoint.gguf.gguf_header import BLOCKS
-from contracts.checkpoint.gguf.gguf_tensors import GgufTensor
-from contracts.errors import CheckpointError
-from engine.tensors import gguf_blocks
-from engine.tensors.gguf_blocks import read_gguf_tensor
-from engine.tensors.shard import ShardAxis
+from twinpool.contracts.checkpoint.gguf.gguf_header import BLOCKS
+from twinpool.contracts.checkpoint.gguf.gguf_tensors import GgufTensor
+from twinpool.contracts.errors import CheckpointError
+from twinpool.engine.tensors import gguf_blocks
+from twinpool.engine.tensors.gguf_blocks import read_gguf_tensor
+from twinpool.engine.tensors.shard import ShardAxis
 
 ROWS, WIDTH = 6, 512
 TYPES = {name: (number, values, size) for number, (name, values, size) in BLOCKS.items()}

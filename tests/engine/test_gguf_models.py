@@ -14,18 +14,18 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from contracts.checkpoint.model_spec import read_model_spec
-from contracts.config.worker_config import EngineConfig
-from contracts.errors import ConfigError
-from engine.models.registry import model_for, read_model
-from engine.tensors.shard import Shard
-from engine.tensors.weight_loader import Weights, dtype_for
 from tests.checkpoints import Oracle, compare, make_checkpoint
 from tests.engine.harness import Bench
 from tests.families import FAMILIES
 from tests.family import rewrite_tensors, tensors_of
 from tests.gguf_files import GgufOracle, quantised, write_gguf
 from tests.serving import ROOT
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.config.worker_config import EngineConfig
+from twinpool.contracts.errors import ConfigError
+from twinpool.engine.models.registry import model_for, read_model
+from twinpool.engine.tensors.shard import Shard
+from twinpool.engine.tensors.weight_loader import Weights, dtype_for
 
 ANSWER = 8
 QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")

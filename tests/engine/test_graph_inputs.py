@@ -6,11 +6,11 @@ from typing import Any, cast
 
 import torch
 
-from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
-from engine.attention.attention_plan import AttentionPlan, SlotPlan
-from engine.layers.forward_context import ForwardContext
-from engine.runner.graphs.graph_inputs import GraphInputs, GraphSize
-from engine.tensors.row_exact_linear import FAST
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
+from twinpool.engine.attention.attention_plan import AttentionPlan, SlotPlan
+from twinpool.engine.layers.forward_context import ForwardContext
+from twinpool.engine.runner.graphs.graph_inputs import GraphInputs, GraphSize
+from twinpool.engine.tensors.row_exact_linear import FAST
 
 CPU = torch.device("cpu")
 PAGE_TOKENS, PAGES = 4, 3

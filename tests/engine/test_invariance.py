@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from contracts.sampling_params import SamplingParams
-from engine.attention.torch_backend import attention_tiles, torch_attention
-from engine.native import compile_kernels, current_kernels, native_kernels
-from engine.runner.batch import TokenDraw
-from engine.tensors.row_exact_linear import Numerics
 from tests.checkpoints import VOCAB
 from tests.engine.harness import Bench, MakeCheckpoint, row
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.attention.torch_backend import attention_tiles, torch_attention
+from twinpool.engine.native import compile_kernels, current_kernels, native_kernels
+from twinpool.engine.runner.batch import TokenDraw
+from twinpool.engine.tensors.row_exact_linear import Numerics
 
 LENGTH = 600
 MODELS = {

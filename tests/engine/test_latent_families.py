@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from contracts.errors import CheckpointError
-from engine.attention.attention_plan import AttentionPlan
-from engine.attention.latent_backend import SparseSelection
-from engine.attention.torch_backend import torch_latent
-from engine.models.deepseek import DeepseekV32
-from engine.models.registry import read_model
 from tests.checkpoints import VOCAB, Oracle, compare, copy_checkpoint
 from tests.engine.harness import Bench, MakeOracle
 from tests.engine.judged import expect_as_close_but_where_torn
 from tests.families import FAMILIES
+from twinpool.contracts.errors import CheckpointError
+from twinpool.engine.attention.attention_plan import AttentionPlan
+from twinpool.engine.attention.latent_backend import SparseSelection
+from twinpool.engine.attention.torch_backend import torch_latent
+from twinpool.engine.models.deepseek import DeepseekV32
+from twinpool.engine.models.registry import read_model
 
 Family = Callable[..., Path]
 LENGTHS = (1, 2, 15, 63, 64, 65, 129, 300)

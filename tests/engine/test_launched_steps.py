@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from cache.device.adversarial_device import AdversarialDevice
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import Device
-from contracts.sampling_params import SamplingParams
-from engine.runner.batch import DrawnToken, StepHandle, TokenDraw, TokenFromStep
-from engine.runner.sampling.token_history import TokenHistory
-from engine.runner.sampling.token_mask import TokenMask
 from tests.engine.harness import GREEDY, Bench, MakeCheckpoint, row
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import Device
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.runner.batch import DrawnToken, StepHandle, TokenDraw, TokenFromStep
+from twinpool.engine.runner.sampling.token_history import TokenHistory
+from twinpool.engine.runner.sampling.token_mask import TokenMask
 
 PROMPTS = [list(range(50, 87)), list(range(10, 13))]
 SAMPLED = SamplingParams(max_tokens=1 << 20, temperature=1.2, top_p=0.9, seed=5, logprobs=2, stop_token_ids=(7,))

@@ -10,11 +10,11 @@ import pytest
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
-from cluster.models.model_source import DEMO
-from engine.runner.sampling.token_mask import TokenMask
-from engine.structured_output import llguidance_engine as module
-from engine.structured_output.grammar_engine import GrammarError, GrammarMatcher
-from engine.structured_output.llguidance_engine import LLGuidanceEngine
+from twinpool.cluster.models.model_source import DEMO
+from twinpool.engine.runner.sampling.token_mask import TokenMask
+from twinpool.engine.structured_output import llguidance_engine as module
+from twinpool.engine.structured_output.grammar_engine import GrammarError, GrammarMatcher
+from twinpool.engine.structured_output.llguidance_engine import LLGuidanceEngine
 
 GREEDY_OF_STATES = LLMatcher.grammar_from_regex("(?:[a-z]*a[a-z]{60}[0-9]|c)+")
 """Each letter may be the `a` that counts: its lexer has 2**60 states, of which an answer makes some for each token."""

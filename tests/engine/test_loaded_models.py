@@ -14,17 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from contracts.config.worker_config import EngineConfig
-from contracts.errors import CheckpointError, ConfigError
-from engine.models.model_base import Model
-from engine.models.registry import read_model
-from engine.runner import load_model
-from engine.runner.load_model import KeptModel, LoadedModel, agreed, model_key
-from engine.tensors.row_exact_linear import TILE_ROWS, Numerics
-from engine.tensors.tensor_parallel import ALONE
 from tests.engine.harness import Bench, MakeCheckpoint
 from tests.engine.test_model_image import Images
 from tests.gguf_files import write_gguf
+from twinpool.contracts.config.worker_config import EngineConfig
+from twinpool.contracts.errors import CheckpointError, ConfigError
+from twinpool.engine.models.model_base import Model
+from twinpool.engine.models.registry import read_model
+from twinpool.engine.runner import load_model
+from twinpool.engine.runner.load_model import KeptModel, LoadedModel, agreed, model_key
+from twinpool.engine.tensors.row_exact_linear import TILE_ROWS, Numerics
+from twinpool.engine.tensors.tensor_parallel import ALONE
 
 CPU = torch.device("cpu")
 
@@ -161,13 +161,13 @@ def _break_last_layer(model: Model) -> None:
 def test_where_the_native_kernels_cannot_be_had_only_auto_does_without(
     checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from engine.native import compile_kernels
-    from engine.runner.kernel_choice import kernels_for_config, kernels_name
+    from twinpool.engine.native import compile_kernels
+    from twinpool.engine.runner.kernel_choice import kernels_for_config, kernels_name
 
     def unavailable(level: str) -> None:
         raise compile_kernels.NativeUnavailable("no compiler was found")
 
-    monkeypatch.setattr("engine.native.current_kernels.available", unavailable)
+    monkeypatch.setattr("twinpool.engine.native.current_kernels.available", unavailable)
     assert kernels_for_config(EngineConfig(), CPU) is None
     assert kernels_name(EngineConfig(), CPU) == "torch"
     with pytest.raises(ConfigError, match=r"engine\.attention=native: no compiler .*set engine\.attention=torch"):

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from contracts.checkpoint.model_spec import ModelSpec, read_model_spec
-from contracts.errors import CheckpointError, ConfigError
-from engine.models.registry import read_model
 from tests.checkpoints import Oracle, copy_checkpoint
 from tests.engine.harness import Bench, MakeOracle
 from tests.engine.judged import expect_the_oracles, prompts
 from tests.families import FAMILIES, folder_maker
+from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec
+from twinpool.contracts.errors import CheckpointError, ConfigError
+from twinpool.engine.models.registry import read_model
 
 TRAINED = 128
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED, "rope_theta": 10000.0}

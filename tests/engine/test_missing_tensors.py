@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from contracts.checkpoint.model_spec import ModelSpec, read_model_spec
-from contracts.errors import CheckpointError
-from engine.models.registry import ARCHITECTURES, model_for
 from tests.families import FAMILIES
+from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec
+from twinpool.contracts.errors import CheckpointError
+from twinpool.engine.models.registry import ARCHITECTURES, model_for
 
 EXPERTS = {
     "num_experts": 4,

@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from contracts.errors import CheckpointError, ConfigError
-from contracts.interfaces.model_images import ImageUnfit, WritableImage
-from engine.runner import load_model
-from engine.runner.model_image import image_of, model_of
-from engine.tensors import onednn_weight
-from engine.tensors.onednn_weight import OneDnnWeight
 from tests.checkpoints import VOCAB
 from tests.engine.harness import Bench, MakeCheckpoint
 from tests.families import FAMILIES
+from twinpool.contracts.errors import CheckpointError, ConfigError
+from twinpool.contracts.interfaces.model_images import ImageUnfit, WritableImage
+from twinpool.engine.runner import load_model
+from twinpool.engine.runner.model_image import image_of, model_of
+from twinpool.engine.tensors import onednn_weight
+from twinpool.engine.tensors.onednn_weight import OneDnnWeight
 
 PROMPT = 150
 """Tokens: more than a window and several chunks."""

@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 
 from bench.common.listed_plans import listed_plan
-from contracts.config.worker_config import EngineConfig
-from contracts.errors import ConfigError
-from engine.attention.attention_backend import ScoreOptions
-from engine.attention.torch_backend.native_attention import NativeAttention
-from engine.attention.torch_backend.torch_attention import TorchAttention
-from engine.layers.norm import rms_norm, silu
-from engine.layers.rope import rotate
-from engine.native import compile_kernels, current_kernels
-from engine.native import compile_kernels as build
-from engine.native.native_kernels import NativeKernels, PackedWeight
-from engine.runner.kernel_choice import kernels_for_config
-from engine.runner.numerics_class import digest
-from engine.tensors.row_exact_linear import FAST, Numerics
 from tests.engine.harness import Bench, MakeCheckpoint
 from tests.engine.native import BUILDS, PRODUCTS, has_products, kernels_or_skip
+from twinpool.contracts.config.worker_config import EngineConfig
+from twinpool.contracts.errors import ConfigError
+from twinpool.engine.attention.attention_backend import ScoreOptions
+from twinpool.engine.attention.torch_backend.native_attention import NativeAttention
+from twinpool.engine.attention.torch_backend.torch_attention import TorchAttention
+from twinpool.engine.layers.norm import rms_norm, silu
+from twinpool.engine.layers.rope import rotate
+from twinpool.engine.native import compile_kernels, current_kernels
+from twinpool.engine.native import compile_kernels as build
+from twinpool.engine.native.native_kernels import NativeKernels, PackedWeight
+from twinpool.engine.runner.kernel_choice import kernels_for_config
+from twinpool.engine.runner.numerics_class import digest
+from twinpool.engine.tensors.row_exact_linear import FAST, Numerics
 
 CPU = torch.device("cpu")
 

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from contracts import cpu_levels as processor
-from contracts.config.worker_config import EngineConfig
-from contracts.errors import ConfigError
-from engine.native import compile_kernels as build
-from engine.native import compile_kernels as native
-from engine.runner.computing_code import COMPUTES, ENGINE, code_digest, digest_of
-from engine.runner.kernel_choice import class_of, hold_to_class
-from engine.runner.numerics_class import digest, numerics_class
 from tests.engine.native import BUILDS, kernels_or_skip
+from twinpool.contracts import cpu_levels as processor
+from twinpool.contracts.config.worker_config import EngineConfig
+from twinpool.contracts.errors import ConfigError
+from twinpool.engine.native import compile_kernels as build
+from twinpool.engine.native import compile_kernels as native
+from twinpool.engine.runner.computing_code import COMPUTES, ENGINE, code_digest, digest_of
+from twinpool.engine.runner.kernel_choice import class_of, hold_to_class
+from twinpool.engine.runner.numerics_class import digest, numerics_class
 
 CPU = torch.device("cpu")
 OLD, NEW = processor.LEVELS
@@ -31,9 +31,9 @@ SCRIPT = """
 import hashlib, json, sys
 import torch
 from pathlib import Path
-from contracts.config.worker_config import EngineConfig
-from engine.runner.computing_code import COMPUTES, ENGINE, code_digest, digest_of
-from engine.runner.kernel_choice import class_of, hold_to_class
+from twinpool.contracts.config.worker_config import EngineConfig
+from twinpool.engine.runner.computing_code import COMPUTES, ENGINE, code_digest, digest_of
+from twinpool.engine.runner.kernel_choice import class_of, hold_to_class
 from tests.engine.harness import Bench
 
 level, folder = sys.argv[1:]
@@ -178,8 +178,8 @@ def test_the_class_of_a_gpu_names_the_compiler_and_the_tiles_of_the_kernels(monk
     """Both lay down in which order a kernel adds up."""
     import triton
 
-    from engine.attention.triton_backend import tile_shapes
-    from engine.runner import kernel_choice
+    from twinpool.engine.attention.triton_backend import tile_shapes
+    from twinpool.engine.runner import kernel_choice
 
     monkeypatch.setattr(kernel_choice, "numerics_class", lambda *of: "cuda/a-gpu/bfloat16")
     gpu, config = torch.device("cuda"), EngineConfig(attention="triton")

@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from contracts.checkpoint.model_spec import read_model_spec
-from engine.models.registry import model_for
-from engine.runner.model_runner import ModelRunner
-from engine.tensors.weight_loader import Weights
 from tests.checkpoints import VOCAB, compare, compare_forced, copy_checkpoint
 from tests.engine.harness import Bench, MakeCheckpoint, MakeOracle, row
 from tests.families import FAMILIES
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.engine.models.registry import model_for
+from twinpool.engine.runner.model_runner import ModelRunner
+from twinpool.engine.tensors.weight_loader import Weights
 
 WHOLE = 1 << 20
 LENGTHS = (1, 2, 15, 16, 17, 64, 65, 100, 129, 300, 700)
@@ -179,7 +179,7 @@ def test_fast_numerics_gives_the_oracles_tokens_too(checkpoint: MakeCheckpoint, 
 def test_prompt_scores_are_the_oracles_log_probabilities(
     checkpoint: MakeCheckpoint, oracle_of: MakeOracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from engine.runner import model_runner as module
+    from twinpool.engine.runner import model_runner as module
 
     folder = checkpoint("llama")
     (tokens,) = prompts(5, 90)

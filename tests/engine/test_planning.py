@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from cache.allocation.block_table import TableSlice
-from cache.device.adversarial_device import AdversarialDevice
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import Device
-from contracts.errors import UnorderedAccess
-from contracts.sampling_params import SamplingParams
-from engine.runner.batch import BatchRow, TokenDraw
-from engine.runner.sampling.token_history import TokenHistory
 from tests.checkpoints import VOCAB
 from tests.engine.harness import GREEDY, Bench, MakeCheckpoint, row
+from twinpool.cache.allocation.block_table import TableSlice
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import Device
+from twinpool.contracts.errors import UnorderedAccess
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.runner.batch import BatchRow, TokenDraw
+from twinpool.engine.runner.sampling.token_history import TokenHistory
 
 
 class Listening(CpuDevice):
@@ -50,8 +50,8 @@ def test_devices_say_whether_they_check(device: Device) -> None:
 
 def test_a_step_takes_the_tokens_of_several_earlier_steps_where_they_lie(checkpoint: MakeCheckpoint) -> None:
     """In any order, and beside tokens that the host knows."""
-    from engine.runner.batch import TokenFromStep
-    from engine.runner.launched_step import input_tokens
+    from twinpool.engine.runner.batch import TokenFromStep
+    from twinpool.engine.runner.launched_step import input_tokens
 
     bench = Bench(checkpoint("llama"), tokens=1024)
     prompts = [[n, n + 1, n + 2] for n in (20, 40, 60, 80)]

@@ -13,10 +13,6 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from cache.memory.kv_cache_spec import PoolKind
-from contracts.errors import CheckpointError
-from engine.models.model_base import StateOptions
-from engine.models.registry import read_model
 from tests.checkpoints import copy_checkpoint
 from tests.engine.harness import Bench, MakeOracle
 from tests.engine.judged import expect_the_oracles, prompts
@@ -24,6 +20,10 @@ from tests.families import FAMILIES, folder_maker
 from tests.family import COMMON, write_family
 from tests.family_scenes import Family, expect_answers
 from tests.family_window import WINDOW
+from twinpool.cache.memory.kv_cache_spec import PoolKind
+from twinpool.contracts.errors import CheckpointError
+from twinpool.engine.models.model_base import StateOptions
+from twinpool.engine.models.registry import read_model
 
 LENGTHS = (1, 2, 15, WINDOW - 1, WINDOW, WINDOW + 1, 129, 300)
 SOME: dict[str, Any] = {

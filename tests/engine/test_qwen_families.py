@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from contracts.errors import CheckpointError
-from engine.layers.moe.expert_router import ExpertRoutes
-from engine.layers.moe.experts import TorchExperts
-from engine.models.registry import read_model
-from engine.tensors.row_exact_linear import Numerics
 from tests.checkpoints import copy_checkpoint
 from tests.engine.harness import Bench, MakeOracle
 from tests.engine.judged import expect_as_close_to_float32, expect_close_choices, expect_the_oracles, prompts
 from tests.families import FAMILIES
+from twinpool.contracts.errors import CheckpointError
+from twinpool.engine.layers.moe.expert_router import ExpertRoutes
+from twinpool.engine.layers.moe.experts import TorchExperts
+from twinpool.engine.models.registry import read_model
+from twinpool.engine.tensors.row_exact_linear import Numerics
 
 Family = Callable[..., Path]
 LENGTHS = (1, 2, 15, 64, 65, 129, 300, 700)

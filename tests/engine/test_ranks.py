@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from contracts.errors import PeerDead
-from engine.runner.load_model import agreed
-from engine.tensors.row_exact_linear import Numerics
-from engine.tensors.tensor_parallel import ALONE, TorchDistributedGroup
 from tests.engine.rank_process import part
 from tests.rank_lines import Process
+from twinpool.contracts.errors import PeerDead
+from twinpool.engine.runner.load_model import agreed
+from twinpool.engine.tensors.row_exact_linear import Numerics
+from twinpool.engine.tensors.tensor_parallel import ALONE, TorchDistributedGroup
 
 DEADLINE_S = 0.2
 SCRIPT = Path(__file__).parents[2] / "tests" / "engine" / "rank_process.py"

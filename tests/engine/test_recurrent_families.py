@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from contracts.errors import CheckpointError
-from engine.attention.recurrence_backend import BLOCK
-from engine.models.model_base import StateOptions
-from engine.models.registry import read_model
-from engine.tensors.shard import Shard
 from tests.checkpoints import VOCAB, Oracle, compare, compare_forced, copy_checkpoint
 from tests.engine.harness import Bench, Held, MakeOracle
 from tests.families import FAMILIES
+from twinpool.contracts.errors import CheckpointError
+from twinpool.engine.attention.recurrence_backend import BLOCK
+from twinpool.engine.models.model_base import StateOptions
+from twinpool.engine.models.registry import read_model
+from twinpool.engine.tensors.shard import Shard
 
 Family = Callable[..., Path]
 NAMES = ("qwen3_next", "qwen3_5", "falcon_h1", "nemotron_h")

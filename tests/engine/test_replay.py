@@ -8,11 +8,11 @@ import random
 import pytest
 import torch
 
-from contracts.sampling_params import SamplingParams
-from engine.runner.batch import BatchRow, KnownAnswer, TokenDraw
-from engine.runner.sampling.redraw import RedrawnTokens, gaps, redraw
-from engine.runner.sampling.sampler import draw_tokens
-from engine.runner.sampling.token_mask import TokenMask
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.runner.batch import BatchRow, KnownAnswer, TokenDraw
+from twinpool.engine.runner.sampling.redraw import RedrawnTokens, gaps, redraw
+from twinpool.engine.runner.sampling.sampler import draw_tokens
+from twinpool.engine.runner.sampling.token_mask import TokenMask
 
 VOCAB = 60
 

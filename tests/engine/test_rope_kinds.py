@@ -10,8 +10,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from contracts.checkpoint.rope_spec import RopeSpec
-from engine.layers.rope import RopeTable, inverse_frequencies, rotate
+from twinpool.contracts.checkpoint.rope_spec import RopeSpec
+from twinpool.engine.layers.rope import RopeTable, inverse_frequencies, rotate
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}

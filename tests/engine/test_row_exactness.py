@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import DEVICE, Completion, DeviceOp, PageSpanUse
-from engine.layers.norm import gelu_tanh, silu
-from engine.tensors.row_exact_linear import TILE_ROWS, Numerics, RowExactLinear, probe, tanh
 from tests.engine.harness import Bench, MakeCheckpoint, row
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import DEVICE, Completion, DeviceOp, PageSpanUse
+from twinpool.engine.layers.norm import gelu_tanh, silu
+from twinpool.engine.tensors.row_exact_linear import TILE_ROWS, Numerics, RowExactLinear, probe, tanh
 
 
 def weight(n: int = 96, k: int = 64, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from contracts.sampling_params import SamplingParams, TokenLogprob
-from engine.runner.batch import DrawnToken, TokenDraw
-from engine.runner.sampling import penalties, token_mask
-from engine.runner.sampling import sampler as sampling
-from engine.runner.sampling.sampler import uniform
-from engine.runner.sampling.token_history import TokenHistory
-from engine.runner.sampling.token_mask import TokenMask
+from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
+from twinpool.engine.runner.batch import DrawnToken, TokenDraw
+from twinpool.engine.runner.sampling import penalties, token_mask
+from twinpool.engine.runner.sampling import sampler as sampling
+from twinpool.engine.runner.sampling.sampler import uniform
+from twinpool.engine.runner.sampling.token_history import TokenHistory
+from twinpool.engine.runner.sampling.token_mask import TokenMask
 
 VOCAB = 50
 PLAIN = SamplingParams(max_tokens=100)

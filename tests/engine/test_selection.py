@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from bench.common.listed_plans import listed_plan
-from cache.device.device_backends import CpuDevice
-from contracts.config.worker_config import EngineConfig
-from engine.attention.attention_plan import AttentionPlan
-from engine.attention.latent_backend import IndexKeys
-from engine.attention.torch_backend.torch_attention import TorchAttention
-from engine.attention.torch_backend.torch_latent import best, sum_of_heads
-from engine.models.model_base import StateOptions
-from engine.models.registry import read_model
-from engine.runner import load_model
-from engine.runner.load_model import numerics_for
-from engine.tensors.row_exact_linear import FAST, HeadLinear, Numerics, probe
-from engine.tensors.shard import Shard
-from engine.tensors.weight_loader import Weights
 from tests.families import FAMILIES
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.contracts.config.worker_config import EngineConfig
+from twinpool.engine.attention.attention_plan import AttentionPlan
+from twinpool.engine.attention.latent_backend import IndexKeys
+from twinpool.engine.attention.torch_backend.torch_attention import TorchAttention
+from twinpool.engine.attention.torch_backend.torch_latent import best, sum_of_heads
+from twinpool.engine.models.model_base import StateOptions
+from twinpool.engine.models.registry import read_model
+from twinpool.engine.runner import load_model
+from twinpool.engine.runner.load_model import numerics_for
+from twinpool.engine.tensors.row_exact_linear import FAST, HeadLinear, Numerics, probe
+from twinpool.engine.tensors.shard import Shard
+from twinpool.engine.tensors.weight_loader import Weights
 
 LATENT = TorchAttention(FAST).latent
 HEADS, DIM, TOP_K = 5, 12, 20

@@ -16,11 +16,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from engine.models.registry import read_model
 from tests.checkpoints import Oracle, write_tokenizer
 from tests.engine.harness import Bench
 from tests.engine.judged import expect_the_oracles, prompts
 from tests.family import COMMON
+from twinpool.engine.models.registry import read_model
 
 SIZES = COMMON | {
     "hidden_size": 64,

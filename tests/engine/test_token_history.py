@@ -7,8 +7,13 @@ import random
 import pytest
 import torch
 
-from engine.runner.device_rows import DeviceRows
-from engine.runner.sampling.token_history import DeviceTokenHistories, EnteredTokens, PlannedHistories, TokenHistory
+from twinpool.engine.runner.device_rows import DeviceRows
+from twinpool.engine.runner.sampling.token_history import (
+    DeviceTokenHistories,
+    EnteredTokens,
+    PlannedHistories,
+    TokenHistory,
+)
 
 CPU = torch.device("cpu")
 

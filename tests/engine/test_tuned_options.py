@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cache.memory.kv_cache_spec import BufferSpec, PoolKind, PoolSetSpec, PoolSpec
-from engine.runner.kernel_choice import refused_state
-from engine.tensors import tuned_options
-from engine.tensors.tensor_parallel import TorchDistributedGroup
-from engine.tensors.tuned_options import launch_options, read_table, shape_class
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolKind, PoolSetSpec, PoolSpec
+from twinpool.engine.runner.kernel_choice import refused_state
+from twinpool.engine.tensors import tuned_options
+from twinpool.engine.tensors.tensor_parallel import TorchDistributedGroup
+from twinpool.engine.tensors.tuned_options import launch_options, read_table, shape_class
 
 Write = Callable[[Any], None]
 KERNEL: Any = SimpleNamespace(fn=SimpleNamespace(__name__="extend_kernel"))

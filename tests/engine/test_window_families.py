@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from cache.memory.kv_cache_spec import PoolKind
-from contracts.checkpoint.model_spec import read_model_spec
-from contracts.errors import CheckpointError
-from engine.layers.moe.experts import ExpertSizes, interleaved_expert
-from engine.models.registry import read_model
-from engine.tensors.shard import Shard
-from engine.tensors.weight_loader import Weights
 from tests.checkpoints import copy_checkpoint
 from tests.engine.harness import Bench, MakeOracle
 from tests.engine.judged import expect_the_oracles, prompts
 from tests.families import FAMILIES
 from tests.family_window import WINDOW
+from twinpool.cache.memory.kv_cache_spec import PoolKind
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.errors import CheckpointError
+from twinpool.engine.layers.moe.experts import ExpertSizes, interleaved_expert
+from twinpool.engine.models.registry import read_model
+from twinpool.engine.tensors.shard import Shard
+from twinpool.engine.tensors.weight_loader import Weights
 
 Family = Callable[..., Path]
 NAMES = ["gemma3", "gemma4", "gpt_oss"]

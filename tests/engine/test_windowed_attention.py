@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from bench.common.listed_plans import listed_plan
-from engine.attention.attention_backend import ScoreOptions
-from engine.attention.attention_plan import AttentionPlan
-from engine.attention.torch_backend.native_attention import NativeAttention
-from engine.attention.torch_backend.torch_attention import TorchAttention
-from engine.tensors.row_exact_linear import FAST, Numerics
 from tests.engine.native import BUILDS, kernels_or_skip
 from tests.plain_attention import expect_within, plain_attention
+from twinpool.engine.attention.attention_backend import ScoreOptions
+from twinpool.engine.attention.attention_plan import AttentionPlan
+from twinpool.engine.attention.torch_backend.native_attention import NativeAttention
+from twinpool.engine.attention.torch_backend.torch_attention import TorchAttention
+from twinpool.engine.tensors.row_exact_linear import FAST, Numerics
 
 HEADS, KV_HEADS, DIM = 4, 2, 24
 SCALE = DIM**-0.5

@@ -37,26 +37,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from triton.runtime.interpreter import GridExecutor
 
-from cache.allocation.block_table import TableSlice
-from cache.device.device_backends import CpuDevice
-from cache.memory.kv_cache_spec import PoolKind
-from cache.memory.memory_layout import PoolSetLayout
-from cache.pool import epoch_table
-from cache.pool.epoch_table import EpochTable
-from cache.pool.pool_set import PoolSet
-from contracts.config.worker_config import EngineConfig
-from contracts.sampling_params import SamplingParams
-from engine.models.model_base import StateOptions
-from engine.models.registry import read_model
-from engine.runner import load_model as engine_module
-from engine.runner.batch import NO_MASKS, BatchRow, KnownAnswer, StepHandle, TokenDraw, TokenFromStep
-from engine.runner.load_model import load_engine
-from engine.runner.sampling.penalties import needs_history
-from engine.runner.sampling.token_history import TokenHistory
-from engine.runner.sampling.token_mask import TokenMask
-from engine.tensors.onednn_weight import OneDnnWeight
-from engine.tensors.weight_loader import Weights, dtype_for
 from tests.families import FAMILIES
+from twinpool.cache.allocation.block_table import TableSlice
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.memory.kv_cache_spec import PoolKind
+from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cache.pool import epoch_table
+from twinpool.cache.pool.epoch_table import EpochTable
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.config.worker_config import EngineConfig
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.models.model_base import StateOptions
+from twinpool.engine.models.registry import read_model
+from twinpool.engine.runner import load_model as engine_module
+from twinpool.engine.runner.batch import NO_MASKS, BatchRow, KnownAnswer, StepHandle, TokenDraw, TokenFromStep
+from twinpool.engine.runner.load_model import load_engine
+from twinpool.engine.runner.sampling.penalties import needs_history
+from twinpool.engine.runner.sampling.token_history import TokenHistory
+from twinpool.engine.runner.sampling.token_mask import TokenMask
+from twinpool.engine.tensors.onednn_weight import OneDnnWeight
+from twinpool.engine.tensors.weight_loader import Weights, dtype_for
 
 aten = torch.ops.aten
 Kernels = Literal["torch", "native", "triton"]

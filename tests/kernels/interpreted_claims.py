@@ -20,14 +20,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from contracts.errors import ConfigError
-from engine.attention.attention_backend import ScoreOptions
-from engine.attention.attention_plan import AttentionPlan
-from engine.attention.torch_backend.torch_attention import TorchAttention
-from engine.attention.triton_backend.triton_attention import TritonAttention
-from engine.tensors.row_exact_linear import FAST
 from tests.kernels.claims import answer
 from tests.plain_attention import expect_within, plain_attention
+from twinpool.contracts.errors import ConfigError
+from twinpool.engine.attention.attention_backend import ScoreOptions
+from twinpool.engine.attention.attention_plan import AttentionPlan
+from twinpool.engine.attention.torch_backend.torch_attention import TorchAttention
+from twinpool.engine.attention.triton_backend.triton_attention import TritonAttention
+from twinpool.engine.tensors.row_exact_linear import FAST
 
 TILES = {"tile_rows": 16, "block_tokens": 16, "split_tokens": 32, "segment_tokens": 128}
 """Small, so that short sequences already have several tiles, blocks and splits."""

@@ -9,11 +9,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from torch import Tensor
 
-from engine.layers.moe.expert_router import ExpertRoutes
-from engine.layers.moe.experts import TorchExperts, clamped_swiglu, gated_silu
-from engine.layers.moe.triton_experts import StackedProducts, TritonExperts
-from engine.tensors.row_exact_linear import FAST, RowExactLinear
 from tests.kernels.claims import answer
+from twinpool.engine.layers.moe.expert_router import ExpertRoutes
+from twinpool.engine.layers.moe.experts import TorchExperts, clamped_swiglu, gated_silu
+from twinpool.engine.layers.moe.triton_experts import StackedProducts, TritonExperts
+from twinpool.engine.tensors.row_exact_linear import FAST, RowExactLinear
 
 ROWS = 16
 

@@ -13,19 +13,19 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from cache.allocation.block_table import TableSlice
-from contracts.errors import ConfigError
-from contracts.sampling_params import SamplingParams
-from engine.runner.batch import BatchRow, RowOutput, TokenDraw
-from engine.runner.graphs import step_graphs
-from engine.runner.graphs.graph_capture import Run
-from engine.runner.graphs.graph_inputs import GraphSize
-from engine.runner.graphs.step_graphs import DraftedSteps
-from engine.runner.model_runner import ModelRunner
 from tests.engine.harness import Bench, Held
 from tests.families import FAMILIES
 from tests.kernels.claims import answer
 from tests.kernels.recorded_graph import RecordedRun, capture
+from twinpool.cache.allocation.block_table import TableSlice
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.runner.batch import BatchRow, RowOutput, TokenDraw
+from twinpool.engine.runner.graphs import step_graphs
+from twinpool.engine.runner.graphs.graph_capture import Run
+from twinpool.engine.runner.graphs.graph_inputs import GraphSize
+from twinpool.engine.runner.graphs.step_graphs import DraftedSteps
+from twinpool.engine.runner.model_runner import ModelRunner
 
 PROMPTS = [[3, 250, 17, 17, 90, 4, 201, 33, 5], [7, 8], [60 + i for i in range(21)]]
 STEPS = 4

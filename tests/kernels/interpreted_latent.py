@@ -18,12 +18,12 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from torch import Tensor
 
-from engine.attention.attention_plan import AttentionPlan, muted
-from engine.attention.latent_backend import IndexKeys, LatentBackend, SparseSelection
-from engine.attention.torch_backend.torch_attention import TorchAttention
-from engine.attention.triton_backend.triton_latent import TritonLatent
-from engine.tensors.row_exact_linear import FAST
 from tests.kernels.claims import answer
+from twinpool.engine.attention.attention_plan import AttentionPlan, muted
+from twinpool.engine.attention.latent_backend import IndexKeys, LatentBackend, SparseSelection
+from twinpool.engine.attention.torch_backend.torch_attention import TorchAttention
+from twinpool.engine.attention.triton_backend.triton_latent import TritonLatent
+from twinpool.engine.tensors.row_exact_linear import FAST
 
 TRITON = TritonLatent(interpreted=True, tile_rows=16, block_tokens=16, split_tokens=32, index_block=16, index_queries=4)
 TORCH = TorchAttention(FAST).latent

@@ -12,15 +12,15 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from contracts.sampling_params import SamplingParams
-from engine.attention.triton_backend.triton_attention import TritonAttention
-from engine.gpu.gpu_kernels import GpuKernels
-from engine.layers.mixers import triton_store_heads
-from engine.layers.moe import triton_experts
-from engine.runner.sampling import triton_draw
 from tests.engine.harness import Bench
 from tests.families import FAMILIES
 from tests.kernels.claims import answer
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.attention.triton_backend.triton_attention import TritonAttention
+from twinpool.engine.gpu.gpu_kernels import GpuKernels
+from twinpool.engine.layers.mixers import triton_store_heads
+from twinpool.engine.layers.moe import triton_experts
+from twinpool.engine.runner.sampling import triton_draw
 
 TOKENS = [3, 250, 17, 17, 90, 4, 201, 33, 5]
 

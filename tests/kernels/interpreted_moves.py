@@ -10,16 +10,16 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from cache.memory.block_copy import copy_indexed
-from cache.memory.copy_plan import CopyBlock, blocks, packing
-from cache.memory.kv_cache_spec import IndexSpace
-from cache.memory.memory_layout import LayoutOrder
-from cache.memory.page_digest import sum_by_numpy
-from cache.memory.triton_copy import copy_rows, reachable
-from cache.memory.triton_digest import add_sums
-from cache.pool.pool_set import PoolSet
 from tests.kernels.claims import answer
 from tests.poolsets import NAMES, filled, pool_sets
+from twinpool.cache.memory.block_copy import copy_indexed
+from twinpool.cache.memory.copy_plan import CopyBlock, blocks, packing
+from twinpool.cache.memory.kv_cache_spec import IndexSpace
+from twinpool.cache.memory.memory_layout import LayoutOrder
+from twinpool.cache.memory.page_digest import sum_by_numpy
+from twinpool.cache.memory.triton_copy import copy_rows, reachable
+from twinpool.cache.memory.triton_digest import add_sums
+from twinpool.cache.pool.pool_set import PoolSet
 
 COUNT = 7
 

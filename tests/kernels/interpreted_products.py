@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from engine.gpu.gpu_kernels import BLOCK_K, GpuKernels
-from engine.layers.norm import rms_norm, silu
-from engine.native.current_kernels import using
-from engine.tensors import tensor_parallel
-from engine.tensors.row_exact_linear import HeadLinear, RowExactLinear
-from engine.tensors.tensor_parallel import TorchDistributedGroup
 from tests.kernels.claims import answer
+from twinpool.engine.gpu.gpu_kernels import BLOCK_K, GpuKernels
+from twinpool.engine.layers.norm import rms_norm, silu
+from twinpool.engine.native.current_kernels import using
+from twinpool.engine.tensors import tensor_parallel
+from twinpool.engine.tensors.row_exact_linear import HeadLinear, RowExactLinear
+from twinpool.engine.tensors.tensor_parallel import TorchDistributedGroup
 
 KERNELS = GpuKernels(part=2 * BLOCK_K)
 """With short parts, so that small products have several."""

@@ -13,13 +13,13 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from torch import Tensor
 
-from engine.attention.attention_plan import SlotPlan, muted_slots
-from engine.attention.recurrence_backend import RecurrenceBackend, ScanState, scan_buffers
-from engine.attention.torch_backend.torch_recurrence import TorchRecurrence
-from engine.attention.triton_backend.triton_recurrence import TritonRecurrence
-from engine.tensors.row_exact_linear import Numerics
-from engine.tensors.shard import WHOLE
 from tests.kernels.claims import answer
+from twinpool.engine.attention.attention_plan import SlotPlan, muted_slots
+from twinpool.engine.attention.recurrence_backend import RecurrenceBackend, ScanState, scan_buffers
+from twinpool.engine.attention.torch_backend.torch_recurrence import TorchRecurrence
+from twinpool.engine.attention.triton_backend.triton_recurrence import TritonRecurrence
+from twinpool.engine.tensors.row_exact_linear import Numerics
+from twinpool.engine.tensors.shard import WHOLE
 
 CPU = torch.device("cpu")
 TRITON = TritonRecurrence()

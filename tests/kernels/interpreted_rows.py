@@ -9,14 +9,14 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from torch import Tensor
 
-from contracts.checkpoint.rope_spec import RopeSpec
-from contracts.sampling_params import SamplingParams
-from engine.layers.mixers import triton_store_heads
-from engine.layers.norm import rms_norm
-from engine.layers.rope import RopeTable, rotate
-from engine.runner.sampling import sampler as sampling
-from engine.runner.sampling import triton_draw
 from tests.kernels.claims import answer
+from twinpool.contracts.checkpoint.rope_spec import RopeSpec
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.layers.mixers import triton_store_heads
+from twinpool.engine.layers.norm import rms_norm
+from twinpool.engine.layers.rope import RopeTable, rotate
+from twinpool.engine.runner.sampling import sampler as sampling
+from twinpool.engine.runner.sampling import triton_draw
 
 CPU = torch.device("cpu")
 

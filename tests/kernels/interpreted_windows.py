@@ -19,15 +19,15 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from torch import Tensor
 
-from engine.attention.attention_backend import ScoreOptions
-from engine.attention.attention_plan import AttentionPlan
-from engine.attention.torch_backend.torch_attention import TorchAttention
-from engine.attention.triton_backend.triton_attention import TritonAttention
-from engine.tensors.row_exact_linear import FAST
 from tests.engine.harness import Bench
 from tests.families import FAMILIES
 from tests.kernels.claims import answer
 from tests.plain_attention import expect_within, plain_attention
+from twinpool.engine.attention.attention_backend import ScoreOptions
+from twinpool.engine.attention.attention_plan import AttentionPlan
+from twinpool.engine.attention.torch_backend.torch_attention import TorchAttention
+from twinpool.engine.attention.triton_backend.triton_attention import TritonAttention
+from twinpool.engine.tensors.row_exact_linear import FAST
 
 TRITON = TritonAttention(tile_rows=16, block_tokens=16, split_tokens=32, segment_tokens=64)
 TORCH = TorchAttention(FAST)

@@ -20,7 +20,12 @@ def test_in_the_interpreter(claim: str, said: Said) -> None:
 
 
 def test_the_cache_is_imported_without_triton() -> None:
-    modules = ("cache.memory.page_moves", "cache.swap.offload", "cache.memory.page_digest", "cache.pool.pool_set")
+    modules = (
+        "twinpool.cache.memory.page_moves",
+        "twinpool.cache.swap.offload",
+        "twinpool.cache.memory.page_digest",
+        "twinpool.cache.pool.pool_set",
+    )
     code = f"import sys; sys.modules['triton'] = None; import {', '.join(modules)}"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=100)
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bench.kernels import production_launches
 from bench.kernels.recorded_launches import recording
-from engine.attention.triton_backend.softmax_parts import Parts, waves
-from engine.attention.triton_backend.triton_attention import TritonAttention
+from twinpool.engine.attention.triton_backend.softmax_parts import Parts, waves
+from twinpool.engine.attention.triton_backend.triton_attention import TritonAttention
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 64, 1000])

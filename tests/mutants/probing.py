@@ -31,7 +31,7 @@ class Probes(importlib.abc.MetaPathFinder):
         """Path, name and digest of each function."""
         self.probes: list[tuple[int, int]] = []
         """For each probe the number of its function, and that of its statement."""
-        self._files = {path.removesuffix(".py").replace("/", "."): path for path in paths}
+        self._files = {"twinpool." + path.removesuffix(".py").replace("/", "."): path for path in paths}
 
     def install(self) -> None:
         setattr(builtins, _NAME, self.hits.add)

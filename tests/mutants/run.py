@@ -23,7 +23,7 @@ from tests.mutants.catalogue import Mutant, all_mutants  # noqa: E402
 
 AT_ONCE = 2
 TEST_S = 170
-_CAUGHT = ("AssertionError", "assert ", "Failed: ", "contracts.errors.UnorderedAccess")
+_CAUGHT = ("AssertionError", "assert ", "Failed: ", "twinpool.contracts.errors.UnorderedAccess")
 """How a failure's message begins that says a rule was broken: an assertion, an exception that didn't come or that the
 checker raised."""
 
@@ -60,7 +60,7 @@ def judge(mutant: Mutant) -> str:
         applied = command(["git", "apply", str(mutant.path)], tree)
         if applied.returncode:
             return f"DOESN'T APPLY: {applied.stderr.strip().splitlines()[0]}"
-        names = [name.removesuffix(".py").replace("/", ".") for name in mutant.changes]
+        names = ["twinpool." + name.removesuffix(".py").replace("/", ".") for name in mutant.changes]
         imported = command([sys.executable, "-c", "; ".join(f"import {name}" for name in names)], tree)
         if imported.returncode:
             return f"CAN'T BE IMPORTED: {imported.stderr.strip().splitlines()[-1]}"
@@ -74,9 +74,9 @@ def copy_tree(target: Path) -> None:
     """The tracked files, and new ones that aren't ignored."""
     listed = command(["git", "ls-files", "-co", "--exclude-standard", "-z"], ROOT)
     for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).is_file():
+        if (ROOT / name).is_file() or (ROOT / name).is_symlink():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, target / name)
+            shutil.copy(ROOT / name, target / name, follow_symlinks=False)
 
 
 def run_test(mutant: Mutant, tree: Path) -> tuple[bool, str]:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contracts.messages.worker_events import LegNote
-from prefill.request import PrefillPhase, PrefillRequest
 from tests.prefill_parts import PAGE, PrefillParts
+from twinpool.contracts.messages.worker_events import LegNote
+from twinpool.prefill.request import PrefillPhase, PrefillRequest
 
 CHUNK = 32
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from prefill.request import PrefillPhase
 from tests.prefill_parts import PrefillParts
+from twinpool.prefill.request import PrefillPhase
 
 
 def admitted(parts: PrefillParts) -> list[PrefillPhase]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from contracts.config.worker_config import PrefillConfig
-from prefill.request import PrefillRequest
 from tests.prefill_parts import PrefillParts
+from twinpool.contracts.config.worker_config import PrefillConfig
+from twinpool.prefill.request import PrefillRequest
 
 FIXED_S, TOKEN_S, POSITION_S = 1e-3, 4e-5, 4e-8
 """What a step costs, a token of it, and each position before a token: as of the demo's engine on one core."""

@@ -17,7 +17,6 @@ from typing import Any
 
 import psutil
 
-from contracts.cluster_secret import access_token
 from tests import changing
 from tests.changing import Load, command, some_prompts
 from tests.checkpoints import Oracle, compare, make_checkpoint
@@ -28,6 +27,7 @@ from tests.rayup.remote import Remote, nodes_alive, words_of
 from tests.rayup.strangers import prove_closed
 from tests.rayup.wire import watched
 from tests.serving import until
+from twinpool.contracts.cluster_secret import access_token
 
 HEAD, OTHER, LATER = "one", "two", "three"
 HOSTS = {HEAD: "10.0.0.10", OTHER: "10.0.0.11", LATER: "10.0.0.12"}

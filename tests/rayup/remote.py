@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import yaml
 
-from cli.keys_command import new_key
 from tests.rayup.hosts import Host
 from tests.rayup.machine import BIN, ROOT, stop
 from tests.serving import READY, Access, Serving
+from twinpool.cli.keys_command import new_key
 
 LAUNCH = ROOT / "deploy" / "ray" / "autoscaled.yaml"
 CONFIG = ROOT / "configs" / "secure.yaml"

@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from cache.memory.kv_cache_spec import PoolSpec
-from contracts.checkpoint.model_spec import ModelSpec, read_model_spec
-from contracts.checkpoint.rope_spec import read_rope
-from engine.layers.decoder import Layer
-from engine.layers.forward_context import LayerPlace
-from engine.layers.mixers.head_attention import HeadAttention, kv_buffers
-from engine.layers.mlp import GatedMlp
-from engine.layers.rope import RopeTable
-from engine.models import registry
-from engine.models.model_base import FULL_POOL, Model, StateOptions
-from engine.tensors.weight_loader import Weights
 from tests.checkpoints import make_checkpoint
 from tests.engine import harness
 from tests.serving import ROOT
+from twinpool.cache.memory.kv_cache_spec import PoolSpec
+from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec
+from twinpool.contracts.checkpoint.rope_spec import read_rope
+from twinpool.engine.layers.decoder import Layer
+from twinpool.engine.layers.forward_context import LayerPlace
+from twinpool.engine.layers.mixers.head_attention import HeadAttention, kv_buffers
+from twinpool.engine.layers.mlp import GatedMlp
+from twinpool.engine.layers.rope import RopeTable
+from twinpool.engine.models import registry
+from twinpool.engine.models.model_base import FULL_POOL, Model, StateOptions
+from twinpool.engine.tensors.weight_loader import Weights
 
 PAGE = (ROOT / "docs" / "adding-a-model.md").read_text()
 NAMES = {

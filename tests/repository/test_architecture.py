@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections import Counter
 
 import pytest
 
 from docs import request_walk
 from tests.serving import ROOT
+from twinpool.contracts.build_id import PACKAGES
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 PICTURE = (ROOT / "docs" / "architecture.svg").read_text()
@@ -81,8 +81,7 @@ def test_files_that_a_page_speaks_of_are_there(page: str) -> None:
 
 
 def test_every_package_has_a_page_and_the_page_of_all_links_to_each() -> None:
-    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert sorted(build["packages"]) == sorted(package for packages in PAGES.values() for package in packages)
+    assert sorted(PACKAGES) == sorted(package for packages in PAGES.values() for package in packages)
     assert {path.stem for path in (ROOT / "docs" / "architecture").iterdir()} == PAGES.keys()
     assert set(re.findall(r"\(architecture/(\w+)\.md\)", PAGE)) == PAGES.keys()
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from contracts.checkpoint.model_spec import read_model_spec
-from contracts.config.router_config import AuditConfig
-from contracts.config.worker_config import DecodeConfig
-from contracts.errors import CheckpointError
-from router.api.absent_endpoints import why_absent
-from router.api.admin_dashboard import PAGE as DASHBOARD
-from router.api.app import PREFIX_ROUTES, ROUTES
-from router.parsers.tool_formats import FORMATS
 from tests.serving import ROOT
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.config.router_config import AuditConfig
+from twinpool.contracts.config.worker_config import DecodeConfig
+from twinpool.contracts.errors import CheckpointError
+from twinpool.router.api.absent_endpoints import why_absent
+from twinpool.router.api.admin_dashboard import PAGE as DASHBOARD
+from twinpool.router.api.app import PREFIX_ROUTES, ROUTES
+from twinpool.router.parsers.tool_formats import FORMATS
 
 README = (ROOT / "README.md").read_text()
 USING = (ROOT / "docs" / "using.md").read_text()

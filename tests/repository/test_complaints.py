@@ -11,17 +11,17 @@ from itertools import product
 
 import pytest
 
-from contracts.errors import ErrorKind, LayoutMismatch, WireError
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.router_commands import PeerRef
-from contracts.sampling_params import SamplingParams
 from tests.hash_engine import recite
 from tests.poolsets import pool_sets
 from tests.rooms import PLANES, Ends, Prompt, ends, image
 from tests.router.stage import Stage
 from tests.workers.test_any_state import PAGE, hash_pair
-from transfer.rooms import room_messages as m
-from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
+from twinpool.contracts.errors import ErrorKind, LayoutMismatch, WireError
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.router_commands import PeerRef
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.transfer.rooms import room_messages as m
+from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["all"]
 

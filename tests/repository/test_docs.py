@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from cli import command_line
-from contracts.config.load_config import load_config
-from engine.models.registry import ARCHITECTURES
 from tests.serving import ROOT
+from twinpool.cli import command_line
+from twinpool.contracts.build_id import PACKAGES
+from twinpool.contracts.config.load_config import load_config
+from twinpool.engine.models.registry import ARCHITECTURES
 
 AGAIN = "run `make pages`"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -59,12 +60,11 @@ def test_what_may_be_imported_can_be_and_is_named_by_its_face() -> None:
 def test_code_that_the_pages_show_imports_from_faces_alone() -> None:
     """And what it imports is there."""
     api = (ROOT / "docs" / "api.md").read_text()
-    ours = [path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()]
     shown = [
         code for page in PAGES for code in re.findall(r"^```py\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     ]
     lines = [line for code in shown for line in re.findall(r"^from ([\w.]+) import (\w+)$", code, re.MULTILINE)]
-    lines = [(module, name) for module, name in lines if module.split(".")[0] in ours]
+    lines = [(module, name) for module, name in lines if module.split(".")[0] == "twinpool"]
     assert lines
     for module, name in lines:
         assert f"`from {module} import ...`" in api, f"{module} is no face"
@@ -98,13 +98,13 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_and_modules_that_a_page_names_are_there(page: Path) -> None:
     """Modules and classes by dots, but for keys of the configuration. Pages of parts have a test of their own."""
-    text, packages = page.read_text(), "|".join(path.parent.name for path in ROOT.glob("*/__init__.py"))
+    text, packages = page.read_text(), "|".join(PACKAGES)
     if page.parent.name != "architecture":
         for name in re.findall(r"`([\w.-]+(?:/[\w.-]+)+\.(?:py|cpp|h|md|yaml|txt))(?:::\w+)?`", text):
             assert (ROOT / name).is_file(), name
     keys = set(re.findall(r"^\| `([\w.]+)` ", (ROOT / "docs" / "configuration.md").read_text(), re.MULTILINE))
     for name in re.findall(rf"`((?:{packages})(?:\.\w+){{2,}})`", text):
-        assert name in keys or pkgutil.resolve_name(name), name
+        assert name in keys or pkgutil.resolve_name(f"twinpool.{name}"), name
 
 
 def test_the_page_of_models_names_every_architecture_and_no_other() -> None:

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from contracts.clock import ManualClock
-from contracts.errors import PeerDead
-from contracts.ids import Role
-from contracts.sampling_params import SamplingParams
-from decode.migration.migration_state import MigrationStage as Departing
-from decode.worker import DecodeWorker
-from sim.fabric.hash_engine import VOCABULARY
-from sim.run.run_scenario import ScenarioRun
-from sim.scenario.scenario import ClusterShape, PlannedFault, Scenario, ScenarioRequest
 from tests.router.stage import Stage
 from tests.workers.test_any_state import hash_pair
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.errors import PeerDead
+from twinpool.contracts.ids import Role
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.decode.migration.migration_state import MigrationStage as Departing
+from twinpool.decode.worker import DecodeWorker
+from twinpool.sim.fabric.hash_engine import VOCABULARY
+from twinpool.sim.run.run_scenario import ScenarioRun
+from twinpool.sim.scenario.scenario import ClusterShape, PlannedFault, Scenario, ScenarioRequest
 
 TESTS = Path(__file__).parents[1]
 HAZARDS = [f"{group}{n}" for group, last in (("a", 12), ("b", 10), ("c", 11), ("d", 10)) for n in range(1, last + 1)]
@@ -140,8 +140,8 @@ def test_c7_a_worker_gets_nothing_before_it_has_registered_and_is_reached() -> N
 
 def test_c7_a_worker_is_not_there_before_all_of_its_ranks_are() -> None:
     """Its leader waits for the others before it builds anything, and ends when one doesn't come."""
-    from cluster.ranks.follower_channel import FollowerChannel
-    from cluster.ranks.leader_channel import LeaderChannel
+    from twinpool.cluster.ranks.follower_channel import FollowerChannel
+    from twinpool.cluster.ranks.leader_channel import LeaderChannel
 
     secret = "5a" * 32
     clock = ManualClock()

@@ -6,17 +6,17 @@ import ast
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cluster.arena import arena_agent
-from cluster.processes import keeper, process_ids, reaper
-from contracts import python_command
-from contracts.python_command import module_command, script_command
 from tests.serving import ROOT, own_packages
+from twinpool.cluster.arena import arena_agent
+from twinpool.cluster.processes import keeper, process_ids, reaper
+from twinpool.contracts import python_command
+from twinpool.contracts.build_id import PACKAGES
+from twinpool.contracts.python_command import module_command, script_command
 
 MAKERS = {"contracts/python_command.py", "cluster/processes/process_ids.py"}
 """The first makes commands; the second is a script that can't import it, and is one itself."""
@@ -25,9 +25,7 @@ SCRIPTS = [str(module.__file__) for module in (keeper, reaper, process_ids, aren
 
 
 def product() -> list[Path]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    return [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
+    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 
 
 def commands(tree: ast.AST) -> Iterator[ast.expr]:
@@ -59,36 +57,40 @@ def test_commands_of_python_processes_are_made_in_one_place() -> None:
 def test_the_walk_sees_each_way_to_write_such_a_command() -> None:
     for text in ("[sys.executable, x]", "(python, '-m', name)", "run([*TIED, *(sys.executable, '-c', code)])"):
         assert list(commands(ast.parse(text))), text
-    assert not list(commands(ast.parse("f'{sys.executable} -m'; module_command('router.main')")))
+    assert not list(commands(ast.parse("f'{sys.executable} -m'; module_command('twinpool.router.main')")))
 
 
-@pytest.mark.parametrize("command", [module_command("contracts.json_logs"), script_command("-c", "import json, cache")])
+@pytest.mark.parametrize(
+    "command", [module_command("twinpool.contracts.json_logs"), script_command("-c", "import json, twinpool.cache")]
+)
 def test_a_command_runs_nothing_of_the_folder_that_it_is_started_in(command: list[str], tmp_path: Path) -> None:
     own_packages(tmp_path)
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert "of the folder" not in done.stderr + done.stdout
-    assert done.returncode == (0 if command[1] == "-P" else 1), "a script sees no installed package: there is no cache"
+    assert done.returncode == (0 if command[1] == "-P" else 1), (
+        "a script sees no installed package: there is no twinpool"
+    )
 
 
 def test_a_bare_command_would_run_what_lies_in_the_folder(tmp_path: Path) -> None:
     own_packages(tmp_path)
-    bare = [sys.executable, "-m", "contracts.json_logs"]
+    bare = [sys.executable, "-m", "twinpool.contracts.json_logs"]
     done = subprocess.run(bare, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert "of the folder" in done.stderr
 
 
 def test_a_tree_that_is_not_installed_is_found_by_its_own_place(tmp_path: Path) -> None:
     """`-I -S`: neither the environment nor any installed package is there."""
-    command = [sys.executable, "-I", "-S", python_command.__file__, "contracts.ids"]
+    command = [sys.executable, "-I", "-S", python_command.__file__, "twinpool.contracts.ids"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_another_interpreter_finds_modules_among_its_own_packages(tmp_path: Path) -> None:
-    assert module_command("router.main", "x", python="/opt/y/bin/python") == [
-        *("/opt/y/bin/python", "-P", "-m", "router.main", "x")
+    assert module_command("twinpool.router.main", "x", python="/opt/y/bin/python") == [
+        *("/opt/y/bin/python", "-P", "-m", "twinpool.router.main", "x")
     ]
-    assert module_command("router.main", python=sys.executable)[0] == sys.executable
+    assert module_command("twinpool.router.main", python=sys.executable)[0] == sys.executable
 
 
 @pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: Path(file).stem)

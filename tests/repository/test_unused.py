@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.mutants.run import copy_tree
 from tests.serving import ROOT
 
 PROJECT = """
@@ -98,12 +100,9 @@ def test_what_allows_nothing_any_more_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_dead_function_in_production_fails_the_check(tmp_path: Path) -> None:
     """On a copy of the project itself."""
-    words = ["git", "ls-files", "-co", "--exclude-standard", "--", "*.py", "pyproject.toml", ".ci"]
-    listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-    for name in listed.stdout.splitlines():
-        if (ROOT / name).is_file() and not name.startswith(("tests/", "bench/")):
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    copy_tree(tmp_path)
+    for folder in ("tests", "bench"):
+        shutil.rmtree(tmp_path / folder)
     clock = tmp_path / "contracts" / "clock.py"
     clock.write_text(clock.read_text() + "\n\ndef release() -> None:\n    release()\n")
     command = [sys.executable, ".ci/unused.py"]

@@ -13,17 +13,17 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from contracts.errors import ErrorKind, RequestError
-from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
-from contracts.messages.fingerprint import PROTOCOL, Fingerprint
-from contracts.messages.kept_answers import Attach, Attached, Detach
-from contracts.messages.pool_changes import ChangedWorkers, PoolChange
-from contracts.messages.router_commands import Audit, Cancel, Command, InvalidatePrefix, Submit
-from contracts.messages.settings_change import ChangedSetting, SettingsAnswer, SettingsChange
-from contracts.messages.stream_end import StreamEnd
-from contracts.messages.worker_events import Audited, Done, Event, LegReport, PromptScores, Tokens
-from contracts.messages.worker_status import CheckReport, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from contracts.sampling_params import SamplingParams, TokenLogprob
+from twinpool.contracts.errors import ErrorKind, RequestError
+from twinpool.contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
+from twinpool.contracts.messages.fingerprint import PROTOCOL, Fingerprint
+from twinpool.contracts.messages.kept_answers import Attach, Attached, Detach
+from twinpool.contracts.messages.pool_changes import ChangedWorkers, PoolChange
+from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, InvalidatePrefix, Submit
+from twinpool.contracts.messages.settings_change import ChangedSetting, SettingsAnswer, SettingsChange
+from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.worker_events import Audited, Done, Event, LegReport, PromptScores, Tokens
+from twinpool.contracts.messages.worker_status import CheckReport, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
+from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
 
 VOCAB = 1000
 FIRST = 300

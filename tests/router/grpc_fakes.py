@@ -10,15 +10,15 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from contracts.messages.stream_end import StreamEnd
-from contracts.proto import worker_pb2 as pb
-from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire.command_protobuf import command_from_proto
-from contracts.wire.event_protobuf import event_to_proto
-from contracts.wire.worker_protobuf import report_to_proto, status_to_proto
-from router.links.grpc_worker import INCARNATION_KEY
 from tests.raw_frames import framed, read_frame
 from tests.router.fake_worker import FakeCluster, FakeSession, FakeWorker
+from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
+from twinpool.contracts.wire.command_protobuf import command_from_proto
+from twinpool.contracts.wire.event_protobuf import event_to_proto
+from twinpool.contracts.wire.worker_protobuf import report_to_proto, status_to_proto
+from twinpool.router.links.grpc_worker import INCARNATION_KEY
 
 
 class WorkerFake(pb_grpc.WorkerServicer):

@@ -17,22 +17,22 @@ from typing import Any, TypeVar
 import httpx
 import uvloop
 
-from contracts.checkpoint.model_spec import ModelSpec, read_model_spec
-from contracts.config.cluster_config import Config
-from contracts.config.load_config import config_from_dict
-from contracts.ids import PAIR
-from contracts.interfaces.discovery import WorkerDirectory
-from router.api.app import create_admin_app, create_app
-from router.api.port_handover import Predecessor
-from router.api.router_server import AdminListener, RouterListeners, RouterServer
-from router.main import listen, listen_at
-from router.records.record_reports import RecordListener
-from router.service.controller_ports import ControllerPorts
-from router.service.dashboard_source import DashboardSource
-from router.service.quota_leases import QuotaLessor
-from router.service.router_service import RouterService
-from router.tracing.otlp_exporter import SpanSender
 from tests.router.fake_worker import FakeCluster
+from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.ids import PAIR
+from twinpool.contracts.interfaces.discovery import WorkerDirectory
+from twinpool.router.api.app import create_admin_app, create_app
+from twinpool.router.api.port_handover import Predecessor
+from twinpool.router.api.router_server import AdminListener, RouterListeners, RouterServer
+from twinpool.router.main import listen, listen_at
+from twinpool.router.records.record_reports import RecordListener
+from twinpool.router.service.controller_ports import ControllerPorts
+from twinpool.router.service.dashboard_source import DashboardSource
+from twinpool.router.service.quota_leases import QuotaLessor
+from twinpool.router.service.router_service import RouterService
+from twinpool.router.tracing.otlp_exporter import SpanSender
 
 T = TypeVar("T")
 

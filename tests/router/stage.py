@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from contracts.clock import ManualClock
-from contracts.config.router_config import AuditConfig, RouterConfig
-from contracts.ids import RequestId, Role, RoomId
-from contracts.messages.kept_answers import Detach
-from contracts.messages.router_commands import (
+from tests.router.fake_worker import FakeCluster, decode_frames, expected, local_frames, prefill_frames
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.router_config import AuditConfig, RouterConfig
+from twinpool.contracts.ids import RequestId, Role, RoomId
+from twinpool.contracts.messages.kept_answers import Detach
+from twinpool.contracts.messages.router_commands import (
     Audit,
     Cancel,
     Command,
@@ -23,16 +24,15 @@ from contracts.messages.router_commands import (
     ResumeHere,
     Submit,
 )
-from contracts.messages.worker_events import Done, Event
-from contracts.sampling_params import SamplingParams, TokenLogprob
-from router.core.local_prefill import LocalPrefill
-from router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
-from router.core.router_core import RouterCore
-from router.state.prefix_hashes import prefix_hashes
-from router.state.routed_request import RoutedRequest
-from router.state.worker_table import WorkerKey
-from router.verification.audit_cases import AuditFinding
-from tests.router.fake_worker import FakeCluster, decode_frames, expected, local_frames, prefill_frames
+from twinpool.contracts.messages.worker_events import Done, Event
+from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
+from twinpool.router.core.local_prefill import LocalPrefill
+from twinpool.router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
+from twinpool.router.core.router_core import RouterCore
+from twinpool.router.state.prefix_hashes import prefix_hashes
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.state.worker_table import WorkerKey
+from twinpool.router.verification.audit_cases import AuditFinding
 
 
 @dataclass

@@ -22,10 +22,6 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from cluster.assembly.build_worker import grammar_engine
-from contracts.checkpoint.model_spec import ModelSpec, read_model_spec
-from contracts.sampling_params import SamplingParams, TokenLogprob
-from engine.structured_output.grammar_engine import GrammarError
 from tests.published_checkpoints import (
     END_KINDS,
     FURTHER_END,
@@ -40,6 +36,10 @@ from tests.router import fake_worker
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, serving
 from tests.router.parsers.test_parsers import written
+from twinpool.cluster.assembly.build_worker import grammar_engine
+from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec
+from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
+from twinpool.engine.structured_output.grammar_engine import GrammarError
 
 TEXT = 'Naïve 🙂👩‍👩‍👧 reads 日本語の本, x = {"a": [1]} <b> and ends.'
 STOP = "語の"

@@ -14,11 +14,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from contracts.config.cluster_config import Config
-from contracts.config.worker_config import EngineConfig
 from tests.router.fake_worker import FakeCluster
 from tests.router.grpc_fakes import grpc_cluster
 from tests.router.http_server import DEMO
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.worker_config import EngineConfig
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 20.0
@@ -26,7 +26,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": "."}
 
 
 def command(*extra: str) -> list[str]:
-    return [sys.executable, "-m", "router.main", "--model", str(DEMO), "--host", "127.0.0.1", *extra]
+    return [sys.executable, "-m", "twinpool.router.main", "--model", str(DEMO), "--host", "127.0.0.1", *extra]
 
 
 async def read_line(fd: int) -> bytes:
@@ -153,9 +153,8 @@ def test_what_cannot_start_says_why_in_one_line(tmp_path: Path, extra: tuple[str
 
 @pytest.mark.slow
 def test_the_router_imports_no_tensors_and_no_cluster() -> None:
-    probe = (
-        "import router.main, sys; print(*(m for m in ('torch', 'ray', 'triton', 'transformers') if m in sys.modules))"
-    )
+    unwanted = ("torch", "ray", "triton", "transformers")
+    probe = f"import twinpool.router.main, sys; print(*(m for m in {unwanted} if m in sys.modules))"
     ended = subprocess.run(
         [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True,
         env=ENVIRONMENT, timeout=WAIT_S,

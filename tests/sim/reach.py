@@ -27,9 +27,9 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from contracts.state_table import StateTable  # noqa: E402
-from sim.run.run_scenario import ScenarioResult  # noqa: E402
-from sim.run.run_seeds import run_seed  # noqa: E402
+from twinpool.contracts.state_table import StateTable  # noqa: E402
+from twinpool.sim.run.run_scenario import ScenarioResult  # noqa: E402
+from twinpool.sim.run.run_seeds import run_seed  # noqa: E402
 
 PACKAGES = ("contracts", "cache", "transfer", "worker", "prefill", "decode", "router", "cluster")
 KNOWN = Path(__file__).with_name("reach.json")
@@ -87,7 +87,7 @@ class Lines:
 
     def _lines(self, code: CodeType) -> set[int]:
         try:
-            name = Path(code.co_filename).relative_to(ROOT).as_posix()
+            name = Path(code.co_filename).resolve().relative_to(ROOT).as_posix()
         except ValueError:
             return set()
         if name.split("/")[0] not in PACKAGES:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from contracts.ids import Role
-from sim.run.run_seeds import ClusterKind, plan_of, run_seed
+from twinpool.contracts.ids import Role
+from twinpool.sim.run.run_seeds import ClusterKind, plan_of, run_seed
 
 BLOCK = 10
 

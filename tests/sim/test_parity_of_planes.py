@@ -16,22 +16,22 @@ from typing import Any
 import pytest
 import torch
 
-from cache.memory.memory_layout import PoolSetLayout
-from cache.pool.pool_set import PoolSet
-from contracts.config.load_config import config_from_dict
-from contracts.errors import LayoutMismatch
-from contracts.ids import RoomId
-from contracts.messages.rank_orders import WriteArrived
-from sim.fabric.plane_faults import WireDamage
-from sim.fabric.sim_network import SimNetwork
-from sim.fabric.sim_plane import SimPlane
-from sim.fabric.sim_process import SimProcess
-from sim.fabric.virtual_time import VirtualTime
 from tests.poolsets import entry, filled
 from tests.proxy import proxying
 from tests.ranks import headed_sets
 from tests.rooms import SimWaiter
-from transfer.planes.data_plane import (
+from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.errors import LayoutMismatch
+from twinpool.contracts.ids import RoomId
+from twinpool.contracts.messages.rank_orders import WriteArrived
+from twinpool.sim.fabric.plane_faults import WireDamage
+from twinpool.sim.fabric.sim_network import SimNetwork
+from twinpool.sim.fabric.sim_plane import SimPlane
+from twinpool.sim.fabric.sim_process import SimProcess
+from twinpool.sim.fabric.virtual_time import VirtualTime
+from twinpool.transfer.planes.data_plane import (
     SLOT_BYTES,
     PageNumbers,
     PageWrite,
@@ -40,7 +40,7 @@ from transfer.planes.data_plane import (
     SlotWrite,
     WriteLink,
 )
-from transfer.planes.make_plane import make_plane
+from twinpool.transfer.planes.make_plane import make_plane
 
 SPEC = headed_sets()["all"]
 PAGES = 12

@@ -19,37 +19,37 @@ from typing import Any, cast
 
 import pytest
 
-from cluster.controller.controller_actions import LeaseGrant
-from cluster.worker_process.asyncio_thread import AsyncioThread
-from cluster.worker_process.worker_server import serve_worker
-from cluster.worker_process.worker_thread import WorkerThread
-from contracts.config.load_config import config_from_dict
-from contracts.ids import Incarnation, RequestId, Role, WorkerName
-from contracts.interfaces.discovery import WorkerClient
-from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.pool_changes import ChangedWorkers, PoolChange
-from contracts.messages.router_commands import Cancel, Command
-from contracts.messages.settings_change import SettingsAnswer, SettingsChange
-from contracts.messages.stream_end import StreamEnd
-from contracts.messages.worker_events import Done, Event, Tokens
-from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
-from contracts.wire.shared_frames import FRAME_COMMANDS
-from router.links.grpc_worker import GrpcWorkerClient
-from router.links.worker_links import WorkerLinks
-from router.state.worker_table import WorkerKey
-from sim.fabric.plane_faults import StoreFaults, WireDamage
-from sim.fabric.sim_arena import SimArenas
-from sim.fabric.sim_channel import SimSwitch
-from sim.fabric.sim_network import SimNetwork
-from sim.fabric.sim_process import SimProcess
-from sim.fabric.virtual_time import VirtualTime
-from sim.nodes.build_sim_worker import SimWorld
-from sim.nodes.sim_link import SimLink
-from sim.nodes.sim_worker import SimHost
-from sim.scenario.scenario import ClusterShape
 from tests.cluster.fake_worker import FakeWorker, submit
 from tests.proxy import proxying
 from tests.rooms import SimWaiter
+from twinpool.cluster.controller.controller_actions import LeaseGrant
+from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
+from twinpool.cluster.worker_process.worker_server import serve_worker
+from twinpool.cluster.worker_process.worker_thread import WorkerThread
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.ids import Incarnation, RequestId, Role, WorkerName
+from twinpool.contracts.interfaces.discovery import WorkerClient
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.pool_changes import ChangedWorkers, PoolChange
+from twinpool.contracts.messages.router_commands import Cancel, Command
+from twinpool.contracts.messages.settings_change import SettingsAnswer, SettingsChange
+from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.worker_events import Done, Event, Tokens
+from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
+from twinpool.contracts.wire.shared_frames import FRAME_COMMANDS
+from twinpool.router.links.grpc_worker import GrpcWorkerClient
+from twinpool.router.links.worker_links import WorkerLinks
+from twinpool.router.state.worker_table import WorkerKey
+from twinpool.sim.fabric.plane_faults import StoreFaults, WireDamage
+from twinpool.sim.fabric.sim_arena import SimArenas
+from twinpool.sim.fabric.sim_channel import SimSwitch
+from twinpool.sim.fabric.sim_network import SimNetwork
+from twinpool.sim.fabric.sim_process import SimProcess
+from twinpool.sim.fabric.virtual_time import VirtualTime
+from twinpool.sim.nodes.build_sim_worker import SimWorld
+from twinpool.sim.nodes.sim_link import SimLink
+from twinpool.sim.nodes.sim_worker import SimHost
+from twinpool.sim.scenario.scenario import ClusterShape
 
 KEY: WorkerKey = (WorkerName("decode-0"), Incarnation(1))
 ENOUGH_S = 20.0

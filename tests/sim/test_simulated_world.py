@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from sim.fabric.sim_channel import SimControlTransport, SimSwitch
-from sim.fabric.sim_network import SimNetwork
-from sim.fabric.sim_process import SimProcess
-from sim.fabric.virtual_time import VirtualTime
-from transfer.net.control_channel import ControlTransport
-from transfer.net.waiter import Waiter
-from transfer.net.zmq_channel import ZmqControlTransport
+from twinpool.sim.fabric.sim_channel import SimControlTransport, SimSwitch
+from twinpool.sim.fabric.sim_network import SimNetwork
+from twinpool.sim.fabric.sim_process import SimProcess
+from twinpool.sim.fabric.virtual_time import VirtualTime
+from twinpool.transfer.net.control_channel import ControlTransport
+from twinpool.transfer.net.waiter import Waiter
+from twinpool.transfer.net.zmq_channel import ZmqControlTransport
 
 
 @dataclass

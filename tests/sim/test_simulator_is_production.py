@@ -47,10 +47,16 @@ def offences(source: str) -> list[str]:
 
 def _imported(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PRODUCTION:
+        if isinstance(node, ast.ImportFrom) and _part(node.module or "") in PRODUCTION:
             yield from (alias.asname or alias.name for alias in node.names)
         if isinstance(node, ast.Import):
-            yield from (a.asname or a.name.split(".")[0] for a in node.names if a.name.split(".")[0] in PRODUCTION)
+            yield from (a.asname or a.name.split(".")[0] for a in node.names if _part(a.name) in PRODUCTION)
+
+
+def _part(module: str) -> str:
+    """The part of Twinpool that a module is of, by its dotted name; empty for all others."""
+    package, _, rest = module.partition(".")
+    return rest.split(".")[0] if package == "twinpool" else ""
 
 
 @cache
@@ -99,13 +105,13 @@ def test_the_simulator_neither_subclasses_nor_patches_production(path: Path) -> 
 @pytest.mark.parametrize(
     "source",
     [
-        "from decode import DecodeWorker\nclass Mine(DecodeWorker): pass",
-        "from cache.manager import kv_cache_manager\nclass Mine(kv_cache_manager.Seat): pass",
-        "from decode import DecodeWorker\nDecodeWorker.step = lambda self: []",
-        "import decode.worker\ndecode.worker.DecodeWorker.step = None",
+        "from twinpool.decode import DecodeWorker\nclass Mine(DecodeWorker): pass",
+        "from twinpool.cache.manager import kv_cache_manager\nclass Mine(kv_cache_manager.Seat): pass",
+        "from twinpool.decode import DecodeWorker\nDecodeWorker.step = lambda self: []",
+        "import twinpool.decode.worker\ntwinpool.decode.worker.DecodeWorker.step = None",
         "def f(worker):\n    worker.step = lambda: []",
-        "from decode import DecodeWorker\nsetattr(DecodeWorker, 'step', None)",
-        "from unittest import mock\nmock.patch('decode.worker')",
+        "from twinpool.decode import DecodeWorker\nsetattr(DecodeWorker, 'step', None)",
+        "from unittest import mock\nmock.patch('twinpool.decode.worker')",
     ],
 )
 def test_a_simulator_that_did_so_would_be_found(source: str) -> None:

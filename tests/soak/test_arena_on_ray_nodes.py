@@ -18,9 +18,9 @@ import httpx
 import psutil
 import pytest
 
-from cluster.processes.free_port import free_port
 from tests.checkpoints import Oracle, compare, make_checkpoint
 from tests.serving import environment, serving, until
+from twinpool.cluster.processes.free_port import free_port
 
 PLACES = '{"twinpool_prefill": 1, "twinpool_decode": 1}'
 

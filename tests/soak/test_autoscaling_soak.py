@@ -14,11 +14,11 @@ import pytest
 
 from bench.autoscaling import real_pools
 from bench.autoscaling.phased_replay import Lengths, Phase, asks_in_phases, replay_phases, spread
-from contracts.ids import PAIR
-from sim.scale.trace_file import read_trace
 from tests.changing import Load, some_prompts
 from tests.checkpoints import Oracle, compare, make_checkpoint
 from tests.serving import ROOT, serving, until
+from twinpool.contracts.ids import PAIR
+from twinpool.sim.scale.trace_file import read_trace
 
 TRACE = ROOT / "bench" / "traces" / "conversation_200.jsonl"
 CALM, BURST = Phase(40.0, 0.05), Phase(50.0, 1.0)

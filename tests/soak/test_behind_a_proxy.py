@@ -21,14 +21,14 @@ import httpx
 import pytest
 import yaml
 
-from contracts.config.router_config import RouterConfig
-from contracts.sampling_params import SamplingParams
-from router.api.router_server import KEEP_ALIVE_S
-from router.tokenizer_pool.prepare_request import BODY_BYTES_MOST
 from tests.router.fake_worker import FakeCluster, expected
 from tests.router.http_server import Server, router_config, serving
 from tests.serving import until
 from tests.soak.proxies import KINDS, Proxy, proxy, shown
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.router.api.router_server import KEEP_ALIVE_S
+from twinpool.router.tokenizer_pool.prepare_request import BODY_BYTES_MOST
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(300)]
 each = pytest.mark.parametrize("kind", KINDS)

@@ -17,8 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from cluster.models.wheel_model import SMOLLM2
-from contracts.errors import CheckpointError
 from tests.serving import ROOT, Serving, serving
 from tests.soak.client_scripts import (
     AGENTS,
@@ -31,6 +29,8 @@ from tests.soak.client_scripts import (
     OPENAI,
     PYDANTIC_AI,
 )
+from twinpool.cluster.models.wheel_model import SMOLLM2
+from twinpool.contracts.errors import CheckpointError
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -56,9 +56,10 @@ def copy_context(source: Path) -> None:
     left_out = (ROOT / ".containerignore").read_text().splitlines()
     words = ["git", "ls-files", "-co", "--exclude-standard"]
     for name in subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():
-        if name.split("/")[0] not in left_out and (ROOT / name).is_file():
+        path = ROOT / name
+        if name.split("/")[0] not in left_out and (path.is_file() or path.is_symlink()):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, source / name)
+            shutil.copy(path, source / name, follow_symlinks=False)
 
 
 def serve(root: Path, home: Path) -> None:

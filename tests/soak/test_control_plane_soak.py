@@ -25,7 +25,7 @@ def controllers(cluster: Detached) -> dict[str, Any]:
 
 
 def process_at(cluster: Detached, endpoint: str) -> psutil.Process:
-    return cluster.one("cluster.controller.controller_process", endpoint.rpartition(":")[2])
+    return cluster.one("twinpool.cluster.controller.controller_process", endpoint.rpartition(":")[2])
 
 
 def control_store(cluster: Detached) -> psutil.Process:
@@ -64,10 +64,10 @@ def kill_the_control_store(cluster: Detached, server: LedgerServer) -> None:
 
 def kill_store_and_supervisor(cluster: Detached, server: LedgerServer) -> None:
     """The next supervisor finds a Ray without a control store, and starts that first."""
-    supervisor, store = cluster.one("cluster.serve.detached_cluster"), control_store(cluster)
+    supervisor, store = cluster.one("twinpool.cluster.serve.detached_cluster"), control_store(cluster)
     kill(supervisor)
     kill(store)
-    until(lambda: cluster.one("cluster.serve.detached_cluster").pid != supervisor.pid, "a supervisor", WAIT_S)
+    until(lambda: cluster.one("twinpool.cluster.serve.detached_cluster").pid != supervisor.pid, "a supervisor", WAIT_S)
     until(lambda: control_store(cluster).pid != store.pid, "a control store", WAIT_S)
 
 

@@ -120,7 +120,9 @@ def test_the_page_agrees_through_a_drain_a_kill_a_scaling_and_a_dead_controller(
         assert any("an operator has scaled decode to 3" in text for text in log_of(tab))
 
         rows = tab.run("document.querySelectorAll('#log li').length")
-        (controller,) = [p for p in family(cluster.process) if "cluster.controller.controller_process" in p.cmdline()]
+        (controller,) = [
+            p for p in family(cluster.process) if "twinpool.cluster.controller.controller_process" in p.cmdline()
+        ]
         with loaded(cluster):
             controller.kill()
             tab.until("document.getElementById('link').dataset.state === 'away'", 30)

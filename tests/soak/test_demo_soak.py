@@ -17,7 +17,7 @@ from tests.serving import ROOT
 @pytest.mark.timeout(600)
 def test_every_answer_is_exact_while_workers_are_killed_and_drained(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "cli.commands", "demo", "--chaos", "--minutes", "1.5", "--port", "0"]
+    command = [sys.executable, "-m", "twinpool.cli.commands", "demo", "--chaos", "--minutes", "1.5", "--port", "0"]
     done = subprocess.run(
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False
     )

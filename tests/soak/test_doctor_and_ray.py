@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from cluster.doctor.doctor_case import DoctorCase, DoctorHost
-from cluster.doctor.examine import CHECKS
-from cluster.doctor.finding import Severity
-from cluster.ray_nodes.host_facts import ask_hosts, facts_here
-from cluster.ray_nodes.ray_facts import ask_ray
-from cluster.serve.preflight import ServeOptions
-from contracts.errors import ConfigError
 from tests.serving import ROOT
 from tests.soak.test_ray_node import more_nodes, nodes, said
+from twinpool.cluster.doctor.doctor_case import DoctorCase, DoctorHost
+from twinpool.cluster.doctor.examine import CHECKS
+from twinpool.cluster.doctor.finding import Severity
+from twinpool.cluster.ray_nodes.host_facts import ask_hosts, facts_here
+from twinpool.cluster.ray_nodes.ray_facts import ask_ray
+from twinpool.cluster.serve.preflight import ServeOptions
+from twinpool.contracts.errors import ConfigError
 
 START = """
 import sys
 from pathlib import Path
-from cluster.ray_nodes.ray_cluster import leave_ray, start_own_ray
+from twinpool.cluster.ray_nodes.ray_cluster import leave_ray, start_own_ray
 start_own_ray(Path(sys.argv[1]), False)
 import ray
 print(ray.get_runtime_context().gcs_address, flush=True)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from cache.memory.kv_cache_spec import PoolKind
-from contracts.ids import PAIR
 from tests.answers import make_prompts
 from tests.families import FAMILIES
 from tests.family_scenes import Family, bytes_due, expect_mechanisms, expect_tiers, make_family
 from tests.serving import Serving, serving
+from twinpool.cache.memory.kv_cache_spec import PoolKind
+from twinpool.contracts.ids import PAIR
 
 COUNT, LONGEST, TOKENS, AT_ONCE = 32, 1500, 24, 8
 READY_WITHIN_S = 600

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from contracts.sampling_params import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.company import company, generated
 from tests.rank_workers import rank_processes
+from twinpool.contracts.sampling_params import SamplingParams
 
 
 @pytest.mark.soak

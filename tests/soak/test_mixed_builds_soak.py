@@ -17,10 +17,10 @@ from typing import Any
 import httpx
 import pytest
 
-from contracts.build_id import build_of
 from tests.changing import UPGRADE_S, WAIT_S, Load, SourceEdit, another_build, detached, ready, some_prompts
 from tests.checkpoints import Oracle, compare, make_checkpoint
 from tests.serving import Answer, Serving, serving, until
+from twinpool.contracts.build_id import build_of
 
 QUARTERS = 4
 STEP_S = 0.15

@@ -9,10 +9,10 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
 
-from router.api.openapi import openapi_document
 from tests.router.api.described import described
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, serving
+from twinpool.router.api.openapi import openapi_document
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(1800)]
 document = schemathesis.openapi.from_dict(openapi_document())

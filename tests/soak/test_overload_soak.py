@@ -20,10 +20,10 @@ from typing import Any
 import psutil
 import pytest
 
-from cluster.assembly.node_shares import cores
 from tests.changing import WAIT_S, Load, ready, some_prompts
 from tests.checkpoints import Oracle, make_checkpoint
 from tests.serving import Serving, serving, until
+from twinpool.cluster.assembly.node_shares import cores
 
 BUSY = 100
 BUSY_S = 60.0

@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 
-from contracts.ids import RequestId, Role
-from contracts.sampling_params import SamplingParams
 from tests.checkpoints import VOCAB, Oracle, Verdict, compare_forced, make_checkpoint
 from tests.pair import Answer, Pair, pair
+from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.sampling_params import SamplingParams
 
 PROMPTS = 64
 AT_A_TIME = 16

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sim.scale.cost_file import read_costs
 from tests.serving import COMMAND, ROOT, environment, processes_of
+from twinpool.sim.scale.cost_file import read_costs
 
 TRACE = ROOT / "bench/traces/conversation_200.jsonl"
 

@@ -21,21 +21,21 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from contracts.checkpoint.tokenizer_files import read_tokenizer_files
-from contracts.errors import CheckpointError, RequestError
-from contracts.grammar import JSON_FORM
-from engine.structured_output.grammar_engine import GrammarError
-from engine.structured_output.llguidance_engine import LLGuidanceEngine
-from router.openai.chat_format import ChatFormat
-from router.openai.parse_request import read_messages
-from router.openai.tools import read_tools
-from router.parsers.answer_parts import ArgumentsPart, CallPart, joined
-from router.parsers.lark_literal import quoted
-from router.parsers.tool_formats import FORMATS
-from router.text.chat_template import ChatTemplate
-from router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from tests.soak.published import OutOfReach
 from tests.soak.published_files import published_templates, published_tokenizers, published_vocabularies
+from twinpool.contracts.checkpoint.tokenizer_files import read_tokenizer_files
+from twinpool.contracts.errors import CheckpointError, RequestError
+from twinpool.contracts.grammar import JSON_FORM
+from twinpool.engine.structured_output.grammar_engine import GrammarError
+from twinpool.engine.structured_output.llguidance_engine import LLGuidanceEngine
+from twinpool.router.openai.chat_format import ChatFormat
+from twinpool.router.openai.parse_request import read_messages
+from twinpool.router.openai.tools import read_tools
+from twinpool.router.parsers.answer_parts import ArgumentsPart, CallPart, joined
+from twinpool.router.parsers.lark_literal import quoted
+from twinpool.router.parsers.tool_formats import FORMATS
+from twinpool.router.text.chat_template import ChatTemplate
+from twinpool.router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -18,12 +18,12 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask
 from openai import OpenAI
 
-from router.openai.chat_format import ChatFormat
-from router.openai.structured_output import read_grammar
-from router.openai.tools import read_tools
 from tests.checkpoints import Oracle, compare
 from tests.serving import serving
 from tests.soak.published import OutOfReach, published_model
+from twinpool.router.openai.chat_format import ChatFormat
+from twinpool.router.openai.structured_output import read_grammar
+from twinpool.router.openai.tools import read_tools
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(1800)]
 

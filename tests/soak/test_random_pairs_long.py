@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cache.device.async_cpu_device import AsyncCpuDevice
 from tests.random_pairs import run_colocated_seed, run_seed
+from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
 
 PORTION = 20
 

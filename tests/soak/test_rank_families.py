@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from contracts.checkpoint.model_spec import read_model_spec
-from contracts.config.load_config import config_from_dict
 from tests.checkpoints import Oracle, compare
 from tests.families import FAMILIES
 from tests.pair import pair
 from tests.rank_workers import RankProcesses, rank_processes
 from tests.workers.test_pair import greedy, prompts
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.config.load_config import config_from_dict
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
@@ -30,7 +30,7 @@ def warm() -> Iterator[RankProcesses]:
 
 def _sizes(folder: Path) -> list[tuple[int, int]]:
     """Those that the checkpoint's heads allow."""
-    from cluster.serve.preflight import divides
+    from twinpool.cluster.serve.preflight import divides
 
     spec, config = read_model_spec(folder), config_from_dict({})
     good = {size for size in (1, 2, 4) if not divides(config, spec, size)}

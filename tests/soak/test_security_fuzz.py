@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from cli.certs_command import new_certificates
-from cli.keys_command import new_key
 from tests.serving import Access, Serving, family, serving
 from tests.socket_fuzz import abstract_sockets, mutated, targets, visit, visit_abstract
+from twinpool.cli.certs_command import new_certificates
+from twinpool.cli.keys_command import new_key
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow]
 
@@ -47,7 +47,7 @@ def secured(folder: Path) -> tuple[dict[str, Path], Access]:
 
 def lasting(cluster: Serving) -> set[int]:
     """Processes that nothing but a fault ends: `serve`, the router, the arena agent. Workers are `incarnations`."""
-    kept = ("cli.commands", "router.main", "arena_agent")
+    kept = ("twinpool.cli.commands", "twinpool.router.main", "arena_agent")
     return {one.pid for one in family(cluster.process) if any(word in " ".join(one.cmdline()) for word in kept)}
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from contracts.proto import worker_pb2 as pb
-from contracts.proto import worker_pb2_grpc as pb_grpc
 from tests.serving import serving
 from tests.soak.test_ray_node import more_nodes, nodes, said
 from tests.soak.test_security_fuzz import secured
 from tests.socket_fuzz import targets
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow]
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cli.keys_command import new_key
 from tests.serving import Access, serving, until
+from twinpool.cli.keys_command import new_key
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow]
 

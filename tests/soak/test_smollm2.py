@@ -17,14 +17,14 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from cluster.models.wheel_model import SMOLLM2
-from contracts.errors import CheckpointError
-from router.text.tokenizer import read_model_tokenizer
 from tests.checkpoints import compare
 from tests.engine.harness import Bench
 from tests.gguf_files import GgufOracle
 from tests.serving import ROOT, complete, serving
 from tests.soak.published import prose
+from twinpool.cluster.models.wheel_model import SMOLLM2
+from twinpool.contracts.errors import CheckpointError
+from twinpool.router.text.tokenizer import read_model_tokenizer
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(1800)]
 PROMPTS, TOKENS, FEWER = 20, 48, 12

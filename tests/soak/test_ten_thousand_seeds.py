@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from sim.run.run_seeds import ClusterKind, run_seeds
-from sim.scenario.scenario import KINDS
 from tests.sim.bugs.run import planted, seeds_to_find
+from twinpool.sim.run.run_seeds import ClusterKind, run_seeds
+from twinpool.sim.scenario.scenario import KINDS
 
 SEEDS, PORTION = 10_000, 500
 JOBS = os.cpu_count() or 1

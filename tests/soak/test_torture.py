@@ -19,10 +19,10 @@ from typing import Any
 import httpx
 import pytest
 
-from contracts.sampling_params import SamplingParams
 from tests.answers import make_prompts
 from tests.checkpoints import Oracle, compare, compare_sampled, make_checkpoint
 from tests.serving import Answer, Serving, complete, serving, until
+from twinpool.contracts.sampling_params import SamplingParams
 
 ROUNDS = 40
 REQUESTS, AT_ONCE, TOKENS = 120, 24, 40

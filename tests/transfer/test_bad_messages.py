@@ -12,15 +12,15 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cache.device.device_port import DONE
-from contracts.errors import ErrorKind, WireError
-from contracts.ids import RoomId
-from contracts.messages.rank_order_codec import decode as decode_order
 from tests.message_fuzz import SPEC, WORDS, Met, controls, flood, met, raw, refused, too_short, wrong_types
 from tests.poolsets import entry
 from tests.rooms import ends
-from transfer.rooms import room_messages as m
-from transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
+from twinpool.cache.device.device_port import DONE
+from twinpool.contracts.errors import ErrorKind, WireError
+from twinpool.contracts.ids import RoomId
+from twinpool.contracts.messages.rank_order_codec import decode as decode_order
+from twinpool.transfer.rooms import room_messages as m
+from twinpool.transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
 
 PLANES = ["shm", "zmq", "staged"]
 

@@ -17,31 +17,31 @@ import pytest
 import torch
 import zmq
 
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import DONE
-from cache.memory.memory_layout import PoolSetLayout
-from cache.pool.pool_set import PoolSet
-from contracts.clock import ManualClock
-from contracts.config.load_config import config_from_dict
-from contracts.errors import ErrorKind, WireError
-from contracts.ids import Incarnation, RoomId, WorkerName
-from contracts.messages.router_commands import PeerRef
 from tests.poolsets import entry, filled, pool_sets
 from tests.rooms import PLANES, Ends, Prompt, ends, image
-from transfer.net.curve_keys import CurveKeys
-from transfer.net.curve_keys import bind as first_bind
-from transfer.net.waiter import Waiter
-from transfer.net.zmq_channel import ZmqControlTransport
-from transfer.planes.data_plane import PageWrite, RoomTarget, SlotWrite, WriteLink
-from transfer.planes.make_plane import make_plane
-from transfer.planes.tcp import zmq_plane as tcp
-from transfer.planes.tcp.zmq_link import ZmqLink
-from transfer.rooms import room_messages as m
-from transfer.rooms.compatibility import fingerprint
-from transfer.rooms.metadata_slots import HandoverMetadata, pack
-from transfer.rooms.receiver.kv_receiver import KVReceiver
-from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived, RoomReleased
-from transfer.rooms.sender.kv_sender import KVSender, _sealed
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import DONE
+from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.errors import ErrorKind, WireError
+from twinpool.contracts.ids import Incarnation, RoomId, WorkerName
+from twinpool.contracts.messages.router_commands import PeerRef
+from twinpool.transfer.net.curve_keys import CurveKeys
+from twinpool.transfer.net.curve_keys import bind as first_bind
+from twinpool.transfer.net.waiter import Waiter
+from twinpool.transfer.net.zmq_channel import ZmqControlTransport
+from twinpool.transfer.planes.data_plane import PageWrite, RoomTarget, SlotWrite, WriteLink
+from twinpool.transfer.planes.make_plane import make_plane
+from twinpool.transfer.planes.tcp import zmq_plane as tcp
+from twinpool.transfer.planes.tcp.zmq_link import ZmqLink
+from twinpool.transfer.rooms import room_messages as m
+from twinpool.transfer.rooms.compatibility import fingerprint
+from twinpool.transfer.rooms.metadata_slots import HandoverMetadata, pack
+from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
+from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived, RoomReleased
+from twinpool.transfer.rooms.sender.kv_sender import KVSender, _sealed
 
 SPEC = pool_sets()["all"]
 OVER_TCP = ("zmq", "staged")

@@ -7,17 +7,17 @@ from collections.abc import Mapping
 
 import pytest
 
-from cache.device.adversarial_device import AdversarialDevice
-from cache.device.device_port import DEVICE, DONE, DeviceOp, DeviceStream, spans
-from cache.memory.required_pages import due
-from contracts.errors import ErrorKind, WireError
-from contracts.ids import Incarnation, WorkerName
-from contracts.messages.router_commands import PeerRef
 from tests.poolsets import NAMES, entry, pool_sets
 from tests.rooms import PLANES, Ends, LateDevice, Prompt, ends, image, placed
-from transfer.rooms import room_messages as m
-from transfer.rooms.pool_shares import PoolProgress, RoomProgress
-from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived, SendablePages
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.device.device_port import DEVICE, DONE, DeviceOp, DeviceStream, spans
+from twinpool.cache.memory.required_pages import due
+from twinpool.contracts.errors import ErrorKind, WireError
+from twinpool.contracts.ids import Incarnation, WorkerName
+from twinpool.contracts.messages.router_commands import PeerRef
+from twinpool.transfer.rooms import room_messages as m
+from twinpool.transfer.rooms.pool_shares import PoolProgress, RoomProgress
+from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived, SendablePages
 
 Place = tuple[str, int]
 """A pool, and an index in it."""

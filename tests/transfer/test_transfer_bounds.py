@@ -13,24 +13,24 @@ import pytest
 import torch
 import zmq
 
-from cache.device.device_port import DONE
-from cache.pool.pool_set import PoolSet
-from contracts.config.cluster_config import FaultsConfig
-from contracts.config.worker_config import TransferConfig
-from contracts.errors import LayoutMismatch
-from contracts.ids import Incarnation, RoomId, WorkerName
-from contracts.messages.router_commands import PeerRef
 from tests.poolsets import pool_sets
 from tests.rooms import Ends, ends, image
-from transfer.planes import notice_inbox
-from transfer.planes.data_plane import SLOT_BYTES, PageNumbers, RoomTarget
-from transfer.planes.tcp import zmq_plane as tcp
-from transfer.planes.tcp.ordered_notices import MOST_HELD, OrderedNotices
-from transfer.planes.tcp.zmq_link import ZmqLink
-from transfer.planes.tcp.zmq_plane import ZmqPlane
-from transfer.rooms import room_messages as m
-from transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
-from transfer.rooms.sender import early_grants as early
+from twinpool.cache.device.device_port import DONE
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.config.cluster_config import FaultsConfig
+from twinpool.contracts.config.worker_config import TransferConfig
+from twinpool.contracts.errors import LayoutMismatch
+from twinpool.contracts.ids import Incarnation, RoomId, WorkerName
+from twinpool.contracts.messages.router_commands import PeerRef
+from twinpool.transfer.planes import notice_inbox
+from twinpool.transfer.planes.data_plane import SLOT_BYTES, PageNumbers, RoomTarget
+from twinpool.transfer.planes.tcp import zmq_plane as tcp
+from twinpool.transfer.planes.tcp.ordered_notices import MOST_HELD, OrderedNotices
+from twinpool.transfer.planes.tcp.zmq_link import ZmqLink
+from twinpool.transfer.planes.tcp.zmq_plane import ZmqPlane
+from twinpool.transfer.rooms import room_messages as m
+from twinpool.transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
+from twinpool.transfer.rooms.sender import early_grants as early
 
 SPEC = pool_sets()["all"]
 FULL = pool_sets()["full"]
@@ -165,7 +165,7 @@ def test_one_poll_of_a_plane_takes_in_a_bounded_number_of_frames(monkeypatch: py
 
 
 def test_one_poll_of_control_messages_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transfer.net.zmq_channel._AT_ONCE", 5)
+    monkeypatch.setattr("twinpool.transfer.net.zmq_channel._AT_ONCE", 5)
     with ends(SPEC, "shm") as both, calling(both.sender.control, zmq.DEALER) as stranger:
         for _ in range(23):
             stranger.send(b"\xc1")

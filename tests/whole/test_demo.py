@@ -136,7 +136,7 @@ def test_completions_are_readable_words(demo: Serving) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_what_the_pages_say_to_type_works(demo: Serving, page: str, tmp_path: Path) -> None:
     shim = tmp_path / "twinpool"
-    shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m cli.commands "$@"\n')
+    shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m twinpool.cli.commands "$@"\n')
     shim.chmod(0o755)
     env = environment(demo.runtime) | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     shell, python = blocks(page, "sh"), blocks(page, "python")
@@ -181,7 +181,9 @@ def test_a_request_that_comes_while_all_workers_are_down_is_answered(demo: Servi
 
 @pytest.mark.slow
 def test_a_router_that_dies_is_started_again_on_its_port(demo: Serving) -> None:
-    (router,) = [child for child in psutil.Process(demo.process.pid).children() if "router.main" in child.cmdline()]
+    (router,) = [
+        child for child in psutil.Process(demo.process.pid).children() if "twinpool.router.main" in child.cmdline()
+    ]
     router.kill()
 
     def answers() -> bool:

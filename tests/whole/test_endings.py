@@ -166,14 +166,14 @@ def drains(run: Run, end: Callable[[], object], tokens: int = 400) -> None:
 @pytest.mark.parametrize(
     ("words", "module", "swallows", "code"),
     [
-        pytest.param(SERVE, "cli.command_line", False, ASKED, id="flags"),
-        pytest.param(SERVE, "cluster.serve.preflight", False, ASKED, id="preflight"),
+        pytest.param(SERVE, "twinpool.cli.command_line", False, ASKED, id="flags"),
+        pytest.param(SERVE, "twinpool.cluster.serve.preflight", False, ASKED, id="preflight"),
         pytest.param(SERVE, "torch", True, ASKED, id="torch"),
-        pytest.param(SERVE, "cluster.serve.serve_cluster", False, ASKED, id="serve"),
-        pytest.param(ONE_PROCESS, "cluster.serve.serve_one_process", True, ASKED, id="one-process"),
-        pytest.param(("demo",), "cli.demo.demo_command", False, ASKED, id="show"),
-        pytest.param(CONTROLLER, "cluster.controller.controller_process", False, ASKED, id="controller"),
-        pytest.param(("status",), "cli.operator_commands", False, INTERRUPTED, id="status"),
+        pytest.param(SERVE, "twinpool.cluster.serve.serve_cluster", False, ASKED, id="serve"),
+        pytest.param(ONE_PROCESS, "twinpool.cluster.serve.serve_one_process", True, ASKED, id="one-process"),
+        pytest.param(("demo",), "twinpool.cli.demo.demo_command", False, ASKED, id="show"),
+        pytest.param(CONTROLLER, "twinpool.cluster.controller.controller_process", False, ASKED, id="controller"),
+        pytest.param(("status",), "twinpool.cli.operator_commands", False, INTERRUPTED, id="status"),
     ],
 )
 def test_an_end_that_is_asked_for_while_modules_are_imported_has_its_code(
@@ -196,7 +196,7 @@ def test_an_end_that_is_asked_for_while_modules_are_imported_has_its_code(
 def test_a_second_interrupt_that_comes_while_the_interpreter_ends_changes_no_code(tmp_path: Path) -> None:
     """The interpreter puts the default handlers back before it has freed everything; so does this hook."""
     (tmp_path / "sitecustomize.py").write_text(
-        STOPS_AT.format(module="cli.operator_commands", swallows=False) + "import atexit, os, signal\n"
+        STOPS_AT.format(module="twinpool.cli.operator_commands", swallows=False) + "import atexit, os, signal\n"
         "def late():\n    signal.signal(signal.SIGINT, signal.SIG_DFL)\n    os.kill(os.getpid(), signal.SIGINT)\n"
         "atexit.register(late)\n"
     )
@@ -298,9 +298,9 @@ def test_the_demo_ends_with_the_same_code_while_its_cluster_starts(tmp_path: Pat
 @pytest.mark.slow
 def test_a_child_that_cannot_start_is_shown_with_its_last_lines_before_all_is_ended(tmp_path: Path) -> None:
     script = (
-        "import sys\nfrom cluster.serve import child_service\n"
+        "import sys\nfrom twinpool.cluster.serve import child_service\n"
         "child_service.ROUTER = (sys.executable, '-c', 'raise SystemExit(\"no port is free on this moon\")')\n"
-        "from cli.commands import main\nmain()\n"
+        "from twinpool.cli.commands import main\nmain()\n"
     )
     tmp_path.joinpath("run").mkdir()
     done = subprocess.run(

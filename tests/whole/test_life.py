@@ -221,7 +221,7 @@ def test_d5_seeded_streams_go_on_with_the_very_same_tokens_after_a_kill(scene: S
 def test_b2_a_router_that_is_killed_leaves_nothing_on_the_workers_and_the_next_one_serves(scene: Scene) -> None:
     cluster = scene.serving
     prompts = some_prompts(11, 12, 300)
-    (router,) = [p for p in family(cluster.process) if "router.main" in " ".join(p.cmdline())]
+    (router,) = [p for p in family(cluster.process) if "twinpool.router.main" in " ".join(p.cmdline())]
 
     async def one(client: httpx.AsyncClient, prompt: list[int]) -> None:
         """A stream; the first of all that hears something kills the router, which has all the others under way."""

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from contracts.config.load_config import load_config
 from tests.checkpoints import make_checkpoint
 from tests.conversations import make_talks
 from tests.serving import ROOT, serving
 from tests.tier_clusters import Trace, undisturbed
 from tests.tier_scenes import expect_damage_is_counted, expect_first_run, expect_restart
+from twinpool.contracts.config.load_config import load_config
 
 TALKS = make_talks(31, 26, turns=(3, 4))
 

@@ -19,47 +19,53 @@ import pytest
 import torch
 from google.protobuf.message import Message as Proto
 
-from cache.pool.pool_set import PoolSet
-from cluster.controller.controller_actions import LeaseGrant
-from cluster.controller.controller_service import ControllerService
-from cluster.controller.controller_table import RowChange
-from cluster.controller.quota_ledger import QuotaLedger
-from cluster.controller.stream_lines import WatcherLine
-from cluster.ranks.follower_channel import FollowerChannel
-from cluster.ranks.leader_channel import LeaderChannel
-from cluster.worker_process.grpc_service import WorkerService
-from cluster.worker_process.lease_keeper import LeaseKeeper
-from cluster.worker_process.router_streams import RouterStreams
-from contracts.clock import ManualClock
-from contracts.config.cluster_config import ClusterConfig, FaultsConfig
-from contracts.errors import WireError
-from contracts.ids import Incarnation, Role, RoomId, WorkerName
-from contracts.messages import rank_order_codec, rank_orders, router_commands, worker_events, worker_status
-from contracts.messages.control_plane import ControlPlane
-from contracts.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, decode_batch, encode_batch
-from contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice
-from contracts.messages.request_record import FoundRecords, RequestRecord
-from contracts.messages.stream_end import StreamEnd
-from contracts.messages.worker_status import WorkerRecord, WorkerView
-from contracts.proto import worker_pb2 as pb
-from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire.command_protobuf import command_to_proto
-from contracts.wire.event_protobuf import event_to_proto
-from contracts.wire.worker_protobuf import report_to_proto, status_to_proto, view_from_proto
-from router.links.controller_directory import ControllerDirectory
-from router.links.grpc_worker import GrpcWorkerClient
 from tests.poolsets import pool_sets
 from tests.router.grpc_fakes import start
 from tests.router.http_server import eventually
 from tests.wire.instances import absent, all_of, empty, full, one_truth_each, union
-from transfer.net.waiter import Waiter
-from transfer.net.zmq_channel import ZmqControlTransport
-from transfer.planes.data_plane import SLOT_BYTES, DataPlane
-from transfer.planes.direct.shm_plane import ShmPlane
-from transfer.planes.nixl.nixl_plane import NixlPlane
-from transfer.planes.tcp.zmq_plane import ZmqPlane
-from transfer.rooms import room_messages as t
-from transfer.rooms.metadata_slots import HandoverMetadata, copy_out, pack
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cluster.controller.controller_actions import LeaseGrant
+from twinpool.cluster.controller.controller_service import ControllerService
+from twinpool.cluster.controller.controller_table import RowChange
+from twinpool.cluster.controller.quota_ledger import QuotaLedger
+from twinpool.cluster.controller.stream_lines import WatcherLine
+from twinpool.cluster.ranks.follower_channel import FollowerChannel
+from twinpool.cluster.ranks.leader_channel import LeaderChannel
+from twinpool.cluster.worker_process.grpc_service import WorkerService
+from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper
+from twinpool.cluster.worker_process.router_streams import RouterStreams
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cluster_config import ClusterConfig, FaultsConfig
+from twinpool.contracts.errors import WireError
+from twinpool.contracts.ids import Incarnation, Role, RoomId, WorkerName
+from twinpool.contracts.messages import rank_order_codec, rank_orders, router_commands, worker_events, worker_status
+from twinpool.contracts.messages.control_plane import ControlPlane
+from twinpool.contracts.messages.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    decode_batch,
+    encode_batch,
+)
+from twinpool.contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice
+from twinpool.contracts.messages.request_record import FoundRecords, RequestRecord
+from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
+from twinpool.contracts.wire.command_protobuf import command_to_proto
+from twinpool.contracts.wire.event_protobuf import event_to_proto
+from twinpool.contracts.wire.worker_protobuf import report_to_proto, status_to_proto, view_from_proto
+from twinpool.router.links.controller_directory import ControllerDirectory
+from twinpool.router.links.grpc_worker import GrpcWorkerClient
+from twinpool.transfer.net.waiter import Waiter
+from twinpool.transfer.net.zmq_channel import ZmqControlTransport
+from twinpool.transfer.planes.data_plane import SLOT_BYTES, DataPlane
+from twinpool.transfer.planes.direct.shm_plane import ShmPlane
+from twinpool.transfer.planes.nixl.nixl_plane import NixlPlane
+from twinpool.transfer.planes.tcp.zmq_plane import ZmqPlane
+from twinpool.transfer.rooms import room_messages as t
+from twinpool.transfer.rooms.metadata_slots import HandoverMetadata, copy_out, pack
 
 COMMANDS = [message for cls in union(router_commands.Command) for message in all_of(cls)]
 EVENTS = [message for cls in union(worker_events.Event) for message in all_of(cls)]
@@ -457,8 +463,8 @@ async def test_every_field_of_a_request_record_reaches_the_controller_and_who_lo
 
 @pytest.mark.parametrize("cls", [pb.Registration, pb.LeaseGrant, pb.ClusterView, pb.Renewal])
 def test_every_field_of_the_controllers_protocol_is_filled(cls: type[Proto]) -> None:
-    from cluster.controller.controller_service import grant_message
-    from contracts.wire.worker_protobuf import record_to_proto
+    from twinpool.cluster.controller.controller_service import grant_message
+    from twinpool.contracts.wire.worker_protobuf import record_to_proto
 
     record, status = full(WorkerRecord), full(worker_status.WorkerStatus)
     core = Brain()

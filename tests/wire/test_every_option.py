@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from contracts.messages.router_commands import Submit
-from contracts.sampling_params import SamplingParams
-from router.links.controller_directory import ControllerDirectory
-from router.openai.request_fields import CHAT, COMPLETION, STRUCTURED_OUTPUT
 from tests.router.fake_worker import FakeCluster
 from tests.router.grpc_fakes import grpc_cluster
 from tests.router.http_server import Server, demo_spec, serving
 from tests.wire.instances import fields_of
+from twinpool.contracts.messages.router_commands import Submit
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.router.links.controller_directory import ControllerDirectory
+from twinpool.router.openai.request_fields import CHAT, COMPLETION, STRUCTURED_OUTPUT
 
 SENT: dict[str, tuple[Any, Any]] = {
     "max_tokens": (7, 7),

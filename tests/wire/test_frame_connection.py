@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contracts.wire.frame_connection import TICKS, TURN_FRAMES, UNREAD_BYTES, FrameConnection
+from twinpool.contracts.wire.frame_connection import TICKS, TURN_FRAMES, UNREAD_BYTES, FrameConnection
 
 SILENCE_S = 8.0
 

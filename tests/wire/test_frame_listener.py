@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from contracts.credentials.node_tls import NodeTls
-from contracts.wire import frame_listener
-from contracts.wire.frame_connection import FrameConnection
-from contracts.wire.frame_listener import FrameListener
 from tests.certificates import TestAuthority
+from twinpool.contracts.credentials.node_tls import NodeTls
+from twinpool.contracts.wire import frame_listener
+from twinpool.contracts.wire.frame_connection import FrameConnection
+from twinpool.contracts.wire.frame_listener import FrameListener
 
 WAIT_S = 5.0
 """Less than a handshake may take."""

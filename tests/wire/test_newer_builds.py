@@ -10,26 +10,26 @@ from typing import Any
 
 import pytest
 
-from cluster.worker_process.asyncio_thread import AsyncioThread
-from cluster.worker_process.worker_server import serve_worker
-from cluster.worker_process.worker_thread import WorkerThread
-from contracts.errors import ErrorKind
-from contracts.ids import RequestId, Role
-from contracts.messages.stream_end import StreamEnd
-from contracts.messages.worker_events import Audited, AuditEnd, Done, Event, MigrationPaused
-from contracts.messages.worker_status import WorkerView
-from contracts.proto import worker_pb2 as pb
-from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire.command_protobuf import command_to_proto
-from contracts.wire.event_protobuf import event_from_proto, event_to_proto
-from router.links.controller_directory import ControllerDirectory
-from router.links.grpc_worker import GrpcWorkerClient
 from tests.cluster.fake_worker import FakeWorker as Engine
 from tests.cluster.fake_worker import submit
 from tests.raw_frames import RawStream
 from tests.router.fake_worker import FakeCluster, FakeWorker
 from tests.router.grpc_fakes import ControllerFake, WorkerFake, start, start_worker
 from tests.router.http_server import eventually
+from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
+from twinpool.cluster.worker_process.worker_server import serve_worker
+from twinpool.cluster.worker_process.worker_thread import WorkerThread
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.worker_events import Audited, AuditEnd, Done, Event, MigrationPaused
+from twinpool.contracts.messages.worker_status import WorkerView
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
+from twinpool.contracts.wire.command_protobuf import command_to_proto
+from twinpool.contracts.wire.event_protobuf import event_from_proto, event_to_proto
+from twinpool.router.links.controller_directory import ControllerDirectory
+from twinpool.router.links.grpc_worker import GrpcWorkerClient
 
 WAIT_S = 20.0
 NEWER = bytes([0xFA, 0x3E, 0x01, 0x61])

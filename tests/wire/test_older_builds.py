@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message as Proto
 
-from cluster.controller import controller_actions as actions
-from cluster.controller.supervisor_wire import (
+from tests.wire.instances import fields_of, full, is_record, optional, plain, union
+from twinpool.cluster.controller import controller_actions as actions
+from twinpool.cluster.controller.supervisor_wire import (
     action_from_proto,
     action_to_proto,
     ended_from_proto,
@@ -24,17 +25,23 @@ from cluster.controller.supervisor_wire import (
     placed_from_proto,
     placed_to_proto,
 )
-from contracts.errors import TwinpoolError
-from contracts.messages import autoscaler_messages, request_record, router_commands, worker_events, worker_status
-from contracts.messages.latency_shape import BUCKETS
-from contracts.messages.quota import QuotaClaim, QuotaSlice
-from contracts.messages.router_report import COUNTERS, RouterReport
-from contracts.messages.settings_change import SettingsAnswer, SettingsChange
-from contracts.wire import autoscaler_protobuf, quota_protobuf, record_protobuf, router_report_protobuf
-from contracts.wire import settings_protobuf as settings
-from contracts.wire.command_protobuf import command_from_proto, command_to_proto
-from contracts.wire.event_protobuf import event_from_proto, event_to_proto
-from contracts.wire.worker_protobuf import (
+from twinpool.contracts.errors import TwinpoolError
+from twinpool.contracts.messages import (
+    autoscaler_messages,
+    request_record,
+    router_commands,
+    worker_events,
+    worker_status,
+)
+from twinpool.contracts.messages.latency_shape import BUCKETS
+from twinpool.contracts.messages.quota import QuotaClaim, QuotaSlice
+from twinpool.contracts.messages.router_report import COUNTERS, RouterReport
+from twinpool.contracts.messages.settings_change import SettingsAnswer, SettingsChange
+from twinpool.contracts.wire import autoscaler_protobuf, quota_protobuf, record_protobuf, router_report_protobuf
+from twinpool.contracts.wire import settings_protobuf as settings
+from twinpool.contracts.wire.command_protobuf import command_from_proto, command_to_proto
+from twinpool.contracts.wire.event_protobuf import event_from_proto, event_to_proto
+from twinpool.contracts.wire.worker_protobuf import (
     record_from_proto,
     record_to_proto,
     report_from_proto,
@@ -42,7 +49,6 @@ from contracts.wire.worker_protobuf import (
     status_from_proto,
     status_to_proto,
 )
-from tests.wire.instances import fields_of, full, is_record, optional, plain, union
 
 ALWAYS_SENT = {
     "Submit.deadline_s", "Submit.sampling.temperature", "Submit.sampling.top_p", "Submit.sampling.repetition_penalty",

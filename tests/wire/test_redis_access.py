@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from contracts.errors import ConfigError
-from contracts.wire.redis_connection import RedisAccess, open_redis, tls_context
 from tests.certificates import TestAuthority
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.wire.redis_connection import RedisAccess, open_redis, tls_context
 
 KEY = "cluster.ledger"
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from contracts.cluster_secret import access_metadata, admits
-from contracts.errors import WireError
-from contracts.messages.latency_shape import BUCKETS
-from contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice
-from contracts.messages.rank_order_codec import decode
-from contracts.messages.request_record import MOST_CANDIDATES, PlacementChoice, RequestRecord, WorkerCandidate
-from contracts.messages.router_report import MOST_BREAKERS, NAME_CHARS, RouterReport
-from contracts.proto import worker_pb2 as pb
-from contracts.wire.quota_protobuf import claim_from_proto, claim_to_proto, slice_from_proto, slice_to_proto
-from contracts.wire.record_protobuf import MOST_RECORD_BYTES, record_from_proto, record_to_proto
-from contracts.wire.router_report_protobuf import router_report_from_proto, router_report_to_proto
 from tests.wire.instances import full
+from twinpool.contracts.cluster_secret import access_metadata, admits
+from twinpool.contracts.errors import WireError
+from twinpool.contracts.messages.latency_shape import BUCKETS
+from twinpool.contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice
+from twinpool.contracts.messages.rank_order_codec import decode
+from twinpool.contracts.messages.request_record import MOST_CANDIDATES, PlacementChoice, RequestRecord, WorkerCandidate
+from twinpool.contracts.messages.router_report import MOST_BREAKERS, NAME_CHARS, RouterReport
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.wire.quota_protobuf import claim_from_proto, claim_to_proto, slice_from_proto, slice_to_proto
+from twinpool.contracts.wire.record_protobuf import MOST_RECORD_BYTES, record_from_proto, record_to_proto
+from twinpool.contracts.wire.router_report_protobuf import router_report_from_proto, router_report_to_proto
 
 HISTOGRAMS = {name: tuple(range(BUCKETS)) for name in ("first_tokens", "gaps", "output_tokens")}
 REPORT: RouterReport = full(RouterReport, counters={"replays": 3}, **HISTOGRAMS)

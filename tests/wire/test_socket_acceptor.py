@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from contracts.wire import socket_acceptor
-from contracts.wire.socket_acceptor import SocketAcceptor
+from twinpool.contracts.wire import socket_acceptor
+from twinpool.contracts.wire.socket_acceptor import SocketAcceptor
 
 WAIT_S = 20.0
 

@@ -16,18 +16,18 @@ from dataclasses import dataclass
 
 import pytest
 
-from cache.device.adversarial_device import AdversarialDevice
-from contracts.clock import ManualClock
-from contracts.ids import RequestId, Role, RoomId
-from contracts.messages.router_commands import Cancel
-from contracts.sampling_params import SamplingParams
-from decode.request.request import DecodePhase
-from decode.worker import DecodeWorker
-from prefill.request import PrefillPhase
-from prefill.worker import PrefillWorker
 from tests.pair import SESSION
 from tests.poolsets import pool_sets
 from tests.workers.test_any_state import HashPair, hash_pair
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.ids import RequestId, Role, RoomId
+from twinpool.contracts.messages.router_commands import Cancel
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.decode.request.request import DecodePhase
+from twinpool.decode.worker import DecodeWorker
+from twinpool.prefill.request import PrefillPhase
+from twinpool.prefill.worker import PrefillWorker
 
 SETS = ("full+window", "full+state", "all")
 PLANES = ("local", "shm", "zmq", "nixl", "staged")

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from contracts.ids import RequestId, Role
-from contracts.sampling_params import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.pair import pair
+from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.sampling_params import SamplingParams
 
 REQUESTS = 120
 WAVE = 12

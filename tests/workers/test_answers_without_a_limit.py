@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from contracts.ids import Role
-from contracts.sampling_params import SamplingParams
 from tests.checkpoints import CONTEXT, make_checkpoint
 from tests.pair import pair
+from twinpool.contracts.ids import Role
+from twinpool.contracts.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")

@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import Device
-from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.prefix_cache.nodes.tree_node import Tier
-from contracts.clock import Clock, SystemClock
-from contracts.config.cluster_config import Config
-from contracts.config.load_config import config_from_dict
-from contracts.ids import PAIR, RequestId, Role
-from contracts.sampling_params import SamplingParams
-from decode.worker import DecodeWorker
-from prefill.worker import PrefillWorker
 from tests.hash_engine import recite
 from tests.hash_workers import hash_worker
 from tests.pair import Answer, Pair
 from tests.poolsets import NAMES, pool_sets
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import Device
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.contracts.clock import Clock, SystemClock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.ids import PAIR, RequestId, Role
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.decode.worker import DecodeWorker
+from twinpool.prefill.worker import PrefillWorker
 
 PAGE = 4
 TOKENS = 9

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from contracts.ids import PAIR, Role
 from tests.families import FAMILIES
 from tests.family_scenes import greedy
 from tests.pair import Pair, pair
 from tests.tiers import PAGE, busy, counters
+from twinpool.contracts.ids import PAIR, Role
 
 COUNT = 6
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from contracts.config.load_config import config_from_dict
-from contracts.ids import RequestId, Role
-from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.router_commands import Audit, Cancel
-from contracts.messages.worker_events import Audited, AuditEnd, Event
-from contracts.sampling_params import SamplingParams
-from prefill.audit_runner import MOST_TOLD, MOST_WAITING, AuditRunner
 from tests.pair import SESSION, Pair, pair
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.router_commands import Audit, Cancel
+from twinpool.contracts.messages.worker_events import Audited, AuditEnd, Event
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.prefill.audit_runner import MOST_TOLD, MOST_WAITING, AuditRunner
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 AUDIT = RequestId("an audit")

@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 
-from contracts.ids import Role
-from contracts.sampling_params import SamplingParams
-from router.verification.audit_cases import AuditResult
 from tests.cell import Cell
 from tests.families import FAMILIES
 from tests.family_scenes import buffers_of, damaged_on_the_way, make_family
@@ -20,6 +17,9 @@ from tests.hash_engine import recite
 from tests.pair import pair
 from tests.poolsets import NAMES, pool_sets
 from tests.workers.test_any_state import PAGE, hash_pair
+from twinpool.contracts.ids import Role
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.router.verification.audit_cases import AuditResult
 
 ALL = {"fraction": 1.0, "chunk_tokens": 16}
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)

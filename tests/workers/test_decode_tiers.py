@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from cache.device.adversarial_device import AdversarialDevice
-from cache.prefix_cache.nodes.tree_node import Tier
-from contracts.errors import ErrorKind
-from contracts.ids import Role
-from contracts.sampling_params import SamplingParams
-from decode.worker import DecodeWorker
 from tests.checkpoints import Oracle, compare
 from tests.pair import Pair, pair
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import Role
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.decode.worker import DecodeWorker
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 PAGE = 16

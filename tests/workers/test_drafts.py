@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from cache.device.adversarial_device import AdversarialDevice
-from contracts.ids import PAIR, Role
-from contracts.sampling_params import SamplingParams
 from tests.pair import Answer, pair
 from tests.rank_workers import RankProcesses, rank_processes
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.contracts.ids import PAIR, Role
+from twinpool.contracts.sampling_params import SamplingParams
 
 FEW = (17, 40, 203)
 HOST_BYTES = 1 << 23

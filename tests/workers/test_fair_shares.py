@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.fair_shares import MOST_AHEAD, FairShares
+from twinpool.worker.fair_shares import MOST_AHEAD, FairShares
 
 TENANTS = "abcd"
 

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from cache.storage.inline_queue import InlineIoQueue
-from cache.storage.storage_backend import StorageBackend
-from contracts.clock import ManualClock
-from contracts.errors import ErrorKind
-from contracts.ids import Role
-from contracts.interfaces.worker_interface import Worker
-from contracts.sampling_params import SamplingParams
 from tests.hash_engine import recite
 from tests.poolsets import pool_sets
 from tests.random_pairs import Draw, serve
 from tests.workers.test_any_state import PAGE, HashPair, hash_pair
+from twinpool.cache.storage.inline_queue import InlineIoQueue
+from twinpool.cache.storage.storage_backend import StorageBackend
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import Role
+from twinpool.contracts.interfaces.worker_interface import Worker
+from twinpool.contracts.sampling_params import SamplingParams
 
 ROUND_S = 0.0001
 

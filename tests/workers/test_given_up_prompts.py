@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 import pytest
 
-from contracts.clock import ManualClock
-from contracts.ids import RequestId, Role
-from contracts.messages.router_commands import Cancel
-from contracts.messages.worker_events import Event, LegReport, Tokens
-from contracts.sampling_params import SamplingParams
-from decode.worker import DecodeWorker
-from prefill.request import PrefillRequest
-from prefill.worker import PrefillWorker
 from tests.hash_colocated import hash_colocated
 from tests.pair import SESSION
 from tests.workers.test_any_state import hash_pair
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.messages.router_commands import Cancel
+from twinpool.contracts.messages.worker_events import Event, LegReport, Tokens
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.decode.worker import DecodeWorker
+from twinpool.prefill.request import PrefillRequest
+from twinpool.prefill.worker import PrefillWorker
 
 CHUNK, PROMPT = 8, list(range(1, 50))
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0)

@@ -8,17 +8,17 @@ from typing import Any, cast
 
 import pytest
 
-from contracts.clock import ManualClock
-from contracts.errors import ErrorKind
-from contracts.ids import RequestId, RoomId
-from contracts.interfaces.worker_interface import UNOWNED, SessionId
-from contracts.messages.kept_answers import AnswerName
-from contracts.messages.router_commands import Audit, Cancel, Submit
-from contracts.sampling_params import SamplingParams
-from engine.structured_output.answer_grammar import AnswerGrammar
-from engine.structured_output.grammar_engine import GrammarError, StartedGrammar
-from worker.admission_check import AdmissionRefusal
-from worker.grammar_gate import GrammarGate
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId, RoomId
+from twinpool.contracts.interfaces.worker_interface import UNOWNED, SessionId
+from twinpool.contracts.messages.kept_answers import AnswerName
+from twinpool.contracts.messages.router_commands import Audit, Cancel, Submit
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
+from twinpool.engine.structured_output.grammar_engine import GrammarError, StartedGrammar
+from twinpool.worker.admission_check import AdmissionRefusal
+from twinpool.worker.grammar_gate import GrammarGate
 
 ONE, OTHER = SessionId(1), SessionId(2)
 STARTED = StartedGrammar(cast(Any, object()), cast(Any, object()))

@@ -14,26 +14,26 @@ from typing import Any
 
 import pytest
 
-from cache.manager.absent_tiers import NoEvents
-from cache.manager.kv_cache_manager import KVCacheManager
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix, token_ids
-from cache.prefix_cache.nodes.tree_node import IN_TREE, Tier, TreeNode
-from cache.prefix_cache.nodes.tree_observer import NoObserver
-from cache.tiers.kv_event_publisher import KVEventLog
-from cache.tiers.kv_event_recorder import KVEventRecorder
-from cluster.assembly.build_parts import event_rank
-from contracts.block_hash import block_hashes
-from contracts.clock import SystemClock
-from contracts.config.load_config import config_from_dict
-from contracts.errors import ConfigError
-from contracts.ids import Role, WorkerName
-from contracts.messages.kv_events import BlockRemoved, BlockStored, KvEvent, decode_batch
-from contracts.messages.kv_events import EventMedium as Medium
-from contracts.sampling_params import SamplingParams
-from router.kv_indexer.kv_event_subscriber import KVEventSubscriber
-from router.kv_indexer.kv_index import BlockEntry, KVIndex
 from tests.pair import Pair, pair
 from tests.serving import ROOT, environment
+from twinpool.cache.manager.absent_tiers import NoEvents
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix, token_ids
+from twinpool.cache.prefix_cache.nodes.tree_node import IN_TREE, Tier, TreeNode
+from twinpool.cache.prefix_cache.nodes.tree_observer import NoObserver
+from twinpool.cache.tiers.kv_event_publisher import KVEventLog
+from twinpool.cache.tiers.kv_event_recorder import KVEventRecorder
+from twinpool.cluster.assembly.build_parts import event_rank
+from twinpool.contracts.block_hash import block_hashes
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Role, WorkerName
+from twinpool.contracts.messages.kv_events import BlockRemoved, BlockStored, KvEvent, decode_batch
+from twinpool.contracts.messages.kv_events import EventMedium as Medium
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.router.kv_indexer.kv_event_subscriber import KVEventSubscriber
+from twinpool.router.kv_indexer.kv_index import BlockEntry, KVIndex
 
 PAGE = 16
 LOOPBACK = "tcp://127.0.0.1:0"

@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from contracts.clock import SystemClock
-from contracts.ids import PAIR, Role
-from contracts.messages.kv_events import EventMedium
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from contracts.sampling_params import SamplingParams
-from router.kv_indexer.event_feed import EventFeed
-from router.kv_indexer.holder_sets import DEVICE, HOST
-from router.kv_indexer.table_memory import TableMemory, TableSize
-from router.kv_indexer.told_prefixes import ToldPrefix, ToldPrefixes
-from router.state.prefix_hashes import keys_of, marked, prefix_hashes
 from tests.family_scenes import greedy
 from tests.pair import Pair, pair
 from tests.workers.test_arena import KeptMemory
 from tests.workers.test_kv_events_of_workers import SMALL, conversation, events, held, managers
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.ids import PAIR, Role
+from twinpool.contracts.messages.kv_events import EventMedium
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.router.kv_indexer.event_feed import EventFeed
+from twinpool.router.kv_indexer.holder_sets import DEVICE, HOST
+from twinpool.router.kv_indexer.table_memory import TableMemory, TableSize
+from twinpool.router.kv_indexer.told_prefixes import ToldPrefix, ToldPrefixes
+from twinpool.router.state.prefix_hashes import keys_of, marked, prefix_hashes
 
 PAGE = 16
 NODE = "here"

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from contracts.ids import Role
-from contracts.sampling_params import SamplingParams
 from tests.checkpoints import VOCAB, Oracle, compare
 from tests.engine.harness import Bench
 from tests.families import FAMILIES
 from tests.pair import Pair, pair
+from twinpool.contracts.ids import Role
+from twinpool.contracts.sampling_params import SamplingParams
 
 PAGE = 16
 SAID = SamplingParams(max_tokens=12, temperature=0.0)

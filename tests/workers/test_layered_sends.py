@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from cache.device.adversarial_device import AdversarialDevice
-from cache.device.async_cpu_device import AsyncCpuDevice
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import Device
-from contracts.ids import Role
-from contracts.sampling_params import SamplingParams
 from tests.checkpoints import Oracle, compare
 from tests.families import FAMILIES
 from tests.pair import Pair, pair
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import Device
+from twinpool.contracts.ids import Role
+from twinpool.contracts.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 BY_LAYER: dict[str, Any] = {"layers": True, "layer_group_bytes": 1, "layer_group_s": 1e-9}

@@ -10,11 +10,19 @@ from typing import Any
 
 import pytest
 
-from contracts.clock import ManualClock
-from contracts.errors import IllegalTransition
-from contracts.ids import Incarnation, Role, RoomId, WorkerName
-from contracts.messages.router_commands import Command, PauseForMigration, PeerRef, PullPrefix, PushPrefix, ResumeHere
-from contracts.messages.worker_events import (
+from tests.company import Company, company, generated
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.errors import IllegalTransition
+from twinpool.contracts.ids import Incarnation, Role, RoomId, WorkerName
+from twinpool.contracts.messages.router_commands import (
+    Command,
+    PauseForMigration,
+    PeerRef,
+    PullPrefix,
+    PushPrefix,
+    ResumeHere,
+)
+from twinpool.contracts.messages.worker_events import (
     Event,
     MigrationDone,
     MigrationPaused,
@@ -24,17 +32,16 @@ from contracts.messages.worker_events import (
     PullDone,
     PushReady,
 )
-from contracts.sampling_params import SamplingParams
-from contracts.wire.command_protobuf import command_from_proto, command_to_proto
-from contracts.wire.event_protobuf import event_from_proto, event_to_proto
-from decode.migration.drain_advisor import JUDGE_EVERY_S, STEPS_TO_TELL
-from decode.migration.migration_state import STAGES, MigrationStage, MigrationStageEvent
-from decode.migration.prefix_push import PUSH_TABLE
-from router.migration.migration_table import MIGRATION, MigrationEvent, MigrationState
-from tests.company import Company, company, generated
-from transfer.planes.data_plane import RoomTarget, SlotWrite
-from transfer.rooms.room_messages import HandoverReceived, WriterQuiesced
-from transfer.rooms.sender.write_queue import QueuedWrite
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.contracts.wire.command_protobuf import command_from_proto, command_to_proto
+from twinpool.contracts.wire.event_protobuf import event_from_proto, event_to_proto
+from twinpool.decode.migration.drain_advisor import JUDGE_EVERY_S, STEPS_TO_TELL
+from twinpool.decode.migration.migration_state import STAGES, MigrationStage, MigrationStageEvent
+from twinpool.decode.migration.prefix_push import PUSH_TABLE
+from twinpool.router.migration.migration_table import MIGRATION, MigrationEvent, MigrationState
+from twinpool.transfer.planes.data_plane import RoomTarget, SlotWrite
+from twinpool.transfer.rooms.room_messages import HandoverReceived, WriterQuiesced
+from twinpool.transfer.rooms.sender.write_queue import QueuedWrite
 
 PEER = PeerRef(WorkerName("decode-1"), Incarnation(3), "tcp://127.0.0.1:7")
 COMMANDS: list[Command] = [

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from contracts.clock import ManualClock
-from contracts.errors import ErrorKind
-from contracts.ids import RequestId
-from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.kept_answers import AnswerName, Attach
-from contracts.messages.worker_events import Event, MigrationDone, MigrationWanted
-from contracts.sampling_params import SamplingParams
-from router.migration.migration_table import AVOID_S
-from router.state.worker_table import WorkerKey
 from tests.company import Company, company, generated, hears
 from tests.pair import SESSION
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.kept_answers import AnswerName, Attach
+from twinpool.contracts.messages.worker_events import Event, MigrationDone, MigrationWanted
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.router.migration.migration_table import AVOID_S
+from twinpool.router.state.worker_table import WorkerKey
 
 COUNT = 40
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from cache.memory.required_pages import due
-from contracts.messages.worker_events import MigrationDone
-from contracts.sampling_params import SamplingParams
 from tests.company import company, generated, hears
 from tests.families import FAMILIES
 from tests.family_scenes import tokens_of
 from tests.migration_scenes import COUNT, expect_migrations_change_nothing
+from twinpool.cache.memory.required_pages import due
+from twinpool.contracts.messages.worker_events import MigrationDone
+from twinpool.contracts.sampling_params import SamplingParams
 
 FIRST = ["gemma3", "deepseek_v32", "qwen3_next", "falcon_h1"]
 """One with windows, one with index keys, two with recurrent states; the others take as long and are the soak's."""

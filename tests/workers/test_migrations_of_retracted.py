@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from contracts.clock import ManualClock
-from contracts.ids import RequestId, Role, RoomId, WorkerName
-from contracts.messages.router_commands import PeerRef, PushPrefix
-from contracts.messages.worker_events import MigrationWanted, PushReady
-from decode.request.request import DecodePhase, DecodeRequest
-from router.state.circuit_breaker import CircuitState
-from router.state.routed_request import AttemptLeg
 from tests.company import Company, company, generated, hears
 from tests.pair import SESSION
 from tests.workers.test_migrations import prompts, seeded
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.ids import RequestId, Role, RoomId, WorkerName
+from twinpool.contracts.messages.router_commands import PeerRef, PushPrefix
+from twinpool.contracts.messages.worker_events import MigrationWanted, PushReady
+from twinpool.decode.request.request import DecodePhase, DecodeRequest
+from twinpool.router.state.circuit_breaker import CircuitState
+from twinpool.router.state.routed_request import AttemptLeg
 
 COPY = {"retract": "copy", "cache": {"host_bytes": 1 << 23}}
 

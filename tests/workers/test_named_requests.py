@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from contracts.clock import ManualClock
-from contracts.errors import ErrorKind
-from contracts.ids import RequestId, RoomId
-from contracts.interfaces.worker_interface import UNOWNED, SessionId
-from contracts.messages.kept_answers import AnswerName, Attach, Attached, Detach, KeptAnswer
-from contracts.messages.router_commands import Cancel, Submit
-from contracts.messages.worker_events import Done, Event, Tokens
-from contracts.sampling_params import SamplingParams
-from decode.request.request_outcomes import RequestFailed
 from tests.company import Company, company, generated
 from tests.pair import SESSION
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId, RoomId
+from twinpool.contracts.interfaces.worker_interface import UNOWNED, SessionId
+from twinpool.contracts.messages.kept_answers import AnswerName, Attach, Attached, Detach, KeptAnswer
+from twinpool.contracts.messages.router_commands import Cancel, Submit
+from twinpool.contracts.messages.worker_events import Done, Event, Tokens
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.decode.request.request_outcomes import RequestFailed
 
 OTHER = SessionId(SESSION + 1)
 PROMPT = list(range(1, 40))

@@ -13,19 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from cache.device.adversarial_device import AdversarialDevice
-from cache.prefix_cache.nodes.tree_node import Tier
-from contracts.clock import ManualClock
-from contracts.errors import ErrorKind
-from contracts.ids import PAIR, RequestId, Role
-from contracts.messages.router_commands import Audit
-from contracts.messages.worker_events import Audited, AuditEnd
-from contracts.sampling_params import SamplingParams
-from decode.worker import DecodeWorker
-from prefill.worker import PrefillWorker
 from tests.checkpoints import Oracle
 from tests.company import Company, company
 from tests.pair import SESSION, pair
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import PAIR, RequestId, Role
+from twinpool.contracts.messages.router_commands import Audit
+from twinpool.contracts.messages.worker_events import Audited, AuditEnd
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.decode.worker import DecodeWorker
+from twinpool.prefill.worker import PrefillWorker
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 NAN, INF = float("nan"), float("inf")

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from contracts.clock import ManualClock
-from contracts.config.load_config import config_from_dict
-from contracts.errors import ErrorKind, WireError
-from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
-from contracts.interfaces.worker_interface import SessionId, Worker
-from contracts.messages.router_commands import Audit, Cancel, PeerRef, Submit
-from contracts.messages.worker_events import Audited, Done
-from contracts.sampling_params import SamplingParams
 from tests.checkpoints import Oracle, compare
 from tests.pair import SESSION, Answer, Pair, pair
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.errors import ErrorKind, WireError
+from twinpool.contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
+from twinpool.contracts.interfaces.worker_interface import SessionId, Worker
+from twinpool.contracts.messages.router_commands import Audit, Cancel, PeerRef, Submit
+from twinpool.contracts.messages.worker_events import Audited, Done
+from twinpool.contracts.sampling_params import SamplingParams
 
 PLANES = ["local", "shm", "zmq", "nixl", "staged"]
 VOCAB = 300

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from contracts.clock import ManualClock
-from contracts.errors import ErrorKind
-from contracts.ids import RequestId, Role
-from contracts.sampling_params import SamplingParams
 from tests.checkpoints import Oracle, make_checkpoint
 from tests.families import FAMILIES
 from tests.pair import Pair, pair
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.sampling_params import SamplingParams
 
 CHUNK, PAGE = 128, 16
 ONE = SamplingParams(max_tokens=1, temperature=0.0)

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from cache.prefix_cache.hot_prefixes import hottest
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from contracts.clock import ManualClock
-from contracts.ids import Incarnation, RequestId, RoomId, WorkerName
-from contracts.messages.router_commands import PeerRef, PullPrefix, PushPrefix
-from contracts.messages.worker_events import Event, PrefixOffered, PullDone
-from contracts.sampling_params import SamplingParams
-from decode.migration.prefix_offers import PATIENCE_S
-from router.state.worker_table import WorkerKey
 from tests.company import Company, company, hears
 from tests.pair import SESSION
+from twinpool.cache.prefix_cache.hot_prefixes import hottest
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.ids import Incarnation, RequestId, RoomId, WorkerName
+from twinpool.contracts.messages.router_commands import PeerRef, PullPrefix, PushPrefix
+from twinpool.contracts.messages.worker_events import Event, PrefixOffered, PullDone
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.decode.migration.prefix_offers import PATIENCE_S
+from twinpool.router.state.worker_table import WorkerKey
 
 PAGE = 16
 HOT, COLD = list(range(100, 164)), list(range(64))

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from contracts.ids import Role
-from contracts.sampling_params import SamplingParams
-from router.verification.audit_cases import AuditResult
 from tests.cell import Cell
 from tests.family_scenes import buffers_of, damaged_on_the_way, managers
 from tests.pair import pair
 from tests.rank_workers import RankProcesses, rank_processes
 from tests.workers.test_audits_end_to_end import ALL, words
+from twinpool.contracts.ids import Role
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.router.verification.audit_cases import AuditResult
 
 PATIENT = {**ALL, "timeout_s": 1e6}
 """A cell's clock runs fast, and ranks that share a busy machine don't."""

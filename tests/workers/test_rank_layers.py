@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from cache.device.adversarial_device import AdversarialDevice
-from cache.device.async_cpu_device import AsyncCpuDevice
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import Device, DeviceStream
-from contracts.ids import Role
 from tests.checkpoints import Oracle
 from tests.pair import pair
 from tests.rank_workers import RankProcesses, rank_processes
 from tests.workers.test_layered_sends import BY_LAYER, answers_are_the_oracles, layered, prompts
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import Device, DeviceStream
+from twinpool.contracts.ids import Role
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from contracts.ids import Role
 from tests.checkpoints import Oracle
 from tests.pair import pair
 from tests.rank_workers import RankProcesses, rank_processes
 from tests.workers.test_pair import expect_equal, greedy, prompts
+from twinpool.contracts.ids import Role
 
 
 @pytest.fixture(scope="module")

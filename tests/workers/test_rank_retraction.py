@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from contracts.ids import Role
 from tests.checkpoints import Oracle
 from tests.pair import pair
 from tests.rank_workers import RankProcesses, rank_processes
 from tests.workers.test_pair import expect_equal, greedy, prompts
+from twinpool.contracts.ids import Role
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from cache.allocation.allocation import Allocation
-from cache.manager.prefix.prefix_allocation import PrefixAllocation
-from contracts.ids import Role
-from contracts.sampling_params import SamplingParams
 from tests.checkpoints import VOCAB, Oracle, compare
 from tests.families import FAMILIES
 from tests.pair import pair
+from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.manager.prefix.prefix_allocation import PrefixAllocation
+from twinpool.contracts.ids import Role
+from twinpool.contracts.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.slow
 PAGE = 16

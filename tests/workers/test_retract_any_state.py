@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from contracts.ids import Role
-from contracts.sampling_params import SamplingParams
-from decode.worker import DecodeWorker
 from tests.hash_engine import recite
 from tests.poolsets import NAMES, pool_sets
 from tests.workers.test_any_state import PAGE, HashPair, hash_pair, talk
+from twinpool.contracts.ids import Role
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.decode.worker import DecodeWorker
 
 
 def host_of(name: str, pages: int) -> int:

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from cache.device.adversarial_device import AdversarialDevice
-from contracts.clock import ManualClock
-from contracts.errors import CapacityError, ErrorKind
-from contracts.ids import PAIR, Role
-from contracts.sampling_params import SamplingParams
-from decode.request.request import PHASES, DecodePhase, DecodeRequest
-from decode.worker import DecodeWorker
 from tests.pair import SESSION, Pair, pair
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.errors import CapacityError, ErrorKind
+from twinpool.contracts.ids import PAIR, Role
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.decode.request.request import PHASES, DecodePhase, DecodeRequest
+from twinpool.decode.worker import DecodeWorker
 
 PAGE = 16
 HOST_BYTES = 1 << 23
@@ -119,7 +119,7 @@ def test_what_a_copy_would_cost_is_judged_by_the_bytes_that_it_would_have(
         judged.append((nbytes, positions))
         return True
 
-    monkeypatch.setattr("decode.retraction.retraction.cheaper_to_copy", cheaper)
+    monkeypatch.setattr("twinpool.decode.retraction.retraction.cheaper_to_copy", cheaper)
     alone = {"retract": "auto", "cache": {"host_bytes": HOST_BYTES, "prefix_reuse": False}}
     with working(model, decode=alone) as (both, decode):
         request = both.submit(prompt_of(1, 40), greedy(30))

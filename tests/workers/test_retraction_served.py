@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from contracts.ids import Role
 from tests.pair import pair
 from tests.serving import Answer, complete
 from tests.workers.test_retraction import PAGE, prompt_of, undisturbed
 from tests.workers.test_violations import behind_a_router
+from twinpool.contracts.ids import Role
 
 ASKED = [(prompt_of(seed, 10 + 20 * seed), 24) for seed in range(4)]
 

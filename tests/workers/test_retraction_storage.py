@@ -10,15 +10,15 @@ from typing import Any, TypeVar
 
 import pytest
 
-from cache.storage.inline_queue import InlineIoQueue
-from cache.storage.io_queue import StorageTicket, WriteChain
-from cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome, StorageBackend
-from cache.swap.swapped_state import PLACES, SwapPlace
-from contracts.errors import CapacityError, ErrorKind
-from decode.request.request import DecodeRequest
-from decode.worker import DecodeWorker
 from tests.pair import Pair
 from tests.workers.test_retraction import greedy, hold_back, prompt_of, run_until, undisturbed, working
+from twinpool.cache.storage.inline_queue import InlineIoQueue
+from twinpool.cache.storage.io_queue import StorageTicket, WriteChain
+from twinpool.cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome, StorageBackend
+from twinpool.cache.swap.swapped_state import PLACES, SwapPlace
+from twinpool.contracts.errors import CapacityError, ErrorKind
+from twinpool.decode.request.request import DecodeRequest
+from twinpool.decode.worker import DecodeWorker
 
 PAGE_BYTES = 8192
 ASKED = [(prompt_of(seed, 50), 24) for seed in range(3)]
@@ -63,7 +63,7 @@ def queues_by_hand(monkeypatch: pytest.MonkeyPatch, kind: type[Queue]) -> list[Q
         queues.append(kind(backend))
         return queues[-1]
 
-    monkeypatch.setattr("cluster.assembly.build_parts.ThreadedIoQueue", queue)
+    monkeypatch.setattr("twinpool.cluster.assembly.build_parts.ThreadedIoQueue", queue)
     return queues
 
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from cluster.worker_process.worker_plan import WorkerPlan
-from contracts.clock import SystemClock
-from contracts.config.load_config import config_from_dict
-from contracts.ids import PAIR, Incarnation, Role, WorkerName
-from contracts.messages.rank_orders import LeaveRole
-from contracts.sampling_params import SamplingParams
-from engine.runner.load_model import KeptModel
 from tests.checkpoints import Oracle, compare, make_checkpoint
 from tests.pair import Pair, counts_for
 from tests.rank_workers import RankProcesses, Warm, group_of, rank_processes
+from twinpool.cluster.worker_process.worker_plan import WorkerPlan
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.ids import PAIR, Incarnation, Role, WorkerName
+from twinpool.contracts.messages.rank_orders import LeaveRole
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.runner.load_model import KeptModel
 
 TOKENS = 1024
 PROMPT = [5, 99, 7, 250, 31, 12, 8, 77, 140, 3]

@@ -8,21 +8,21 @@ from typing import Any, cast
 
 import pytest
 
-from cache.allocation.allocation import Allocation
-from cache.allocation.block_table import BlockTable
-from cache.device.device_port import DONE
-from cache.memory.page_digest import ContentTag
-from contracts.errors import WireError
-from contracts.ids import RoomId
-from contracts.messages.router_commands import Submit
-from engine.runner.batch import DrawnToken, RowOutput
-from prefill.handover import Damaged, Granted, Lost, PrefillHandover
-from prefill.request import PrefillEvent
 from tests.prefill_parts import PrefillParts
-from transfer.rooms.room_outcomes import RoomGranted, RoomReleased, SendablePages
-from transfer.rooms.sender.kv_sender import KVSender
-from worker.sendable_pages import finished
-from worker.step_parts import split
+from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.allocation.block_table import BlockTable
+from twinpool.cache.device.device_port import DONE
+from twinpool.cache.memory.page_digest import ContentTag
+from twinpool.contracts.errors import WireError
+from twinpool.contracts.ids import RoomId
+from twinpool.contracts.messages.router_commands import Submit
+from twinpool.engine.runner.batch import DrawnToken, RowOutput
+from twinpool.prefill.handover import Damaged, Granted, Lost, PrefillHandover
+from twinpool.prefill.request import PrefillEvent
+from twinpool.transfer.rooms.room_outcomes import RoomGranted, RoomReleased, SendablePages
+from twinpool.transfer.rooms.sender.kv_sender import KVSender
+from twinpool.worker.sendable_pages import finished
+from twinpool.worker.step_parts import split
 
 
 @dataclass

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from contracts.clock import ManualClock
-from contracts.ids import RequestId, Role
-from contracts.sampling_params import SamplingParams
-from decode.request.request import DecodePhase
 from tests.checkpoints import make_checkpoint
 from tests.company import company, generated
 from tests.families import FAMILIES
 from tests.pair import Answer, Pair, pair
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.decode.request.request import DecodePhase
 
 PAGE = 16
 SAMPLED = SamplingParams(max_tokens=20, temperature=1.0, seed=7)

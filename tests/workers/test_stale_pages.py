@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from cache.prefix_cache.nodes.tree_node import Tier
-from contracts.errors import ErrorKind
-from contracts.ids import RequestId, Role
-from contracts.sampling_params import SamplingParams
-from decode.request.request import DecodePhase
-from prefill.request import PrefillRequest
 from tests.checkpoints import Oracle, compare
 from tests.pair import Pair, pair
+from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.decode.request.request import DecodePhase
+from twinpool.prefill.request import PrefillRequest
 
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0)
 

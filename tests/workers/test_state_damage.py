@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from cache.prefix_cache.nodes.tree_node import Tier
-from contracts.damage import COUNTERS, PREFIX, DamageSite, where_of
-from contracts.ids import PAIR, Role
-from contracts.sampling_params import SamplingParams
 from tests.cell import Cell
 from tests.damage import damage_folder
 from tests.hash_engine import recite
 from tests.pair import pair
 from tests.poolsets import NAMES, pool_sets
 from tests.workers.test_any_state import PAGE, hash_pair
+from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.contracts.damage import COUNTERS, PREFIX, DamageSite, where_of
+from twinpool.contracts.ids import PAIR, Role
+from twinpool.contracts.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
 

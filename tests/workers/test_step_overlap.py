@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from cache.allocation.allocation import Allocation
-from cache.device.adversarial_device import AdversarialDevice
-from contracts.ids import PAIR, Role
-from contracts.sampling_params import SamplingParams
-from decode.request.request import DecodePhase, DecodeRequest
-from decode.worker import DecodeWorker
-from prefill.worker import PrefillWorker
 from tests.pair import Answer, Pair, pair
+from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.contracts.ids import PAIR, Role
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.decode.request.request import DecodePhase, DecodeRequest
+from twinpool.decode.worker import DecodeWorker
+from twinpool.prefill.worker import PrefillWorker
 
 SEEDS = range(8)
 SECTIONS: dict[str, Any] = {"prefill": {"chunk_tokens": 48}, "decode": {"max_batch_tokens": 5}}

@@ -15,23 +15,23 @@ from typing import Any
 
 import pytest
 
-from cluster.assembly.build_worker import build_worker
-from contracts.checkpoint.model_spec import read_model_spec
-from contracts.clock import ManualClock
-from contracts.config.load_config import config_from_dict
-from contracts.errors import PeerDead
-from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
-from contracts.interfaces.worker_interface import Worker
-from contracts.messages.router_commands import Cancel, PeerRef, Submit
-from contracts.messages.worker_events import Done, Event, Tokens
-from contracts.sampling_params import SamplingParams
-from decode.worker import DecodeWorker
-from prefill.worker import PrefillWorker
 from tests.checkpoints import Oracle, compare
 from tests.pair import counts_for, pair
 from tests.rank_workers import Warm, rank_processes
 from tests.worker_child import SESSION, Child, stopped, worker_child
-from transfer.net.waiter import Waiter
+from twinpool.cluster.assembly.build_worker import build_worker
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.errors import PeerDead
+from twinpool.contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
+from twinpool.contracts.interfaces.worker_interface import Worker
+from twinpool.contracts.messages.router_commands import Cancel, PeerRef, Submit
+from twinpool.contracts.messages.worker_events import Done, Event, Tokens
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.decode.worker import DecodeWorker
+from twinpool.prefill.worker import PrefillWorker
+from twinpool.transfer.net.waiter import Waiter
 
 POOL = 24 * 16
 """Positions of decode's pool: three requests of eight pages."""

@@ -11,16 +11,16 @@ import regex
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
-from cache.device.adversarial_device import AdversarialDevice
-from cache.device.async_cpu_device import AsyncCpuDevice
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import Device
-from contracts.errors import ErrorKind
-from contracts.ids import Role
-from contracts.messages.kept_answers import Detach
-from contracts.sampling_params import SamplingParams
 from tests.checkpoints import EOS, Oracle, make_checkpoint
 from tests.pair import SESSION, Answer, Pair, pair
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import Device
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import Role
+from twinpool.contracts.messages.kept_answers import Detach
+from twinpool.contracts.sampling_params import SamplingParams
 
 PATTERNS = (
     r"(yes|no|maybe)",
@@ -87,7 +87,7 @@ def begins(text: bytes, pattern: str, *, whole: bool = False) -> bool:
 
 def bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
     """The bytes of a byte-level token; empty for a special one."""
-    from router.text.tokenizer import _BYTE_OF
+    from twinpool.router.text.tokenizer import _BYTE_OF
 
     piece = tokenizer.id_to_token(token)
     return bytes(_BYTE_OF[c] for c in piece) if piece and all(c in _BYTE_OF for c in piece) and token != EOS else b""

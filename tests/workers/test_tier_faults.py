@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from cache.manager.kv_cache_manager import KVCacheManager
-from cache.prefix_cache.nodes.tree_node import Tier
-from cache.storage.inline_queue import InlineIoQueue
-from cache.storage.io_queue import StorageOp
-from cache.storage.storage_backend import ObjectName, StorageBackend
-from contracts.clock import ManualClock
-from contracts.errors import ErrorKind
-from contracts.ids import RequestId, Role
 from tests.conversations import make_talks
 from tests.pair import Answer, Pair, pair
 from tests.tiers import GREEDY, PAGE, by_turn, converse, counters, in_folder, tiers
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.cache.storage.inline_queue import InlineIoQueue
+from twinpool.cache.storage.io_queue import StorageOp
+from twinpool.cache.storage.storage_backend import ObjectName, StorageBackend
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId, Role
 
 HOST_PAGES = 80
 Queues = list[InlineIoQueue]
@@ -40,7 +40,7 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> MakeQueues:
             queues.append(InlineIoQueue(backend, fault=fault))
             return queues[-1]
 
-        monkeypatch.setattr("cluster.assembly.build_parts.ThreadedIoQueue", queue)
+        monkeypatch.setattr("twinpool.cluster.assembly.build_parts.ThreadedIoQueue", queue)
         return queues
 
     return make

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from cache.prefix_cache.nodes.tree_node import Tier
-from contracts.ids import Role
 from tests.conversations import Seen, Turn, make_talks
 from tests.pair import Pair, pair
 from tests.tiers import GREEDY, PAGE, by_turn, converse, counters, expect_hand_overs, tiers
+from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.contracts.ids import Role
 
 TALKS = make_talks(12, 10, turns=(3, 4))
 SMALL = {Role.PREFILL: 26 * PAGE, Role.DECODE: 40 * PAGE}

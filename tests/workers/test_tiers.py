@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from contracts.ids import Role
 from tests.conversations import Turn, expect_all_known, expect_hits, make_talks, working_set
 from tests.damage import damage_folder, still_damaged
 from tests.pair import pair
 from tests.tiers import PAGE, by_turn, converse, counters, expect_hand_overs, in_folder, tiers
+from twinpool.contracts.ids import Role
 
 TALKS = make_talks(11, 22, turns=(3, 5))
 SMALL = {Role.PREFILL: 30 * PAGE, Role.DECODE: 60 * PAGE}

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from contracts import cpu_levels as processor
-from contracts.ids import RequestId, Role, RoomId
-from contracts.messages.router_commands import Submit
-from contracts.messages.worker_events import Done, Event, Tokens
-from contracts.sampling_params import SamplingParams
 from tests.checkpoints import Oracle, compare, make_checkpoint
 from tests.worker_child import Child, worker_child
+from twinpool.contracts import cpu_levels as processor
+from twinpool.contracts.ids import RequestId, Role, RoomId
+from twinpool.contracts.messages.router_commands import Submit
+from twinpool.contracts.messages.worker_events import Done, Event, Tokens
+from twinpool.contracts.sampling_params import SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=8, temperature=0.0)
 PROMPT = tuple(range(3, 43))

@@ -14,28 +14,28 @@ from typing import Any
 
 import pytest
 
-from cache.pool.page_allocator import Lease, PageAllocator
-from cache.swap.swapped_state import SwapPlace
-from cluster.serve.local_directory import LocalDirectory
-from cluster.worker_process.worker_thread import WorkerThread
-from contracts.checkpoint.model_spec import read_model_spec
-from contracts.config.load_config import config_from_dict
-from contracts.ids import Incarnation, RequestId, RoomId, WorkerName
-from contracts.messages.router_commands import Audit, PeerRef
-from contracts.messages.worker_status import CheckReport, WorkerRecord
-from contracts.sampling_params import SamplingParams
-from decode.migration.migration_state import MigrationStage, OutgoingMigration
-from decode.request.request import DecodeRequest
-from decode.worker import DecodeWorker
-from prefill.audit_state import AuditRun, AuditRunState
-from prefill.worker import PrefillWorker
-from router.api.app import create_app
-from router.api.router_server import RouterServer
-from router.main import listen
-from router.service.router_service import RouterService
 from tests.pair import SESSION, Pair, pair
 from tests.serving import ROOT, until
-from transfer.rooms.room_states import ReceiverState, SenderState
+from twinpool.cache.pool.page_allocator import Lease, PageAllocator
+from twinpool.cache.swap.swapped_state import SwapPlace
+from twinpool.cluster.serve.local_directory import LocalDirectory
+from twinpool.cluster.worker_process.worker_thread import WorkerThread
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.ids import Incarnation, RequestId, RoomId, WorkerName
+from twinpool.contracts.messages.router_commands import Audit, PeerRef
+from twinpool.contracts.messages.worker_status import CheckReport, WorkerRecord
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.decode.migration.migration_state import MigrationStage, OutgoingMigration
+from twinpool.decode.request.request import DecodeRequest
+from twinpool.decode.worker import DecodeWorker
+from twinpool.prefill.audit_state import AuditRun, AuditRunState
+from twinpool.prefill.worker import PrefillWorker
+from twinpool.router.api.app import create_app
+from twinpool.router.api.router_server import RouterServer
+from twinpool.router.main import listen
+from twinpool.router.service.router_service import RouterService
+from twinpool.transfer.rooms.room_states import ReceiverState, SenderState
 
 Plant = Callable[[PrefillWorker, DecodeWorker], object]
 
@@ -274,7 +274,7 @@ def test_the_command_names_a_planted_violation_and_exits_1(model: Path) -> None:
     with pair(model, tokens=1024, settle=False) as both, behind_a_router(both, model) as url:
 
         def check() -> subprocess.CompletedProcess[str]:
-            command = [sys.executable, "-m", "cli.commands", "check", "--json", "--url", url]
+            command = [sys.executable, "-m", "twinpool.cli.commands", "check", "--json", "--url", url]
             return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
         until(lambda: len(json.loads(check().stdout or '{"workers": []}')["workers"]) == 2, "both workers to be seen")

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from cache.manager.kv_cache_manager import KVCacheManager
-from contracts.clock import ManualClock
-from contracts.ids import Incarnation, RoomId, WorkerName
-from contracts.messages.router_commands import PeerRef, PushPrefix
-from contracts.messages.worker_events import PrefixOffered
-from contracts.sampling_params import SamplingParams
-from decode.migration.prefix_offers import PATIENCE_S, PrefixOffers
 from tests.company import company
 from tests.pair import SESSION
-from transfer.rooms.sender.kv_sender import KVSender
-from worker.grammar_gate import GrammarGate
-from worker.step_overlap import StepOverlap
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.ids import Incarnation, RoomId, WorkerName
+from twinpool.contracts.messages.router_commands import PeerRef, PushPrefix
+from twinpool.contracts.messages.worker_events import PrefixOffered
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.decode.migration.prefix_offers import PATIENCE_S, PrefixOffers
+from twinpool.transfer.rooms.sender.kv_sender import KVSender
+from twinpool.worker.grammar_gate import GrammarGate
+from twinpool.worker.step_overlap import StepOverlap
 
 WORKERS = ("prefill-0", "decode-0", "colocated-0")
 

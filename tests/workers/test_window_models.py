@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from contracts.ids import Role
-from contracts.sampling_params import SamplingParams
 from tests.checkpoints import VOCAB, Oracle, compare
 from tests.families import FAMILIES
 from tests.family_window import WINDOW
 from tests.pair import pair
+from twinpool.contracts.ids import Role
+from twinpool.contracts.sampling_params import SamplingParams
 
 PAGE = 16
 SAID = SamplingParams(max_tokens=20, temperature=0.0)

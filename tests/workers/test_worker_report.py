@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import get_args
 
-from contracts.damage import PREFIX, DamageSite
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.kept_answers import Detach
-from contracts.messages.router_commands import Audit, Cancel, Command, Submit
 from tests.decode_parts import DecodeParts
 from tests.workers.test_any_state import hash_pair
-from worker.worker_report import WorkerReport
+from twinpool.contracts.damage import PREFIX, DamageSite
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.kept_answers import Detach
+from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, Submit
+from twinpool.worker.worker_report import WorkerReport
 
 
 def test_a_status_counts_whoever_does_not_run_as_waiting() -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils import z85
 
-from contracts.errors import LayoutMismatch
-from transfer.net.disconnects import DisconnectWatch, keep_alive
+from twinpool.contracts.errors import LayoutMismatch
+from twinpool.transfer.net.disconnects import DisconnectWatch, keep_alive
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ import time
 
 import torch
 
-from contracts.config.cluster_config import FaultsConfig
-from contracts.errors import ConfigError
+from twinpool.contracts.config.cluster_config import FaultsConfig
+from twinpool.contracts.errors import ConfigError
 
 TIMEOUT_S = 5.0
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from contracts.errors import WireError
+from twinpool.contracts.errors import WireError
 
 MOST_PID = 2**22
 """The largest pid of Linux."""

@@ -12,7 +12,7 @@ from typing import Any
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from contracts.errors import WireError
+from twinpool.contracts.errors import WireError
 
 TAG_BYTES = 16
 """What a sealed piece is longer by."""

@@ -19,12 +19,12 @@ from collections.abc import Sequence
 
 import zmq
 
-from contracts.config.worker_config import TransferConfig
-from transfer.net import process_watch as process
-from transfer.net.control_channel import ProcessIdentity
-from transfer.net.curve_keys import CurveKeys, bind
-from transfer.net.disconnects import DisconnectWatch, keep_alive
-from transfer.net.waiter import Waiter
+from twinpool.contracts.config.worker_config import TransferConfig
+from twinpool.transfer.net import process_watch as process
+from twinpool.transfer.net.control_channel import ProcessIdentity
+from twinpool.transfer.net.curve_keys import CurveKeys, bind
+from twinpool.transfer.net.disconnects import DisconnectWatch, keep_alive
+from twinpool.transfer.net.waiter import Waiter
 
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s
 FRAME_BYTES = TransferConfig().control_frame_bytes

@@ -19,15 +19,15 @@ from typing import Any, Protocol, TypeVar
 import torch
 import zmq
 
-from cache.device.device_copies import CPU
-from cache.device.device_port import Completion
-from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.memory.page_moves import PageMove
-from cache.pool.pool_set import PoolSet
-from contracts.config.plane_choice import DEVICE_PLANES
-from contracts.errors import ConfigError, LayoutMismatch
-from contracts.ids import RoomId
-from contracts.messages.rank_orders import WriteArrived
+from twinpool.cache.device.device_copies import CPU
+from twinpool.cache.device.device_port import Completion
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cache.memory.page_moves import PageMove
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.config.plane_choice import DEVICE_PLANES
+from twinpool.contracts.errors import ConfigError, LayoutMismatch
+from twinpool.contracts.ids import RoomId
+from twinpool.contracts.messages.rank_orders import WriteArrived
 
 T = TypeVar("T")
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cache.device.device_port import failure
-from cache.device.layer_marks import LayerMark
-from cache.pool.follower_steps import FollowerSteps
-from contracts.errors import LayoutMismatch
-from contracts.ids import RoomId, request_in
-from contracts.messages.rank_orders import (
+from twinpool.cache.device.device_port import failure
+from twinpool.cache.device.layer_marks import LayerMark
+from twinpool.cache.pool.follower_steps import FollowerSteps
+from twinpool.contracts.errors import LayoutMismatch
+from twinpool.contracts.ids import RoomId, request_in
+from twinpool.contracts.messages.rank_orders import (
     CloseLink,
     DescribeMemory,
     FollowerNotice,
@@ -29,8 +29,8 @@ from contracts.messages.rank_orders import (
     SeverLink,
     SeverPeer,
 )
-from transfer.planes.data_plane import PageNumbers, PageWrite, RankDataPlane, RoomTarget, WriteLink
-from transfer.planes.launched_write import LaunchedWrite, lanes_of, launch_write
+from twinpool.transfer.planes.data_plane import PageNumbers, PageWrite, RankDataPlane, RoomTarget, WriteLink
+from twinpool.transfer.planes.launched_write import LaunchedWrite, lanes_of, launch_write
 
 log = logging.getLogger("twinpool.transfer")
 LinkOrder = DescribeMemory | SeverPeer | OpenLink | CloseLink | SeverLink | PermitRoom | RevokeRoom

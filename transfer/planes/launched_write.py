@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from cache.device.device_port import DONE, Completion, Device, DeviceOp, DeviceStream, PageSpanUse, attempt
-from transfer.planes.data_plane import PageWrite, SlotWrite
+from twinpool.cache.device.device_port import DONE, Completion, Device, DeviceOp, DeviceStream, PageSpanUse, attempt
+from twinpool.transfer.planes.data_plane import PageWrite, SlotWrite
 
 Post = Callable[[PageWrite | SlotWrite], Completion]
 

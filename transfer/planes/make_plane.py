@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from contracts.config.cluster_config import Config
-from contracts.config.plane_choice import with_plane
-from transfer.net.curve_keys import CurveKeys
-from transfer.planes.data_plane import RankDataPlane, WakeCallback
-from transfer.planes.direct.cuda_ipc import CudaIpc
-from transfer.planes.direct.local_plane import LocalPlane
-from transfer.planes.direct.shm_plane import ShmPlane
-from transfer.planes.nixl.nixl_plane import NixlPlane
-from transfer.planes.tcp.zmq_plane import ZmqPlane
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.plane_choice import with_plane
+from twinpool.transfer.net.curve_keys import CurveKeys
+from twinpool.transfer.planes.data_plane import RankDataPlane, WakeCallback
+from twinpool.transfer.planes.direct.cuda_ipc import CudaIpc
+from twinpool.transfer.planes.direct.local_plane import LocalPlane
+from twinpool.transfer.planes.direct.shm_plane import ShmPlane
+from twinpool.transfer.planes.nixl.nixl_plane import NixlPlane
+from twinpool.transfer.planes.tcp.zmq_plane import ZmqPlane
 
 
 def make_plane(

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import zmq
 
-from transfer.net.curve_keys import CurveKeys, bind
-from transfer.net.disconnects import keep_alive
-from transfer.net.fault_injection import via_proxy
+from twinpool.transfer.net.curve_keys import CurveKeys, bind
+from twinpool.transfer.net.disconnects import keep_alive
+from twinpool.transfer.net.fault_injection import via_proxy
 
 AT_ONCE = 4096
 """Notices that one poll takes in at most."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.memory.memory_layout import PoolSetLayout
-from contracts.errors import LayoutMismatch
-from contracts.ids import RoomId
-from contracts.messages.rank_orders import WriteArrived
-from transfer.planes.data_plane import RoomTarget, said
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.contracts.errors import LayoutMismatch
+from twinpool.contracts.ids import RoomId
+from twinpool.contracts.messages.rank_orders import WriteArrived
+from twinpool.transfer.planes.data_plane import RoomTarget, said
 
 MOST_COUNT = 2**40
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from cache.memory.head_slices import common
-from cache.memory.kv_cache_spec import IndexSpace
-from cache.memory.memory_layout import BufferLayout
+from twinpool.cache.memory.head_slices import common
+from twinpool.cache.memory.kv_cache_spec import IndexSpace
+from twinpool.cache.memory.memory_layout import BufferLayout
 
 IntArray = npt.NDArray[np.int64]
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from cache.device.device_port import DONE, Completion
-from cache.memory.head_slices import HeadSlice, cuts
-from cache.memory.kv_cache_spec import PoolSetSpec
-from contracts.errors import ConfigError, LayoutMismatch
-from contracts.ids import RoomId
-from transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite, WriteLink
+from twinpool.cache.device.device_port import DONE, Completion
+from twinpool.cache.memory.head_slices import HeadSlice, cuts
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.contracts.errors import ConfigError, LayoutMismatch
+from twinpool.contracts.ids import RoomId
+from twinpool.transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite, WriteLink
 
 MOST_RANKS = 64
 """Most ranks of a worker: a peer that claims more is refused."""

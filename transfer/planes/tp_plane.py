@@ -15,14 +15,14 @@ from typing import Any
 import torch
 import zmq
 
-from cache.device.device_copies import CPU
-from cache.device.device_port import DONE, Completion
-from cache.device.layer_marks import LayerMark
-from cache.pool.pool_set import PoolSet
-from contracts.errors import LayoutMismatch
-from contracts.ids import RoomId
-from contracts.messages.rank_order_codec import OrderAnswers, OrderChannel
-from contracts.messages.rank_orders import (
+from twinpool.cache.device.device_copies import CPU
+from twinpool.cache.device.device_port import DONE, Completion
+from twinpool.cache.device.layer_marks import LayerMark
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.errors import LayoutMismatch
+from twinpool.contracts.ids import RoomId
+from twinpool.contracts.messages.rank_order_codec import OrderAnswers, OrderChannel
+from twinpool.contracts.messages.rank_orders import (
     CloseLink,
     DescribeMemory,
     LayerSpan,
@@ -35,7 +35,7 @@ from contracts.messages.rank_orders import (
     SeverLink,
     SeverPeer,
 )
-from transfer.planes.data_plane import (
+from twinpool.transfer.planes.data_plane import (
     PageNumbers,
     PageWrite,
     RankDataPlane,

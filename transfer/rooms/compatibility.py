@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 
-from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.memory.page_moves import describe_spec
-from contracts.errors import LayoutMismatch
-from contracts.ids import WorkerName
-from contracts.messages.fingerprint import PROTOCOL, Fingerprint, mismatch
-from transfer.rooms import room_messages as m
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cache.memory.page_moves import describe_spec
+from twinpool.contracts.errors import LayoutMismatch
+from twinpool.contracts.ids import WorkerName
+from twinpool.contracts.messages.fingerprint import PROTOCOL, Fingerprint, mismatch
+from twinpool.transfer.rooms import room_messages as m
 
 
 def fingerprint(weights: str, spec: PoolSetSpec, numerics: str) -> Fingerprint:

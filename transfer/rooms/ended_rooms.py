@@ -11,7 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-from contracts.ids import RoomId
+from twinpool.contracts.ids import RoomId
 
 WordT = TypeVar("WordT")
 _REMEMBERED = 65536

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from contracts.ids import Incarnation, WorkerName
-from contracts.messages.worker_status import EndedWorker
+from twinpool.contracts.ids import Incarnation, WorkerName
+from twinpool.contracts.messages.worker_status import EndedWorker
 
 
 class EndedWorkers:

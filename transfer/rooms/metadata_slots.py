@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import msgpack
 import torch
 
-from contracts.errors import WireError
-from contracts.ids import RoomId
-from contracts.sampling_params import TokenLogprob
-from transfer.planes.data_plane import SLOT_BYTES
+from twinpool.contracts.errors import WireError
+from twinpool.contracts.ids import RoomId
+from twinpool.contracts.sampling_params import TokenLogprob
+from twinpool.transfer.planes.data_plane import SLOT_BYTES
 
 _HEADER = 8
 _NO_DRAFT_STATE = None

@@ -15,9 +15,9 @@ from typing import Any
 
 import msgpack
 
-from contracts.errors import ErrorKind, WireError
-from contracts.ids import RoomId
-from contracts.messages.fingerprint import Fingerprint
+from twinpool.contracts.errors import ErrorKind, WireError
+from twinpool.contracts.ids import RoomId
+from twinpool.contracts.messages.fingerprint import Fingerprint
 
 _REASON_CHARS = 500
 

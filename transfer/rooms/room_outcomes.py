@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cache.memory.page_digest import ContentTag
-from cache.pool.page_allocator import Lease
-from contracts.errors import ErrorKind
-from contracts.ids import RoomId, WorkerName
-from transfer.planes.data_plane import PageNumbers
-from transfer.rooms.metadata_slots import HandoverMetadata
+from twinpool.cache.memory.page_digest import ContentTag
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RoomId, WorkerName
+from twinpool.transfer.planes.data_plane import PageNumbers
+from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
 
 
 @dataclass(frozen=True, slots=True)

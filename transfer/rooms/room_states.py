@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from contracts.state_table import StateTable
+from twinpool.contracts.state_table import StateTable
 
 
 class SenderState(StrEnum):

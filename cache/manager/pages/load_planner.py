@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from cache.allocation.allocation import Allocation
-from cache.device.device_port import Completion
-from cache.manager.absent_tiers import NoLoadBack
-from cache.manager.allocation_table import AllocationTable
-from cache.manager.pages.page_supply import PageSupply
-from cache.memory.kv_cache_spec import PoolKind
-from cache.pool.page_allocator import Lease
-from cache.prefix_cache.nodes.tree_node import NodeLock
-from cache.prefix_cache.radix_tree import PrefixMatch, RadixTree
-from cache.tiers.load_back import LoadBack
-from contracts.config.cache_config import CacheConfig
+from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.device.device_port import Completion
+from twinpool.cache.manager.absent_tiers import NoLoadBack
+from twinpool.cache.manager.allocation_table import AllocationTable
+from twinpool.cache.manager.pages.page_supply import PageSupply
+from twinpool.cache.memory.kv_cache_spec import PoolKind
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.cache.prefix_cache.nodes.tree_node import NodeLock
+from twinpool.cache.prefix_cache.radix_tree import PrefixMatch, RadixTree
+from twinpool.cache.tiers.load_back import LoadBack
+from twinpool.contracts.config.cache_config import CacheConfig
 
 
 class LoadPlanner:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from cache.allocation.allocation import Allocation
-from cache.allocation.block_table import PageRun, TableSlice
-from cache.manager.pages.page_supply import PageSupply
-from cache.manager.pool_kinds import PoolKinds
-from cache.pool.page_allocator import Lease
-from cache.pool.pool_set import PoolSet
+from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.allocation.block_table import PageRun, TableSlice
+from twinpool.cache.manager.pages.page_supply import PageSupply
+from twinpool.cache.manager.pool_kinds import PoolKinds
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.cache.pool.pool_set import PoolSet
 
 
 class PageGrowth:

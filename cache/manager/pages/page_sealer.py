@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from cache.allocation.allocation import Allocation
-from cache.allocation.block_table import NULL_PAGE
-from cache.device.device_port import DEVICE, Device, PageSpanUse
-from cache.manager.pool_kinds import PoolKinds
-from cache.pool.pool_set import PoolSet
+from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.allocation.block_table import NULL_PAGE
+from twinpool.cache.device.device_port import DEVICE, Device, PageSpanUse
+from twinpool.cache.manager.pool_kinds import PoolKinds
+from twinpool.cache.pool.pool_set import PoolSet
 
 
 class PageSealer:

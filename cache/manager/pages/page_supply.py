@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cache.manager.absent_tiers import NoBackup
-from cache.manager.page_accounts import unaccounted
-from cache.manager.pool_kinds import PoolKinds
-from cache.pool.page_allocator import Lease
-from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_node import Tier, TreeNode
-from cache.prefix_cache.radix_tree import RadixTree
-from cache.tiers.host_backup import HostBackup
-from contracts.errors import CapacityError
+from twinpool.cache.manager.absent_tiers import NoBackup
+from twinpool.cache.manager.page_accounts import unaccounted
+from twinpool.cache.manager.pool_kinds import PoolKinds
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_node import Tier, TreeNode
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.tiers.host_backup import HostBackup
+from twinpool.contracts.errors import CapacityError
 
 
 class PageSupply:

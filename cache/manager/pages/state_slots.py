@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cache.allocation.allocation import Allocation, StateSnapshot
-from cache.device.device_port import DEVICE, Completion, Device, DeviceOp, DeviceStream, PageSpanUse, attempt
-from cache.manager.pages.load_planner import LoadPlanner
-from cache.manager.pages.page_supply import PageSupply
-from cache.manager.pool_kinds import PoolKinds
-from cache.memory.page_moves import PageMove, PoolMove
-from cache.pool.in_flight import InFlightPins
-from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.cache.allocation.allocation import Allocation, StateSnapshot
+from twinpool.cache.device.device_port import DEVICE, Completion, Device, DeviceOp, DeviceStream, PageSpanUse, attempt
+from twinpool.cache.manager.pages.load_planner import LoadPlanner
+from twinpool.cache.manager.pages.page_supply import PageSupply
+from twinpool.cache.manager.pool_kinds import PoolKinds
+from twinpool.cache.memory.page_moves import PageMove, PoolMove
+from twinpool.cache.pool.in_flight import InFlightPins
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.prefix_cache.nodes.tree_node import Tier
 
 SNAPSHOTS = 2
 """The most snapshots of a request that aren't in the tree yet: a further one replaces the oldest."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cache.allocation.allocation import Allocation, CachedTokens, page_digests
-from cache.allocation.block_table import NULL_PAGE, PageRun
-from cache.manager.allocation_table import AllocationTable
-from cache.manager.pages.load_planner import LoadPlanner
-from cache.manager.pages.state_slots import StateSlots
-from cache.manager.pool_kinds import PoolKinds
-from cache.memory.required_pages import due, missing
-from cache.pool.page_allocator import Lease
-from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.allocation.allocation import Allocation, CachedTokens, page_digests
+from twinpool.cache.allocation.block_table import NULL_PAGE, PageRun
+from twinpool.cache.manager.allocation_table import AllocationTable
+from twinpool.cache.manager.pages.load_planner import LoadPlanner
+from twinpool.cache.manager.pages.state_slots import StateSlots
+from twinpool.cache.manager.pool_kinds import PoolKinds
+from twinpool.cache.memory.required_pages import due, missing
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
 
 
 class HandoverPages:

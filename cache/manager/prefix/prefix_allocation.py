@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from cache.allocation.allocation import Allocation, CachedTokens, page_digests
-from cache.allocation.block_table import PageRun
-from cache.manager.absent_tiers import NoPrefetcher
-from cache.manager.allocation_table import AllocationTable
-from cache.manager.pages.load_planner import LoadPlanner
-from cache.manager.pages.page_supply import PageSupply
-from cache.manager.pool_kinds import PoolKinds
-from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_node import Tier
-from cache.prefix_cache.radix_tree import RadixTree
-from cache.tiers.prefetch import Prefetcher
-from cache.tiers.prefetch_request import PrefetchRequest
+from twinpool.cache.allocation.allocation import Allocation, CachedTokens, page_digests
+from twinpool.cache.allocation.block_table import PageRun
+from twinpool.cache.manager.absent_tiers import NoPrefetcher
+from twinpool.cache.manager.allocation_table import AllocationTable
+from twinpool.cache.manager.pages.load_planner import LoadPlanner
+from twinpool.cache.manager.pages.page_supply import PageSupply
+from twinpool.cache.manager.pool_kinds import PoolKinds
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.tiers.prefetch import Prefetcher
+from twinpool.cache.tiers.prefetch_request import PrefetchRequest
 
 
 class PrefixAllocation:

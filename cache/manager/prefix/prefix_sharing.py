@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from cache.allocation.allocation import Allocation
-from cache.allocation.block_table import PageRun, numbers
-from cache.device.device_port import DEVICE, Device, PageSpanUse, failure
-from cache.manager.absent_tiers import NoBackup
-from cache.manager.pool_kinds import PoolKinds
-from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_node import PageOffer, Tier, TreeNode
-from cache.prefix_cache.radix_tree import RadixTree
-from cache.tiers.host_backup import HostBackup
-from contracts.config.cache_config import CacheConfig
+from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.allocation.block_table import PageRun, numbers
+from twinpool.cache.device.device_port import DEVICE, Device, PageSpanUse, failure
+from twinpool.cache.manager.absent_tiers import NoBackup
+from twinpool.cache.manager.pool_kinds import PoolKinds
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_node import PageOffer, Tier, TreeNode
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.tiers.host_backup import HostBackup
+from twinpool.contracts.config.cache_config import CacheConfig
 
 
 class PrefixSharing:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cache.allocation.allocation import Allocation, CachedTokens, page_digests
-from cache.manager.allocation_table import AllocationTable
-from cache.manager.pages.page_supply import PageSupply
-from cache.manager.pool_kinds import PoolKinds
-from cache.memory.required_pages import missing
-from cache.pool.page_allocator import Lease
-from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_node import PageOffer, Tier
-from cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.allocation.allocation import Allocation, CachedTokens, page_digests
+from twinpool.cache.manager.allocation_table import AllocationTable
+from twinpool.cache.manager.pages.page_supply import PageSupply
+from twinpool.cache.manager.pool_kinds import PoolKinds
+from twinpool.cache.memory.required_pages import missing
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_node import PageOffer, Tier
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
 
 
 class PrefixTransfer:

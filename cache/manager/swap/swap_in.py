@@ -10,21 +10,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cache.allocation.allocation import Allocation, CachedTokens
-from cache.allocation.block_table import NULL_PAGE, BlockTable, PageRun
-from cache.device.device_port import Device
-from cache.manager.allocation_table import AllocationTable
-from cache.manager.pages.load_planner import LoadPlanner
-from cache.manager.pool_kinds import PoolKinds
-from cache.manager.swap.swap_pages import page_extent, same_parts
-from cache.memory.required_pages import due
-from cache.pool.page_allocator import Lease
-from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.nodes.tree_node import Tier
-from cache.prefix_cache.radix_tree import RadixTree
-from cache.swap.restore import RestoredPages, restore
-from cache.swap.swapped_state import SwappedState, SwapPlace
-from contracts.errors import StaleLease
+from twinpool.cache.allocation.allocation import Allocation, CachedTokens
+from twinpool.cache.allocation.block_table import NULL_PAGE, BlockTable, PageRun
+from twinpool.cache.device.device_port import Device
+from twinpool.cache.manager.allocation_table import AllocationTable
+from twinpool.cache.manager.pages.load_planner import LoadPlanner
+from twinpool.cache.manager.pool_kinds import PoolKinds
+from twinpool.cache.manager.swap.swap_pages import page_extent, same_parts
+from twinpool.cache.memory.required_pages import due
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.swap.restore import RestoredPages, restore
+from twinpool.cache.swap.swapped_state import SwappedState, SwapPlace
+from twinpool.contracts.errors import StaleLease
 
 
 @dataclass(frozen=True, slots=True)

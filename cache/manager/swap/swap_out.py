@@ -15,22 +15,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from cache.allocation.allocation import Allocation
-from cache.device.device_port import Device
-from cache.manager.pool_kinds import PoolKinds
-from cache.manager.swap.swap_pages import page_extent, same_parts
-from cache.manager.tier_set import TierSet
-from cache.memory.required_pages import due
-from cache.pool.in_flight import InFlightPins
-from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_node import Tier
-from cache.prefix_cache.radix_tree import RadixTree
-from cache.swap.offload import offload
-from cache.swap.swapped_state import SwapEvent, SwappedState, SwapPlace
-from contracts.block_hash import block_hashes
-from contracts.config.cache_config import CacheConfig
-from contracts.errors import CapacityError
+from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.device.device_port import Device
+from twinpool.cache.manager.pool_kinds import PoolKinds
+from twinpool.cache.manager.swap.swap_pages import page_extent, same_parts
+from twinpool.cache.manager.tier_set import TierSet
+from twinpool.cache.memory.required_pages import due
+from twinpool.cache.pool.in_flight import InFlightPins
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.swap.offload import offload
+from twinpool.cache.swap.swapped_state import SwapEvent, SwappedState, SwapPlace
+from twinpool.contracts.block_hash import block_hashes
+from twinpool.contracts.config.cache_config import CacheConfig
+from twinpool.contracts.errors import CapacityError
 
 
 class SwapOut:

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cache.allocation.allocation import Allocation
-from cache.allocation.block_table import NULL_PAGE
-from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.memory.required_pages import extents
-from cache.pool.page_extent import PageExtent
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_node import NodePart, Tier, TreeNode
-from cache.prefix_cache.radix_tree import RadixTree
-from contracts.ids import Epoch
+from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.allocation.block_table import NULL_PAGE
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cache.memory.required_pages import extents
+from twinpool.cache.pool.page_extent import PageExtent
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_node import NodePart, Tier, TreeNode
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.contracts.ids import Epoch
 
 
 def page_extent(spec: PoolSetSpec, allocation: Allocation, pool: str, numbers: range, committed: int) -> PageExtent:

@@ -6,7 +6,7 @@ everything that the host has below it.
 
 from __future__ import annotations
 
-from cache.prefix_cache.nodes.tree_node import TreeNode
+from twinpool.cache.prefix_cache.nodes.tree_node import TreeNode
 
 
 def locked_parts(node: TreeNode) -> int:

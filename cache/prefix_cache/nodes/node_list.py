@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cache.prefix_cache.nodes.tree_node import TreeNode
+from twinpool.cache.prefix_cache.nodes.tree_node import TreeNode
 
 
 class NodeList:

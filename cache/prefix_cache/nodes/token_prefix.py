@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from contracts.block_hash import KEY_BYTES, TOKEN_BYTES, chain_on, chain_start
+from twinpool.contracts.block_hash import KEY_BYTES, TOKEN_BYTES, chain_on, chain_start
 
 
 class TokenPrefix:

@@ -19,8 +19,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
-from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
-from cache.prefix_cache.nodes.tree_node import NodePart, PageOffer, Tier, TreeNode
+from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
+from twinpool.cache.prefix_cache.nodes.tree_node import NodePart, PageOffer, Tier, TreeNode
 
 
 def components_of(spec: PoolSetSpec) -> tuple[TreeComponent, ...]:

@@ -13,8 +13,8 @@ from enum import IntEnum
 from operator import attrgetter
 from typing import Any
 
-from cache.pool.page_allocator import Lease
-from contracts.block_hash import KEY_BYTES
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.contracts.block_hash import KEY_BYTES
 
 
 class Tier(IntEnum):

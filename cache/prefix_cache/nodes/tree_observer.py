@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from cache.prefix_cache.nodes.tree_node import NodePart, Tier, TreeNode
+from twinpool.cache.prefix_cache.nodes.tree_node import NodePart, Tier, TreeNode
 
 
 class NodeObserver(Protocol):

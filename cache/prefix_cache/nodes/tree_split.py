@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cache.prefix_cache.nodes.tree_components import TreeComponent
-from cache.prefix_cache.nodes.tree_node import IN_TREE, TreeNode
-from contracts.block_hash import KEY_BYTES
+from twinpool.cache.prefix_cache.nodes.tree_components import TreeComponent
+from twinpool.cache.prefix_cache.nodes.tree_node import IN_TREE, TreeNode
+from twinpool.contracts.block_hash import KEY_BYTES
 
 Components = Mapping[str, TreeComponent]
 """Components by name."""

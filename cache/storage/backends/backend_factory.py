@@ -6,9 +6,9 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from cache.storage.storage_backend import StorageBackend
-from contracts.config.cache_config import StorageConfig
-from contracts.errors import ConfigError
+from twinpool.cache.storage.storage_backend import StorageBackend
+from twinpool.contracts.config.cache_config import StorageConfig
+from twinpool.contracts.errors import ConfigError
 
 ENTRY_POINTS = "twinpool.storage"
 """The group of entry points in which other packages offer a `Callable[[StorageConfig], StorageBackend]`."""
@@ -40,14 +40,14 @@ def make_backend(config: StorageConfig) -> StorageBackend | None:
 
 
 def _memory(config: StorageConfig) -> StorageBackend:
-    from cache.storage.backends.memory_backend import MemoryBackend
+    from twinpool.cache.storage.backends.memory_backend import MemoryBackend
 
     _refuse(config, url=config.url, ttl_s=config.ttl_s)
     return MemoryBackend(config.path, config.max_bytes)
 
 
 def _file(config: StorageConfig) -> StorageBackend:
-    from cache.storage.backends.file_backend import FileBackend
+    from twinpool.cache.storage.backends.file_backend import FileBackend
 
     _refuse(config, url=config.url, ttl_s=config.ttl_s)
     if not config.path:
@@ -58,7 +58,7 @@ def _file(config: StorageConfig) -> StorageBackend:
 
 def _redis(config: StorageConfig) -> StorageBackend:
     try:
-        from cache.storage.backends.redis_backend import RedisBackend
+        from twinpool.cache.storage.backends.redis_backend import RedisBackend
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "redis":
             raise

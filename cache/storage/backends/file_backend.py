@@ -21,9 +21,9 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cache.storage.backends.file_folder import SHARDS, FolderBusy, ObjectFolder, ShardCounts, remove, shard_of
-from cache.storage.backends.object_seal import check_seal, seal, seal_bytes, wrong_size
-from cache.storage.storage_backend import (
+from twinpool.cache.storage.backends.file_folder import SHARDS, FolderBusy, ObjectFolder, ShardCounts, remove, shard_of
+from twinpool.cache.storage.backends.object_seal import check_seal, seal, seal_bytes, wrong_size
+from twinpool.cache.storage.storage_backend import (
     CUT_OFF,
     KEPT,
     MISSING,
@@ -37,7 +37,7 @@ from cache.storage.storage_backend import (
     ObjectVerdict,
     Payload,
 )
-from contracts.clock import Clock, SystemClock
+from twinpool.contracts.clock import Clock, SystemClock
 
 WritePayloads = Callable[[int, Sequence[Payload]], int]
 """`os.writev`, or what a test puts in its place."""

@@ -44,8 +44,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from contracts.clock import Clock
-from contracts.errors import ConfigError
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.errors import ConfigError
 
 _PAGE = re.compile(r"([0-9a-f]{2})[0-9a-f]{30}\.page")
 _TEMP = re.compile(r"\.[0-9a-f]{32}\.([0-9a-f]{32})\.[0-9]+\.tmp")

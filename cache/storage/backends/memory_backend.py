@@ -6,8 +6,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from cache.storage.backends.object_seal import seal, unpack
-from cache.storage.storage_backend import (
+from twinpool.cache.storage.backends.object_seal import seal, unpack
+from twinpool.cache.storage.storage_backend import (
     CUT_OFF,
     KEPT,
     MISSING,
@@ -20,7 +20,7 @@ from cache.storage.storage_backend import (
     ObjectOutcome,
     ObjectVerdict,
 )
-from contracts.errors import ConfigError
+from twinpool.contracts.errors import ConfigError
 
 
 class MemoryStore:

@@ -16,7 +16,7 @@ from functools import cache
 
 import xxhash
 
-from cache.storage.storage_backend import FORMAT_VERSION, ObjectName, ObjectOutcome, ObjectVerdict, Payload
+from twinpool.cache.storage.storage_backend import FORMAT_VERSION, ObjectName, ObjectOutcome, ObjectVerdict, Payload
 
 _MAGIC = b"twinpage"
 _MARK = struct.Struct("<8sHHI")

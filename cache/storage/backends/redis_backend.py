@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import redis
 
-from cache.storage.backends.object_seal import seal, seal_bytes, unpack
-from cache.storage.storage_backend import (
+from twinpool.cache.storage.backends.object_seal import seal, seal_bytes, unpack
+from twinpool.cache.storage.storage_backend import (
     CUT_OFF,
     KEPT,
     MISSING,
@@ -27,8 +27,8 @@ from cache.storage.storage_backend import (
     ObjectOutcome,
     ObjectVerdict,
 )
-from contracts.clock import Clock, SystemClock
-from contracts.wire.redis_connection import open_redis
+from twinpool.contracts.clock import Clock, SystemClock
+from twinpool.contracts.wire.redis_connection import open_redis
 
 _ROUND_BYTES = 16 * 1024 * 1024
 """Payload of one round trip: bounds the copies in memory and how late a deadline is noticed."""

@@ -6,11 +6,11 @@ import ctypes
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
-from cluster.controller.open_ledger import ledger_access
-from cluster.doctor.doctor_case import DoctorCase
-from cluster.doctor.finding import Finding, fine, warning
-from contracts.config.ledger_place import on_server
-from contracts.errors import ConfigError
+from twinpool.cluster.controller.open_ledger import ledger_access
+from twinpool.cluster.doctor.doctor_case import DoctorCase
+from twinpool.cluster.doctor.finding import Finding, fine, warning
+from twinpool.contracts.config.ledger_place import on_server
+from twinpool.contracts.errors import ConfigError
 
 MOST_SKEW_S = 2.0
 ASK_S = 1.0
@@ -54,7 +54,7 @@ def _skew(case: DoctorCase) -> float | None:
     try:
         import redis
 
-        from contracts.wire.redis_connection import open_redis
+        from twinpool.contracts.wire.redis_connection import open_redis
 
         client = open_redis(place, ASK_S, "cluster.ledger", ledger_access(case.config.security, case.host.environment))
     except (ImportError, ConfigError):

@@ -8,10 +8,10 @@ import subprocess
 from array import array
 from collections.abc import Iterator
 
-from cluster.doctor.doctor_case import DoctorCase
-from cluster.doctor.finding import Finding, error, fine, warning
-from cluster.processes.process_ids import TIED
-from contracts.python_command import script_command
+from twinpool.cluster.doctor.doctor_case import DoctorCase
+from twinpool.cluster.doctor.finding import Finding, error, fine, warning
+from twinpool.cluster.processes.process_ids import TIED
+from twinpool.contracts.python_command import script_command
 
 TRY_S = 10.0
 _KEPT = array("B", b"!")

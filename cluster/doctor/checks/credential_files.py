@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
-from cluster.doctor.doctor_case import DoctorCase
-from cluster.doctor.finding import Finding, error, fine, from_refusal, warning
-from cluster.serve.security_check import check_security
-from contracts.credentials.certificate_check import read_certificates
-from contracts.errors import ConfigError, TwinpoolError
-from contracts.key_file import read_key_file
+from twinpool.cluster.doctor.doctor_case import DoctorCase
+from twinpool.cluster.doctor.finding import Finding, error, fine, from_refusal, warning
+from twinpool.cluster.serve.security_check import check_security
+from twinpool.contracts.credentials.certificate_check import read_certificates
+from twinpool.contracts.errors import ConfigError, TwinpoolError
+from twinpool.contracts.key_file import read_key_file
 
 SOON = timedelta(days=14)
 """A certificate that ends within this time is told of."""

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 
-from cluster.doctor.doctor_case import DoctorCase
-from cluster.doctor.finding import Finding, error, fine, from_refusal, sized, warning
-from contracts.errors import TwinpoolError
+from twinpool.cluster.doctor.doctor_case import DoctorCase
+from twinpool.cluster.doctor.finding import Finding, error, fine, from_refusal, sized, warning
+from twinpool.contracts.errors import TwinpoolError
 
 ASK_S = 10.0
 LEAST_CAPABILITY = 70

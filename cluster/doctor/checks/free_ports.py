@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from cluster.doctor.doctor_case import DoctorCase
-from cluster.doctor.finding import Finding, error, fine
-from cluster.processes.free_port import free_port
-from cluster.processes.run_file import live_run_of, newest_live_run
-from cluster.serve.terminal import url_of
-from contracts.errors import ConfigError
+from twinpool.cluster.doctor.doctor_case import DoctorCase
+from twinpool.cluster.doctor.finding import Finding, error, fine
+from twinpool.cluster.processes.free_port import free_port
+from twinpool.cluster.processes.run_file import live_run_of, newest_live_run
+from twinpool.cluster.serve.terminal import url_of
+from twinpool.contracts.errors import ConfigError
 
 
 def check_ports(case: DoctorCase) -> Iterator[Finding]:
@@ -59,8 +59,8 @@ def _ports(case: DoctorCase) -> Iterator[tuple[str, str, int]]:
         parts = urlsplit(endpoint)
         if parts.scheme != "tcp" or not parts.port:
             continue
-        from cluster.assembly.build_parts import event_rank  # These import torch, which takes seconds.
-        from cluster.serve.memory_fit import named
+        from twinpool.cluster.assembly.build_parts import event_rank  # These import torch, which takes seconds.
+        from twinpool.cluster.serve.memory_fit import named
 
         for name, role in named(options.workers):
             yield setting, parts.hostname or "0.0.0.0", parts.port + event_rank(role, name)

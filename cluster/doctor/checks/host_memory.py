@@ -6,14 +6,14 @@ import dataclasses
 import os
 from collections.abc import Iterator
 
-from cluster.assembly.device_cards import apart
-from cluster.assembly.node_shares import NodeFacts, cores, free_bytes, measured
-from cluster.doctor.doctor_case import DoctorCase
-from cluster.doctor.finding import Finding, error, fine, from_refusal, sized, warning
-from cluster.ray_nodes.ray_cluster import OBJECT_STORE_BYTES
-from cluster.serve.preflight import ServePlan, check_ranks, check_tiers, on_device, plan_again
-from contracts.config.plane_choice import with_plane
-from contracts.errors import TwinpoolError
+from twinpool.cluster.assembly.device_cards import apart
+from twinpool.cluster.assembly.node_shares import NodeFacts, cores, free_bytes, measured
+from twinpool.cluster.doctor.doctor_case import DoctorCase
+from twinpool.cluster.doctor.finding import Finding, error, fine, from_refusal, sized, warning
+from twinpool.cluster.ray_nodes.ray_cluster import OBJECT_STORE_BYTES
+from twinpool.cluster.serve.preflight import ServePlan, check_ranks, check_tiers, on_device, plan_again
+from twinpool.contracts.config.plane_choice import with_plane
+from twinpool.contracts.errors import TwinpoolError
 
 SWAPPED_SHARE = 0.1
 """The part of swap in use beyond which this machine is short of memory already."""
@@ -52,7 +52,7 @@ def _facts(case: DoctorCase) -> NodeFacts:
 
 def _need(plan: ServePlan) -> int:
     """Bytes of this machine's memory that all workers take at most, host tiers filled."""
-    from cluster.serve.memory_fit import most_bytes, shared_weights  # It imports torch.
+    from twinpool.cluster.serve.memory_fit import most_bytes, shared_weights  # It imports torch.
 
     here, config = plan.here, plan.config
     each = sum(most_bytes(here, config, role) * count for role, count in plan.wanted.items())

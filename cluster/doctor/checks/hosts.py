@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
-from cluster.doctor.checks.clocks import MOST_SKEW_S
-from cluster.doctor.doctor_case import DoctorCase
-from cluster.doctor.finding import Finding, error, fine, from_refusal, warning
-from cluster.ray_nodes.host_facts import HostFacts
-from cluster.ray_nodes.worker_resources import RESOURCES
-from contracts import cpu_levels
-from contracts.config.worker_config import EngineConfig
-from contracts.errors import ConfigError
+from twinpool.cluster.doctor.checks.clocks import MOST_SKEW_S
+from twinpool.cluster.doctor.doctor_case import DoctorCase
+from twinpool.cluster.doctor.finding import Finding, error, fine, from_refusal, warning
+from twinpool.cluster.ray_nodes.host_facts import HostFacts
+from twinpool.cluster.ray_nodes.worker_resources import RESOURCES
+from twinpool.contracts import cpu_levels
+from twinpool.contracts.config.worker_config import EngineConfig
+from twinpool.contracts.errors import ConfigError
 
 Groups = Mapping[Hashable, Sequence[HostFacts]]
 

@@ -7,12 +7,12 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-from cluster.controller.open_ledger import PASSWORD_VARIABLE, open_ledger
-from cluster.doctor.checks.storage_tier import probe_folder
-from cluster.doctor.doctor_case import DoctorCase
-from cluster.doctor.finding import Finding, error, fine, from_refusal, warning
-from contracts.config.ledger_place import on_server, without_password
-from contracts.errors import ConfigError, TwinpoolError
+from twinpool.cluster.controller.open_ledger import PASSWORD_VARIABLE, open_ledger
+from twinpool.cluster.doctor.checks.storage_tier import probe_folder
+from twinpool.cluster.doctor.doctor_case import DoctorCase
+from twinpool.cluster.doctor.finding import Finding, error, fine, from_refusal, warning
+from twinpool.contracts.config.ledger_place import on_server, without_password
+from twinpool.contracts.errors import ConfigError, TwinpoolError
 
 BUSY_S = 1.0
 

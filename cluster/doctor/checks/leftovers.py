@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from cluster.doctor.doctor_case import DoctorCase
-from cluster.doctor.finding import Finding, fine, sized, warning
-from cluster.processes.process_ids import same_process
-from cluster.processes.reaper import ReapedRun
-from cluster.processes.run_file import runs_folder
-from contracts.outside_data import read_json
+from twinpool.cluster.doctor.doctor_case import DoctorCase
+from twinpool.cluster.doctor.finding import Finding, fine, sized, warning
+from twinpool.cluster.processes.process_ids import same_process
+from twinpool.cluster.processes.reaper import ReapedRun
+from twinpool.cluster.processes.run_file import runs_folder
+from twinpool.contracts.outside_data import read_json
 
 _RUN = re.compile(r"twinpool-\w{8}")
 """The name of a run's temporary folder."""

@@ -7,12 +7,12 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from cluster.doctor.doctor_case import DoctorCase
-from cluster.doctor.finding import Finding, error, fine, from_refusal, sized, warning
-from contracts.checkpoint.gguf.gguf_header import is_gguf
-from contracts.checkpoint.safetensors_headers import INDEX, read_file_headers, read_json
-from contracts.errors import CheckpointError, TwinpoolError
-from router.text.tokenizer import read_model_tokenizer
+from twinpool.cluster.doctor.doctor_case import DoctorCase
+from twinpool.cluster.doctor.finding import Finding, error, fine, from_refusal, sized, warning
+from twinpool.contracts.checkpoint.gguf.gguf_header import is_gguf
+from twinpool.contracts.checkpoint.safetensors_headers import INDEX, read_file_headers, read_json
+from twinpool.contracts.errors import CheckpointError, TwinpoolError
+from twinpool.router.text.tokenizer import read_model_tokenizer
 
 LEAST_FREE = 1 << 30
 """Bytes that a disk should have for a run's logs and Ray's files."""
@@ -36,7 +36,7 @@ def check_model(case: DoctorCase) -> Iterator[Finding]:
         yield from_refusal(model.refused or CheckpointError(f"{model.path} can't be read"))
         return
     try:
-        from engine.models.registry import model_for
+        from twinpool.engine.models.registry import model_for
 
         model_for(model.spec)
     except TwinpoolError as refused:

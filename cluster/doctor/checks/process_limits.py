@@ -5,10 +5,10 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator
 
-from cluster.assembly.node_shares import cores
-from cluster.doctor.doctor_case import DoctorCase
-from cluster.doctor.finding import Finding, error, fine, sized, warning
-from router.api.connection_limits import connection_limit
+from twinpool.cluster.assembly.node_shares import cores
+from twinpool.cluster.doctor.doctor_case import DoctorCase
+from twinpool.cluster.doctor.finding import Finding, error, fine, sized, warning
+from twinpool.router.api.connection_limits import connection_limit
 
 LEAST_DESCRIPTORS = 1024
 """Descriptors without which a Ray with a few workers doesn't get on."""

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 
-from cluster.doctor.doctor_case import DoctorCase
-from cluster.doctor.finding import Finding, error, fine, from_refusal, warning
-from cluster.ray_nodes.ray_cluster import check_reachable
-from cluster.ray_nodes.ray_facts import RayFacts
-from cluster.ray_nodes.worker_resources import RESOURCES, has_places, resource_example
-from contracts.errors import ConfigError
+from twinpool.cluster.doctor.doctor_case import DoctorCase
+from twinpool.cluster.doctor.finding import Finding, error, fine, from_refusal, warning
+from twinpool.cluster.ray_nodes.ray_cluster import check_reachable
+from twinpool.cluster.ray_nodes.ray_facts import RayFacts
+from twinpool.cluster.ray_nodes.worker_resources import RESOURCES, has_places, resource_example
+from twinpool.contracts.errors import ConfigError
 
 
 def check_ray(case: DoctorCase) -> Iterator[Finding]:

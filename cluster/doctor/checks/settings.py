@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cluster.doctor.doctor_case import DoctorCase
-from cluster.doctor.finding import Finding, fine, from_refusal
-from cluster.serve.preflight import check_flags, check_settings
-from contracts import cpu_levels
-from contracts.errors import TwinpoolError
+from twinpool.cluster.doctor.doctor_case import DoctorCase
+from twinpool.cluster.doctor.finding import Finding, fine, from_refusal
+from twinpool.cluster.serve.preflight import check_flags, check_settings
+from twinpool.contracts import cpu_levels
+from twinpool.contracts.errors import TwinpoolError
 
 
 def check_configuration(case: DoctorCase) -> Iterator[Finding]:
@@ -28,7 +28,7 @@ def check_configuration(case: DoctorCase) -> Iterator[Finding]:
 
 def check_numerics(case: DoctorCase) -> Iterator[Finding]:
     """Whether this machine's processor can run the level that the cluster is pinned to."""
-    from cluster.doctor.finding import error, warning
+    from twinpool.cluster.doctor.finding import error, warning
 
     level, can = case.config.engine.numerics_class, cpu_levels.levels()
     if level not in ("auto", *can):

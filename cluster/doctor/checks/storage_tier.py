@@ -9,12 +9,12 @@ from importlib.metadata import entry_points
 from itertools import islice
 from pathlib import Path
 
-from cache.storage.backends.backend_factory import ENTRY_POINTS
-from cluster.doctor.doctor_case import DoctorCase
-from cluster.doctor.finding import Finding, error, fine, sized, warning
-from contracts.config.cache_config import StorageConfig
-from contracts.config.ledger_place import without_password
-from contracts.errors import ConfigError
+from twinpool.cache.storage.backends.backend_factory import ENTRY_POINTS
+from twinpool.cluster.doctor.doctor_case import DoctorCase
+from twinpool.cluster.doctor.finding import Finding, error, fine, sized, warning
+from twinpool.contracts.config.cache_config import StorageConfig
+from twinpool.contracts.config.ledger_place import without_password
+from twinpool.contracts.errors import ConfigError
 
 ASK_S = 2.0
 MOST_FILES = 20_000
@@ -67,7 +67,7 @@ def _server(storage: StorageConfig) -> Iterator[Finding]:
     try:
         import redis
 
-        from contracts.wire.redis_connection import open_redis
+        from twinpool.contracts.wire.redis_connection import open_redis
     except ModuleNotFoundError:
         yield error("cache.storage.backend=redis needs a package", "pip install 'twinpool[redis]'")
         return

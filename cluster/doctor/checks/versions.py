@@ -9,9 +9,9 @@ from importlib.metadata import PackageNotFoundError, metadata
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from cluster.doctor.doctor_case import DoctorCase
-from cluster.doctor.finding import Finding, error, fine
-from contracts.config.ledger_place import on_server
+from twinpool.cluster.doctor.doctor_case import DoctorCase
+from twinpool.cluster.doctor.finding import Finding, error, fine
+from twinpool.contracts.config.ledger_place import on_server
 
 _SHOWN = ("torch", "ray", "pyzmq", "grpcio")
 

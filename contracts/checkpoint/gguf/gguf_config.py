@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from contracts.checkpoint.gguf.gguf_header import GgufHeader
-from contracts.checkpoint.gguf.gguf_tensors import ROPE_FACTORS, TensorNames, tensors_of
-from contracts.checkpoint.safetensors_headers import FLOATS, TensorHeader
+from twinpool.contracts.checkpoint.gguf.gguf_header import GgufHeader
+from twinpool.contracts.checkpoint.gguf.gguf_tensors import ROPE_FACTORS, TensorNames, tensors_of
+from twinpool.contracts.checkpoint.safetensors_headers import FLOATS, TensorHeader
 
 _ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 """Control tokens that end an answer wherever a vocabulary has them, as llama.cpp has it too."""

@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from contracts.errors import CheckpointError
+from twinpool.contracts.errors import CheckpointError
 
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from contracts.checkpoint.gguf.gguf_header import GgufHeader, GgufPlace
-from contracts.checkpoint.safetensors_headers import TensorHeader
+from twinpool.contracts.checkpoint.gguf.gguf_header import GgufHeader, GgufPlace
+from twinpool.contracts.checkpoint.safetensors_headers import TensorHeader
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {

@@ -11,9 +11,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from contracts.checkpoint.gguf.gguf_header import GgufHeader
-from contracts.checkpoint.gguf.pretokenizers import KINDS, Pretokenizer
-from contracts.checkpoint.gguf.sentencepiece_merges import merges_by_order, merges_by_score
+from twinpool.contracts.checkpoint.gguf.gguf_header import GgufHeader
+from twinpool.contracts.checkpoint.gguf.pretokenizers import KINDS, Pretokenizer
+from twinpool.contracts.checkpoint.gguf.sentencepiece_merges import merges_by_order, merges_by_score
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 """Kinds of tokens: the unknown one, special ones, and others that are found whole before a text is split."""

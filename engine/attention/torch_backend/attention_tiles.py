@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.attention_plan import BLOCK_TOKENS, AttentionPlan
+from twinpool.engine.attention.attention_plan import BLOCK_TOKENS, AttentionPlan
 
 _TILE_QUERIES = 128
 SCORE_ELEMENTS = 1 << 20

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.attention.attention_backend import ScoreOptions
-from engine.attention.attention_plan import AttentionPlan
-from engine.attention.torch_backend.torch_attention import TorchAttention
-from engine.native.native_kernels import AttentionShape, NativeKernels
-from engine.tensors.row_exact_linear import Numerics
+from twinpool.engine.attention.attention_backend import ScoreOptions
+from twinpool.engine.attention.attention_plan import AttentionPlan
+from twinpool.engine.attention.torch_backend.torch_attention import TorchAttention
+from twinpool.engine.native.native_kernels import AttentionShape, NativeKernels
+from twinpool.engine.tensors.row_exact_linear import Numerics
 
 
 class NativeAttention(TorchAttention):

@@ -9,8 +9,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from engine.attention.attention_plan import SlotPlan
-from engine.attention.recurrence_backend import BLOCK
+from twinpool.engine.attention.attention_plan import SlotPlan
+from twinpool.engine.attention.recurrence_backend import BLOCK
 
 LARGE = 1 << 15
 """Elements of a sequence's matrices from which on gathering them is slower than reading each in its slot."""

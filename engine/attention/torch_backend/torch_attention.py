@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.attention_backend import ScoreOptions
-from engine.attention.attention_plan import BLOCK_TOKENS, AttentionPlan, BackendPlan
-from engine.attention.torch_backend.attention_tiles import (
+from twinpool.engine.attention.attention_backend import ScoreOptions
+from twinpool.engine.attention.attention_plan import BLOCK_TOKENS, AttentionPlan, BackendPlan
+from twinpool.engine.attention.torch_backend.attention_tiles import (
     GATHER_ELEMENTS,
     MASKED,
     SCORE_ELEMENTS,
@@ -40,9 +40,9 @@ from engine.attention.torch_backend.attention_tiles import (
     split_tiles,
     tile_queries,
 )
-from engine.attention.torch_backend.torch_latent import TorchLatent
-from engine.attention.torch_backend.torch_recurrence import TorchRecurrence
-from engine.tensors.row_exact_linear import Numerics, tanh
+from twinpool.engine.attention.torch_backend.torch_latent import TorchLatent
+from twinpool.engine.attention.torch_backend.torch_recurrence import TorchRecurrence
+from twinpool.engine.tensors.row_exact_linear import Numerics, tanh
 
 
 class TorchAttention:

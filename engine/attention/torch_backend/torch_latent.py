@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.attention_backend import AttentionBackend, ScoreOptions
-from engine.attention.attention_plan import AttentionPlan
-from engine.attention.latent_backend import IndexKeys, SparseSelection
-from engine.tensors.row_exact_linear import Numerics
+from twinpool.engine.attention.attention_backend import AttentionBackend, ScoreOptions
+from twinpool.engine.attention.attention_plan import AttentionPlan
+from twinpool.engine.attention.latent_backend import IndexKeys, SparseSelection
+from twinpool.engine.tensors.row_exact_linear import Numerics
 
 INDEX_BLOCK = 128
 _TILE_QUERIES = 16

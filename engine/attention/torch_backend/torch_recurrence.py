@@ -30,10 +30,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.attention.attention_plan import SlotPlan
-from engine.attention.recurrence_backend import BLOCK, ScanState
-from engine.attention.torch_backend.recurrence_blocks import LARGE, StepBlocks, by_block, conv_lines, laid_out
-from engine.tensors.row_exact_linear import Numerics
+from twinpool.engine.attention.attention_plan import SlotPlan
+from twinpool.engine.attention.recurrence_backend import BLOCK, ScanState
+from twinpool.engine.attention.torch_backend.recurrence_blocks import LARGE, StepBlocks, by_block, conv_lines, laid_out
+from twinpool.engine.tensors.row_exact_linear import Numerics
 
 
 class TorchRecurrence:

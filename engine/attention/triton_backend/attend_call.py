@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from contracts.errors import ConfigError
+from twinpool.contracts.errors import ConfigError
 
 if TYPE_CHECKING:
-    from engine.attention.attention_backend import ScoreOptions
-    from engine.attention.attention_plan import AttentionPlan
+    from twinpool.engine.attention.attention_backend import ScoreOptions
+    from twinpool.engine.attention.attention_plan import AttentionPlan
 
 MAX_HEAD_DIM = 512
 MAX_HEADS_PER_KV = 64

@@ -42,7 +42,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.attention.triton_backend.merge_kernels import first_seen, merge_partials, partial_weights, with_sink
+from twinpool.engine.attention.triton_backend.merge_kernels import (
+    first_seen,
+    merge_partials,
+    partial_weights,
+    with_sink,
+)
 
 
 @triton.jit

@@ -26,8 +26,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.attention.triton_backend.attention_kernels import dot_upcast
-from engine.attention.triton_backend.merge_kernels import partial_weights
+from twinpool.engine.attention.triton_backend.attention_kernels import dot_upcast
+from twinpool.engine.attention.triton_backend.merge_kernels import partial_weights
 
 
 @triton.jit

@@ -15,20 +15,20 @@ import torch
 import triton
 from torch import Tensor
 
-from contracts.errors import ConfigError
-from engine.attention.triton_backend import attention_kernels as kernels
-from engine.attention.triton_backend import merge_kernels, page_kernels
-from engine.attention.triton_backend.attend_call import AttendCall
-from engine.attention.triton_backend.softmax_parts import SCRATCH_BYTES, Parts, waves
-from engine.attention.triton_backend.tile_shapes import SEGMENT_TOKENS, SPLIT_TOKENS, head_tile
-from engine.attention.triton_backend.triton_latent import TritonLatent
-from engine.attention.triton_backend.triton_recurrence import TritonRecurrence
-from engine.gpu.gpu_capability import device_capability
-from engine.tensors.tuned_options import launch_options
+from twinpool.contracts.errors import ConfigError
+from twinpool.engine.attention.triton_backend import attention_kernels as kernels
+from twinpool.engine.attention.triton_backend import merge_kernels, page_kernels
+from twinpool.engine.attention.triton_backend.attend_call import AttendCall
+from twinpool.engine.attention.triton_backend.softmax_parts import SCRATCH_BYTES, Parts, waves
+from twinpool.engine.attention.triton_backend.tile_shapes import SEGMENT_TOKENS, SPLIT_TOKENS, head_tile
+from twinpool.engine.attention.triton_backend.triton_latent import TritonLatent
+from twinpool.engine.attention.triton_backend.triton_recurrence import TritonRecurrence
+from twinpool.engine.gpu.gpu_capability import device_capability
+from twinpool.engine.tensors.tuned_options import launch_options
 
 if TYPE_CHECKING:
-    from engine.attention.attention_backend import ScoreOptions
-    from engine.attention.attention_plan import AttentionPlan, BackendPlan
+    from twinpool.engine.attention.attention_backend import ScoreOptions
+    from twinpool.engine.attention.attention_plan import AttentionPlan, BackendPlan
 
 
 SPLIT_BELOW = 1024

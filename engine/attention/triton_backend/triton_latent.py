@@ -10,14 +10,14 @@ import torch
 import triton
 from torch import Tensor
 
-from contracts.errors import ConfigError
-from engine.attention.attention_plan import AttentionPlan
-from engine.attention.latent_backend import IndexKeys, SparseSelection
-from engine.attention.triton_backend import latent_kernels as kernels
-from engine.attention.triton_backend import merge_kernels, page_kernels
-from engine.attention.triton_backend.softmax_parts import SCRATCH_BYTES, Parts, waves
-from engine.attention.triton_backend.tile_shapes import LATENT_SPLIT_TOKENS, index_tile, latent_tile
-from engine.tensors.tuned_options import launch_options
+from twinpool.contracts.errors import ConfigError
+from twinpool.engine.attention.attention_plan import AttentionPlan
+from twinpool.engine.attention.latent_backend import IndexKeys, SparseSelection
+from twinpool.engine.attention.triton_backend import latent_kernels as kernels
+from twinpool.engine.attention.triton_backend import merge_kernels, page_kernels
+from twinpool.engine.attention.triton_backend.softmax_parts import SCRATCH_BYTES, Parts, waves
+from twinpool.engine.attention.triton_backend.tile_shapes import LATENT_SPLIT_TOKENS, index_tile, latent_tile
+from twinpool.engine.tensors.tuned_options import launch_options
 
 MAX_LATENT = 512
 MAX_TURNING = 128

@@ -9,9 +9,9 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.attention.attention_plan import SlotPlan
-from engine.attention.recurrence_backend import BLOCK, ScanState
-from engine.attention.triton_backend import recurrence_kernels as kernels
+from twinpool.engine.attention.attention_plan import SlotPlan
+from twinpool.engine.attention.recurrence_backend import BLOCK, ScanState
+from twinpool.engine.attention.triton_backend import recurrence_kernels as kernels
 
 _CONV_ROWS = 16
 _CONV_COLUMNS = 128

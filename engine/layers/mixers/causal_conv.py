@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cache.memory.kv_cache_spec import BufferSpec, IndexSpace
-from engine.layers.forward_context import ForwardContext, LayerPlace
-from engine.layers.norm import silu
-from engine.tensors.shard import Shard, ShardAxis
-from engine.tensors.weight_loader import Weights
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace
+from twinpool.engine.layers.forward_context import ForwardContext, LayerPlace
+from twinpool.engine.layers.norm import silu
+from twinpool.engine.tensors.shard import Shard, ShardAxis
+from twinpool.engine.tensors.weight_loader import Weights
 
 
 def conv_buffer(

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cache.memory.kv_cache_spec import BufferSpec, IndexSpace
-from engine.attention.latent_backend import IndexKeys, SparseSelection
-from engine.attention.torch_backend.torch_latent import INDEX_BLOCK
-from engine.layers.forward_context import ForwardContext, LayerPlace
-from engine.layers.mixers.mla import halves
-from engine.layers.rope import RopeTable, rotate
-from engine.tensors.weight_loader import Weights
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace
+from twinpool.engine.attention.latent_backend import IndexKeys, SparseSelection
+from twinpool.engine.attention.torch_backend.torch_latent import INDEX_BLOCK
+from twinpool.engine.layers.forward_context import ForwardContext, LayerPlace
+from twinpool.engine.layers.mixers.mla import halves
+from twinpool.engine.layers.rope import RopeTable, rotate
+from twinpool.engine.tensors.weight_loader import Weights
 
 _NORM_EPS = 1e-6
 _SELECTION = "selection of the last layer that chose"

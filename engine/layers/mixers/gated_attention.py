@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.attention.attention_backend import ScoreOptions
-from engine.attention.attention_plan import BLOCK_TOKENS
-from engine.layers.forward_context import ForwardContext, LayerPlace
-from engine.layers.mixers.head_attention import store
-from engine.layers.norm import rms_norm, sigmoid
-from engine.layers.rope import RopeTable, rotate
-from engine.tensors.weight_loader import Weights
+from twinpool.engine.attention.attention_backend import ScoreOptions
+from twinpool.engine.attention.attention_plan import BLOCK_TOKENS
+from twinpool.engine.layers.forward_context import ForwardContext, LayerPlace
+from twinpool.engine.layers.mixers.head_attention import store
+from twinpool.engine.layers.norm import rms_norm, sigmoid
+from twinpool.engine.layers.rope import RopeTable, rotate
+from twinpool.engine.tensors.weight_loader import Weights
 
 
 class GatedAttention:

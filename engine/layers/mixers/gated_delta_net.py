@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cache.memory.kv_cache_spec import BufferSpec
-from engine.attention.recurrence_backend import ScanState, scan_buffers
-from engine.layers.forward_context import ForwardContext, LayerPlace
-from engine.layers.mixers.causal_conv import CausalConv, conv_buffer
-from engine.layers.norm import rms_norm, sigmoid, silu, softplus, square_sum
-from engine.tensors.shard import Shard, ShardAxis
-from engine.tensors.weight_loader import Weights
+from twinpool.cache.memory.kv_cache_spec import BufferSpec
+from twinpool.engine.attention.recurrence_backend import ScanState, scan_buffers
+from twinpool.engine.layers.forward_context import ForwardContext, LayerPlace
+from twinpool.engine.layers.mixers.causal_conv import CausalConv, conv_buffer
+from twinpool.engine.layers.norm import rms_norm, sigmoid, silu, softplus, square_sum
+from twinpool.engine.tensors.shard import Shard, ShardAxis
+from twinpool.engine.tensors.weight_loader import Weights
 
 _L2_EPS = 1e-6
 _CONVS = ("conv_q", "conv_k", "conv_v")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cache.memory.kv_cache_spec import BufferSpec
-from engine.attention.attention_backend import ScoreOptions
-from engine.attention.attention_plan import BLOCK_TOKENS, AttentionPlan
-from engine.layers.forward_context import ForwardContext, LayerPlace
-from engine.layers.norm import rms_norm
-from engine.layers.rope import RopeTable, rotate
-from engine.native.current_kernels import in_use, native_for
-from engine.tensors.shard import Shard
-from engine.tensors.weight_loader import Weights
+from twinpool.cache.memory.kv_cache_spec import BufferSpec
+from twinpool.engine.attention.attention_backend import ScoreOptions
+from twinpool.engine.attention.attention_plan import BLOCK_TOKENS, AttentionPlan
+from twinpool.engine.layers.forward_context import ForwardContext, LayerPlace
+from twinpool.engine.layers.norm import rms_norm
+from twinpool.engine.layers.rope import RopeTable, rotate
+from twinpool.engine.native.current_kernels import in_use, native_for
+from twinpool.engine.tensors.shard import Shard
+from twinpool.engine.tensors.weight_loader import Weights
 
 
 def kv_buffers(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, shard: Shard) -> tuple[BufferSpec, ...]:
@@ -92,7 +92,7 @@ class HeadAttention:
                 qkv_mn, norm_nd, eps, *turns, k_pages, v_pages, plan.slots_t, plan.muted_t, self._heads
             )
         if self._triton:
-            from engine.layers.mixers.triton_store_heads import store_heads
+            from twinpool.engine.layers.mixers.triton_store_heads import store_heads
 
             return store_heads(qkv_mn[: ctx.count], norm_nd, eps, turns, k_pages, v_pages, plan.slots_t, plan.muted_t)
         qkv = qkv_mn.view(len(qkv_mn), -1, self._dim)

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cache.memory.kv_cache_spec import BufferSpec
-from contracts.checkpoint.json_fields import JsonFields
-from engine.attention.recurrence_backend import ScanState, scan_buffers
-from engine.layers.forward_context import ForwardContext, LayerPlace
-from engine.layers.mixers.causal_conv import CausalConv, conv_buffer
-from engine.layers.norm import silu, softplus, square_sum
-from engine.tensors.shard import Shard, ShardAxis
-from engine.tensors.weight_loader import Weights
+from twinpool.cache.memory.kv_cache_spec import BufferSpec
+from twinpool.contracts.checkpoint.json_fields import JsonFields
+from twinpool.engine.attention.recurrence_backend import ScanState, scan_buffers
+from twinpool.engine.layers.forward_context import ForwardContext, LayerPlace
+from twinpool.engine.layers.mixers.causal_conv import CausalConv, conv_buffer
+from twinpool.engine.layers.norm import silu, softplus, square_sum
+from twinpool.engine.tensors.shard import Shard, ShardAxis
+from twinpool.engine.tensors.weight_loader import Weights
 
 _CONVS = ("conv_x", "conv_b", "conv_c")
 

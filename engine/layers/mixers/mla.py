@@ -16,15 +16,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cache.memory.kv_cache_spec import BufferSpec
-from engine.attention.attention_plan import BLOCK_TOKENS
-from engine.attention.latent_backend import SparseSelection
-from engine.layers.forward_context import ForwardContext, LayerPlace
-from engine.layers.mixers.head_attention import store
-from engine.layers.norm import rms_norm
-from engine.layers.rope import RopeTable, rotate
-from engine.tensors.row_exact_linear import HeadLinear, RowExactLinear
-from engine.tensors.weight_loader import Weights
+from twinpool.cache.memory.kv_cache_spec import BufferSpec
+from twinpool.engine.attention.attention_plan import BLOCK_TOKENS
+from twinpool.engine.attention.latent_backend import SparseSelection
+from twinpool.engine.layers.forward_context import ForwardContext, LayerPlace
+from twinpool.engine.layers.mixers.head_attention import store
+from twinpool.engine.layers.norm import rms_norm
+from twinpool.engine.layers.rope import RopeTable, rotate
+from twinpool.engine.tensors.row_exact_linear import HeadLinear, RowExactLinear
+from twinpool.engine.tensors.weight_loader import Weights
 
 _NORM_EPS = 1e-6
 """Epsilon of the norms of compressed queries and latents, whatever epsilon the model's other norms have."""

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.layers.mixers import store_heads_kernel
+from twinpool.engine.layers.mixers import store_heads_kernel
 
 
 def store_heads(

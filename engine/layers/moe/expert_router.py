@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.layers.forward_context import ForwardContext
-from engine.layers.norm import rms_norm, sigmoid
-from engine.tensors.weight_loader import Weights
+from twinpool.engine.layers.forward_context import ForwardContext
+from twinpool.engine.layers.norm import rms_norm, sigmoid
+from twinpool.engine.tensors.weight_loader import Weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.layers.moe.expert_router import ExpertRoutes
-from engine.layers.norm import gelu_tanh, sigmoid, silu
-from engine.native.current_kernels import kernels_for
-from engine.tensors.row_exact_linear import Numerics, RowExactLinear
-from engine.tensors.shard import ShardAxis
-from engine.tensors.weight_loader import Weights
+from twinpool.engine.layers.moe.expert_router import ExpertRoutes
+from twinpool.engine.layers.norm import gelu_tanh, sigmoid, silu
+from twinpool.engine.native.current_kernels import kernels_for
+from twinpool.engine.tensors.row_exact_linear import Numerics, RowExactLinear
+from twinpool.engine.tensors.shard import ShardAxis
+from twinpool.engine.tensors.weight_loader import Weights
 
 Activation = Callable[[Tensor], Tensor]
 """Maps an expert's first product [S, width] to the input of its second, [S, inner], in the same dtype."""

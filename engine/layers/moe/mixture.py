@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from engine.layers.decoder import Sublayer
-from engine.layers.forward_context import ForwardContext
-from engine.layers.moe.expert_router import ExpertRouter, ExpertRoutes
-from engine.layers.moe.experts import (
+from twinpool.engine.layers.decoder import Sublayer
+from twinpool.engine.layers.forward_context import ForwardContext
+from twinpool.engine.layers.moe.expert_router import ExpertRouter, ExpertRoutes
+from twinpool.engine.layers.moe.experts import (
     Activation,
     ExpertReader,
     ExpertSizes,
@@ -27,9 +27,9 @@ from engine.layers.moe.experts import (
     gated_silu,
     plain_expert,
 )
-from engine.layers.norm import sigmoid
-from engine.tensors.row_exact_linear import Numerics
-from engine.tensors.weight_loader import Weights
+from twinpool.engine.layers.norm import sigmoid
+from twinpool.engine.tensors.row_exact_linear import Numerics
+from twinpool.engine.tensors.weight_loader import Weights
 
 
 class MixtureOfExperts:
@@ -75,7 +75,7 @@ def _torch(weights: Weights, experts: Sequence[ExpertWeights], activation: Activ
 
 
 def _triton(weights: Weights, experts: Sequence[ExpertWeights], activation: Activation) -> RoutedExperts:
-    from engine.layers.moe.triton_experts import StackedProducts, TritonExperts
+    from twinpool.engine.layers.moe.triton_experts import StackedProducts, TritonExperts
 
     ups = StackedProducts.of([expert.up_nh for expert in experts], [expert.up_bias_n for expert in experts])
     downs = StackedProducts.of([expert.down_hi for expert in experts], [expert.down_bias_h for expert in experts])

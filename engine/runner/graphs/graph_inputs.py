@@ -15,13 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec, PoolSpec
-from cache.pool.load_gate import GateDoor
-from contracts.errors import ConfigError
-from engine.attention.attention_backend import AttentionBackend
-from engine.attention.attention_plan import AttentionPlan, SlotPlan
-from engine.layers.forward_context import ForwardContext
-from engine.tensors.row_exact_linear import Numerics
+from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec, PoolSpec
+from twinpool.cache.pool.load_gate import GateDoor
+from twinpool.contracts.errors import ConfigError
+from twinpool.engine.attention.attention_backend import AttentionBackend
+from twinpool.engine.attention.attention_plan import AttentionPlan, SlotPlan
+from twinpool.engine.layers.forward_context import ForwardContext
+from twinpool.engine.tensors.row_exact_linear import Numerics
 
 
 class GraphSize(NamedTuple):

@@ -24,16 +24,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.pool.load_gate import GateDoor
-from contracts.errors import ConfigError
-from engine.attention.attention_backend import AttentionBackend
-from engine.attention.attention_plan import BackendPlan
-from engine.layers.decoder import Decoder
-from engine.layers.forward_context import ForwardContext
-from engine.runner.graphs.graph_capture import Capture, CapturedRun
-from engine.runner.graphs.graph_inputs import GraphInputs, GraphSize
-from engine.tensors.row_exact_linear import Numerics
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cache.pool.load_gate import GateDoor
+from twinpool.contracts.errors import ConfigError
+from twinpool.engine.attention.attention_backend import AttentionBackend
+from twinpool.engine.attention.attention_plan import BackendPlan
+from twinpool.engine.layers.decoder import Decoder
+from twinpool.engine.layers.forward_context import ForwardContext
+from twinpool.engine.runner.graphs.graph_capture import Capture, CapturedRun
+from twinpool.engine.runner.graphs.graph_inputs import GraphInputs, GraphSize
+from twinpool.engine.tensors.row_exact_linear import Numerics
 
 log = logging.getLogger("twinpool.engine")
 _FEWEST_PAGES = 16

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache.memory.pinned_memory import to_device, upload
-from contracts.sampling_params import SamplingParams
+from twinpool.cache.memory.pinned_memory import to_device, upload
+from twinpool.contracts.sampling_params import SamplingParams
 
 _ELEMENTS = 1 << 23
 """Elements of logits, or tokens of histories, that are looked at together: 32 MiB in float32."""

@@ -22,12 +22,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cache.memory.pinned_memory import to_device, to_host
-from contracts.sampling_params import SamplingParams, TokenLogprob
-from engine.runner.batch import DrawnToken, TokenDraw
-from engine.runner.sampling.penalties import needs_history, penalise
-from engine.runner.sampling.token_history import TokenHistory, rectangle
-from engine.runner.sampling.token_mask import apply_masks
+from twinpool.cache.memory.pinned_memory import to_device, to_host
+from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
+from twinpool.engine.runner.batch import DrawnToken, TokenDraw
+from twinpool.engine.runner.sampling.penalties import needs_history, penalise
+from twinpool.engine.runner.sampling.token_history import TokenHistory, rectangle
+from twinpool.engine.runner.sampling.token_mask import apply_masks
 
 ReadHistories = Callable[[Sequence[int]], Tensor]
 _MASK = (1 << 64) - 1
@@ -189,7 +189,7 @@ def _draw_shaped(
         sampled_k = to_device(sampled, logits_nv.device)
         rows_nv = logits_nv.index_select(0, sampled_k)
         if triton:
-            from engine.runner.sampling import triton_draw as triton_rows
+            from twinpool.engine.runner.sampling import triton_draw as triton_rows
 
             drawn_k = triton_rows.sample(rows_nv, params, uniforms)
         else:

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache.allocation.block_table import DeviceRow
-from cache.memory.pinned_memory import HostIntegers, upload
-from engine.runner.device_rows import DeviceRows, RowUpdate
+from twinpool.cache.allocation.block_table import DeviceRow
+from twinpool.cache.memory.pinned_memory import HostIntegers, upload
+from twinpool.engine.runner.device_rows import DeviceRows, RowUpdate
 
 
 class TokenHistory:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cache.memory.pinned_memory import upload
+from twinpool.cache.memory.pinned_memory import upload
 
 _WORD = 32
 _ELEMENTS = 1 << 23

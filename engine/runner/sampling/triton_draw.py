@@ -8,9 +8,9 @@ import torch
 import triton
 from torch import Tensor
 
-from cache.memory.pinned_memory import to_device
-from contracts.sampling_params import SamplingParams
-from engine.runner.sampling import draw_kernel
+from twinpool.cache.memory.pinned_memory import to_device
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.runner.sampling import draw_kernel
 
 _VOCAB_BLOCK = 1024
 _PART_BLOCKS = 2  # of a row that one program reads

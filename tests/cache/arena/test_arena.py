@@ -6,15 +6,15 @@ from collections import Counter
 
 import pytest
 
-from cache.arena.arena import Arena, arena_bytes, most_index_bytes
-from cache.arena.arena_keeper import MOST_TAKEN, SETTLED_S, ArenaKeeper, _date, _FoundPages
-from cache.arena.arena_records import SALT_BYTES
-from cache.memory.memory_layout import LayoutOrder, PoolSetLayout
-from cache.prefix_cache.nodes.tree_node import Tier, TreeNode
 from tests.cache_schedule import _ACTIONS, _WEIGHTS, Schedule
 from tests.cache_visitors import content
 from tests.cache_world import World
 from tests.poolsets import NAMES, pool_sets
+from twinpool.cache.arena.arena import Arena, arena_bytes, most_index_bytes
+from twinpool.cache.arena.arena_keeper import MOST_TAKEN, SETTLED_S, ArenaKeeper, _date, _FoundPages
+from twinpool.cache.arena.arena_records import SALT_BYTES
+from twinpool.cache.memory.memory_layout import LayoutOrder, PoolSetLayout
+from twinpool.cache.prefix_cache.nodes.tree_node import Tier, TreeNode
 
 PAGE_TOKENS = 2
 COUNT = 40

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from cache.device.adversarial_device import AdversarialDevice
-from cache.device.device_port import DEVICE, HOST, Completion, DeviceOp, DeviceStream, PageSpanUse
-from cache.device.layer_marks import LayerMarks
-from cache.pool.load_gate import LoadGate
-from contracts.clock import ManualClock
-from contracts.errors import UnorderedAccess
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.device.device_port import DEVICE, HOST, Completion, DeviceOp, DeviceStream, PageSpanUse
+from twinpool.cache.device.layer_marks import LayerMarks
+from twinpool.cache.pool.load_gate import LoadGate
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.errors import UnorderedAccess
 
 LAYERS = 3
 SEEDS = range(40)

@@ -9,10 +9,10 @@ from contextlib import nullcontext, suppress
 import pytest
 import torch
 
-from cache.device.async_cpu_device import BESIDE, AsyncCpuDevice
-from cache.device.device_backends import CpuDevice, make_device
-from cache.device.device_port import DONE, DeviceOp, DeviceStream, failure
-from cache.device.layer_marks import LayerMarks, layer_groups
+from twinpool.cache.device.async_cpu_device import BESIDE, AsyncCpuDevice
+from twinpool.cache.device.device_backends import CpuDevice, make_device
+from twinpool.cache.device.device_port import DONE, DeviceOp, DeviceStream, failure
+from twinpool.cache.device.layer_marks import LayerMarks, layer_groups
 
 WAIT_S = 30.0
 STEP = DeviceOp("forward", DeviceStream.COMPUTE)

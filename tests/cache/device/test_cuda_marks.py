@@ -8,8 +8,8 @@ from collections import deque
 import pytest
 import torch
 
-from cache.device.cuda_marks import CudaLayerMarks, MarkWord
-from cache.device.layer_marks import LayerMarks, layer_groups
+from twinpool.cache.device.cuda_marks import CudaLayerMarks, MarkWord
+from twinpool.cache.device.layer_marks import LayerMarks, layer_groups
 
 LAYERS = {"full": 6, "window": 3}
 

@@ -9,12 +9,12 @@ from functools import partial
 import pytest
 import torch
 
-from cache.device.device_backends import CudaDevice
-from cache.device.device_copies import CudaCopies, device_copies, zeroed
-from cache.device.device_port import Completion, DeviceOp, DeviceStream, failure
-from cache.device.layer_marks import LayerMarks
-from cache.pool.load_gate import LoadGate
 from tests.cuda_streams import POISON, CudaStreams, Memory, Stream, stream_of
+from twinpool.cache.device.device_backends import CudaDevice
+from twinpool.cache.device.device_copies import CudaCopies, device_copies, zeroed
+from twinpool.cache.device.device_port import Completion, DeviceOp, DeviceStream, failure
+from twinpool.cache.device.layer_marks import LayerMarks
+from twinpool.cache.pool.load_gate import LoadGate
 
 COMPUTE, LOAD, SAVE, SEND = DeviceStream.COMPUTE, DeviceStream.LOAD, DeviceStream.SAVE, DeviceStream.SEND
 GPU = torch.device("cuda", 0)

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from cache.device.device_copies import CudaEvent, device_copies
+from twinpool.cache.device.device_copies import CudaEvent, device_copies
 
 
 def test_an_event_is_asked_on_its_own_gpu_whichever_one_the_thread_began_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cache.device.adversarial_device import AdversarialDevice
-from cache.device.device_port import DEVICE, HOST, Completion, DeviceOp, DeviceStream, PageSpanUse
-from cache.pool.in_flight import InFlightPins
-from cache.pool.load_gate import LoadGate
-from cache.pool.page_allocator import PageAllocator
-from contracts.errors import CapacityError, UnorderedAccess
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.device.device_port import DEVICE, HOST, Completion, DeviceOp, DeviceStream, PageSpanUse
+from twinpool.cache.pool.in_flight import InFlightPins
+from twinpool.cache.pool.load_gate import LoadGate
+from twinpool.cache.pool.page_allocator import PageAllocator
+from twinpool.contracts.errors import CapacityError, UnorderedAccess
 
 SEEDS = range(60)
 LAYERS = 3

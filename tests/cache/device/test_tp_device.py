@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from cache.device.adversarial_device import AdversarialDevice
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import DeviceOp, DeviceStream
-from cache.device.tp_device import TPDevice
-from contracts.messages.rank_orders import CheckPages, LayerCount, MarkStep, Order
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import DeviceOp, DeviceStream
+from twinpool.cache.device.tp_device import TPDevice
+from twinpool.contracts.messages.rank_orders import CheckPages, LayerCount, MarkStep, Order
 
 STEP = DeviceOp("forward", DeviceStream.COMPUTE)
 GROUPS = [{"full": 1}, {"full": 2}]

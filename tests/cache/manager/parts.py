@@ -6,21 +6,21 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from cache.allocation.allocation import Allocation, CachedTokens
-from cache.device.device_backends import CpuDevice
-from cache.manager.absent_tiers import NoBackup
-from cache.manager.allocation_table import AllocationTable
-from cache.manager.pages.load_planner import LoadPlanner
-from cache.manager.pages.page_supply import PageSupply
-from cache.manager.pool_kinds import PoolKinds
-from cache.pool.in_flight import InFlightPins
-from cache.pool.page_allocator import Lease
-from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_node import NodeLock, NodePart, PageOffer
-from cache.prefix_cache.radix_tree import RadixTree
-from contracts.config.cache_config import CacheConfig
 from tests.poolsets import pool_sets
+from twinpool.cache.allocation.allocation import Allocation, CachedTokens
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.manager.absent_tiers import NoBackup
+from twinpool.cache.manager.allocation_table import AllocationTable
+from twinpool.cache.manager.pages.load_planner import LoadPlanner
+from twinpool.cache.manager.pages.page_supply import PageSupply
+from twinpool.cache.manager.pool_kinds import PoolKinds
+from twinpool.cache.pool.in_flight import InFlightPins
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_node import NodeLock, NodePart, PageOffer
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.contracts.config.cache_config import CacheConfig
 
 PAGE_TOKENS = 4
 PAGES = 10

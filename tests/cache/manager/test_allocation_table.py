@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from contracts.errors import CapacityError
 from tests.cache.manager.parts import PAGES, Operation, Parts
+from twinpool.contracts.errors import CapacityError
 
 
 def test_an_allocation_is_freed_once_and_gives_back_everything(parts: Parts) -> None:

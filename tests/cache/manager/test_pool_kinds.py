@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cache.manager.pool_kinds import PoolKinds
 from tests.poolsets import pool_sets
+from twinpool.cache.manager.pool_kinds import PoolKinds
 
 
 def test_pools_are_told_apart_by_what_they_hold() -> None:

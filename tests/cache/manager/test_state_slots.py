@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from cache.allocation.allocation import StateSnapshot
-from cache.device.adversarial_device import AdversarialDevice
-from cache.device.device_port import DEVICE, DeviceOp, DeviceStream, PageSpanUse
-from cache.manager.absent_tiers import NoBackup
-from cache.manager.pages.page_sealer import PageSealer
-from cache.manager.pages.state_slots import SNAPSHOTS, StateSlots
-from cache.manager.prefix.prefix_sharing import PrefixSharing
-from contracts.errors import UnorderedAccess
 from tests.cache.manager.parts import PAGE_TOKENS, PAGES, Parts
 from tests.rooms import LateDevice
+from twinpool.cache.allocation.allocation import StateSnapshot
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.device.device_port import DEVICE, DeviceOp, DeviceStream, PageSpanUse
+from twinpool.cache.manager.absent_tiers import NoBackup
+from twinpool.cache.manager.pages.page_sealer import PageSealer
+from twinpool.cache.manager.pages.state_slots import SNAPSHOTS, StateSlots
+from twinpool.cache.manager.prefix.prefix_sharing import PrefixSharing
+from twinpool.contracts.errors import UnorderedAccess
 
 
 def test_the_slot_of_an_oldest_snapshot_is_leased_to_nobody_while_it_is_being_copied() -> None:

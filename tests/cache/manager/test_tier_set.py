@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from cache.device.device_backends import CpuDevice
-from cache.manager.kv_cache_manager import KVCacheManager
-from cache.memory.memory_layout import LayoutOrder
-from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from contracts.clock import ManualClock
-from contracts.config.cache_config import CacheConfig
-from contracts.errors import CapacityError
 from tests.poolsets import pool_sets
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.memory.memory_layout import LayoutOrder
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cache_config import CacheConfig
+from twinpool.contracts.errors import CapacityError
 
 SPEC = pool_sets()["full"]
 

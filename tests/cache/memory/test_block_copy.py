@@ -9,14 +9,14 @@ from itertools import pairwise
 import pytest
 import torch
 
-from cache.memory.block_copy import copy_block, copy_indexed
-from cache.memory.copy_plan import blocks, packing, runs
-from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, PoolSpec
-from cache.memory.memory_layout import LayoutOrder
-from cache.memory.page_digest import PageDigester, sum_by_numpy, sum_by_torch
-from cache.memory.page_moves import gather
-from cache.pool.pool_set import PoolSet
 from tests.poolsets import NAMES, entry, filled, pool_sets
+from twinpool.cache.memory.block_copy import copy_block, copy_indexed
+from twinpool.cache.memory.copy_plan import blocks, packing, runs
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, PoolSpec
+from twinpool.cache.memory.memory_layout import LayoutOrder
+from twinpool.cache.memory.page_digest import PageDigester, sum_by_numpy, sum_by_torch
+from twinpool.cache.memory.page_moves import gather
+from twinpool.cache.pool.pool_set import PoolSet
 
 COUNT = 60
 

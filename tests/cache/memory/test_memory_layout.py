@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
-from cache.memory.memory_layout import LayoutOrder, PoolSetLayout
-from cache.memory.page_digest import PageDigester
-from cache.memory.page_moves import PageMove, PoolMove, copy_state, gather, scatter
-from cache.pool.pool_set import PoolSet
-from contracts.block_hash import block_hashes
 from tests.poolsets import NAMES, entry, filled, pool_sets
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
+from twinpool.cache.memory.memory_layout import LayoutOrder, PoolSetLayout
+from twinpool.cache.memory.page_digest import PageDigester
+from twinpool.cache.memory.page_moves import PageMove, PoolMove, copy_state, gather, scatter
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.block_hash import block_hashes
 
 ORDERS = list(LayoutOrder)
 

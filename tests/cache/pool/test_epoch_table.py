@@ -1,7 +1,7 @@
 import torch
 
-from cache.pool.epoch_table import EpochTable
-from cache.pool.page_allocator import PageAllocator
+from twinpool.cache.pool.epoch_table import EpochTable
+from twinpool.cache.pool.page_allocator import PageAllocator
 
 
 def test_releases_are_in_the_table_that_the_allocator_shares() -> None:

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from cache.device.async_cpu_device import AsyncCpuDevice
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import DeviceStream
-from cache.pool import follower_steps
-from cache.pool.follower_steps import FollowerSteps
-from cache.pool.pool_set import PoolSet
-from contracts.messages.rank_orders import LayerCount, MarkStep
 from tests.poolsets import pool_sets
+from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import DeviceStream
+from twinpool.cache.pool import follower_steps
+from twinpool.cache.pool.follower_steps import FollowerSteps
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.messages.rank_orders import LayerCount, MarkStep
 
 SPEC = pool_sets()["full+state"]
 LAYERS = {pool.name: pool.layers for pool in SPEC.pools}

@@ -1,6 +1,6 @@
 from torch import zeros
 
-from cache.pool.load_gate import LoadGate
+from twinpool.cache.pool.load_gate import LoadGate
 
 
 class Load:

@@ -1,7 +1,7 @@
 import pytest
 
-from cache.pool.page_allocator import PageAllocator
-from contracts.errors import CapacityError, StaleLease
+from twinpool.cache.pool.page_allocator import PageAllocator
+from twinpool.contracts.errors import CapacityError, StaleLease
 
 
 def test_a_lease_takes_all_or_nothing() -> None:

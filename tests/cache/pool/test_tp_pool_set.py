@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cache.device.device_port import DEVICE, HOST
-from cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
-from cache.memory.page_moves import PageMove, PoolMove
-from cache.pool.pool_set import PoolSet
-from cache.pool.tp_pool_set import FollowerPools, TPPoolSet
-from contracts.errors import ConfigError
-from contracts.messages.rank_orders import CopyPages, PageSpan
 from tests.poolsets import NAMES
 from tests.ranks import RankedSeat, content, fill, headed_sets, tp_manager
+from twinpool.cache.device.device_port import DEVICE, HOST
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
+from twinpool.cache.memory.page_moves import PageMove, PoolMove
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.pool.tp_pool_set import FollowerPools, TPPoolSet
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.messages.rank_orders import CopyPages, PageSpan
 
 SIZES = (1, 2, 4)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cache.prefix_cache.eviction_policy import _EMPTY, POLICIES, EvictionQueue
+from twinpool.cache.prefix_cache.eviction_policy import _EMPTY, POLICIES, EvictionQueue
 
 
 def part(used: float) -> Any:

@@ -8,16 +8,16 @@ from functools import partial
 
 import pytest
 
-from cache.device.device_backends import CpuDevice
-from cache.manager.kv_cache_manager import KVCacheManager
-from cache.pool.page_allocator import Lease
-from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_node import IN_TREE, PageOffer, Tier
-from cache.prefix_cache.radix_tree import RadixTree
-from contracts.config.cache_config import CacheConfig
 from tests.poolsets import pool_sets
 from tests.steps import allocated, steps
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_node import IN_TREE, PageOffer, Tier
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.contracts.config.cache_config import CacheConfig
 
 PAGE_TOKENS = 4
 

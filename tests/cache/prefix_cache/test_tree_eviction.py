@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.eviction_policy import POLICIES
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_node import NodeLock, PageOffer, Tier, TreeNode
-from cache.prefix_cache.radix_tree import RadixTree
 from tests.poolsets import pool_sets
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.prefix_cache.eviction_policy import POLICIES
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_node import NodeLock, PageOffer, Tier, TreeNode
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
 
 PAGE_TOKENS = 2
 A, B, C = [1, 1, 1, 1], [2, 2, 2, 2], [3, 3, 3, 3]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from cache.pool.page_allocator import PageAllocator
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_node import PageOffer, Tier
-from cache.prefix_cache.radix_tree import RadixTree
 from tests.poolsets import pool_sets
+from twinpool.cache.pool.page_allocator import PageAllocator
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_node import PageOffer, Tier
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
 
 PAGE_TOKENS = 4
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from cache.pool.page_allocator import PageAllocator
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_node import NodeLock, PageOffer, Tier, TreeNode
-from cache.prefix_cache.radix_tree import RadixTree
 from tests.poolsets import pool_sets
+from twinpool.cache.pool.page_allocator import PageAllocator
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_node import NodeLock, PageOffer, Tier, TreeNode
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
 
 
 def test_a_part_named_twice_is_locked_once_and_unlocked_once() -> None:

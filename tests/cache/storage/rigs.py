@@ -19,13 +19,13 @@ from typing import Protocol
 
 import redis
 
-from cache.storage.backends.file_backend import FileBackend
-from cache.storage.backends.memory_backend import MemoryBackend
-from cache.storage.backends.object_seal import seal_bytes
-from cache.storage.backends.redis_backend import RedisBackend
-from cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome, StorageBackend
-from contracts.clock import Clock
 from tests.free_ports import free_port
+from twinpool.cache.storage.backends.file_backend import FileBackend
+from twinpool.cache.storage.backends.memory_backend import MemoryBackend
+from twinpool.cache.storage.backends.object_seal import seal_bytes
+from twinpool.cache.storage.backends.redis_backend import RedisBackend
+from twinpool.cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome, StorageBackend
+from twinpool.contracts.clock import Clock
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1

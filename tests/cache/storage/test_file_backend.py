@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from cache.storage.backends import file_backend as file
-from cache.storage.backends.file_backend import FileBackend
-from cache.storage.backends.file_folder import FolderScan, ObjectFolder, ShardCounts
-from cache.storage.storage_backend import ObjectVerdict, Payload
-from contracts.clock import ManualClock
-from contracts.errors import ConfigError
 from tests.cache.storage.rigs import FileRig, item, name, payload, read_one, reaped, stored_bytes
+from twinpool.cache.storage.backends import file_backend as file
+from twinpool.cache.storage.backends.file_backend import FileBackend
+from twinpool.cache.storage.backends.file_folder import FolderScan, ObjectFolder, ShardCounts
+from twinpool.cache.storage.storage_backend import ObjectVerdict, Payload
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 BIG = 256 * 1024
@@ -29,7 +29,7 @@ BIG = 256 * 1024
 WRITER = """
 import sys
 from pathlib import Path
-from cache.storage.backends.file_backend import FileBackend
+from twinpool.cache.storage.backends.file_backend import FileBackend
 from tests.cache.storage.rigs import item
 root, cap, first, size = Path(sys.argv[1]), *map(int, sys.argv[2:])
 backend = FileBackend(root, cap)
@@ -44,7 +44,7 @@ while True:
 CHURNER = """
 import sys
 from pathlib import Path
-from cache.storage.backends.file_backend import FileBackend
+from twinpool.cache.storage.backends.file_backend import FileBackend
 from tests.cache.storage.rigs import item
 root, cap, size = Path(sys.argv[1]), *map(int, sys.argv[2:])
 backend = FileBackend(root, cap)
@@ -60,7 +60,7 @@ while True:
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from cache.storage.backends.file_backend import FileBackend
+from twinpool.cache.storage.backends.file_backend import FileBackend
 from tests.cache.storage.rigs import item
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 backend = FileBackend(Path(sys.argv[1]), 1 << 30)

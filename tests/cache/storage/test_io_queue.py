@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from cache.storage.backends.memory_backend import MemoryBackend
-from cache.storage.inline_queue import InlineIoQueue
-from cache.storage.io_queue import StorageOp, StorageTicket, ThreadedIoQueue, WriteChain
-from cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome, ObjectVerdict
 from tests.cache.storage.rigs import item, name
+from twinpool.cache.storage.backends.memory_backend import MemoryBackend
+from twinpool.cache.storage.inline_queue import InlineIoQueue
+from twinpool.cache.storage.io_queue import StorageOp, StorageTicket, ThreadedIoQueue, WriteChain
+from twinpool.cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome, ObjectVerdict
 
 PATIENCE_S = 60
 

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 import pytest
 
-from cache.device.device_port import HOST
-from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.memory.memory_layout import LayoutOrder
-from cache.pool.tp_pool_set import merged
-from cache.storage.backends.memory_backend import MemoryBackend
-from cache.storage.inline_queue import InlineIoQueue
-from cache.storage.rank_page_store import RankPageStore, merged_outcomes
-from cache.storage.storage_backend import ObjectOutcome, ObjectVerdict
-from contracts.messages.rank_orders import StoredPage
 from tests.poolsets import NAMES
 from tests.ranks import RankedSeat, content, fill, headed_sets, tp_manager
+from twinpool.cache.device.device_port import HOST
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cache.memory.memory_layout import LayoutOrder
+from twinpool.cache.pool.tp_pool_set import merged
+from twinpool.cache.storage.backends.memory_backend import MemoryBackend
+from twinpool.cache.storage.inline_queue import InlineIoQueue
+from twinpool.cache.storage.rank_page_store import RankPageStore, merged_outcomes
+from twinpool.cache.storage.storage_backend import ObjectOutcome, ObjectVerdict
+from twinpool.contracts.messages.rank_orders import StoredPage
 
 SIZES = (1, 2, 4)
 KEYS = [bytes([n]) * 16 for n in range(3)]

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
-from cache.memory.memory_layout import PoolSetLayout
-from cache.memory.page_digest import PageDigester
-from cache.storage.object_slices import SHARED, AssembledPage, HeadPart, ObjectSlicer, PageObjects
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
+from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cache.memory.page_digest import PageDigester
+from twinpool.cache.storage.object_slices import SHARED, AssembledPage, HeadPart, ObjectSlicer, PageObjects
 
 PAGES = 3
 TOKENS = 4

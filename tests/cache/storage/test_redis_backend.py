@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from cache.storage.backends import redis_backend as redis_server
-from cache.storage.backends.redis_backend import RedisBackend
-from cache.storage.storage_backend import ObjectVerdict
-from contracts.clock import ManualClock
-from contracts.errors import ConfigError
 from tests.cache.storage.rigs import RedisRig, Server, item, name, payload, read_one, reaped
+from twinpool.cache.storage.backends import redis_backend as redis_server
+from twinpool.cache.storage.backends.redis_backend import RedisBackend
+from twinpool.cache.storage.storage_backend import ObjectVerdict
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 
 CHURNER = """
 import sys
-from cache.storage.backends.redis_backend import RedisBackend
+from twinpool.cache.storage.backends.redis_backend import RedisBackend
 from tests.cache.storage.rigs import item
 backend = RedisBackend(sys.argv[1])
 print("ready", flush=True)

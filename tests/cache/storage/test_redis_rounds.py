@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import redis
 
-from cache.storage.backends import redis_backend as redis_server
-from cache.storage.backends.redis_backend import RedisBackend
-from cache.storage.storage_backend import ObjectVerdict
-from contracts.clock import ManualClock
 from tests.cache.storage.rigs import item, name
+from twinpool.cache.storage.backends import redis_backend as redis_server
+from twinpool.cache.storage.backends.redis_backend import RedisBackend
+from twinpool.cache.storage.storage_backend import ObjectVerdict
+from twinpool.contracts.clock import ManualClock
 
 
 class StandIn:

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from cache.storage.storage_backend import ObjectBuffer, ObjectVerdict, StorageBackend
 from tests.cache.storage.rigs import Rig, item, name, payload, read_one, stored_bytes
+from twinpool.cache.storage.storage_backend import ObjectBuffer, ObjectVerdict, StorageBackend
 
 
 @pytest.fixture

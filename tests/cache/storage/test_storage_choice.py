@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from cache.storage.backends.backend_factory import make_backend
-from cache.storage.backends.file_backend import FileBackend
-from cache.storage.backends.memory_backend import MemoryBackend
-from cache.storage.backends.redis_backend import RedisBackend
-from contracts.config.cache_config import StorageConfig
-from contracts.errors import ConfigError
 from tests.cache.storage.rigs import item, name, read_one
+from twinpool.cache.storage.backends.backend_factory import make_backend
+from twinpool.cache.storage.backends.file_backend import FileBackend
+from twinpool.cache.storage.backends.memory_backend import MemoryBackend
+from twinpool.cache.storage.backends.redis_backend import RedisBackend
+from twinpool.contracts.config.cache_config import StorageConfig
+from twinpool.contracts.errors import ConfigError
 
 STRANGER = """
-from cache.storage import (
+from twinpool.cache.storage import (
     BackendCapacity, BackendCounts, ObjectBuffer, ObjectName, ObjectOutcome, ObjectVerdict, StorageBackend,
 )
-from cache.storage.backends.memory_backend import MemoryBackend
-from contracts.config import StorageConfig
+from twinpool.cache.storage.backends.memory_backend import MemoryBackend
+from twinpool.contracts.config import StorageConfig
 def make(config: StorageConfig) -> StorageBackend:
     return MemoryBackend(config.path, config.max_bytes)
 """

@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import pytest
 
-from cache.pool.tp_pool_set import TPPoolSet
-from cache.storage.io_queue import WriteChain
-from cache.storage.rank_page_store import RankPageStore
-from cache.storage.storage_backend import ObjectOutcome, ObjectVerdict
-from cache.storage.tp_page_store import TPPageStore
-from contracts.messages.rank_orders import PutPages, StoredPage
+from twinpool.cache.pool.tp_pool_set import TPPoolSet
+from twinpool.cache.storage.io_queue import WriteChain
+from twinpool.cache.storage.rank_page_store import RankPageStore
+from twinpool.cache.storage.storage_backend import ObjectOutcome, ObjectVerdict
+from twinpool.cache.storage.tp_page_store import TPPageStore
+from twinpool.contracts.messages.rank_orders import PutPages, StoredPage
 
 STORED = ObjectOutcome(ObjectVerdict.STORED)
 

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from cache.device.adversarial_device import AdversarialDevice
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import Device, DeviceOp, GatedLoads
-from cache.memory.kv_cache_spec import IndexSpace, PoolKind
-from cache.memory.memory_layout import LayoutOrder
-from cache.pool.in_flight import InFlightPins
-from cache.pool.page_allocator import Lease
-from cache.pool.page_extent import PageExtent
-from cache.pool.pool_set import PoolSet
-from cache.swap.offload import OffloadedPages, offload
-from cache.swap.restore import RestoredPages, restore
-from contracts.errors import CapacityError, LayoutMismatch, StaleLease
 from tests.poolsets import NAMES, entry, filled, host_pools, pool_sets
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import Device, DeviceOp, GatedLoads
+from twinpool.cache.memory.kv_cache_spec import IndexSpace, PoolKind
+from twinpool.cache.memory.memory_layout import LayoutOrder
+from twinpool.cache.pool.in_flight import InFlightPins
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.cache.pool.page_extent import PageExtent
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.swap.offload import OffloadedPages, offload
+from twinpool.cache.swap.restore import RestoredPages, restore
+from twinpool.contracts.errors import CapacityError, LayoutMismatch, StaleLease
 
 PAGE = 4
 COMMITTED = 10

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from cache.allocation.allocation import Allocation
-from cache.manager.swap import swap_out
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.storage.storage_backend import ObjectName
-from cache.swap import swap_storage
-from cache.swap.swapped_state import SwappedState, SwapPlace
-from contracts.errors import CapacityError
 from tests.cache.test_hazards_tiers import PAGE_TOKENS, PAGES, TOKENS, admitted, answer, visit, world_of
 from tests.cache_world import World
+from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.manager.swap import swap_out
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.storage.storage_backend import ObjectName
+from twinpool.cache.swap import swap_storage
+from twinpool.cache.swap.swapped_state import SwappedState, SwapPlace
+from twinpool.contracts.errors import CapacityError
 
 SHARED = 2
 """Leading pages that the tree has on the host too."""

@@ -6,9 +6,9 @@ from typing import Any
 import msgpack
 import pytest
 
-from cache.tiers.kv_event_publisher import KVEventLog
-from contracts.errors import WireError
-from contracts.messages.kv_events import (
+from twinpool.cache.tiers.kv_event_publisher import KVEventLog
+from twinpool.contracts.errors import WireError
+from twinpool.contracts.messages.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -16,7 +16,7 @@ from contracts.messages.kv_events import (
     decode_batch,
     encode_batch,
 )
-from router.kv_indexer.kv_index import KVIndex
+from twinpool.router.kv_indexer.kv_index import KVIndex
 
 A, B, C = bytes(16), bytes(range(16)), b"\xff" * 16
 

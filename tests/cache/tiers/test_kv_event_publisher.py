@@ -11,14 +11,14 @@ import pytest
 import zmq
 import zmq.auth
 
-from cache.tiers.kv_event_publisher import KVEventLog, KVEventPublisher, _Answer
-from contracts.clock import ManualClock, SystemClock
-from contracts.config.cache_config import EventsConfig
-from contracts.credentials.curve_file import CurvePair, read_curve_pair
-from contracts.errors import ConfigError
-from contracts.messages.kv_events import END, BlockRemoved, BlockStored, EventMedium, KvEvent, decode_batch
-from router.kv_indexer.kv_event_subscriber import KVEventSubscriber
-from router.kv_indexer.kv_index import KVIndex
+from twinpool.cache.tiers.kv_event_publisher import KVEventLog, KVEventPublisher, _Answer
+from twinpool.contracts.clock import ManualClock, SystemClock
+from twinpool.contracts.config.cache_config import EventsConfig
+from twinpool.contracts.credentials.curve_file import CurvePair, read_curve_pair
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.messages.kv_events import END, BlockRemoved, BlockStored, EventMedium, KvEvent, decode_batch
+from twinpool.router.kv_indexer.kv_event_subscriber import KVEventSubscriber
+from twinpool.router.kv_indexer.kv_index import KVIndex
 
 LOOPBACK = "tcp://127.0.0.1:0"
 

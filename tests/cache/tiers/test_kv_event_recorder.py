@@ -9,19 +9,19 @@ from contextlib import contextmanager
 
 import pytest
 
-from cache.pool.page_allocator import PageAllocator
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix, token_ids
-from cache.prefix_cache.nodes.tree_node import IN_TREE, PageOffer, Tier
-from cache.prefix_cache.radix_tree import RadixTree
-from cache.tiers import kv_event_publisher as event_publisher
-from cache.tiers.kv_event_recorder import KVEventRecorder
-from contracts.block_hash import block_hashes
-from contracts.clock import SystemClock
-from contracts.config.cache_config import EventsConfig
-from contracts.messages.kv_events import EventMedium as Medium
-from router.kv_indexer.kv_event_subscriber import KVEventSubscriber
 from tests.poolsets import pool_sets
 from tests.steps import steps
+from twinpool.cache.pool.page_allocator import PageAllocator
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix, token_ids
+from twinpool.cache.prefix_cache.nodes.tree_node import IN_TREE, PageOffer, Tier
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.tiers import kv_event_publisher as event_publisher
+from twinpool.cache.tiers.kv_event_recorder import KVEventRecorder
+from twinpool.contracts.block_hash import block_hashes
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.config.cache_config import EventsConfig
+from twinpool.contracts.messages.kv_events import EventMedium as Medium
+from twinpool.router.kv_indexer.kv_event_subscriber import KVEventSubscriber
 
 PAGE_TOKENS = 4
 ANY = "tcp://127.0.0.1:0"

@@ -11,22 +11,22 @@ from itertools import pairwise
 import pytest
 import torch
 
-from cache.device.device_backends import CpuDevice
-from cache.manager.kv_cache_manager import KVCacheManager
-from cache.memory.memory_layout import LayoutOrder
-from cache.pool.epoch_table import EpochTable
-from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from cache.prefix_cache.nodes.tree_node import Tier
-from cache.storage.backends.memory_backend import MemoryBackend
-from cache.storage.backends.object_seal import seal
-from cache.storage.inline_queue import InlineIoQueue
-from cache.storage.io_queue import StorageOp, StorageTicket, WriteChain
-from cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome
-from cache.tiers import prefetch as prefetch_module
-from contracts.clock import ManualClock
-from contracts.config.cache_config import CacheConfig, PrefetchConfig
 from tests.poolsets import pool_sets, worn
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.memory.memory_layout import LayoutOrder
+from twinpool.cache.pool.epoch_table import EpochTable
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.cache.storage.backends.memory_backend import MemoryBackend
+from twinpool.cache.storage.backends.object_seal import seal
+from twinpool.cache.storage.inline_queue import InlineIoQueue
+from twinpool.cache.storage.io_queue import StorageOp, StorageTicket, WriteChain
+from twinpool.cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome
+from twinpool.cache.tiers import prefetch as prefetch_module
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cache_config import CacheConfig, PrefetchConfig
 
 PAGE_TOKENS = 2
 

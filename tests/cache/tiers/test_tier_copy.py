@@ -7,18 +7,18 @@ from functools import partial
 
 import pytest
 
-from cache.device.adversarial_device import AdversarialDevice
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import Completion, Device, DeviceOp, DeviceStream
-from cache.memory.page_moves import PageMove
-from cache.pool.in_flight import InFlightPins
-from cache.pool.page_allocator import PageAllocator
-from cache.pool.page_extent import PageExtent
-from cache.pool.pool_set import PoolSet
-from cache.tiers.in_flight_copy import InFlightCopy
-from cache.tiers.tier_copy import TierCopy
-from contracts.errors import LayoutMismatch
 from tests.poolsets import NAMES, entry, filled, host_pools, pool_sets
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import Completion, Device, DeviceOp, DeviceStream
+from twinpool.cache.memory.page_moves import PageMove
+from twinpool.cache.pool.in_flight import InFlightPins
+from twinpool.cache.pool.page_allocator import PageAllocator
+from twinpool.cache.pool.page_extent import PageExtent
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.tiers.in_flight_copy import InFlightCopy
+from twinpool.cache.tiers.tier_copy import TierCopy
+from twinpool.contracts.errors import LayoutMismatch
 
 PAGE = 4
 Begin = Callable[[TierCopy, PageMove], InFlightCopy]

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from cli import command_line
-from cli import commands as cli
-from cli.plan.probe_cluster import ROWS, ClusterProbes, ProbeFailed, find_endpoint, token_time
-from cli.replay.openai_client import Outcome
-from cli.replay.trace_prompts import Content
-from sim.fabric.step_costs import StepCosts
-from sim.scale.cost_file import MeasuredCosts, read_costs
 from tests.bench.sse_server import SseServer
+from twinpool.cli import command_line
+from twinpool.cli import commands as cli
+from twinpool.cli.plan.probe_cluster import ROWS, ClusterProbes, ProbeFailed, find_endpoint, token_time
+from twinpool.cli.replay.openai_client import Outcome
+from twinpool.cli.replay.trace_prompts import Content
+from twinpool.sim.fabric.step_costs import StepCosts
+from twinpool.sim.scale.cost_file import MeasuredCosts, read_costs
 
 QUICK = StepCosts(0.25, 0.0, 0.0, 0.01, 0.0, 0.0, handover_base_s=0.001, handover_token_s=0.0, message_s=0.0)
 """A prompt takes a quarter of a second, however long; a token 10 ms."""

@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
-from cli.replay.open_loop import OpenLoop
-from cli.replay.openai_client import Outcome
-from cli.replay.replay_figures import RecentFigures, figures_of
-from cli.replay.trace_prompts import Ask
-from sim.scale.cluster_plan import LatencyTarget
+from twinpool.cli.replay.open_loop import OpenLoop
+from twinpool.cli.replay.openai_client import Outcome
+from twinpool.cli.replay.replay_figures import RecentFigures, figures_of
+from twinpool.cli.replay.trace_prompts import Ask
+from twinpool.sim.scale.cluster_plan import LatencyTarget
 
 
 class VirtualTime:

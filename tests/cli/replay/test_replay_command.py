@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import pytest
 
-from cli import command_line
-from cli import commands as cli
 from tests.bench.sse_server import SseServer
+from twinpool.cli import command_line
+from twinpool.cli import commands as cli
 
 
 def trace(folder: Path, *lines: tuple[float, int, int, list[int]]) -> Path:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
-from cluster.arena.arena_client import ArenaClient
-from contracts.clock import SystemClock
+from twinpool.cluster.arena.arena_client import ArenaClient
+from twinpool.contracts.clock import SystemClock
 
 
 def main() -> None:

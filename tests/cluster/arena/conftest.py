@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.arena.local_agent import LocalArenaAgent
-from contracts.clock import SystemClock
-from contracts.config.cluster_config import ClusterConfig
+from twinpool.cluster.arena.local_agent import LocalArenaAgent
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.config.cluster_config import ClusterConfig
 
 
 @pytest.fixture

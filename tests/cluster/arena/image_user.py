@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import time
 
-from cluster.arena.shared_images import SharedImages
-from contracts.clock import SystemClock
-from contracts.interfaces.model_images import ImageUnfit
+from twinpool.cluster.arena.shared_images import SharedImages
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.interfaces.model_images import ImageUnfit
 
 
 def main() -> None:

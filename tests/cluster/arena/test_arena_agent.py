@@ -18,12 +18,12 @@ from typing import Any
 import psutil
 import pytest
 
-from cluster.arena.arena_agent import ArenaAgent, address
-from cluster.arena.arena_client import ArenaClient
-from cluster.arena.local_agent import LocalArenaAgent
-from contracts.clock import SystemClock
-from contracts.ids import Incarnation, WorkerName
 from tests.serving import ROOT, until
+from twinpool.cluster.arena.arena_agent import ArenaAgent, address
+from twinpool.cluster.arena.arena_client import ArenaClient
+from twinpool.cluster.arena.local_agent import LocalArenaAgent
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.ids import Incarnation, WorkerName
 
 NBYTES = 3 * 4096
 NAME = "prefill-0"
@@ -245,7 +245,7 @@ def test_what_can_not_be_lent_leaves_nothing_behind(token: str) -> None:
 
 @pytest.mark.slow
 def test_without_an_agent_a_worker_does_without(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.arena.arena_client.REACH_S", 0.05)
+    monkeypatch.setattr("twinpool.cluster.arena.arena_client.REACH_S", 0.05)
     with borrowed(token, 1) as memory:
         assert memory is None
     with borrowed("", 1) as memory:
@@ -255,8 +255,9 @@ def test_without_an_agent_a_worker_does_without(token: str, monkeypatch: pytest.
 @pytest.mark.slow
 def test_the_agent_and_its_memory_end_with_its_parent_however_that_ends(token: str, tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from cluster.arena.local_agent import LocalArenaAgent\n"
-        "from contracts.clock import SystemClock; from contracts.config.cluster_config import ClusterConfig\n"
+        "import sys, pathlib; from twinpool.cluster.arena.local_agent import LocalArenaAgent\n"
+        "from twinpool.contracts.clock import SystemClock\n"
+        "from twinpool.contracts.config.cluster_config import ClusterConfig\n"
         f"agent = LocalArenaAgent({token!r}, pathlib.Path({str(tmp_path)!r}), ClusterConfig(), SystemClock())\n"
         "print(agent.start()[0], flush=True); sys.stdin.read()"
     )

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from cluster.arena.arena_agent import IMAGE_SEALS, IMAGES
-from cluster.arena.arena_client import ask, forget, reach
-from cluster.arena.local_agent import LocalArenaAgent
-from cluster.arena.shared_images import SharedImages
-from contracts.clock import SystemClock
-from contracts.ids import WorkerName
-from contracts.interfaces.model_images import ImageUnfit
 from tests.serving import ROOT, until
+from twinpool.cluster.arena.arena_agent import IMAGE_SEALS, IMAGES
+from twinpool.cluster.arena.arena_client import ask, forget, reach
+from twinpool.cluster.arena.local_agent import LocalArenaAgent
+from twinpool.cluster.arena.shared_images import SharedImages
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.ids import WorkerName
+from twinpool.contracts.interfaces.model_images import ImageUnfit
 
 NAME = WorkerName("prefill-0")
 
@@ -119,8 +119,8 @@ def test_an_image_outlives_who_made_it_until_another_is_asked_for(agent: LocalAr
 def test_what_nobody_uses_is_dropped(agent: LocalArenaAgent, token: str, how: str) -> None:
     script = (
         "import sys, time\n"
-        "from cluster.arena.shared_images import SharedImages\n"
-        "from contracts.clock import SystemClock\n"
+        "from twinpool.cluster.arena.shared_images import SharedImages\n"
+        "from twinpool.contracts.clock import SystemClock\n"
         "from tests.cluster.arena.test_shared_images import Text\n"
         "images = SharedImages(sys.argv[1], 0.1, SystemClock(), time.sleep)\n"
         "assert images.find('a') is None\n"

@@ -10,20 +10,20 @@ from typing import Any, cast
 import pytest
 import torch
 
-from cluster.assembly.build_worker import build_worker
-from cluster.assembly.captured_steps import capture_steps
-from cluster.serve.preflight import on_device
-from contracts.checkpoint.model_spec import read_model_spec
-from contracts.clock import SystemClock
-from contracts.config.cluster_config import Config
-from contracts.config.load_config import config_from_dict
-from contracts.errors import ConfigError
-from contracts.ids import Incarnation, Role, WorkerName
-from engine.runner.graphs.graph_capture import Capture
-from engine.runner.graphs.step_graphs import DraftedSteps
-from engine.runner.model_runner import ModelRunner
 from tests.checkpoints import make_checkpoint
 from tests.pair import counts_for
+from twinpool.cluster.assembly.build_worker import build_worker
+from twinpool.cluster.assembly.captured_steps import capture_steps
+from twinpool.cluster.serve.preflight import on_device
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.engine.runner.graphs.graph_capture import Capture
+from twinpool.engine.runner.graphs.step_graphs import DraftedSteps
+from twinpool.engine.runner.model_runner import ModelRunner
 
 
 def config(graphs: str, decode: dict[str, Any] | None = None, **engine: Any) -> Config:

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from cache.device.async_cpu_device import AsyncCpuDevice
-from cache.device.device_backends import CpuDevice
-from cluster.assembly.build_worker import build_worker
-from cluster.assembly.node_shares import copies_beside
-from contracts.checkpoint.model_spec import read_model_spec
-from contracts.clock import SystemClock
-from contracts.config.load_config import config_from_dict, load_config
-from contracts.ids import Incarnation, Role, WorkerName
-from prefill.worker import PrefillWorker
 from tests.checkpoints import make_checkpoint
 from tests.pair import counts_for
+from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cluster.assembly.build_worker import build_worker
+from twinpool.cluster.assembly.node_shares import copies_beside
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.config.load_config import config_from_dict, load_config
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.prefill.worker import PrefillWorker
 
 
 @pytest.mark.parametrize(("asked", "device"), [("on", AsyncCpuDevice), ("off", CpuDevice), ("auto", CpuDevice)])

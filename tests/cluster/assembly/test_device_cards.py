@@ -11,17 +11,25 @@ import pytest
 import torch
 from rich.console import Console
 
-from cache.device.device_choice import GpuView
-from cluster.assembly.device_cards import PROCESS_BYTES, CardFacts, _measure, cards_of, deal, least_part, read_cards
-from cluster.assembly.node_shares import MemoryShort, NodeFacts, measured
-from cluster.ray_nodes.worker_actor import rank_resources
-from cluster.serve.memory_fit import CUDA_WORKER_BYTES
-from cluster.serve.preflight import ServeOptions, ServePlan, on_device, prepare
-from cluster.serve.terminal import node_table, pool_table
-from cluster.worker_process.worker_plan import WorkerPlan
-from contracts.errors import ConfigError
-from contracts.ids import Incarnation, Role, WorkerName
 from tests.families import FAMILIES
+from twinpool.cache.device.device_choice import GpuView
+from twinpool.cluster.assembly.device_cards import (
+    PROCESS_BYTES,
+    CardFacts,
+    _measure,
+    cards_of,
+    deal,
+    least_part,
+    read_cards,
+)
+from twinpool.cluster.assembly.node_shares import MemoryShort, NodeFacts, measured
+from twinpool.cluster.ray_nodes.worker_actor import rank_resources
+from twinpool.cluster.serve.memory_fit import CUDA_WORKER_BYTES
+from twinpool.cluster.serve.preflight import ServeOptions, ServePlan, on_device, prepare
+from twinpool.cluster.serve.terminal import node_table, pool_table
+from twinpool.cluster.worker_process.worker_plan import WorkerPlan
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
 
 GIB = 1 << 30
 SEEN = GpuView(2, "", True)

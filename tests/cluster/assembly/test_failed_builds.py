@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from cluster.assembly.build_rank import build_rank
-from cluster.assembly.build_worker import build_worker
-from contracts.checkpoint.model_spec import read_model_spec
-from contracts.config.cluster_config import Config
-from contracts.config.load_config import config_from_dict
-from contracts.ids import Incarnation, Role, WorkerName
-from engine.tensors.tensor_parallel import ALONE
 from tests.checkpoints import make_checkpoint
 from tests.pair import counts_for
+from twinpool.cluster.assembly.build_rank import build_rank
+from twinpool.cluster.assembly.build_worker import build_worker
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.engine.tensors.tensor_parallel import ALONE
 
-PARTS = "cluster.assembly.build_parts."
-WORKER = "cluster.assembly.build_worker."
+PARTS = "twinpool.cluster.assembly.build_parts."
+WORKER = "twinpool.cluster.assembly.build_worker."
 BUILDS = 4
 
 
@@ -79,7 +79,7 @@ def config_of(plane: str, tmp_path: Path) -> Config:
         (Role.PREFILL, WORKER + "KVSender"),
         (Role.DECODE, WORKER + "KVReceiver"),
         (Role.PREFILL, WORKER + "PrefillWorker"),
-        (Role.DECODE, "colocate.decode_class.DecodeWorker"),
+        (Role.DECODE, "twinpool.colocate.decode_class.DecodeWorker"),
     ],
 )
 def test_a_worker_that_cannot_be_built_leaves_nothing_behind(
@@ -105,4 +105,4 @@ def test_a_follower_that_cannot_be_built_leaves_nothing_behind(
     def build() -> object:
         return build_rank(Role.DECODE, spec, config, host="127.0.0.1", counts=counts, ranks=ALONE)
 
-    fails_and_leaves_nothing(build, monkeypatch, "cluster.assembly.build_rank.load_engine")
+    fails_and_leaves_nothing(build, monkeypatch, "twinpool.cluster.assembly.build_rank.load_engine")

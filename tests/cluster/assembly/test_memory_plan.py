@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
-from cache.pool.pool_set import host_counts
-from cluster.assembly.memory_plan import MemoryPlan, plan_memory, stride
-from contracts.config.cluster_config import Config
-from contracts.config.load_config import config_from_dict
-from contracts.errors import ConfigError
-from contracts.ids import Role
 from tests.poolsets import NAMES, pool_sets
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
+from twinpool.cache.pool.pool_set import host_counts
+from twinpool.cluster.assembly.memory_plan import MemoryPlan, plan_memory, stride
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Role
 
 MIB = 1 << 20
 CONTEXT = 32_768

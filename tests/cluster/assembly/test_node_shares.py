@@ -10,16 +10,16 @@ import psutil
 import pytest
 from rich.console import Console
 
-from cluster.assembly.device_cards import CardFacts
-from cluster.assembly.memory_plan import MemoryPlan
-from cluster.assembly.node_shares import MemoryShort, NodeFacts, NodeShare, by_machine, cores, free_bytes
-from cluster.models.model_source import DEMO
-from cluster.serve.preflight import ServeOptions, ServePlan, prepare
-from cluster.serve.terminal import node_table, threads_of
-from cluster.worker_process.worker_plan import WorkerPlan
-from contracts.config.load_config import config_from_dict
-from contracts.errors import ConfigError
-from contracts.ids import PAIR, Incarnation, Role, WorkerName
+from twinpool.cluster.assembly.device_cards import CardFacts
+from twinpool.cluster.assembly.memory_plan import MemoryPlan
+from twinpool.cluster.assembly.node_shares import MemoryShort, NodeFacts, NodeShare, by_machine, cores, free_bytes
+from twinpool.cluster.models.model_source import DEMO
+from twinpool.cluster.serve.preflight import ServeOptions, ServePlan, prepare
+from twinpool.cluster.serve.terminal import node_table, threads_of
+from twinpool.cluster.worker_process.worker_plan import WorkerPlan
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import PAIR, Incarnation, Role, WorkerName
 
 GIB = 1 << 30
 MIB = 1 << 20

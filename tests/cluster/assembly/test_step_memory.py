@@ -10,25 +10,32 @@ import pytest
 import torch
 
 from bench.common.engines_compared import Twinpool
-from cache.device.device_backends import CpuDevice
-from cache.memory.kv_cache_spec import PoolKind
-from cluster.assembly.memory_plan import state_options
-from cluster.assembly.step_memory import StepMemory, kept_bytes, step_memory, step_rows, step_tokens, widest_product
-from contracts.checkpoint.model_spec import ModelSpec
-from contracts.config.cluster_config import Config
-from contracts.config.load_config import config_from_dict
-from contracts.ids import Role
-from contracts.sampling_params import SamplingParams
-from engine.models.registry import read_model
-from engine.runner.batch import TokenDraw
-from engine.runner.graphs.graph_inputs import GraphInputs, GraphSize
-from engine.runner.model_runner import ModelRunner
-from engine.runner.sampling.sampler import draw_tokens
-from engine.tensors.row_exact_linear import FAST
 from tests.engine.native import kernels_or_skip
 from tests.families import FAMILIES
 from tests.live_bytes import LiveBytes
 from tests.pair import pair
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.memory.kv_cache_spec import PoolKind
+from twinpool.cluster.assembly.memory_plan import state_options
+from twinpool.cluster.assembly.step_memory import (
+    StepMemory,
+    kept_bytes,
+    step_memory,
+    step_rows,
+    step_tokens,
+    widest_product,
+)
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.ids import Role
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.models.registry import read_model
+from twinpool.engine.runner.batch import TokenDraw
+from twinpool.engine.runner.graphs.graph_inputs import GraphInputs, GraphSize
+from twinpool.engine.runner.model_runner import ModelRunner
+from twinpool.engine.runner.sampling.sampler import draw_tokens
+from twinpool.engine.tensors.row_exact_linear import FAST
 
 PENALTIES = SamplingParams(max_tokens=40, temperature=1.0, repetition_penalty=1.2, seed=1)
 SPARSE = ("deepseek_v32", "glm5")

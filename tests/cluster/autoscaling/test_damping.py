@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.autoscaling.load_window import MeasuredLoad, Outcomes
-from cluster.autoscaling.pool_damping import PoolDamping
-from cluster.autoscaling.pool_need import PoolNeed
-from cluster.autoscaling.pool_state import PoolState
-from cluster.autoscaling.role_balance import RoleBalance
-from cluster.autoscaling.sizing_rules import ChangeRole, ShrinkPool, SizingRules
-from contracts.config.autoscaling_config import AutoscalingConfig, PoolBounds
-from contracts.ids import PAIR, Role
+from twinpool.cluster.autoscaling.load_window import MeasuredLoad, Outcomes
+from twinpool.cluster.autoscaling.pool_damping import PoolDamping
+from twinpool.cluster.autoscaling.pool_need import PoolNeed
+from twinpool.cluster.autoscaling.pool_state import PoolState
+from twinpool.cluster.autoscaling.role_balance import RoleBalance
+from twinpool.cluster.autoscaling.sizing_rules import ChangeRole, ShrinkPool, SizingRules
+from twinpool.contracts.config.autoscaling_config import AutoscalingConfig, PoolBounds
+from twinpool.contracts.ids import PAIR, Role
 
 CONFIG = AutoscalingConfig(
     enabled=True, prefill=PoolBounds(1, 20), decode=PoolBounds(1, 20), period_s=5.0, window_s=20.0,

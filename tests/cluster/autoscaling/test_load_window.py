@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.autoscaling.load_window import LoadWindow, MeasuredLoad, Outcomes
-from cluster.autoscaling.pool_state import WorkerLoad
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.autoscaler_messages import LatencyCounts
+from twinpool.cluster.autoscaling.load_window import LoadWindow, MeasuredLoad, Outcomes
+from twinpool.cluster.autoscaling.pool_state import WorkerLoad
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.autoscaler_messages import LatencyCounts
 
 WINDOW_S = 20.0
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.autoscaling.load_window import LatencyTotals, LoadWindow, MeasuredLoad, Outcomes
-from cluster.autoscaling.pool_need import decode_need, prefill_need
-from cluster.autoscaling.pool_state import WorkerLoad
-from contracts.config.autoscaling_config import AutoscalingConfig
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.autoscaler_messages import LatencyCounts
+from twinpool.cluster.autoscaling.load_window import LatencyTotals, LoadWindow, MeasuredLoad, Outcomes
+from twinpool.cluster.autoscaling.pool_need import decode_need, prefill_need
+from twinpool.cluster.autoscaling.pool_state import WorkerLoad
+from twinpool.contracts.config.autoscaling_config import AutoscalingConfig
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.autoscaler_messages import LatencyCounts
 
 CONFIG = AutoscalingConfig(enabled=True)
 CALM = MeasuredLoad(

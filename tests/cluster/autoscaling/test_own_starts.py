@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.autoscaling.sizing_rules import CancelStarts, ChangeRole, GrowPool, ShrinkPool, SizingChange
-from cluster.controller.autoscaler import Autoscaler
-from cluster.controller.controller import PLACE_S, Controller
-from cluster.controller.controller_actions import StartWorker
-from cluster.controller.controller_ledger import MemoryLedger
-from cluster.controller.node_table import NodePlace
-from contracts.clock import ManualClock
-from contracts.config.cluster_config import Config
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
+from twinpool.cluster.autoscaling.sizing_rules import CancelStarts, ChangeRole, GrowPool, ShrinkPool, SizingChange
+from twinpool.cluster.controller.autoscaler import Autoscaler
+from twinpool.cluster.controller.controller import PLACE_S, Controller
+from twinpool.cluster.controller.controller_actions import StartWorker
+from twinpool.cluster.controller.controller_ledger import MemoryLedger
+from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 NODE = NodePlace("a" * 12, "a")

@@ -7,11 +7,11 @@ import itertools
 import pytest
 
 from bench.autoscaling.queue_model import AutoscalingModel, ModelAsk, ModelCosts, changes
-from cluster.controller.controller_actions import StartWorker
-from cluster.controller.node_room import ClusterRoom, NodeRoom, RoleRoom
-from cluster.controller.node_table import NodePlace
-from contracts.ids import Role
 from tests.scaling import COSTS, model, poisson, scaling, sizes_at, told, turns
+from twinpool.cluster.controller.controller_actions import StartWorker
+from twinpool.cluster.controller.node_room import ClusterRoom, NodeRoom, RoleRoom
+from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.contracts.ids import Role
 
 BURST = poisson(1, (4.0, 150.0), (14.0, 150.0), (4.0, 500.0), prompt=800, answer=60)
 

@@ -6,11 +6,11 @@ import re
 import shlex
 from pathlib import Path
 
-from cli.command_line import parser
-from cli.status_view import controllers_line
-from cluster.ray_nodes.control_store import StoredTables
-from contracts.config.ledger_place import controller_endpoints
-from contracts.config.load_config import load_config
+from twinpool.cli.command_line import parser
+from twinpool.cli.status_view import controllers_line
+from twinpool.cluster.ray_nodes.control_store import StoredTables
+from twinpool.contracts.config.ledger_place import controller_endpoints
+from twinpool.contracts.config.load_config import load_config
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "control-plane.md").read_text()

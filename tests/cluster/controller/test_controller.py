@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.controller.controller import Controller
-from cluster.controller.controller_actions import (
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_actions import (
     ControllerAction,
     ForgetArenas,
     KillWorker,
@@ -15,14 +15,14 @@ from cluster.controller.controller_actions import (
     StartFailed,
     StartWorker,
 )
-from cluster.controller.controller_ledger import MemoryLedger
-from cluster.controller.node_table import NodePlace
-from cluster.controller.worker_states import TRANSITIONS, WorkerEvent, WorkerState, advance
-from contracts.clock import ManualClock
-from contracts.config.cluster_config import ClusterConfig
-from contracts.errors import ConfigError, IllegalTransition
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
+from twinpool.cluster.controller.controller_ledger import MemoryLedger
+from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.controller.worker_states import TRANSITIONS, WorkerEvent, WorkerState, advance
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.errors import ConfigError, IllegalTransition
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
 
 NAME = WorkerName("decode-0")
 CONFIG = ClusterConfig(heartbeat_s=1.0, lease_s=10.0, start_timeout_s=60.0, restart_limit=3)

@@ -18,18 +18,18 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from cluster.controller.controller_actions import ControllerAction, StartWorker
-from cluster.controller.controller_client import ControllerClient
-from cluster.processes.process_ids import start_time
-from cluster.worker_process.lease_keeper import LeaseKeeper, longest_absence_s
-from contracts.clock import SystemClock
-from contracts.config.cluster_config import ClusterConfig
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
-from contracts.proto import worker_pb2 as pb
-from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire.controller_turns import NOT_LEADING
 from tests.free_ports import free_port
+from twinpool.cluster.controller.controller_actions import ControllerAction, StartWorker
+from twinpool.cluster.controller.controller_client import ControllerClient
+from twinpool.cluster.processes.process_ids import start_time
+from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper, longest_absence_s
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
+from twinpool.contracts.wire.controller_turns import NOT_LEADING
 
 NAME = WorkerName("decode-0")
 WAIT_S = 30.0
@@ -60,7 +60,7 @@ class Process:
         with (self.folder / "log").open("ab") as log:
             process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "cluster.controller.controller_process", "--port", str(self.port)),
+                    *(sys.executable, "-m", "twinpool.cluster.controller.controller_process", "--port", str(self.port)),
                     *("--ledger", str(self.folder / "ledger"), "--ready-fd", str(writing)),
                     *more,
                 ],

@@ -8,21 +8,27 @@ from pathlib import Path
 
 import pytest
 
-from cluster.controller.controller import Controller
-from cluster.controller.controller_actions import EndedProcess, ForgetArenas, KillWorker, LeaseGrant, StartWorker
-from cluster.controller.controller_ledger import ControllerLedger, LedgerLost, MemoryLedger
-from cluster.controller.controller_table import ControllerTable
-from cluster.controller.node_table import NodePlace
-from cluster.controller.sqlite_ledger import SqliteLedger
-from cluster.controller.wanted_worker import WantedWorker, from_ledger, to_ledger
-from cluster.controller.worker_states import WorkerState
-from cluster.processes.restart_policy import RestartHistory
-from contracts.clock import ManualClock
-from contracts.config.cluster_config import ClusterConfig
-from contracts.errors import ConfigError
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.fingerprint import Fingerprint
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_actions import (
+    EndedProcess,
+    ForgetArenas,
+    KillWorker,
+    LeaseGrant,
+    StartWorker,
+)
+from twinpool.cluster.controller.controller_ledger import ControllerLedger, LedgerLost, MemoryLedger
+from twinpool.cluster.controller.controller_table import ControllerTable
+from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.controller.sqlite_ledger import SqliteLedger
+from twinpool.cluster.controller.wanted_worker import WantedWorker, from_ledger, to_ledger
+from twinpool.cluster.controller.worker_states import WorkerState
+from twinpool.cluster.processes.restart_policy import RestartHistory
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.fingerprint import Fingerprint
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
 
 CONFIG = ClusterConfig(heartbeat_s=1.0, lease_s=10.0, start_timeout_s=60.0, restart_limit=3)
 A, B = WorkerName("decode-0"), WorkerName("prefill-0")

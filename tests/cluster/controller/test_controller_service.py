@@ -10,19 +10,19 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.controller.autoscaler import Autoscaler
-from cluster.controller.controller import Controller
-from cluster.controller.controller_actions import StartWorker
-from cluster.controller.controller_ledger import MemoryLedger
-from cluster.controller.controller_service import MOST_CHANGES, NAME_CHARS, ControllerService
-from contracts.clock import ManualClock
-from contracts.config.cluster_config import Config
-from contracts.errors import WireError
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
-from contracts.proto import worker_pb2 as pb
-from contracts.wire.controller_turns import NOT_LEADING
-from contracts.wire.worker_protobuf import status_to_proto
+from twinpool.cluster.controller.autoscaler import Autoscaler
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_actions import StartWorker
+from twinpool.cluster.controller.controller_ledger import MemoryLedger
+from twinpool.cluster.controller.controller_service import MOST_CHANGES, NAME_CHARS, ControllerService
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.errors import WireError
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.wire.controller_turns import NOT_LEADING
+from twinpool.contracts.wire.worker_protobuf import status_to_proto
 
 NAMES = [WorkerName(f"{role}-{number}") for role in ("decode", "prefill") for number in range(2)]
 ONE = Incarnation(1)

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.controller.controller import Controller
-from cluster.controller.controller_actions import OperatorNote
-from cluster.controller.controller_ledger import MemoryLedger
-from cluster.controller.node_table import NodePlace
-from contracts.clock import ManualClock
-from contracts.config.cluster_config import ClusterConfig
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_actions import OperatorNote
+from twinpool.cluster.controller.controller_ledger import MemoryLedger
+from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 
 PLACE = NodePlace("a" * 12, "a")
 

@@ -16,16 +16,16 @@ from typing import Any
 
 import pytest
 
-from cluster.controller.controller_actions import StartWorker
-from cluster.controller.controller_client import ControllerAway, ControllerClient
-from cluster.worker_process.asyncio_thread import AsyncioThread
-from cluster.worker_process.lease_keeper import LeaseKeeper
-from contracts.clock import SystemClock
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
-from router.links.controller_directory import ControllerDirectory
 from tests.free_ports import free_port
 from tests.redis_servers import LedgerServer
+from twinpool.cluster.controller.controller_actions import StartWorker
+from twinpool.cluster.controller.controller_client import ControllerAway, ControllerClient
+from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
+from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
+from twinpool.router.links.controller_directory import ControllerDirectory
 
 NAME, OTHER = WorkerName("decode-0"), WorkerName("decode-1")
 LEASE_S, LEADER_S = 10.0, float(os.environ.get("TWINPOOL_LEADER_S", "1"))
@@ -58,7 +58,7 @@ class Site:
         with (self.folder / f"log-{number}").open("ab") as log:
             process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "cluster.controller.controller_process"),
+                    *(sys.executable, "-m", "twinpool.cluster.controller.controller_process"),
                     *("--port", str(self.ports[number]), "--config-json", str(self.folder / "config.json")),
                     *("--ready-fd", str(writing), *more),
                 ],
@@ -224,7 +224,7 @@ def test_who_took_over_what_an_ended_cluster_left_leaves_nothing_on_the_server(
 
 
 def test_a_password_on_the_command_line_is_refused(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "cluster.controller.controller_process", "--port", str(free_port())]
+    command = [sys.executable, "-m", "twinpool.cluster.controller.controller_process", "--port", str(free_port())]
     ended = subprocess.run(
         [*command, "--ledger", "redis://:geheim@127.0.0.1:1/0"],
         capture_output=True, text=True, timeout=WAIT_S, check=False,

@@ -12,24 +12,24 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from cluster.controller.controller import Controller
-from cluster.controller.controller_ledger import MemoryLedger
-from cluster.controller.controller_server import ControllerServer
-from cluster.dashboard.history import SAMPLE_S
-from cluster.worker_process import lease_keeper
-from cluster.worker_process.lease_keeper import LeaseKeeper
-from contracts.clock import ManualClock, SystemClock
-from contracts.config.cluster_config import ClusterConfig
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.latency_shape import BUCKETS
-from contracts.messages.pool_changes import AddWorkers
-from contracts.messages.router_report import COUNTERS, MOST_BREAKERS, RouterIdentity, RouterReport, bare
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord
-from contracts.proto import worker_pb2 as pb
-from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire.router_report_protobuf import router_report_from_proto, router_report_to_proto
-from router.links.controller_directory import ControllerDirectory
 from tests.cluster.fake_worker import FakeWorker
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_ledger import MemoryLedger
+from twinpool.cluster.controller.controller_server import ControllerServer
+from twinpool.cluster.dashboard.history import SAMPLE_S
+from twinpool.cluster.worker_process import lease_keeper
+from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper
+from twinpool.contracts.clock import ManualClock, SystemClock
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.latency_shape import BUCKETS
+from twinpool.contracts.messages.pool_changes import AddWorkers
+from twinpool.contracts.messages.router_report import COUNTERS, MOST_BREAKERS, RouterIdentity, RouterReport, bare
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
+from twinpool.contracts.wire.router_report_protobuf import router_report_from_proto, router_report_to_proto
+from twinpool.router.links.controller_directory import ControllerDirectory
 
 REPORT = RouterReport(
     "start-1", "node", 7, "build", "demo", 3, 1, {name: i for i, name in enumerate(COUNTERS)},

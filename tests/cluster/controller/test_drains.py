@@ -13,22 +13,22 @@ from typing import Any
 
 import pytest
 
-from cli import command_line
-from cli import commands as cli
-from cli.admin_client import AdminClient, RouterAway
-from cli.drain_command import AWAY_S, DrainCommand, ProgressLines, change_role, ending, table
-from cli.drain_command import DrainReport as Progress
-from cli.pool_commands import OrderedWorker, follow
-from cluster.controller.controller import Controller
-from cluster.controller.controller_actions import OperatorNote, StartWorker
-from cluster.controller.controller_ledger import MemoryLedger
-from cluster.ray_nodes.node_drains import NodeDrains
-from contracts.clock import ManualClock
-from contracts.config.cluster_config import ClusterConfig
-from contracts.errors import ConfigError
-from contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
-from contracts.messages.worker_status import EndedWorker, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from tests.cluster.router_stub import RouterStub, router_stub, row
+from twinpool.cli import command_line
+from twinpool.cli import commands as cli
+from twinpool.cli.admin_client import AdminClient, RouterAway
+from twinpool.cli.drain_command import AWAY_S, DrainCommand, ProgressLines, change_role, ending, table
+from twinpool.cli.drain_command import DrainReport as Progress
+from twinpool.cli.pool_commands import OrderedWorker, follow
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_actions import OperatorNote, StartWorker
+from twinpool.cluster.controller.controller_ledger import MemoryLedger
+from twinpool.cluster.ray_nodes.node_drains import NodeDrains
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
+from twinpool.contracts.messages.worker_status import EndedWorker, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 
 NAME = WorkerName("decode-1")
 WAIT_S = 20.0
@@ -228,7 +228,7 @@ def test_workers_of_other_nodes_stay() -> None:
 
 SIGNALLED = """
 import os, signal, sys, threading
-from cluster.worker_process.sigterm_drain import TERMINATED
+from twinpool.cluster.worker_process.sigterm_drain import TERMINATED
 told = threading.Event()
 assert TERMINATED.listen()
 TERMINATED.on(told.set)

@@ -14,26 +14,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.controller import controller_client
-from cluster.controller.controller import Controller
-from cluster.controller.controller_actions import StartWorker
-from cluster.controller.controller_client import ControllerAway, ControllerClient
-from cluster.controller.controller_ledger import LedgerLeader, LedgerLost, MemoryLedger
-from cluster.controller.controller_server import ControllerServer
-from cluster.controller.leadership import Leadership
-from cluster.worker_process.lease_keeper import LeaseKeeper, LeaseRefused
-from contracts.clock import ManualClock
-from contracts.config.cluster_config import ClusterConfig
-from contracts.errors import RequestError
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord
-from contracts.proto import worker_pb2 as pb
-from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire import controller_turns
-from contracts.wire.controller_turns import NOT_LEADING, ControllerTurns, call_leader
-from router.links.controller_directory import ControllerDirectory
 from tests.cluster.fake_worker import FakeWorker
 from tests.free_ports import free_port
+from twinpool.cluster.controller import controller_client
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_actions import StartWorker
+from twinpool.cluster.controller.controller_client import ControllerAway, ControllerClient
+from twinpool.cluster.controller.controller_ledger import LedgerLeader, LedgerLost, MemoryLedger
+from twinpool.cluster.controller.controller_server import ControllerServer
+from twinpool.cluster.controller.leadership import Leadership
+from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper, LeaseRefused
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.errors import RequestError
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
+from twinpool.contracts.wire import controller_turns
+from twinpool.contracts.wire.controller_turns import NOT_LEADING, ControllerTurns, call_leader
+from twinpool.router.links.controller_directory import ControllerDirectory
 
 LEASE_S = 8.0
 NAME = WorkerName("decode-0")

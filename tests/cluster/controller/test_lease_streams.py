@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from cluster.controller.controller import Controller
-from cluster.controller.controller_ledger import MemoryLedger
-from cluster.controller.controller_server import ControllerServer
-from cluster.worker_process import lease_keeper
-from cluster.worker_process.lease_keeper import COUNTERS_S, LeaseKeeper, renewal_pause_s
-from cluster.worker_process.lease_stream import LeaseStream
-from contracts.clock import ManualClock, SystemClock
-from contracts.cluster_secret import access_token
-from contracts.config.cluster_config import ClusterConfig
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.worker_status import EndedWorker, WorkerLimits, WorkerRecord, WorkerStatus
-from contracts.proto import worker_pb2 as pb
-from contracts.wire.worker_protobuf import status_to_proto
 from tests.raw_frames import RawStream
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_ledger import MemoryLedger
+from twinpool.cluster.controller.controller_server import ControllerServer
+from twinpool.cluster.worker_process import lease_keeper
+from twinpool.cluster.worker_process.lease_keeper import COUNTERS_S, LeaseKeeper, renewal_pause_s
+from twinpool.cluster.worker_process.lease_stream import LeaseStream
+from twinpool.contracts.clock import ManualClock, SystemClock
+from twinpool.contracts.cluster_secret import access_token
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.worker_status import EndedWorker, WorkerLimits, WorkerRecord, WorkerStatus
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.wire.worker_protobuf import status_to_proto
 
 NAME, ONE = WorkerName("decode-0"), Incarnation(1)
 SECRET = "ab" * 32
@@ -247,7 +247,7 @@ def test_a_worker_renews_when_the_controller_says(monkeypatch: pytest.MonkeyPatc
         pauses.append(seconds)
 
     monkeypatch.setattr(lease_keeper, "controller_stub", lambda channel: Stub())
-    monkeypatch.setattr("cluster.worker_process.lease_keeper.asyncio.sleep", sleep)
+    monkeypatch.setattr("twinpool.cluster.worker_process.lease_keeper.asyncio.sleep", sleep)
     record = WorkerRecord(NAME, Role.DECODE, ONE, 7, "n", "e", "c", WorkerLimits(8, 8))
     status = WorkerStatus(NAME, Role.DECODE, "ready", 7, "n", ONE, 0, 0, 1, 1)
     keeper = LeaseKeeper(record, "nowhere:1", ManualClock(1.0), 0.25, lambda: status, lambda reason: None)

@@ -15,19 +15,19 @@ from typing import Any
 
 import pytest
 
-from cluster.controller import sqlite_ledger
-from cluster.controller.controller import Controller
-from cluster.controller.controller_actions import StartWorker
-from cluster.controller.controller_ledger import LeasedLedger, LedgerLeader, LedgerLost
-from cluster.controller.open_ledger import PASSWORD_VARIABLE, open_ledger
-from cluster.controller.redis_ledger import TIMEOUT_S, RedisLedger
-from cluster.controller.sqlite_ledger import SqliteLedger
-from contracts.clock import ManualClock
-from contracts.config.cluster_config import ClusterConfig
-from contracts.errors import ConfigError
-from contracts.ids import Role, WorkerName
 from tests.redis_servers import LedgerServer
 from tests.serving import until
+from twinpool.cluster.controller import sqlite_ledger
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_actions import StartWorker
+from twinpool.cluster.controller.controller_ledger import LeasedLedger, LedgerLeader, LedgerLost
+from twinpool.cluster.controller.open_ledger import PASSWORD_VARIABLE, open_ledger
+from twinpool.cluster.controller.redis_ledger import TIMEOUT_S, RedisLedger
+from twinpool.cluster.controller.sqlite_ledger import SqliteLedger
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Role, WorkerName
 
 LEASE_S = 60.0
 HERE, THERE, ELSEWHERE = "10.0.0.1:7000", "10.0.0.2:7000", "10.0.0.3:7000"

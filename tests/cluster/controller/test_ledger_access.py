@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from cli.command_output import USAGE
-from cli.commands import main
-from cluster.controller.controller_process import ControllerPlace, ControllerProcess
-from cluster.controller.open_ledger import PASSWORD_VARIABLE, open_ledger
-from contracts.config.load_config import load_config
-from contracts.config.security_config import SecurityConfig
-from contracts.errors import ConfigError
 from tests.certificates import TestAuthority
 from tests.free_ports import free_port
 from tests.redis_servers import LedgerServer
+from twinpool.cli.command_output import USAGE
+from twinpool.cli.commands import main
+from twinpool.cluster.controller.controller_process import ControllerPlace, ControllerProcess
+from twinpool.cluster.controller.open_ledger import PASSWORD_VARIABLE, open_ledger
+from twinpool.contracts.config.load_config import load_config
+from twinpool.contracts.config.security_config import SecurityConfig
+from twinpool.contracts.errors import ConfigError
 
 HERE = "10.0.0.1:7000"
 ROOT = Path(__file__).parents[3]

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.controller.node_room import ClusterRoom, NodeRoom, Occupant, RoleRoom
-from cluster.controller.node_table import NOWHERE, NodePlace
-from cluster.controller.supervisor_wire import room_from_proto, room_to_proto
-from contracts.ids import PAIR, Role, WorkerName
-from contracts.proto import worker_pb2 as pb
+from twinpool.cluster.controller.node_room import ClusterRoom, NodeRoom, Occupant, RoleRoom
+from twinpool.cluster.controller.node_table import NOWHERE, NodePlace
+from twinpool.cluster.controller.supervisor_wire import room_from_proto, room_to_proto
+from twinpool.contracts.ids import PAIR, Role, WorkerName
+from twinpool.contracts.proto import worker_pb2 as pb
 
 MIB = 1 << 20
 A, B = NodePlace("a" * 12, "a"), NodePlace("b" * 12, "b")

@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.controller.controller import Controller
-from cluster.controller.controller_actions import KillWorker, StartWorker
-from cluster.controller.controller_ledger import MemoryLedger
-from cluster.controller.node_table import NodePlace
-from cluster.controller.worker_states import WorkerState
-from contracts.clock import ManualClock
-from contracts.config.cluster_config import ClusterConfig
-from contracts.errors import ConfigError
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_actions import KillWorker, StartWorker
+from twinpool.cluster.controller.controller_ledger import MemoryLedger
+from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.controller.worker_states import WorkerState
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
 
 A, B = NodePlace("a" * 12, "a"), NodePlace("b" * 12, "b")
 
@@ -347,7 +347,7 @@ def test_what_can_not_be_is_refused_and_changes_nothing(change: object, words: s
 )
 def test_what_is_more_than_the_table_holds_is_refused_whole(change: object, monkeypatch: pytest.MonkeyPatch) -> None:
     company = Company(prefill=2, decode=1)
-    monkeypatch.setattr("cluster.controller.pool_operations.MOST_WORKERS", 5)
+    monkeypatch.setattr("twinpool.cluster.controller.pool_operations.MOST_WORKERS", 5)
     before = dict(company.ledger.rows)
     with pytest.raises(ConfigError, match="room for 2 new names, not for"):
         change(company.core.pools)  # type: ignore[operator]

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.controller import quota_ledger
-from cluster.controller.quota_ledger import FORGET_S, MINUTE_S, MOST_TENANTS, VALID_S, QuotaLedger
-from contracts.clock import ManualClock
-from contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice
+from twinpool.cluster.controller import quota_ledger
+from twinpool.cluster.controller.quota_ledger import FORGET_S, MINUTE_S, MOST_TENANTS, VALID_S, QuotaLedger
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice
 
 LIMITS = QuotaAmounts(60, 6000, 10)
 NONE = QuotaAmounts()

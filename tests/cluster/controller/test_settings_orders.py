@@ -9,17 +9,17 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.controller.controller import Controller
-from cluster.controller.controller_client import ControllerClient
-from cluster.controller.controller_ledger import MemoryLedger
-from cluster.controller.controller_server import ControllerServer
-from cluster.controller.settings_orders import SettingsOrders
-from contracts.clock import ManualClock
-from contracts.config.cluster_config import ClusterConfig
-from contracts.errors import ConfigError, RequestError
-from contracts.ids import Role
-from contracts.messages.settings_change import ChangedSetting, SettingsAnswer, SettingsChange
-from router.links.controller_directory import ControllerDirectory
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_client import ControllerClient
+from twinpool.cluster.controller.controller_ledger import MemoryLedger
+from twinpool.cluster.controller.controller_server import ControllerServer
+from twinpool.cluster.controller.settings_orders import SettingsOrders
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.errors import ConfigError, RequestError
+from twinpool.contracts.ids import Role
+from twinpool.contracts.messages.settings_change import ChangedSetting, SettingsAnswer, SettingsChange
+from twinpool.router.links.controller_directory import ControllerDirectory
 
 CHANGE = SettingsChange('{"decode": {"retract_limit": 4}}', dry_run=True)
 CHANGED = (

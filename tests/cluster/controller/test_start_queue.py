@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.controller.controller import Controller
-from cluster.controller.controller_actions import KillWorker, StartWorker
-from cluster.controller.controller_ledger import MemoryLedger
-from cluster.controller.node_room import ClusterRoom, NodeRoom, RoleRoom
-from cluster.controller.node_table import NodePlace
-from contracts.clock import ManualClock
-from contracts.config.cluster_config import ClusterConfig
-from contracts.errors import ConfigError
-from contracts.ids import PAIR, Incarnation, Role, WorkerName
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_actions import KillWorker, StartWorker
+from twinpool.cluster.controller.controller_ledger import MemoryLedger
+from twinpool.cluster.controller.node_room import ClusterRoom, NodeRoom, RoleRoom
+from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import PAIR, Incarnation, Role, WorkerName
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
 
 HERE = NodePlace("a" * 12, "here")
 THERE = NodePlace("b" * 12, "there")

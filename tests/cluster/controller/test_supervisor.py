@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.assembly.node_shares import MemoryShort
-from cluster.controller.controller import Controller
-from cluster.controller.controller_actions import ControllerAction, EndedProcess, PlacedProcess, WorkerKey
-from cluster.controller.controller_ledger import MemoryLedger
-from cluster.controller.node_room import ClusterRoom
-from cluster.controller.node_table import NodePlace
-from cluster.controller.supervisor import Supervisor
-from contracts.clock import ManualClock
-from contracts.config.cluster_config import ClusterConfig
-from contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
-from contracts.messages.settings_change import SettingsAnswer, SettingsChange
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
+from twinpool.cluster.assembly.node_shares import MemoryShort
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_actions import ControllerAction, EndedProcess, PlacedProcess, WorkerKey
+from twinpool.cluster.controller.controller_ledger import MemoryLedger
+from twinpool.cluster.controller.node_room import ClusterRoom
+from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.controller.supervisor import Supervisor
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
+from twinpool.contracts.messages.settings_change import SettingsAnswer, SettingsChange
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
 
 NAME = WorkerName("decode-0")
 A, B = NodePlace("a-0123456789", "a"), NodePlace("b-0123456789", "b")

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import grpc
 import pytest
 
-from cluster.controller.controller import Controller
-from cluster.controller.controller_actions import (
+from tests.free_ports import free_port
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_actions import (
     ControllerAction,
     EndedProcess,
     ForgetArenas,
@@ -22,21 +23,20 @@ from cluster.controller.controller_actions import (
     StartWorker,
     WorkerKey,
 )
-from cluster.controller.controller_client import ControllerAway, ControllerClient
-from cluster.controller.controller_ledger import MemoryLedger
-from cluster.controller.controller_server import ControllerServer
-from cluster.controller.node_room import ClusterRoom, NodeRoom, RoleRoom
-from cluster.controller.node_table import NodePlace
-from cluster.controller.supervisor_wire import action_from_proto, action_to_proto
-from contracts.clock import ManualClock
-from contracts.cluster_secret import access_metadata
-from contracts.config.cluster_config import ClusterConfig
-from contracts.errors import ConfigError, WireError
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.settings_change import SettingsChange
-from contracts.proto import worker_pb2 as pb
-from contracts.proto import worker_pb2_grpc as pb_grpc
-from tests.free_ports import free_port
+from twinpool.cluster.controller.controller_client import ControllerAway, ControllerClient
+from twinpool.cluster.controller.controller_ledger import MemoryLedger
+from twinpool.cluster.controller.controller_server import ControllerServer
+from twinpool.cluster.controller.node_room import ClusterRoom, NodeRoom, RoleRoom
+from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.controller.supervisor_wire import action_from_proto, action_to_proto
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.cluster_secret import access_metadata
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.errors import ConfigError, WireError
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.settings_change import SettingsChange
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
 
 T = TypeVar("T")
 NAME, OTHER = WorkerName("decode-0"), WorkerName("prefill-3")

@@ -9,26 +9,26 @@ from typing import Any
 
 import pytest
 
-from cluster.controller.autoscaler import Autoscaler
-from cluster.controller.controller import Controller
-from cluster.controller.controller_ledger import MemoryLedger
-from cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
-from cluster.dashboard.event_log import EventKind
-from cluster.dashboard.history import COLUMNS, KEPT_S, SAMPLE_S
-from cluster.dashboard.router_totals import MOST_ROUTERS
-from cluster.dashboard.worker_rates import WorkerSample
-from cluster.dashboard.worker_rows import MOST_LINKS
-from contracts.clock import ManualClock
-from contracts.compact_json import compact_json
-from contracts.config.cluster_config import ClusterConfig
-from contracts.config.load_config import config_from_dict
-from contracts.damage import COUNTERS as DAMAGE_COUNTERS
-from contracts.ids import Role
-from contracts.messages.autoscaler_messages import AutoscalerView, PoolSizing
-from contracts.messages.latency_shape import BOUNDS_S, BUCKETS
-from contracts.messages.router_report import COUNTERS, RouterReport
-from contracts.messages.worker_status import WorkerView
 from tests.cluster.dashboard.made_workers import worker
+from twinpool.cluster.controller.autoscaler import Autoscaler
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_ledger import MemoryLedger
+from twinpool.cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
+from twinpool.cluster.dashboard.event_log import EventKind
+from twinpool.cluster.dashboard.history import COLUMNS, KEPT_S, SAMPLE_S
+from twinpool.cluster.dashboard.router_totals import MOST_ROUTERS
+from twinpool.cluster.dashboard.worker_rates import WorkerSample
+from twinpool.cluster.dashboard.worker_rows import MOST_LINKS
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.compact_json import compact_json
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.damage import COUNTERS as DAMAGE_COUNTERS
+from twinpool.contracts.ids import Role
+from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, PoolSizing
+from twinpool.contracts.messages.latency_shape import BOUNDS_S, BUCKETS
+from twinpool.contracts.messages.router_report import COUNTERS, RouterReport
+from twinpool.contracts.messages.worker_status import WorkerView
 
 WALL = 1_700_000_000.0
 

@@ -7,13 +7,13 @@ import json
 
 import pytest
 
-from cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
-from cluster.dashboard.dashboard_feed import FRAME_S, MOST_WATCHERS, DashboardFeed, TooManyWatch
-from cluster.dashboard.history import SAMPLE_S
-from cluster.dashboard.worker_rates import WorkerSample
-from contracts.clock import ManualClock
-from contracts.messages.router_report import RouterReport
 from tests.cluster.dashboard.made_workers import worker
+from twinpool.cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
+from twinpool.cluster.dashboard.dashboard_feed import FRAME_S, MOST_WATCHERS, DashboardFeed, TooManyWatch
+from twinpool.cluster.dashboard.history import SAMPLE_S
+from twinpool.cluster.dashboard.worker_rates import WorkerSample
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.messages.router_report import RouterReport
 
 
 class Scene:

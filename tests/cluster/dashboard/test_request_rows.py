@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
-from cluster.dashboard.request_rows import MOST_EVENTS, MOST_SPANS, SHOWN, TEXT_CHARS, request_row
-from contracts.messages.request_record import RecordEvent, RecordSpan, RequestRecord
+from twinpool.cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
+from twinpool.cluster.dashboard.request_rows import MOST_EVENTS, MOST_SPANS, SHOWN, TEXT_CHARS, request_row
+from twinpool.contracts.messages.request_record import RecordEvent, RecordSpan, RequestRecord
 
 RECORD = RequestRecord(
     "ab-0", "ab", "mine", "router-1", "demo", "batch", 1_700_000_000.12345, 2.5, 0.75, "stop", message="m" * 500,

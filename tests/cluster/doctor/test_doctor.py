@@ -27,24 +27,24 @@ from typing import Any
 import pytest
 import torch
 
-from cli import command_line
-from cli import commands as cli
-from cli.doctor_command import CheckProgress
-from cli.keys_command import new_key
-from cluster.assembly.device_cards import CardFacts
-from cluster.doctor.doctor_case import DoctorCase, DoctorHost
-from cluster.doctor.examine import BESIDE, CHECKS, examine, exit_code
-from cluster.doctor.finding import Finding, Severity, sized
-from cluster.models.model_source import DEMO
-from cluster.processes.run_file import write_run_file
-from cluster.ray_nodes.ray_facts import RayFacts, RayNode
-from cluster.serve import preflight
-from cluster.serve.memory_fit import CUDA_WORKER_BYTES
-from cluster.serve.preflight import ServeOptions
-from contracts.checkpoint.safetensors_headers import INDEX, SINGLE, read_headers
 from tests.certificates import TestAuthority
 from tests.redis_servers import LedgerServer
 from tests.serving import ROOT
+from twinpool.cli import command_line
+from twinpool.cli import commands as cli
+from twinpool.cli.doctor_command import CheckProgress
+from twinpool.cli.keys_command import new_key
+from twinpool.cluster.assembly.device_cards import CardFacts
+from twinpool.cluster.doctor.doctor_case import DoctorCase, DoctorHost
+from twinpool.cluster.doctor.examine import BESIDE, CHECKS, examine, exit_code
+from twinpool.cluster.doctor.finding import Finding, Severity, sized
+from twinpool.cluster.models.model_source import DEMO
+from twinpool.cluster.processes.run_file import write_run_file
+from twinpool.cluster.ray_nodes.ray_facts import RayFacts, RayNode
+from twinpool.cluster.serve import preflight
+from twinpool.cluster.serve.memory_fit import CUDA_WORKER_BYTES
+from twinpool.cluster.serve.preflight import ServeOptions
+from twinpool.contracts.checkpoint.safetensors_headers import INDEX, SINGLE, read_headers
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,9 @@ def test_the_port_of_the_cluster_that_the_file_is_for_is_no_problem(tmp_path: Pa
 
 def test_without_torch_the_other_checks_are_made() -> None:
     """Nothing imports it before the checks that need it."""
-    script = "import sys, cluster.doctor.examine; print([name for name in ('torch', 'ray') if name in sys.modules])"
+    script = (
+        "import sys, twinpool.cluster.doctor.examine; print([name for name in ('torch', 'ray') if name in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -329,11 +331,11 @@ def test_small_limits_of_the_control_group_are_found(tmp_path: Path) -> None:
 IN_A_SMALL_SHM = """
 import sys
 from pathlib import Path
-from cluster.doctor.checks.host_memory import check_shared_memory
-from cluster.doctor.doctor_case import DoctorCase
-from cluster.serve import preflight
-from cluster.serve.memory_fit import CUDA_WORKER_BYTES
-from cluster.serve.preflight import ServeOptions
+from twinpool.cluster.doctor.checks.host_memory import check_shared_memory
+from twinpool.cluster.doctor.doctor_case import DoctorCase
+from twinpool.cluster.serve import preflight
+from twinpool.cluster.serve.memory_fit import CUDA_WORKER_BYTES
+from twinpool.cluster.serve.preflight import ServeOptions
 for finding in check_shared_memory(DoctorCase(ServeOptions(port=0))):
     print(finding.severity, finding.found)
 """
@@ -520,7 +522,7 @@ def test_a_segment_that_is_mapped_and_not_open_is_in_use(tmp_path: Path) -> None
 def test_a_level_that_the_processor_lacks_and_unlike_machines_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("contracts.cpu_levels.levels", lambda has=None: ("x86-64-v3",))
+    monkeypatch.setattr("twinpool.contracts.cpu_levels.levels", lambda has=None: ("x86-64-v3",))
     assert (
         "this processor runs x86-64-v3"
         in only(look("numerics", case(tmp_path, "engine.numerics_class=x86-64-v4"))).found
@@ -595,7 +597,7 @@ def test_a_check_that_fails_is_an_error_and_the_others_go_on(tmp_path: Path, mon
     def broken(_: DoctorCase) -> Iterator[Finding]:
         raise RuntimeError("nobody thought of it")
 
-    monkeypatch.setattr("cluster.doctor.examine.CHECKS", {"broken": broken, "swap": CHECKS["swap"]})
+    monkeypatch.setattr("twinpool.cluster.doctor.examine.CHECKS", {"broken": broken, "swap": CHECKS["swap"]})
     found = examine(case(tmp_path))
     assert [finding.check for finding in found] == ["broken", "swap"]
     assert "nobody thought of it" in found[0].found
@@ -605,7 +607,9 @@ def test_a_check_that_fails_is_an_error_and_the_others_go_on(tmp_path: Path, mon
 def test_the_command_takes_serves_flags_and_a_file_and_ends_with_how_bad_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.doctor.examine.CHECKS", {name: CHECKS[name] for name in ("configuration", "swap")})
+    monkeypatch.setattr(
+        "twinpool.cluster.doctor.examine.CHECKS", {name: CHECKS[name] for name in ("configuration", "swap")}
+    )
 
     def doctor(*arguments: str) -> int:
         return cli.run(command_line.parser().parse_args(["doctor", *arguments]))
@@ -653,7 +657,7 @@ def test_each_check_is_told_as_it_begins_and_ends_and_independent_ones_are_made_
         yield Finding(Severity.FINE, "met")
 
     checks = {name: waiting for name in ("storage", "model", "container")}
-    monkeypatch.setattr("cluster.doctor.examine.CHECKS", checks)
+    monkeypatch.setattr("twinpool.cluster.doctor.examine.CHECKS", checks)
     told = Told()
     assert [finding.check for finding in examine(case(tmp_path), told)] == list(checks)
     assert (told.under_way, sorted(told.ended_checks)) == ([], sorted(checks))
@@ -673,13 +677,13 @@ def test_what_is_made_beside_the_others_loads_nothing_that_these_load() -> None:
             for node in ast.walk(function)
             if isinstance(node, ast.Import | ast.ImportFrom)
         ]
-        assert set(late) <= {"redis", "contracts.wire.redis_connection"}, name
+        assert set(late) <= {"redis", "twinpool.contracts.wire.redis_connection"}, name
 
 
 @pytest.mark.slow
 def test_a_fresh_process_makes_every_check(tmp_path: Path) -> None:
     """Here all modules are loaded by the checks themselves; in this process other tests have."""
-    command = [sys.executable, "-m", "cli.commands", "doctor", "--model", str(DEMO), "--port", "0", "--json"]
+    command = [sys.executable, "-m", "twinpool.cli.commands", "doctor", "--model", str(DEMO), "--port", "0", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=dict(os.environ))
     findings = json.loads(done.stdout)["findings"]
     assert {finding["check"] for finding in findings} == CHECKS.keys()
@@ -707,8 +711,9 @@ def test_in_a_pipe_a_slow_check_has_a_line_with_its_time_and_a_terminal_shows_wh
 def test_looking_for_free_ports_loads_no_torch(tmp_path: Path) -> None:
     """It did, for names that only ports of KV events have: many seconds on a busy machine."""
     code = (
-        "import sys\nfrom cluster.doctor.doctor_case import DoctorCase\n"
-        "from cluster.serve.preflight import ServeOptions\nfrom cluster.doctor.checks.free_ports import check_ports\n"
+        "import sys\nfrom twinpool.cluster.doctor.doctor_case import DoctorCase\n"
+        "from twinpool.cluster.serve.preflight import ServeOptions\n"
+        "from twinpool.cluster.doctor.checks.free_ports import check_ports\n"
         "list(check_ports(DoctorCase(ServeOptions(port=0))))\nprint('torch' in sys.modules)"
     )
     done = subprocess.run(

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.doctor.checks.hosts import numerics_of
-from cluster.doctor.doctor_case import DoctorCase
-from cluster.doctor.examine import CHECKS
-from cluster.doctor.finding import Finding, Severity
-from cluster.ray_nodes.host_facts import HostFacts, facts_here, offset
-from cluster.serve.preflight import ServeOptions
-from contracts.build_id import build_id
-from contracts.config.load_config import config_from_dict
-from contracts.errors import ConfigError
-from contracts.messages.fingerprint import PROTOCOL, Fingerprint, mismatch, numerics_class
 from tests.cluster.doctor.test_doctor import host, only
 from tests.serving import ROOT
+from twinpool.cluster.doctor.checks.hosts import numerics_of
+from twinpool.cluster.doctor.doctor_case import DoctorCase
+from twinpool.cluster.doctor.examine import CHECKS
+from twinpool.cluster.doctor.finding import Finding, Severity
+from twinpool.cluster.ray_nodes.host_facts import HostFacts, facts_here, offset
+from twinpool.cluster.serve.preflight import ServeOptions
+from twinpool.contracts.build_id import build_id
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.messages.fingerprint import PROTOCOL, Fingerprint, mismatch, numerics_class
 
 V3, V4 = ("x86-64-v3",), ("x86-64-v3", "x86-64-v4")
 PLACES = {"twinpool_prefill": 2.0, "twinpool_decode": 2.0}
@@ -143,7 +143,7 @@ def test_a_clock_is_taken_to_be_read_in_the_middle_of_the_shortest_call() -> Non
 
 def test_what_a_host_says_is_what_its_workers_classes_are_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the class that an engine of this machine has, and what workers say at the hand-over."""
-    from engine.runner.numerics_class import numerics_class as of_engine
+    from twinpool.engine.runner.numerics_class import numerics_class as of_engine
 
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)  # A host says what it has, not what one process is told.
     here = facts_here("cpu")
@@ -167,8 +167,8 @@ def test_what_a_host_says_is_what_its_workers_classes_are_made_of(monkeypatch: p
 
 @pytest.mark.parametrize("flags", [["--hosts"], []])
 def test_the_flag_asks_for_it(monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
-    from cli import commands
-    from cluster.doctor import examine
+    from twinpool.cli import commands
+    from twinpool.cluster.doctor import examine
 
     made: list[DoctorCase] = []
 

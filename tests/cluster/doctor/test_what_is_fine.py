@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cluster.assembly.device_cards import CardFacts
-from cluster.doctor.checks import clocks, containers
-from cluster.doctor.checks.model_files import LEAST_FREE
-from cluster.doctor.doctor_case import DoctorCase
-from cluster.doctor.examine import CHECKS
-from cluster.doctor.finding import Severity
 from tests.cluster.doctor.test_doctor import case, host, look, only
+from twinpool.cluster.assembly.device_cards import CardFacts
+from twinpool.cluster.doctor.checks import clocks, containers
+from twinpool.cluster.doctor.checks.model_files import LEAST_FREE
+from twinpool.cluster.doctor.doctor_case import DoctorCase
+from twinpool.cluster.doctor.examine import CHECKS
+from twinpool.cluster.doctor.finding import Severity
 
 JOINED: dict[str, Any] = {"ray_address": "head:6379"}
 
@@ -166,7 +166,7 @@ def test_a_container_in_which_a_child_does_not_get_on_or_is_not_seen_is_found(
 def test_a_level_that_this_processor_has_is_fine_and_auto_on_one_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("contracts.cpu_levels.levels", lambda has=None: ("x86-64-v3",))
+    monkeypatch.setattr("twinpool.contracts.cpu_levels.levels", lambda has=None: ("x86-64-v3",))
     assert says("numerics", case(tmp_path)).endswith("engine.numerics_class=auto")
     pinned = says("numerics", case(tmp_path, "engine.numerics_class=x86-64-v3", **JOINED))
     assert pinned.endswith("engine.numerics_class=x86-64-v3")

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from cluster.models import model_source
-from cluster.models.hub_model import HubModel, HubName
-from cluster.models.model_source import DEMO, ModelSource, find_model, path_on_this_node
-from cluster.models.wheel_model import WheelModel
-from cluster.serve.changed_settings import replanned
-from cluster.serve.kept_plan import plan_from_tree, plan_to_tree
-from cluster.serve.preflight import ServeOptions, prepare
-from cluster.worker_process.worker_plan import WorkerPlan
-from contracts.config.cluster_config import Config
-from contracts.errors import ConfigError
-from contracts.ids import Incarnation, Role, WorkerName
 from tests.checkpoints import make_checkpoint
 from tests.gguf_files import write_gguf
+from twinpool.cluster.models import model_source
+from twinpool.cluster.models.hub_model import HubModel, HubName
+from twinpool.cluster.models.model_source import DEMO, ModelSource, find_model, path_on_this_node
+from twinpool.cluster.models.wheel_model import WheelModel
+from twinpool.cluster.serve.changed_settings import replanned
+from twinpool.cluster.serve.kept_plan import plan_from_tree, plan_to_tree
+from twinpool.cluster.serve.preflight import ServeOptions, prepare
+from twinpool.cluster.worker_process.worker_plan import WorkerPlan
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
 
 GIB = 1 << 30
 

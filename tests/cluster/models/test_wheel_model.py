@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.models import cache_folder
-from cluster.models.wheel_model import FETCH_S, SMOLLM2, WheelModel
-from contracts.errors import CheckpointError, ConfigError
+from twinpool.cluster.models import cache_folder
+from twinpool.cluster.models.wheel_model import FETCH_S, SMOLLM2, WheelModel
+from twinpool.contracts.errors import CheckpointError, ConfigError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
 MEMBER = "tiny_model/tiny.gguf"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from ray.scripts.scripts import start as ray_start
 
-from cluster.processes import free_port as module
-from cluster.processes.free_port import free_port
-from contracts.errors import ConfigError
+from twinpool.cluster.processes import free_port as module
+from twinpool.cluster.processes.free_port import free_port
+from twinpool.contracts.errors import ConfigError
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.processes import keeper
-from cluster.processes.keeper import NextSupervisor
-from cluster.processes.process_ids import same_process, start_time
+from twinpool.cluster.processes import keeper
+from twinpool.cluster.processes.keeper import NextSupervisor
+from twinpool.cluster.processes.process_ids import same_process, start_time
 
 WAIT_S = 30.0
 SUPERVISOR = """

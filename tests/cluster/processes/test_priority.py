@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.processes.priority import STARTING, may_raise, niceness_of_thread, run_low, set_niceness
-from cluster.worker_process.asyncio_thread import AsyncioThread
+from twinpool.cluster.processes.priority import STARTING, may_raise, niceness_of_thread, run_low, set_niceness
+from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
 
 ROOT = Path(__file__).parents[3]
 
@@ -66,7 +66,7 @@ def test_a_loop_runs_with_the_niceness_that_it_is_given() -> None:
 def test_without_the_right_to_raise_that_is_said_and_who_serves_is_as_before() -> None:
     program = (
         "import os\n"
-        "from cluster.processes.priority import may_raise, niceness_of_thread as now, run_low, set_niceness\n"
+        "from twinpool.cluster.processes.priority import may_raise, niceness_of_thread as now, run_low, set_niceness\n"
         "if os.getuid() == 0: os.setgroups([]); os.setuid(65534)\n"
         "before = now()\n"
         "print(may_raise(), set_niceness(before - 5), run_low(now) - before, now() - before)"

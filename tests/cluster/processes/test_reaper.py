@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.processes import reaper
-from cluster.processes.process_ids import start_time
+from twinpool.cluster.processes import reaper
+from twinpool.cluster.processes.process_ids import start_time
 
 REAPER = str(reaper.__file__)
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from cluster.arena.local_agent import LocalArenaAgent
-from cluster.processes.restart_policy import RestartHistory
-from cluster.serve.kept_service import KeptService, PartFailed
-from cluster.serve.local_routers import LocalRouters, ServingRouter
-from contracts.clock import ManualClock
-from contracts.config.cluster_config import ClusterConfig, Config
+from twinpool.cluster.arena.local_agent import LocalArenaAgent
+from twinpool.cluster.processes.restart_policy import RestartHistory
+from twinpool.cluster.serve.kept_service import KeptService, PartFailed
+from twinpool.cluster.serve.local_routers import LocalRouters, ServingRouter
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cluster_config import ClusterConfig, Config
 
 DAY_S = 86_400.0
 CONFIG = ClusterConfig(restart_limit=20, restart_window_s=600.0)

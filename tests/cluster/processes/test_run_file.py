@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.processes import run_file as runfile
-from cluster.processes.process_ids import kill_process, same_process, start_time
+from twinpool.cluster.processes import run_file as runfile
+from twinpool.cluster.processes.process_ids import kill_process, same_process, start_time
 
 
 @pytest.fixture(autouse=True)

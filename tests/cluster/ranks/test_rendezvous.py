@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.ranks.rendezvous import FollowerRank, follow, lead
-from contracts.clock import SystemClock
-from contracts.config.worker_config import EngineConfig
-from contracts.errors import ConfigError
+from twinpool.cluster.ranks.rendezvous import FollowerRank, follow, lead
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.config.worker_config import EngineConfig
+from twinpool.contracts.errors import ConfigError
 
 
 def test_ranks_meet_without_a_file_that_a_killed_leader_would_leave(

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from cluster.ranks.follower_channel import FollowerChannel
-from cluster.ranks.leader_channel import LeaderChannel
-from contracts.clock import ManualClock
-from contracts.errors import PeerDead
-from contracts.messages.rank_orders import AwaitReady, DescribeMemory, LinkLost
 from tests.wire.instances import full
+from twinpool.cluster.ranks.follower_channel import FollowerChannel
+from twinpool.cluster.ranks.leader_channel import LeaderChannel
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.errors import PeerDead
+from twinpool.contracts.messages.rank_orders import AwaitReady, DescribeMemory, LinkLost
 
 DEADLINE_S = 30.0
 

@@ -9,24 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from cluster.processes import reaper
-from cluster.processes.reaper import ReapedRun
-from cluster.processes.run_folder import new_folder
 from tests.serving import ROOT
+from twinpool.cluster.processes import reaper
+from twinpool.cluster.processes.reaper import ReapedRun
+from twinpool.cluster.processes.run_folder import new_folder
 
 PRELUDE = """
 import dataclasses, os, signal, sys, threading, time
 from pathlib import Path
-from cluster.ray_nodes.ray_cluster import start_kept_ray
-from cluster.processes.free_port import free_port
+from twinpool.cluster.ray_nodes.ray_cluster import start_kept_ray
+from twinpool.cluster.processes.free_port import free_port
 address, _ = start_kept_ray(Path(sys.argv[1]), free_port("127.0.0.1", 0), False)
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
-from cluster.ray_nodes import role_places, worker_actors
-from cluster.worker_process.worker_plan import WorkerPlan
-from contracts.clock import ManualClock
-from contracts.config.cluster_config import Config
-from contracts.ids import Incarnation, Role, WorkerName
+from twinpool.cluster.ray_nodes import role_places, worker_actors
+from twinpool.cluster.worker_process.worker_plan import WorkerPlan
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
 
 class Waits(worker_actors.WorkerActor):
     def run(self):

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster.processes.process_ids import same_process, start_time
-from cluster.processes.restart_policy import RestartHistory
-from cluster.ray_nodes import control_store
-from cluster.ray_nodes.control_store import (
+from tests.free_ports import free_port
+from tests.redis_servers import LedgerServer
+from twinpool.cluster.processes.process_ids import same_process, start_time
+from twinpool.cluster.processes.restart_policy import RestartHistory
+from twinpool.cluster.ray_nodes import control_store
+from twinpool.cluster.ray_nodes.control_store import (
     STORE_FILE,
     KeptControlStore,
     StoredTables,
@@ -25,12 +27,10 @@ from cluster.ray_nodes.control_store import (
     start_again,
     write_down,
 )
-from contracts.clock import ManualClock
-from contracts.config.cluster_config import ClusterConfig
-from contracts.config.load_config import load_config
-from contracts.errors import ConfigError
-from tests.free_ports import free_port
-from tests.redis_servers import LedgerServer
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.config.load_config import load_config
+from twinpool.contracts.errors import ConfigError
 
 WAIT_S = 20.0
 STAND_IN = """

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from cluster.assembly.node_shares import WorkerShare
-from cluster.worker_process.worker_plan import NodeUnmeasured, WorkerPlan
-from contracts.clock import ManualClock
-from contracts.config.cluster_config import Config
-from contracts.ids import Incarnation, Role, WorkerName
+from twinpool.cluster.assembly.node_shares import WorkerShare
+from twinpool.cluster.worker_process.worker_plan import NodeUnmeasured, WorkerPlan
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
 
 PLAN = WorkerPlan(
     WorkerName("decode-2"), Role.DECODE, Incarnation(1), Path("m"), Config(), {}, "", "", Path("logs"),
@@ -98,7 +98,7 @@ class Ray:
 
 
 def launcher(monkeypatch: pytest.MonkeyPatch, ray: Ray, shares: dict[str, WorkerShare]) -> Any:
-    from cluster.ray_nodes import worker_actors
+    from twinpool.cluster.ray_nodes import worker_actors
 
     monkeypatch.setattr(worker_actors, "ray", ray)
     asked: list[Role] = []
@@ -141,8 +141,8 @@ def test_a_worker_on_a_node_that_can_not_be_measured_ends_once(monkeypatch: pyte
 @pytest.mark.slow
 def test_a_node_keeps_its_agent_while_workers_are_there_and_a_while_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """To an autoscaler of Ray, a node with an agent is never idle."""
-    from cluster.ray_nodes import ray_arena_agents
-    from cluster.ray_nodes.ray_arena_agents import IDLE_S, LOOK_S, RayArenaAgents
+    from twinpool.cluster.ray_nodes import ray_arena_agents
+    from twinpool.cluster.ray_nodes.ray_arena_agents import IDLE_S, LOOK_S, RayArenaAgents
 
     ray, clock, used = Ray(nodes_alive=[A, B]), ManualClock(), {A, B}
     monkeypatch.setattr(ray_arena_agents, "ray", ray)

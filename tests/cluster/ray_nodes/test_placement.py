@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.assembly.node_shares import WorkerShare
-from cluster.controller.node_table import NodePlace
-from cluster.worker_process.worker_plan import WorkerPlan
-from contracts.config.cluster_config import Config
-from contracts.ids import Incarnation, Role, WorkerName
+from twinpool.cluster.assembly.node_shares import WorkerShare
+from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.worker_process.worker_plan import WorkerPlan
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
 
 NODES = tuple(NodePlace(letter * 56, f"host-{letter}") for letter in "abc")
 PLAN = WorkerPlan(WorkerName("decode-0"), Role.DECODE, Incarnation(1), Path("m"), Config(), {}, "", "", Path("logs"))
@@ -23,8 +23,8 @@ def test_cordoned_and_unmeasured_nodes_are_left_out_by_a_selector_that_ray_accep
 ) -> None:
     from ray._private.label_utils import validate_label_selector
 
-    from cluster.ray_nodes.role_places import NODE_LABEL
-    from cluster.ray_nodes.worker_actors import RayLauncher
+    from twinpool.cluster.ray_nodes.role_places import NODE_LABEL
+    from twinpool.cluster.ray_nodes.worker_actors import RayLauncher
 
     launcher = RayLauncher()
     monkeypatch.setattr(launcher, "nodes", lambda: NODES)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from cluster.ray_nodes import ray_cluster
-from contracts.build_id import source_root
-from contracts.errors import ConfigError
+from twinpool.cluster.ray_nodes import ray_cluster
+from twinpool.contracts.build_id import import_root
+from twinpool.contracts.errors import ConfigError
 
 
 class RayError(Exception):
@@ -84,8 +84,8 @@ def test_the_token_of_a_ray_of_our_own_is_for_its_owner_alone(tmp_path: Path) ->
 def test_workers_import_nothing_from_the_folder_that_serve_was_started_in() -> None:
     """Ray adds the working directory and the script's folder; the source tree is where our packages are."""
     config = ray_cluster.driver_options()["job_config"]
-    config._py_driver_sys_path.extend([str(source_root()), "/home/me/project", "/usr/bin"])
-    assert list(config._get_proto_job_config().py_driver_sys_path) == [str(source_root())]
+    config._py_driver_sys_path.extend([str(import_root()), "/home/me/project", "/usr/bin"])
+    assert list(config._get_proto_job_config().py_driver_sys_path) == [str(import_root())]
 
 
 def test_rays_processes_are_in_sessions_of_their_own() -> None:

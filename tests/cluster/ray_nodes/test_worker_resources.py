@@ -7,9 +7,9 @@ import types
 
 import pytest
 
-from cluster.ray_nodes.ray_cluster import missing_places
-from cluster.ray_nodes.worker_resources import has_places, resource_example
-from contracts.ids import PAIR, Role
+from twinpool.cluster.ray_nodes.ray_cluster import missing_places
+from twinpool.cluster.ray_nodes.worker_resources import has_places, resource_example
+from twinpool.contracts.ids import PAIR, Role
 
 
 def test_a_node_is_one_of_ours_if_it_has_a_place_of_any_role() -> None:

@@ -7,12 +7,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster.serve.child_service import ChildService
-from cluster.serve.detached_state import DetachedState, ServiceProcess
-from cluster.serve.kept_service import KeptService
-from contracts.build_id import build_id
-from contracts.clock import ManualClock
-from contracts.config.cluster_config import ClusterConfig
+from twinpool.cluster.serve.child_service import ChildService
+from twinpool.cluster.serve.detached_state import DetachedState, ServiceProcess
+from twinpool.cluster.serve.kept_service import KeptService
+from twinpool.contracts.build_id import build_id
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cluster_config import ClusterConfig
 
 
 @dataclass

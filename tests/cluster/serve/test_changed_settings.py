@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from cluster.serve.changed_settings import SettingsChanger, digest_of, digests, replanned
-from cluster.serve.detached_state import DetachedState
-from cluster.serve.preflight import ServeOptions, ServePlan, prepare
-from contracts.config.cluster_config import Config
-from contracts.config.launch_config import LaunchConfig
-from contracts.config.load_config import config_from_dict, load_config
-from contracts.errors import ConfigError
-from contracts.ids import Role, WorkerName
-from contracts.messages.settings_change import SettingsChange
+from twinpool.cluster.serve.changed_settings import SettingsChanger, digest_of, digests, replanned
+from twinpool.cluster.serve.detached_state import DetachedState
+from twinpool.cluster.serve.preflight import ServeOptions, ServePlan, prepare
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.launch_config import LaunchConfig
+from twinpool.contracts.config.load_config import config_from_dict, load_config
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Role, WorkerName
+from twinpool.contracts.messages.settings_change import SettingsChange
 
 GIB = 1 << 30
 SIZES = ("cache.device_tokens=4096",)

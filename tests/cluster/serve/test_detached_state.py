@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from cluster.assembly.device_cards import CardFacts
-from cluster.assembly.node_shares import NodeFacts
-from cluster.processes.keeper import end_seconds
-from cluster.serve.build_check import why_not
-from cluster.serve.detached_state import STATE_FILE, DetachedState, ServiceProcess
-from cluster.serve.preflight import ServeOptions, ServePlan, prepare
-from cluster.serve.shutdown_signal import END_S
-from contracts.config.load_config import config_from_dict
-from contracts.errors import ConfigError
-from contracts.ids import Role
+from twinpool.cluster.assembly.device_cards import CardFacts
+from twinpool.cluster.assembly.node_shares import NodeFacts
+from twinpool.cluster.processes.keeper import end_seconds
+from twinpool.cluster.serve.build_check import why_not
+from twinpool.cluster.serve.detached_state import STATE_FILE, DetachedState, ServiceProcess
+from twinpool.cluster.serve.preflight import ServeOptions, ServePlan, prepare
+from twinpool.cluster.serve.shutdown_signal import END_S
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Role
 
 GIB = 1 << 30
 
@@ -74,7 +74,7 @@ def test_every_other_field_is_kept_and_the_file_is_its_owners(tmp_path: Path) ->
 
 
 def test_cards_and_nodes_are_kept_as_they_were_measured(tmp_path: Path) -> None:
-    from cluster.serve.kept_plan import _facts_from_tree, _facts_to_tree
+    from twinpool.cluster.serve.kept_plan import _facts_from_tree, _facts_to_tree
 
     card = CardFacts(index=1, name="a card", total=80, free=70, capability=90, peers=(0, 2))
     facts = NodeFacts("here", 8, 64, {Role.PREFILL: 1, Role.DECODE: 2}, "node-1", (card,), "no others")

@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from cluster.processes.process_ids import same_process
-from cluster.serve import kept_controllers
-from cluster.serve.detached_state import DetachedState
-from cluster.serve.kept_controllers import KeptControllers
-from cluster.serve.kept_service import PartFailed
-from cluster.serve.local_controllers import LocalControllers
-from cluster.serve.preflight import ServePlan
-from cluster.serve.service_successor import REPLACE_S
-from contracts.config.cluster_config import ClusterConfig
 from tests.cluster.serve.services import Services
 from tests.cluster.serve.test_detached_state import plan, state
 from tests.serving import until
+from twinpool.cluster.processes.process_ids import same_process
+from twinpool.cluster.serve import kept_controllers
+from twinpool.cluster.serve.detached_state import DetachedState
+from twinpool.cluster.serve.kept_controllers import KeptControllers
+from twinpool.cluster.serve.kept_service import PartFailed
+from twinpool.cluster.serve.local_controllers import LocalControllers
+from twinpool.cluster.serve.preflight import ServePlan
+from twinpool.cluster.serve.service_successor import REPLACE_S
+from twinpool.contracts.config.cluster_config import ClusterConfig
 
 CONTROLLER = """
 import contextlib, itertools, os, signal, sys, time

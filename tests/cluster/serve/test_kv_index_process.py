@@ -14,24 +14,24 @@ from pathlib import Path
 
 import pytest
 
-from cache.tiers.kv_event_publisher import KVEventLog, KVEventPublisher
-from cluster.processes.process_ids import same_process
-from cluster.serve.child_service import ChildService
-from cluster.serve.kept_service import KeptService
-from cluster.serve.kv_index_process import KV_INDEX, index_arguments, index_wanted, with_kv_events
-from contracts.block_hash import block_hashes
-from contracts.clock import SystemClock
-from contracts.config.cache_config import EventsConfig
-from contracts.config.cluster_config import ClusterConfig
-from contracts.config.load_config import config_from_dict
-from contracts.credentials.curve_file import read_curve_pair
-from contracts.messages.kv_events import BlockStored, EventMedium
-from router.kv_indexer.kv_event_subscriber import KVEventSubscriber
-from router.kv_indexer.told_prefixes import ToldPrefixes
-from router.state.prefix_hashes import prefix_hashes
 from tests.router.fake_worker import FakeCluster
 from tests.router.grpc_fakes import grpc_cluster
 from tests.serving import ROOT
+from twinpool.cache.tiers.kv_event_publisher import KVEventLog, KVEventPublisher
+from twinpool.cluster.processes.process_ids import same_process
+from twinpool.cluster.serve.child_service import ChildService
+from twinpool.cluster.serve.kept_service import KeptService
+from twinpool.cluster.serve.kv_index_process import KV_INDEX, index_arguments, index_wanted, with_kv_events
+from twinpool.contracts.block_hash import block_hashes
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.config.cache_config import EventsConfig
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.credentials.curve_file import read_curve_pair
+from twinpool.contracts.messages.kv_events import BlockStored, EventMedium
+from twinpool.router.kv_indexer.kv_event_subscriber import KVEventSubscriber
+from twinpool.router.kv_indexer.told_prefixes import ToldPrefixes
+from twinpool.router.state.prefix_hashes import prefix_hashes
 
 LOOPBACK = "tcp://127.0.0.1:0"
 PROMPT = tuple(range(640))
@@ -98,9 +98,9 @@ async def test_a_process_follows_the_controllers_workers_and_is_restarted(tmp_pa
 async def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     code = (
         "import json, os, sys; from pathlib import Path\n"
-        "from contracts.config.load_config import config_from_dict\n"
-        "from cluster.serve.child_service import ChildService\n"
-        "from cluster.serve.kv_index_process import KV_INDEX, index_arguments\n"
+        "from twinpool.contracts.config.load_config import config_from_dict\n"
+        "from twinpool.cluster.serve.child_service import ChildService\n"
+        "from twinpool.cluster.serve.kv_index_process import KV_INDEX, index_arguments\n"
         "p = Path(sys.argv[1]); (p / 's').write_text(json.dumps(config_from_dict({}).to_dict()))\n"
         "arguments = index_arguments('127.0.0.1:1', p / 'kv-index', p / 's')\n"
         "run = ChildService('kv-index', KV_INDEX, arguments, p, os.environ)\n"

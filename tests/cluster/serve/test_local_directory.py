@@ -5,15 +5,15 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import pytest
 
-from cluster.serve.local_directory import LocalDirectory
-from cluster.worker_process.worker_thread import WorkerThread
-from contracts.errors import RequestError
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.interfaces.discovery import WorkerClient, WorkerDirectory
-from contracts.messages.stream_end import StreamEnd
-from contracts.messages.worker_events import Done, Event
-from contracts.messages.worker_status import WorkerRecord, WorkerView
 from tests.cluster.fake_worker import FakeWorker, submit
+from twinpool.cluster.serve.local_directory import LocalDirectory
+from twinpool.cluster.worker_process.worker_thread import WorkerThread
+from twinpool.contracts.errors import RequestError
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.interfaces.discovery import WorkerClient, WorkerDirectory
+from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.worker_events import Done, Event
+from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
 
 WAIT_S = 5.0
 

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from cluster.processes.process_ids import same_process, start_time
-from cluster.processes.run_folder import RunFolder
-from cluster.serve.detached_state import DetachedState, ServiceProcess
-from cluster.serve.local_routers import LocalRouters, RouterCommand
-from cluster.serve.preflight import ServePlan
-from cluster.serve.router_probe import RouterProbe
-from cluster.serve.service_successor import REPLACE_S
 from tests.cluster.serve.services import Services
 from tests.cluster.serve.test_detached_state import plan, state
 from tests.serving import until
+from twinpool.cluster.processes.process_ids import same_process, start_time
+from twinpool.cluster.processes.run_folder import RunFolder
+from twinpool.cluster.serve.detached_state import DetachedState, ServiceProcess
+from twinpool.cluster.serve.local_routers import LocalRouters, RouterCommand
+from twinpool.cluster.serve.preflight import ServePlan
+from twinpool.cluster.serve.router_probe import RouterProbe
+from twinpool.cluster.serve.service_successor import REPLACE_S
 
 STALL_S = 15.0
 ROUTER = """

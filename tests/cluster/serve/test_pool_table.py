@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from cluster.assembly.memory_plan import plan_memory
-from cluster.serve.preflight import ServeOptions, prepare
-from cluster.serve.terminal import pool_table
-from contracts.ids import PAIR, Role
 from tests.poolsets import pool_sets
+from twinpool.cluster.assembly.memory_plan import plan_memory
+from twinpool.cluster.serve.preflight import ServeOptions, prepare
+from twinpool.cluster.serve.terminal import pool_table
+from twinpool.contracts.ids import PAIR, Role
 
 
 @pytest.mark.parametrize("host_bytes", [0, 1 << 20])

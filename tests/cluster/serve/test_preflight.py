@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from cli.keys_command import new_key
-from cluster.assembly.node_shares import MemoryShort, measured
-from cluster.models.model_source import DEMO
-from cluster.serve.preflight import ServeOptions, prepare
-from contracts.config.security_config import SecurityConfig
-from contracts.errors import CheckpointError, ConfigError
-from contracts.ids import PAIR, Role
 from tests.families import FAMILIES
+from twinpool.cli.keys_command import new_key
+from twinpool.cluster.assembly.node_shares import MemoryShort, measured
+from twinpool.cluster.models.model_source import DEMO
+from twinpool.cluster.serve.preflight import ServeOptions, prepare
+from twinpool.contracts.config.security_config import SecurityConfig
+from twinpool.contracts.errors import CheckpointError, ConfigError
+from twinpool.contracts.ids import PAIR, Role
 
 GIB = 1 << 30
 
@@ -229,7 +229,7 @@ def test_a_bad_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_bad_folder_fails_in_one_line_before_anything_large_is_imported(tmp_path: Path) -> None:
     script = (
-        "import sys\nfrom cli import command_line\nfrom cli import commands as cli\n"
+        "import sys\nfrom twinpool.cli import command_line\nfrom twinpool.cli import commands as cli\n"
         "code = cli.run(command_line.parser().parse_args(sys.argv[1:]))\n"
         "large = {'torch', 'ray', 'grpc', 'triton', 'transformers', 'tokenizers', 'uvicorn'}\n"
         "print(sorted(large & set(sys.modules)))\nsys.exit(code)"
@@ -269,9 +269,9 @@ def test_ranks_have_threads_of_their_own_and_share_the_pools_memory() -> None:
 
 def test_the_served_names_are_those_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name may look like a number, and names keep their order."""
-    from cli import command_line
-    from cli import commands as cli
-    from cli.command_output import USAGE
+    from twinpool.cli import command_line
+    from twinpool.cli import commands as cli
+    from twinpool.cli.command_output import USAGE
 
     seen: list[ServeOptions] = []
 
@@ -279,7 +279,7 @@ def test_the_served_names_are_those_of_the_command_line(monkeypatch: pytest.Monk
         seen.append(options)
         raise ConfigError("far enough")
 
-    monkeypatch.setattr("cluster.serve.preflight.prepare", prepared)
+    monkeypatch.setattr("twinpool.cluster.serve.preflight.prepare", prepared)
     typed = ["serve", "--served-model-name", "007", "org/name", "--port", "0"]
     assert cli.run(command_line.parser().parse_args(typed)) == USAGE
     assert seen[0].port == 0, "which is no absent flag"

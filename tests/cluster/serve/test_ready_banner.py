@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from cluster.serve.preflight import ServeOptions, ServePlan, prepare
-from cluster.serve.ready_banner import ask_line, summary, ways_in
-from cluster.serve.terminal import Terminal
-from contracts.clock import ManualClock
-from contracts.ids import PAIR, Incarnation, Role, WorkerName
-from contracts.messages.fingerprint import Fingerprint
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from tests.checkpoints import make_checkpoint
+from twinpool.cluster.serve.preflight import ServeOptions, ServePlan, prepare
+from twinpool.cluster.serve.ready_banner import ask_line, summary, ways_in
+from twinpool.cluster.serve.terminal import Terminal
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.ids import PAIR, Incarnation, Role, WorkerName
+from twinpool.contracts.messages.fingerprint import Fingerprint
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 
 NATIVE = "invariant:cpu/x86_64/native-x86-64-v4/torch-2.13.0+cpu/" + "bits-1/" * 25
 

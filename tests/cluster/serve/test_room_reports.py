@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.controller.node_room import NodeRoom, Occupant
-from cluster.serve import preflight
-from cluster.serve.preflight import ServeOptions, ServePlan, prepare
-from cluster.serve.room_reports import LOOK_S, NEWS_BYTES, RoomReports, cluster_room, node_room
-from contracts.clock import ManualClock
-from contracts.errors import TwinpoolError
-from contracts.ids import PAIR, Role, WorkerName
+from twinpool.cluster.controller.node_room import NodeRoom, Occupant
+from twinpool.cluster.serve import preflight
+from twinpool.cluster.serve.preflight import ServeOptions, ServePlan, prepare
+from twinpool.cluster.serve.room_reports import LOOK_S, NEWS_BYTES, RoomReports, cluster_room, node_room
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.errors import TwinpoolError
+from twinpool.contracts.ids import PAIR, Role, WorkerName
 
 GIB = 1 << 30
 SIZES = ("cache.device_tokens=4096", "cache.host_bytes=67108864")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from cli.keys_command import new_key
-from cluster.serve.preflight import ServeOptions, prepare
-from cluster.serve.security_check import check_security, open_ways, with_absolute_paths
-from contracts.config.cluster_config import Config
-from contracts.config.security_config import SecurityConfig
-from contracts.errors import ConfigError
 from tests.certificates import TestAuthority
+from twinpool.cli.keys_command import new_key
+from twinpool.cluster.serve.preflight import ServeOptions, prepare
+from twinpool.cluster.serve.security_check import check_security, open_ways, with_absolute_paths
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.security_config import SecurityConfig
+from twinpool.contracts.errors import ConfigError
 
 GIB = 1 << 30
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.serve import shutdown_signal as stopping
-from cluster.serve.shutdown_signal import ASKED, END_S, FAILED, ONE_REQUEST_S, START_DEADLINE_S, ShutdownSignal
-from contracts.clock import ManualClock
-from contracts.config import ClusterConfig
+from twinpool.cluster.serve import shutdown_signal as stopping
+from twinpool.cluster.serve.shutdown_signal import ASKED, END_S, FAILED, ONE_REQUEST_S, START_DEADLINE_S, ShutdownSignal
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config import ClusterConfig
 
 
 class Timers:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cluster.serve.terminal import kernel_lines, kernels_of, worker_table
-from contracts.config.cluster_config import Config
-from contracts.config.load_config import config_from_dict
-from contracts.ids import PAIR, Incarnation, Role, WorkerName
-from contracts.messages.fingerprint import Fingerprint
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from engine.native.compile_kernels import NativeUnavailable
+from twinpool.cluster.serve.terminal import kernel_lines, kernels_of, worker_table
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.ids import PAIR, Incarnation, Role, WorkerName
+from twinpool.contracts.messages.fingerprint import Fingerprint
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
+from twinpool.engine.native.compile_kernels import NativeUnavailable
 
 NATIVE = "invariant:cpu/x86_64/native-x86-64-v4/torch-2.13.0+cpu/bits-1"
 TORCH = "invariant:cpu/x86_64/torch/torch-2.13.0+cpu/bits-2"
@@ -69,7 +69,7 @@ def test_where_torch_alone_computes_the_line_says_why_and_what_to_do(monkeypatch
     def missing(level: str) -> None:
         raise NativeUnavailable("no C++ compiler was found: install g++")
 
-    monkeypatch.setattr("engine.native.current_kernels.available", missing)
+    monkeypatch.setattr("twinpool.engine.native.current_kernels.available", missing)
     workers = [view("decode-0", TORCH)]
     _, reason = kernel_lines(prepared(Config()), workers)
     assert reason.strip().startswith("torch alone computes, several times slower")

@@ -10,14 +10,14 @@ import grpc
 import grpc.aio
 import pytest
 
-from cluster.worker_process.asyncio_thread import AsyncioThread
-from cluster.worker_process.worker_server import WorkerServer, serve_worker
-from cluster.worker_process.worker_thread import WorkerThread
-from contracts.cluster_secret import access_metadata
-from contracts.proto import worker_pb2 as pb
-from contracts.proto import worker_pb2_grpc as pb_grpc
 from tests.cluster.fake_worker import FakeWorker, submit
 from tests.raw_frames import RawStream
+from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
+from twinpool.cluster.worker_process.worker_server import WorkerServer, serve_worker
+from twinpool.cluster.worker_process.worker_thread import WorkerThread
+from twinpool.contracts.cluster_secret import access_metadata
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
 
 WAIT_S = 20.0
 METADATA = (("twinpool-incarnation", "3"),)

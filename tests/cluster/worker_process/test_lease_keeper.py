@@ -10,23 +10,23 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from cluster.controller.controller import Controller
-from cluster.controller.controller_actions import StartWorker
-from cluster.controller.controller_ledger import MemoryLedger
-from cluster.controller.controller_server import ControllerServer
-from cluster.worker_process import lease_keeper as lease
-from cluster.worker_process.lease_keeper import LeaseKeeper, LeaseRefused, WorkerLease
-from contracts.clock import ManualClock
-from contracts.config.cluster_config import ClusterConfig
-from contracts.errors import RequestError
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.fingerprint import Fingerprint
-from contracts.messages.worker_status import EndedWorker, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from contracts.proto import worker_pb2 as pb
-from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire.grpc_channels import channel_options
-from router.links.controller_directory import ControllerDirectory
 from tests.cluster.fake_worker import FakeWorker
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_actions import StartWorker
+from twinpool.cluster.controller.controller_ledger import MemoryLedger
+from twinpool.cluster.controller.controller_server import ControllerServer
+from twinpool.cluster.worker_process import lease_keeper as lease
+from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper, LeaseRefused, WorkerLease
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.errors import RequestError
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.fingerprint import Fingerprint
+from twinpool.contracts.messages.worker_status import EndedWorker, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
+from twinpool.contracts.wire.grpc_channels import channel_options
+from twinpool.router.links.controller_directory import ControllerDirectory
 
 NAME = WorkerName("decode-0")
 MARK = Fingerprint(41, "a layout", "fast:avx2 and more", "a checkpoint")
@@ -241,7 +241,7 @@ class Script:
             self.clock.advance(seconds)
 
         monkeypatch.setattr(lease, "controller_stub", lambda channel: Stub())
-        monkeypatch.setattr("cluster.worker_process.lease_keeper.asyncio.sleep", sleep)
+        monkeypatch.setattr("twinpool.cluster.worker_process.lease_keeper.asyncio.sleep", sleep)
         record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "e", "c", WorkerLimits(1, 1))
         self.keeper = LeaseKeeper(
             record, "127.0.0.1:1", self.clock, 1.0, self.status, self.lost.append, on_ended=self.ended.append

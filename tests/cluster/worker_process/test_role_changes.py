@@ -16,27 +16,27 @@ from typing import Any
 
 import pytest
 
-from cluster.controller.controller import Controller
-from cluster.controller.controller_ledger import MemoryLedger
-from cluster.controller.controller_server import ControllerServer
-from cluster.worker_process import worker_process
-from cluster.worker_process.planned_workers import NextPlan
-from cluster.worker_process.sigterm_drain import SigtermDrain
-from cluster.worker_process.worker_plan import WorkerPlan
-from cluster.worker_process.worker_process import WorkerProcess
-from cluster.worker_process.worker_thread import WorkerEnd
-from contracts.clock import SystemClock
-from contracts.config.cluster_config import ClusterConfig, Config
-from contracts.config.load_config import config_from_dict
-from contracts.errors import PeerDead
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.interfaces.worker_interface import Worker
-from contracts.sampling_params import SamplingParams
-from engine.runner.load_model import KeptModel, LoadedModel
 from tests.checkpoints import Oracle, compare, make_checkpoint
 from tests.cluster.fake_worker import FakeWorker
 from tests.pair import Pair
 from tests.serving import until
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_ledger import MemoryLedger
+from twinpool.cluster.controller.controller_server import ControllerServer
+from twinpool.cluster.worker_process import worker_process
+from twinpool.cluster.worker_process.planned_workers import NextPlan
+from twinpool.cluster.worker_process.sigterm_drain import SigtermDrain
+from twinpool.cluster.worker_process.worker_plan import WorkerPlan
+from twinpool.cluster.worker_process.worker_process import WorkerProcess
+from twinpool.cluster.worker_process.worker_thread import WorkerEnd
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.config.cluster_config import ClusterConfig, Config
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.errors import PeerDead
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.interfaces.worker_interface import Worker
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.runner.load_model import KeptModel, LoadedModel
 
 TOKENS = 2048
 WARM, CHANGES = 4, 20

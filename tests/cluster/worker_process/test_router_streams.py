@@ -8,21 +8,21 @@ import struct
 
 import pytest
 
-from cluster.worker_process import router_streams
-from cluster.worker_process.router_streams import RouterStreams
-from cluster.worker_process.worker_thread import WorkerThread
-from contracts.cluster_secret import access_token
-from contracts.messages import stream_protocol
-from contracts.messages.worker_events import Event, Tokens
-from contracts.proto import worker_pb2 as pb
-from contracts.wire import frame_listener
-from contracts.wire.command_protobuf import command_to_proto
-from contracts.wire.event_protobuf import event_from_proto
-from contracts.wire.frame_connection import OPENING_BYTES
-from contracts.wire.shared_frames import COMMANDS_BYTES
 from tests.cluster.fake_worker import FakeWorker, submit
 from tests.cluster.worker_process.test_grpc_service import Served, served, serving
 from tests.raw_frames import WAIT_S, RawStream, framed
+from twinpool.cluster.worker_process import router_streams
+from twinpool.cluster.worker_process.router_streams import RouterStreams
+from twinpool.cluster.worker_process.worker_thread import WorkerThread
+from twinpool.contracts.cluster_secret import access_token
+from twinpool.contracts.messages import stream_protocol
+from twinpool.contracts.messages.worker_events import Event, Tokens
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.wire import frame_listener
+from twinpool.contracts.wire.command_protobuf import command_to_proto
+from twinpool.contracts.wire.event_protobuf import event_from_proto
+from twinpool.contracts.wire.frame_connection import OPENING_BYTES
+from twinpool.contracts.wire.shared_frames import COMMANDS_BYTES
 
 __all__ = ["served"]
 

@@ -6,18 +6,18 @@ import threading
 
 import pytest
 
-from cluster.controller.controller import Controller
-from cluster.controller.controller_actions import KillWorker, StartWorker
-from cluster.controller.controller_ledger import MemoryLedger
-from cluster.worker_process.hang_fault import hang_at
-from cluster.worker_process.step_watchdog import StepWatchdog, allowed_s
-from cluster.worker_process.worker_thread import WorkerThread
-from contracts.clock import ManualClock
-from contracts.config.cluster_config import ClusterConfig
-from contracts.errors import ConfigError
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
 from tests.cluster.fake_worker import FakeWorker, submit
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_actions import KillWorker, StartWorker
+from twinpool.cluster.controller.controller_ledger import MemoryLedger
+from twinpool.cluster.worker_process.hang_fault import hang_at
+from twinpool.cluster.worker_process.step_watchdog import StepWatchdog, allowed_s
+from twinpool.cluster.worker_process.worker_thread import WorkerThread
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
 
 NAME = WorkerName("decode-0")
 CONFIG = ClusterConfig(heartbeat_s=1.0, lease_s=10.0, start_timeout_s=120.0, stall_s=30.0)

@@ -8,14 +8,14 @@ from concurrent.futures import Future, wait
 
 import pytest
 
-from cluster.worker_process.worker_thread import WorkerClosed, WorkerEnd, WorkerThread
-from contracts.ids import RequestId
-from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.router_commands import Cancel
-from contracts.messages.stream_end import StreamEnd
-from contracts.messages.worker_events import Done, Event, Tokens
-from contracts.messages.worker_status import WorkerStatus
 from tests.cluster.fake_worker import FakeWorker, submit
+from twinpool.cluster.worker_process.worker_thread import WorkerClosed, WorkerEnd, WorkerThread
+from twinpool.contracts.ids import RequestId
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.router_commands import Cancel
+from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.worker_events import Done, Event, Tokens
+from twinpool.contracts.messages.worker_status import WorkerStatus
 
 WAIT_S = 5.0
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from contracts.messages.worker_events import MigrationWanted
-from decode.migration.drain_advisor import JUDGE_EVERY_S, STEPS_TO_TELL, DrainAdvisor
-from decode.migration.migration_cost import MigrationCosts
-from decode.request.request import DecodeRequest
-from decode.request.request_outcomes import RouterEvent
 from tests.decode_parts import DecodeParts
+from twinpool.contracts.messages.worker_events import MigrationWanted
+from twinpool.decode.migration.drain_advisor import JUDGE_EVERY_S, STEPS_TO_TELL, DrainAdvisor
+from twinpool.decode.migration.migration_cost import MigrationCosts
+from twinpool.decode.request.request import DecodeRequest
+from twinpool.decode.request.request_outcomes import RouterEvent
 
 
 def advisor_of(parts: DecodeParts) -> DrainAdvisor:

@@ -7,21 +7,21 @@ from typing import Any, cast
 
 import pytest
 
-from cache.device.device_port import Completion
-from contracts.errors import ErrorKind, WireError
-from contracts.ids import Incarnation, RequestId, RoomId, WorkerName
-from contracts.messages.router_commands import PauseForMigration, PeerRef, ResumeHere
-from contracts.messages.worker_events import Done, MigrationDone, MigrationPaused, MigrationUndone
-from decode.migration.drain_advisor import DrainAdvisor
-from decode.migration.migration_cost import MigrationCosts
-from decode.migration.outgoing_migrations import OutgoingMigrations
-from decode.request.request import DecodePhase
-from decode.request.request_outcomes import RequestFailed, RequestLeft, RouterEvent
 from tests.decode_parts import SESSION, DecodeParts
-from transfer.rooms.metadata_slots import HandoverMetadata
-from transfer.rooms.room_outcomes import RoomGranted, RoomReleased, SendablePages
-from transfer.rooms.sender.kv_sender import KVSender
-from transfer.rooms.sender.sender_rooms import SenderOutcome
+from twinpool.cache.device.device_port import Completion
+from twinpool.contracts.errors import ErrorKind, WireError
+from twinpool.contracts.ids import Incarnation, RequestId, RoomId, WorkerName
+from twinpool.contracts.messages.router_commands import PauseForMigration, PeerRef, ResumeHere
+from twinpool.contracts.messages.worker_events import Done, MigrationDone, MigrationPaused, MigrationUndone
+from twinpool.decode.migration.drain_advisor import DrainAdvisor
+from twinpool.decode.migration.migration_cost import MigrationCosts
+from twinpool.decode.migration.outgoing_migrations import OutgoingMigrations
+from twinpool.decode.request.request import DecodePhase
+from twinpool.decode.request.request_outcomes import RequestFailed, RequestLeft, RouterEvent
+from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
+from twinpool.transfer.rooms.room_outcomes import RoomGranted, RoomReleased, SendablePages
+from twinpool.transfer.rooms.sender.kv_sender import KVSender
+from twinpool.transfer.rooms.sender.sender_rooms import SenderOutcome
 
 PEER = PeerRef(WorkerName("decode-1"), Incarnation(1), "")
 ROOM = RoomId("out")

@@ -7,20 +7,20 @@ from typing import Any, cast
 
 import pytest
 
-from cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from contracts.errors import ErrorKind
-from contracts.ids import RequestId, RoomId
-from contracts.messages.router_commands import PullPrefix, PushPrefix
-from contracts.messages.worker_events import PullDone, PushReady
-from decode.migration.prefix_pull import PrefixPulls
-from decode.migration.prefix_push import PrefixPushes
-from decode.request.request import DecodeRequest
-from decode.request.request_outcomes import RouterEvent
 from tests.decode.migration.test_outgoing_migrations import SenderByHand
 from tests.decode_parts import PAGE, PEER, SESSION, DecodeParts
-from transfer.rooms.metadata_slots import HandoverMetadata
-from transfer.rooms.room_outcomes import HandoverFailed, PromptArrived, RoomGranted, RoomReleased
-from transfer.rooms.sender.kv_sender import KVSender
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId, RoomId
+from twinpool.contracts.messages.router_commands import PullPrefix, PushPrefix
+from twinpool.contracts.messages.worker_events import PullDone, PushReady
+from twinpool.decode.migration.prefix_pull import PrefixPulls
+from twinpool.decode.migration.prefix_push import PrefixPushes
+from twinpool.decode.request.request import DecodeRequest
+from twinpool.decode.request.request_outcomes import RouterEvent
+from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
+from twinpool.transfer.rooms.room_outcomes import HandoverFailed, PromptArrived, RoomGranted, RoomReleased
+from twinpool.transfer.rooms.sender.kv_sender import KVSender
 
 ROOM = RoomId("prefix")
 TOKENS = tuple(range(4 * PAGE))

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from cache.device.adversarial_device import AdversarialDevice
-from cache.device.device_port import Device
-from contracts.errors import ConfigError
-from contracts.messages.worker_events import Tokens
-from decode.request.request import DecodeRequest
-from decode.request.request_outcomes import RequestFailed, RequestFinished, RouterEvent
 from tests.decode_parts import DecodeParts
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.device.device_port import Device
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.messages.worker_events import Tokens
+from twinpool.decode.request.request import DecodeRequest
+from twinpool.decode.request.request_outcomes import RequestFailed, RequestFinished, RouterEvent
 
 MANY = 40
 

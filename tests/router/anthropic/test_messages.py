@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from contracts.errors import RequestError
-from router.anthropic.messages_request import IGNORED, read_messages_body
-from router.anthropic.messages_writer import MessagesWriter
-from router.openai.choice_output import OutputDelta
-from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, ReasoningPart
 from tests.router.http_server import Server
+from twinpool.contracts.errors import RequestError
+from twinpool.router.anthropic.messages_request import IGNORED, read_messages_body
+from twinpool.router.anthropic.messages_writer import MessagesWriter
+from twinpool.router.openai.choice_output import OutputDelta
+from twinpool.router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, ReasoningPart
 
 ASK = {"model": "demo", "max_tokens": 5, "messages": [{"role": "user", "content": "hello"}]}
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}

@@ -11,8 +11,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from router.openai.request_fields import STRUCTURED_OUTPUT
 from tests.router.http_server import Server
+from twinpool.router.openai.request_fields import STRUCTURED_OUTPUT
 
 CHECKS: Any = (not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance)
 

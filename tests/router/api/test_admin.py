@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from contracts.build_id import build_id
-from contracts.config.load_config import config_from_dict
-from contracts.errors import ErrorKind
-from contracts.ids import Role, WorkerName
-from contracts.messages.pool_changes import AddWorkers, CordonNode, RestartWorker, ScalePools, UncordonNode
-from contracts.messages.router_report import RouterReport
-from contracts.messages.settings_change import SettingsChange
-from router.openai.request_fields import CHAT, CHAT_OTHERS, COMPLETION, GENERATE_OTHERS
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, router_config, serving
 from tests.router.service.fake_dashboard import FakeDashboard
+from twinpool.contracts.build_id import build_id
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import Role, WorkerName
+from twinpool.contracts.messages.pool_changes import AddWorkers, CordonNode, RestartWorker, ScalePools, UncordonNode
+from twinpool.contracts.messages.router_report import RouterReport
+from twinpool.contracts.messages.settings_change import SettingsChange
+from twinpool.router.openai.request_fields import CHAT, CHAT_OTHERS, COMPLETION, GENERATE_OTHERS
 
 
 def operate(server: Server, path: str) -> tuple[int, Any]:
@@ -173,8 +173,8 @@ def test_status_shows_every_worker_in_order(server: Server) -> None:
 def test_a_worker_that_does_not_answer_is_shown_and_holds_nobody_up(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.api.admin_status.STATUS_DEADLINE_S", 0.05)
-    monkeypatch.setattr("router.api.admin_status.CHECK_DEADLINE_S", 0.05)
+    monkeypatch.setattr("twinpool.router.api.admin_status.STATUS_DEADLINE_S", 0.05)
+    monkeypatch.setattr("twinpool.router.api.admin_status.CHECK_DEADLINE_S", 0.05)
     server.cluster["decode-1"].hangs = True
     states = {w["name"]: w["state"] for w in server.client.get("/cluster/status").json()["workers"]}
     assert states["decode-1"] == "unreachable"
@@ -520,7 +520,7 @@ def test_a_role_is_not_changed_while_the_controller_is_away_and_the_refusal_says
 
 
 def test_the_openapi_document_lists_what_is_served(server: Server) -> None:
-    from router.api.app import FRONT_ROUTES, PREFIX_ROUTES, ROUTES
+    from twinpool.router.api.app import FRONT_ROUTES, PREFIX_ROUTES, ROUTES
 
     document = server.client.get("/openapi.json").json()
     assert document["openapi"].startswith("3.")

@@ -11,16 +11,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cli.keys_command import new_key
-from contracts.config.cluster_config import Config
-from contracts.config.security_config import SecurityConfig
-from router.api.admin_dashboard import FOLDER, page_files
-from router.api.admin_status import TOKEN_VARIABLE
-from router.service.dashboard_relay import MOST_VIEWERS
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, serving
 from tests.router.service.fake_dashboard import FakeDashboard
 from tests.serving import ROOT
+from twinpool.cli.keys_command import new_key
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.security_config import SecurityConfig
+from twinpool.router.api.admin_dashboard import FOLDER, page_files
+from twinpool.router.api.admin_status import TOKEN_VARIABLE
+from twinpool.router.service.dashboard_relay import MOST_VIEWERS
 
 EVENTS = "/cluster/dashboard"
 

@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from cli.keys_command import new_key
-from contracts.config.cluster_config import Config
-from contracts.config.security_config import SecurityConfig
-from router.api.app import OPERATORS
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import WAIT_S, Server, demo_spec, serving
+from twinpool.cli.keys_command import new_key
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.security_config import SecurityConfig
+from twinpool.router.api.app import OPERATORS
 
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 

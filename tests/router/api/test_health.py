@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from contracts.errors import ErrorKind
-from contracts.ids import PAIR, Role
-from contracts.messages.worker_status import WorkerStatus, WorkerView
 from tests.router.stage import Stage
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import PAIR, Role
+from twinpool.contracts.messages.worker_status import WorkerStatus, WorkerView
 
 STALL_S = 30.0
 

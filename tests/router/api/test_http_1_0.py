@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from router.service.router_service import RouterService
 from tests.router.http_server import Server
+from twinpool.router.service.router_service import RouterService
 
 ASKED = {"prompt": [5, 6], "max_tokens": 6, "seed": 1, "ignore_eos": True}
 OTHERS = {"whole": ASKED, "refused": {"prompt": [5], "n": 0}}

@@ -9,10 +9,10 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
 
-from router.api.app import FRONT_ROUTES, PREFIX_ROUTES, ROUTES
-from router.api.openapi import openapi_document
 from tests.router.api.described import described
 from tests.router.http_server import Server
+from twinpool.router.api.app import FRONT_ROUTES, PREFIX_ROUTES, ROUTES
+from twinpool.router.api.openapi import openapi_document
 
 SHORT = schemathesis.Config.from_dict({"phases": {"coverage": {"enabled": False}}})
 document = schemathesis.openapi.from_dict(openapi_document(), config=SHORT)

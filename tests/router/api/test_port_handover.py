@@ -11,18 +11,18 @@ from pathlib import Path
 import httpx
 import pytest
 
-from contracts.config.cluster_config import Config
-from contracts.config.load_config import config_from_dict
-from contracts.config.security_config import SecurityConfig
-from contracts.messages.stream_end import StreamEnd
-from contracts.messages.worker_events import Event
-from contracts.messages.worker_status import WorkerRecord
-from router.api import router_server
-from router.api.port_handover import Predecessor
-from router.main import listen, listen_at
 from tests.certificates import TestAuthority
 from tests.router.fake_worker import FakeCluster, FakeSession, FakeWorkerClient
 from tests.router.http_server import WAIT_S, Server, serving
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.config.security_config import SecurityConfig
+from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.worker_events import Event
+from twinpool.contracts.messages.worker_status import WorkerRecord
+from twinpool.router.api import router_server
+from twinpool.router.api.port_handover import Predecessor
+from twinpool.router.main import listen, listen_at
 
 BODY = {"prompt": [5, 6, 7], "seed": 1, "max_tokens": 12}
 

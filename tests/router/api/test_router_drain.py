@@ -9,9 +9,9 @@ import threading
 import httpx
 import pytest
 
-from router.api import router_server
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import WAIT_S, Server, serving
+from twinpool.router.api import router_server
 
 BODY = {"prompt": [5, 6, 7], "seed": 1, "max_tokens": 12}
 NEW = (

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from contracts.clock import ManualClock
-from contracts.config.router_config import RouterConfig
-from contracts.ids import RequestId
-from contracts.messages.kept_answers import Attach, Attached, Detach, KeptAnswer
-from contracts.messages.router_commands import Cancel
-from contracts.messages.worker_events import Tokens
-from router.core.answer_asks import AnswerAsks, AskEnded
-from router.state.worker_table import WorkerKey, WorkerTable
 from tests.router.fake_worker import FakeCluster
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.contracts.ids import RequestId
+from twinpool.contracts.messages.kept_answers import Attach, Attached, Detach, KeptAnswer
+from twinpool.contracts.messages.router_commands import Cancel
+from twinpool.contracts.messages.worker_events import Tokens
+from twinpool.router.core.answer_asks import AnswerAsks, AskEnded
+from twinpool.router.state.worker_table import WorkerKey, WorkerTable
 
 
 class World:

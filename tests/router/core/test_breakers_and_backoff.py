@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from contracts.errors import ErrorKind
-from contracts.ids import Role, WorkerName
-from contracts.messages.worker_events import Done
-from router.state.circuit_breaker import CircuitBreaker, CircuitState
 from tests.router.stage import Stage
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import Role, WorkerName
+from twinpool.contracts.messages.worker_events import Done
+from twinpool.router.state.circuit_breaker import CircuitBreaker, CircuitState
 
 
 def breaker(stage: Stage, name: str) -> CircuitBreaker:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from contracts.errors import ErrorKind
-from contracts.ids import RequestId, Role
-from contracts.messages.worker_events import Done
 from tests.router.stage import Stage
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.messages.worker_events import Done
 
 TOKEN_S = 0.01
 

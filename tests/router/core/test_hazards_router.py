@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from contracts.ids import Role
-from router.kv_indexer.sent_prefixes import SentPrefixes
-from router.state.prefix_hashes import BLOCK_TOKENS, prefix_hashes
 from tests.router.http_server import Server
 from tests.router.stage import Stage
+from twinpool.contracts.ids import Role
+from twinpool.router.kv_indexer.sent_prefixes import SentPrefixes
+from twinpool.router.state.prefix_hashes import BLOCK_TOKENS, prefix_hashes
 
 
 def prompt(number: int, blocks: int = 4) -> tuple[int, ...]:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from contracts.config.worker_config import DisaggregationConfig
-from contracts.errors import ErrorKind
-from contracts.ids import RequestId, Role
-from router.core.local_prefill import LocalPrefill
-from router.state.prefill_queue import MEASURED_S
-from router.state.worker_table import WorkerEntry
 from tests.router.stage import Stage
+from twinpool.contracts.config.worker_config import DisaggregationConfig
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId, Role
+from twinpool.router.core.local_prefill import LocalPrefill
+from twinpool.router.state.prefill_queue import MEASURED_S
+from twinpool.router.state.worker_table import WorkerEntry
 
 PROMPT_S, TOKEN_S = 0.05, 0.01
 PAGE = 16

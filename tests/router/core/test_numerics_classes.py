@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from contracts.errors import ErrorKind
-from contracts.ids import RequestId, Role
-from contracts.messages.kept_answers import KeptAnswer
-from router.core.answer_asks import FoundAnswer
-from router.state.worker_table import WorkerEntry
-from router.verification.audit_cases import AuditResult
 from tests.router.fake_worker import expected
 from tests.router.stage import Stage
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.messages.kept_answers import KeptAnswer
+from twinpool.router.core.answer_asks import FoundAnswer
+from twinpool.router.state.worker_table import WorkerEntry
+from twinpool.router.verification.audit_cases import AuditResult
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 OLD, NEW = "invariant:x86-64-v3", "invariant:x86-64-v4"

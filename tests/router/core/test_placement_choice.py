@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from contracts.config.worker_config import DisaggregationConfig
-from contracts.errors import ErrorKind
-from contracts.ids import RequestId, Role, WorkerName
-from contracts.messages.request_record import MOST_CANDIDATES, MOST_NAMED, PlacementChoice, RefusedWorkers
-from router.core.local_prefill import LocalPrefill
 from tests.router.stage import Stage
+from twinpool.contracts.config.worker_config import DisaggregationConfig
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId, Role, WorkerName
+from twinpool.contracts.messages.request_record import MOST_CANDIDATES, MOST_NAMED, PlacementChoice, RefusedWorkers
+from twinpool.router.core.local_prefill import LocalPrefill
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 OLD, NEW = "invariant:x86-64-v3", "invariant:x86-64-v4"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from contracts.errors import ErrorKind
-from contracts.ids import Role
-from router.core.failover import REFUSAL_LIMIT
 from tests.router.stage import Stage
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import Role
+from twinpool.router.core.failover import REFUSAL_LIMIT
 
 
 def test_an_attempt_that_was_retracted_spends_no_replay_and_avoids_nobody() -> None:

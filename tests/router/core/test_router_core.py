@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from contracts.errors import ErrorKind, IllegalTransition
-from contracts.ids import PAIR, Role, WorkerName
-from contracts.messages.kept_answers import Attached, KeptAnswer
-from contracts.messages.worker_events import Done, LegReport, Tokens
-from router.core.answer_asks import AskEnded
-from router.core.failover import REFUSAL_LIMIT
-from router.state.prefix_hashes import BLOCK_TOKENS, prefix_hashes
 from tests.router.fake_worker import expected
 from tests.router.stage import Stage
+from twinpool.contracts.errors import ErrorKind, IllegalTransition
+from twinpool.contracts.ids import PAIR, Role, WorkerName
+from twinpool.contracts.messages.kept_answers import Attached, KeptAnswer
+from twinpool.contracts.messages.worker_events import Done, LegReport, Tokens
+from twinpool.router.core.answer_asks import AskEnded
+from twinpool.router.core.failover import REFUSAL_LIMIT
+from twinpool.router.state.prefix_hashes import BLOCK_TOKENS, prefix_hashes
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 

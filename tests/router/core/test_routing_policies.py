@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from contracts.config.cache_config import PrefetchConfig
-from contracts.config.load_config import config_from_dict
-from contracts.config.router_config import RouterConfig
-from contracts.errors import ConfigError, ErrorKind
-from contracts.ids import Role
-from contracts.messages.fingerprint import Fingerprint, handover_class, mismatch
-from router.core.routing_policies import PowerOfTwo, RoutingAsk, Session, make_policy
-from router.core.worker_rates import LOAD_SHARE, PoolRates
-from router.kv_indexer.prefix_indexes import PromptHits
-from router.state.prefix_hashes import prefix_hashes
-from router.state.worker_table import WorkerEntry, WorkerKey
 from tests.router.stage import Stage
+from twinpool.contracts.config.cache_config import PrefetchConfig
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.contracts.errors import ConfigError, ErrorKind
+from twinpool.contracts.ids import Role
+from twinpool.contracts.messages.fingerprint import Fingerprint, handover_class, mismatch
+from twinpool.router.core.routing_policies import PowerOfTwo, RoutingAsk, Session, make_policy
+from twinpool.router.core.worker_rates import LOAD_SHARE, PoolRates
+from twinpool.router.kv_indexer.prefix_indexes import PromptHits
+from twinpool.router.state.prefix_hashes import prefix_hashes
+from twinpool.router.state.worker_table import WorkerEntry, WorkerKey
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 POLICIES = ("cache_aware", "least_loaded", "power_of_two", "round_robin", "session")

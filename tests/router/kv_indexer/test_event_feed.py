@@ -10,21 +10,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from cache.tiers.kv_event_publisher import KVEventLog, KVEventPublisher
-from contracts.block_hash import block_hashes
-from contracts.clock import ManualClock
-from contracts.config.cache_config import EventsConfig
-from contracts.config.router_config import RouterConfig
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventMedium, KvEvent
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from router.kv_indexer.event_feed import EVERY_S, EventFeed, reachable
-from router.kv_indexer.kv_event_subscriber import KVEventSubscriber
-from router.kv_indexer.prefix_indexes import PrefixIndexes
-from router.kv_indexer.table_memory import TableMemory, TableSize
-from router.kv_indexer.told_prefixes import PULSE_S, ToldPrefix, ToldPrefixes
-from router.state.prefix_hashes import PrefixHashes, prefix_hashes
-from router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
+from twinpool.cache.tiers.kv_event_publisher import KVEventLog, KVEventPublisher
+from twinpool.contracts.block_hash import block_hashes
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cache_config import EventsConfig
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventMedium, KvEvent
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
+from twinpool.router.kv_indexer.event_feed import EVERY_S, EventFeed, reachable
+from twinpool.router.kv_indexer.kv_event_subscriber import KVEventSubscriber
+from twinpool.router.kv_indexer.prefix_indexes import PrefixIndexes
+from twinpool.router.kv_indexer.table_memory import TableMemory, TableSize
+from twinpool.router.kv_indexer.told_prefixes import PULSE_S, ToldPrefix, ToldPrefixes
+from twinpool.router.state.prefix_hashes import PrefixHashes, prefix_hashes
+from twinpool.router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
 
 DEVICE, HOST, STORAGE = EventMedium.DEVICE, EventMedium.HOST, EventMedium.STORAGE
 PAGE = 16
@@ -353,7 +353,7 @@ def test_a_worker_elsewhere_is_asked_for_lost_events_where_it_can_be_reached_or_
         followed.append((endpoint, replay_endpoint))
         return SimpleNamespace(close=lambda: None)
 
-    monkeypatch.setattr("router.kv_indexer.event_feed.KVEventSubscriber", subscriber)
+    monkeypatch.setattr("twinpool.router.kv_indexer.event_feed.KVEventSubscriber", subscriber)
     name, incarnation = WorkerName("w"), Incarnation(1)
     record = WorkerRecord(
         name, Role.PREFILL, incarnation, 1, "elsewhere", "", "", WorkerLimits(1, 1), stream="10.0.0.2:1"

@@ -5,7 +5,7 @@ from collections import deque
 
 import pytest
 
-from contracts.messages.kv_events import (
+from twinpool.contracts.messages.kv_events import (
     TRUTH,
     AllBlocksCleared,
     BlockRemoved,
@@ -15,8 +15,8 @@ from contracts.messages.kv_events import (
     decode_batch,
     encode_batch,
 )
-from router.kv_indexer.event_replay import KVEventReplay
-from router.kv_indexer.kv_index import KVIndex
+from twinpool.router.kv_indexer.event_replay import KVEventReplay
+from twinpool.router.kv_indexer.kv_index import KVIndex
 
 
 class Source:

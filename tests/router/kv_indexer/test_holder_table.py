@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from router.kv_indexer.holder_sets import DEVICE, HOST
-from router.kv_indexer.holder_table import HolderReader, HolderTable
-from router.kv_indexer.table_memory import ENTRY_BYTES, TableMemory, TableSize
+from twinpool.router.kv_indexer.holder_sets import DEVICE, HOST
+from twinpool.router.kv_indexer.holder_table import HolderReader, HolderTable
+from twinpool.router.kv_indexer.table_memory import ENTRY_BYTES, TableMemory, TableSize
 
 Model = dict[int, dict[int, int]]
 """Tiers by slot by key."""

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import zmq
 
-from contracts.clock import SystemClock
-from contracts.messages.kv_events import END, TRUTH, BlockStored, EventMedium, encode_batch
-from router.kv_indexer.kv_event_subscriber import KVEventSubscriber
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.messages.kv_events import END, TRUTH, BlockStored, EventMedium, encode_batch
+from twinpool.router.kv_indexer.kv_event_subscriber import KVEventSubscriber
 
 PAGE = bytes(range(16))
 STORED = encode_batch(1.0, [BlockStored(EventMedium.DEVICE, None, (PAGE,), (1, 2), 2)], 0)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from contracts.config.router_config import RouterConfig
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from router.kv_indexer.prefix_indexes import PrefixIndexes
-from router.kv_indexer.recent_prefixes import RECENT_S
-from router.kv_indexer.table_memory import TableSize
-from router.state.prefix_hashes import prefix_hashes
-from router.state.worker_table import WorkerTable
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
+from twinpool.router.kv_indexer.prefix_indexes import PrefixIndexes
+from twinpool.router.kv_indexer.recent_prefixes import RECENT_S
+from twinpool.router.kv_indexer.table_memory import TableSize
+from twinpool.router.state.prefix_hashes import prefix_hashes
+from twinpool.router.state.worker_table import WorkerTable
 
 NAME = WorkerName("prefill-0")
 TOKENS = tuple(range(256))

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from router.kv_indexer.holder_sets import DEVICE
-from router.kv_indexer.holder_table import HolderReader, HolderTable
-from router.kv_indexer.table_memory import TableMemory, TableSize
+from twinpool.router.kv_indexer.holder_sets import DEVICE
+from twinpool.router.kv_indexer.holder_table import HolderReader, HolderTable
+from twinpool.router.kv_indexer.table_memory import TableMemory, TableSize
 
 KINDS = 8
 """Keys are of as many kinds: a key's last bits say which."""

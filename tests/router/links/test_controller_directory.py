@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.control_plane import ControlPlane
-from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
-from contracts.proto import worker_pb2 as pb
-from contracts.wire.worker_protobuf import record_to_proto, status_to_proto
-from router.links.controller_directory import ControllerDirectory
 from tests.wire.instances import full
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.control_plane import ControlPlane
+from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.wire.worker_protobuf import record_to_proto, status_to_proto
+from twinpool.router.links.controller_directory import ControllerDirectory
 
 A, B, C = (WorkerName(f"decode-{number}") for number in range(3))
 Views = tuple[WorkerView, ...]
@@ -179,12 +179,12 @@ async def test_a_watch_that_breaks_is_begun_anew_ever_more_seldom_and_nothing_is
 
     directory = ControllerDirectory("nobody:1")
     real, tables = asyncio.sleep, list[Views]()
-    monkeypatch.setattr("router.links.controller_directory.pb_grpc.ControllerStub", Stub)
+    monkeypatch.setattr("twinpool.router.links.controller_directory.pb_grpc.ControllerStub", Stub)
     monkeypatch.setattr(ControllerDirectory, "_channel", lambda self, endpoint: Channel())
-    monkeypatch.setattr("router.links.controller_directory.asyncio.sleep", sleep)
+    monkeypatch.setattr("twinpool.router.links.controller_directory.asyncio.sleep", sleep)
     unwatch = directory.watch(tables.append)
     await asyncio.wait_for(turns.wait(), 10)
-    monkeypatch.setattr("router.links.controller_directory.asyncio.sleep", real)
+    monkeypatch.setattr("twinpool.router.links.controller_directory.asyncio.sleep", real)
     first = ControllerDirectory.RETRY_FIRST_S
     assert pauses == [first, 2 * first, 4 * first, first, 2 * first]
     assert tables == [(row(A),)]

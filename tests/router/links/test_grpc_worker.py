@@ -11,25 +11,25 @@ from typing import Any
 
 import pytest
 
-from contracts.config.cluster_config import Config
-from contracts.errors import ErrorKind
-from contracts.ids import Incarnation, RequestId, Role, RoomId
-from contracts.messages.autoscaler_messages import LatencyCounts
-from contracts.messages.router_commands import Cancel, PeerRef, Submit
-from contracts.messages.stream_end import StreamEnd
-from contracts.messages.worker_events import Done, Event, LegReport, PromptScores, Tokens
-from contracts.messages.worker_status import WorkerView
-from contracts.proto import worker_pb2 as pb
-from contracts.sampling_params import SamplingParams
-from contracts.wire.command_protobuf import command_from_proto
-from contracts.wire.shared_frames import FrameWriter
-from router.links.controller_directory import ControllerDirectory
-from router.links.grpc_worker import GrpcWorkerClient
-from router.service.router_service import RouterService
-from router.tokenizer_pool.tokenizer_process import FrameKind
 from tests.router.fake_worker import FakeCluster, FakeWorker, prefill_frames
 from tests.router.grpc_fakes import grpc_cluster, start_controller, start_worker
 from tests.router.http_server import demo_spec, eventually
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import Incarnation, RequestId, Role, RoomId
+from twinpool.contracts.messages.autoscaler_messages import LatencyCounts
+from twinpool.contracts.messages.router_commands import Cancel, PeerRef, Submit
+from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.worker_events import Done, Event, LegReport, PromptScores, Tokens
+from twinpool.contracts.messages.worker_status import WorkerView
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.contracts.wire.command_protobuf import command_from_proto
+from twinpool.contracts.wire.shared_frames import FrameWriter
+from twinpool.router.links.controller_directory import ControllerDirectory
+from twinpool.router.links.grpc_worker import GrpcWorkerClient
+from twinpool.router.service.router_service import RouterService
+from twinpool.router.tokenizer_pool.tokenizer_process import FrameKind
 
 pytestmark = pytest.mark.asyncio
 
@@ -127,7 +127,7 @@ async def test_nobody_at_the_address_is_told_at_once() -> None:
 
 
 async def test_a_worker_that_hangs_is_told_by_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.links.grpc_worker.CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("twinpool.router.links.grpc_worker.CONNECT_TIMEOUT_S", 0.1)
     worker = FakeWorker("decode-0", Role.DECODE)
     server, _ = await start_worker(worker)
     worker.hangs = True

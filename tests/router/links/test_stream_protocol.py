@@ -7,19 +7,19 @@ import socket
 
 import pytest
 
-from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
-from contracts.messages import stream_protocol
-from contracts.messages.router_commands import Cancel, PeerRef, Submit
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from contracts.proto import worker_pb2 as pb
-from contracts.sampling_params import SamplingParams
-from contracts.wire.command_protobuf import command_from_proto
-from contracts.wire.frame_connection import FrameConnection
-from contracts.wire.worker_protobuf import record_from_proto, record_to_proto
-from router.links.controller_directory import ControllerDirectory
-from router.links.worker_links import WorkerLinks
-from router.links.worker_stream import MOST_COMMANDS, TURN_BYTES, WorkerStream, open_stream
 from tests.router.http_server import eventually
+from twinpool.contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
+from twinpool.contracts.messages import stream_protocol
+from twinpool.contracts.messages.router_commands import Cancel, PeerRef, Submit
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.contracts.wire.command_protobuf import command_from_proto
+from twinpool.contracts.wire.frame_connection import FrameConnection
+from twinpool.contracts.wire.worker_protobuf import record_from_proto, record_to_proto
+from twinpool.router.links.controller_directory import ControllerDirectory
+from twinpool.router.links.worker_links import WorkerLinks
+from twinpool.router.links.worker_stream import MOST_COMMANDS, TURN_BYTES, WorkerStream, open_stream
 
 WAIT_S = 10.0
 

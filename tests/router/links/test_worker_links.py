@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.router_commands import Cancel, Command
-from contracts.messages.stream_end import StreamEnd
-from contracts.messages.worker_events import Event
-from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
-from router.links import worker_links
-from router.links.worker_links import RETRY_FIRST_S, RETRY_MOST_S, WorkerLinks
-from router.state.worker_table import WorkerKey
 from tests.wire.instances import full
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.router_commands import Cancel, Command
+from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.worker_events import Event
+from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
+from twinpool.router.links import worker_links
+from twinpool.router.links.worker_links import RETRY_FIRST_S, RETRY_MOST_S, WorkerLinks
+from twinpool.router.state.worker_table import WorkerKey
 
 A, B = WorkerName("decode-0"), WorkerName("decode-1")
 

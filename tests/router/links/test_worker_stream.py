@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from contracts.ids import Incarnation, RequestId, Role, WorkerName
-from contracts.messages.router_commands import Cancel, Command
-from contracts.messages.stream_end import StreamEnd
-from contracts.messages.worker_events import Event, MigrationPaused
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord
-from contracts.proto import worker_pb2 as pb
-from contracts.wire.command_protobuf import command_from_proto
-from contracts.wire.event_protobuf import event_to_proto
-from contracts.wire.frame_connection import HEAD_BYTES
-from router.links.worker_stream import WorkerStream, open_stream
+from twinpool.contracts.ids import Incarnation, RequestId, Role, WorkerName
+from twinpool.contracts.messages.router_commands import Cancel, Command
+from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.worker_events import Event, MigrationPaused
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord
+from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.wire.command_protobuf import command_from_proto
+from twinpool.contracts.wire.event_protobuf import event_to_proto
+from twinpool.contracts.wire.frame_connection import HEAD_BYTES
+from twinpool.router.links.worker_stream import WorkerStream, open_stream
 
 SEVEN = Incarnation(7)
 PAUSED = MigrationPaused(RequestId("r"), 1, 5)

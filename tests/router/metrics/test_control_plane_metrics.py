@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contracts.messages.control_plane import ControlPlane
-from router.metrics.control_plane_metrics import control_plane_metrics
+from twinpool.contracts.messages.control_plane import ControlPlane
+from twinpool.router.metrics.control_plane_metrics import control_plane_metrics
 
 
 def test_a_controller_that_nobody_replaces_is_there_or_not() -> None:

@@ -8,18 +8,18 @@ from typing import cast
 
 import pytest
 
-from contracts.errors import ErrorKind
-from contracts.ids import RequestId, Role, WorkerName
-from contracts.messages.latency_shape import percentile
-from contracts.messages.worker_events import Done, LegReport
-from contracts.sampling_params import SamplingParams, TokenLogprob
-from router.metrics import request_tally
-from router.metrics.request_tally import RequestTally
-from router.openai.choice_output import ChoiceOutput
-from router.openai.generate_request import GenerateRequest
-from router.state.routed_request import RoutedRequest
-from router.text.tokenizer import read_model_tokenizer
 from tests.router.http_server import DEMO
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId, Role, WorkerName
+from twinpool.contracts.messages.latency_shape import percentile
+from twinpool.contracts.messages.worker_events import Done, LegReport
+from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
+from twinpool.router.metrics import request_tally
+from twinpool.router.metrics.request_tally import RequestTally
+from twinpool.router.openai.choice_output import ChoiceOutput
+from twinpool.router.openai.generate_request import GenerateRequest
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.text.tokenizer import read_model_tokenizer
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from router.metrics import exposition, scrapes
-from router.metrics.scrapes import Scrapes
+from twinpool.router.metrics import exposition, scrapes
+from twinpool.router.metrics.scrapes import Scrapes
 
 pytestmark = pytest.mark.asyncio
 OPENMETRICS = "application/openmetrics-text"

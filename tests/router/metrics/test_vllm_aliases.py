@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from contracts.config.load_config import config_from_dict
-from contracts.ids import Role
-from router.metrics.vllm_aliases import WorkerTotal, running_and_waiting
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import serving
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.ids import Role
+from twinpool.router.metrics.vllm_aliases import WorkerTotal, running_and_waiting
 
 MODEL = '{model_name="demo"}'
 

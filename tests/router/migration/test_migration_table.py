@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contracts.ids import Incarnation, WorkerName
-from router.migration.migration_table import AVOID_S, DOUBLINGS, DrainWish
+from twinpool.contracts.ids import Incarnation, WorkerName
+from twinpool.router.migration.migration_table import AVOID_S, DOUBLINGS, DrainWish
 
 SOURCE = WorkerName("decode-0"), Incarnation(1)
 TARGET = WorkerName("decode-1"), Incarnation(1)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from contracts.errors import ErrorKind
-from contracts.ids import Role, WorkerName
-from contracts.messages.router_commands import Command, PauseForMigration, ResumeHere
-from contracts.messages.worker_events import (
+from tests.router.stage import Stage
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import Role, WorkerName
+from twinpool.contracts.messages.router_commands import Command, PauseForMigration, ResumeHere
+from twinpool.contracts.messages.worker_events import (
     Done,
     MigrationDone,
     MigrationPaused,
@@ -19,12 +20,11 @@ from contracts.messages.worker_events import (
     MigrationWanted,
     PushReady,
 )
-from router.migration.migration_table import AVOID_S, MigrationState
-from router.migration.migrations import PATIENCE_S
-from router.state.circuit_breaker import CircuitState
-from router.state.tenant_share import TenantShare
-from router.state.worker_table import WorkerKey
-from tests.router.stage import Stage
+from twinpool.router.migration.migration_table import AVOID_S, MigrationState
+from twinpool.router.migration.migrations import PATIENCE_S
+from twinpool.router.state.circuit_breaker import CircuitState
+from twinpool.router.state.tenant_share import TenantShare
+from twinpool.router.state.worker_table import WorkerKey
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 STATES = [MigrationState.AHEAD, MigrationState.ASKED, MigrationState.OFFERED, MigrationState.GIVEN]

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from contracts.clock import ManualClock
-from contracts.config.router_config import RouterConfig
-from contracts.ids import Incarnation, RequestId, Role, WorkerName
-from contracts.messages.fingerprint import Fingerprint
-from contracts.messages.router_commands import Command, PullPrefix, PushPrefix
-from contracts.messages.worker_events import PrefixOffered, PullDone, PushReady
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from router.migration.prefix_transfers import PATIENCE_S, PrefixTransfers
-from router.state.worker_table import WorkerKey, WorkerTable
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.contracts.ids import Incarnation, RequestId, Role, WorkerName
+from twinpool.contracts.messages.fingerprint import Fingerprint
+from twinpool.contracts.messages.router_commands import Command, PullPrefix, PushPrefix
+from twinpool.contracts.messages.worker_events import PrefixOffered, PullDone, PushReady
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
+from twinpool.router.migration.prefix_transfers import PATIENCE_S, PrefixTransfers
+from twinpool.router.state.worker_table import WorkerKey, WorkerTable
 
 MARK = Fingerprint(3, "layout", "exact", "weights")
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from contracts.errors import ErrorKind
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, demo_spec, router_config, serving
+from twinpool.contracts.errors import ErrorKind
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 OK = {"prompt": [5, 6], "max_tokens": 2}

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from contracts.ids import RequestId
-from contracts.messages.worker_events import Done
-from router.anthropic.messages_writer import MessagesWriter
-from router.openai.choice_output import ChoiceOutput
-from router.openai.response_writer import ResponseWriter
-from router.state.routed_request import RoutedRequest
-from router.tokenizer_pool.tokenizer_process import prepared_frame, prepared_of
 from tests.router.parsers.test_harmony import byte_tokenizer
 from tests.router.parsers.test_published_marks import CALL, MARKS, SPECIAL, TOOL, Site
+from twinpool.contracts.ids import RequestId
+from twinpool.contracts.messages.worker_events import Done
+from twinpool.router.anthropic.messages_writer import MessagesWriter
+from twinpool.router.openai.choice_output import ChoiceOutput
+from twinpool.router.openai.response_writer import ResponseWriter
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.tokenizer_pool.tokenizer_process import prepared_frame, prepared_of
 
 FUNCTION = {"type": "function", "function": {"name": "get"}}
 PARAMETERS = {"type": "object", "properties": {"x": {"enum": [1, 2]}}}

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from contracts.checkpoint.tokenizer_files import TokenizerFiles
-from contracts.config.load_config import config_from_dict
-from contracts.errors import CheckpointError, ConfigError, RequestError
-from contracts.sampling_params import SamplingParams
-from router.text.chat_template import ChatTemplate, read_chat_template
-from router.text.tokenizer import read_model_tokenizer
 from tests.router.fake_worker import FakeCluster, expected
 from tests.router.http_server import Server, demo_spec, serving
+from twinpool.contracts.checkpoint.tokenizer_files import TokenizerFiles
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.errors import CheckpointError, ConfigError, RequestError
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.router.text.chat_template import ChatTemplate, read_chat_template
+from twinpool.router.text.tokenizer import read_model_tokenizer
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]

@@ -9,15 +9,15 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from contracts.config.router_config import RouterConfig
-from contracts.errors import RequestError
-from router.openai.chat_format import AnswerFormat, ChatFormat
-from router.openai.grammar_check import check_grammar
-from router.openai.parse_request import read_messages
-from router.openai.structured_output import read_grammar
-from router.openai.tools import read_tools
-from router.parsers.answer_parts import ArgumentsPart
-from router.parsers.tool_formats import FORMATS
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.contracts.errors import RequestError
+from twinpool.router.openai.chat_format import AnswerFormat, ChatFormat
+from twinpool.router.openai.grammar_check import check_grammar
+from twinpool.router.openai.parse_request import read_messages
+from twinpool.router.openai.structured_output import read_grammar
+from twinpool.router.openai.tools import read_tools
+from twinpool.router.parsers.answer_parts import ArgumentsPart
+from twinpool.router.parsers.tool_formats import FORMATS
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 HERMES, LLAMA = "<tool_call>", 'ipython <|python_tag|> "parameters": '

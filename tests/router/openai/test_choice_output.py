@@ -10,18 +10,18 @@ from typing import cast
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from contracts.errors import ErrorKind
-from contracts.ids import RequestId
-from contracts.messages.worker_events import Done
-from contracts.sampling_params import SamplingParams, TokenLogprob
-from router.openai.chat_format import AnswerFormat
-from router.openai.choice_output import ChoiceOutput
-from router.openai.generate_request import GenerateRequest
-from router.parsers.answer_parts import ArgumentsPart, CallPart, joined
-from router.parsers.tool_formats import FORMATS
-from router.state.routed_request import RoutedRequest
-from router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from tests.router.http_server import DEMO
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId
+from twinpool.contracts.messages.worker_events import Done
+from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
+from twinpool.router.openai.chat_format import AnswerFormat
+from twinpool.router.openai.choice_output import ChoiceOutput
+from twinpool.router.openai.generate_request import GenerateRequest
+from twinpool.router.parsers.answer_parts import ArgumentsPart, CallPart, joined
+from twinpool.router.parsers.tool_formats import FORMATS
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from contracts.sampling_params import SamplingParams
-from router.kv_indexer.sent_prefixes import SentPrefixes
-from router.openai import response_stream
-from router.openai import response_writer as answers
-from router.state.prefix_hashes import PrefixHashes, prefix_hashes
 from tests.router.fake_worker import expected
 from tests.router.http_server import Server
 from tests.router.stage import Stage
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.router.kv_indexer.sent_prefixes import SentPrefixes
+from twinpool.router.openai import response_stream
+from twinpool.router.openai import response_writer as answers
+from twinpool.router.state.prefix_hashes import PrefixHashes, prefix_hashes
 
 PROMPT = tuple(300 + i % 500 for i in range(1500))
 BODY: dict[str, Any] = {"prompt": list(PROMPT), "max_tokens": 3, "seed": 1, "return_token_ids": True}

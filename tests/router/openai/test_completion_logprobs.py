@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, processors
 
-from contracts.config.router_config import RouterConfig
-from contracts.ids import RequestId
-from contracts.sampling_params import TokenLogprob
-from router.openai.choice_output import ChoiceOutput
-from router.openai.response_writer import ResponseWriter
-from router.state.routed_request import RoutedRequest
-from router.text.tokenizer import ModelTokenizer
-from router.tokenizer_pool.prepare_request import BodyReader
 from tests.router.http_server import demo_spec
 from tests.router.parsers.test_harmony import byte_tokenizer
 from tests.router.parsers.test_published_marks import sentencepiece_tokenizer
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.contracts.ids import RequestId
+from twinpool.contracts.sampling_params import TokenLogprob
+from twinpool.router.openai.choice_output import ChoiceOutput
+from twinpool.router.openai.response_writer import ResponseWriter
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.text.tokenizer import ModelTokenizer
+from twinpool.router.tokenizer_pool.prepare_request import BodyReader
 
 BEGIN, END = "<s>", "</s>"
 PROMPT, ANSWER = "né 🙂 so", " 🙂🙂 日本 é."

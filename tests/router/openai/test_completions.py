@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from contracts.sampling_params import SamplingParams
 from tests.router.fake_worker import expected
 from tests.router.http_server import DEMO, Server
+from twinpool.contracts.sampling_params import SamplingParams
 
 PROMPT = (5, 6, 7)
 

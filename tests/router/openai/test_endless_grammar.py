@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from contracts.errors import RequestError
-from router.openai import endless_grammar
-from router.openai.endless_grammar import is_endless
-from router.openai.structured_output import read_grammar
 from tests.structured_cases import GRAMMARS
+from twinpool.contracts.errors import RequestError
+from twinpool.router.openai import endless_grammar
+from twinpool.router.openai.endless_grammar import is_endless
+from twinpool.router.openai.structured_output import read_grammar
 
 ENDLESS = [
     'start: "a" start',

@@ -14,12 +14,12 @@ import pytest
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 
-from contracts.errors import RequestError
-from router.openai import json_schemas
-from router.openai.chat_format import ChatFormat, tools_fault
-from router.openai.json_schemas import EXACT, followed
-from router.openai.structured_output import read_grammar
-from router.openai.tools import read_tools
+from twinpool.contracts.errors import RequestError
+from twinpool.router.openai import json_schemas
+from twinpool.router.openai.chat_format import ChatFormat, tools_fault
+from twinpool.router.openai.json_schemas import EXACT, followed
+from twinpool.router.openai.structured_output import read_grammar
+from twinpool.router.openai.tools import read_tools
 
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}
 TREE = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from router.openai.numbered_events import NumberedEvents
-from router.openai.resume_headers import SeenEvents, read_resume_headers
+from twinpool.router.openai.numbered_events import NumberedEvents
+from twinpool.router.openai.resume_headers import SeenEvents, read_resume_headers
 
 CREATED = 1_700_000_000
 

@@ -9,9 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from contracts.errors import RequestError
-from router.openai import request_fields
-from router.openai.request_fields import (
+from tests.router.http_server import Server
+from twinpool.contracts.errors import RequestError
+from twinpool.router.openai import request_fields
+from twinpool.router.openai.request_fields import (
     CHAT,
     COMPLETION,
     DETOKENIZE,
@@ -20,7 +21,6 @@ from router.openai.request_fields import (
     RequestField,
     read_json,
 )
-from tests.router.http_server import Server
 
 COUNT = 2**31 - 1
 RANGES: dict[str, tuple[float, float]] = {

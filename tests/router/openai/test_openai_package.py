@@ -9,11 +9,11 @@ import openai
 import pytest
 from openai import OpenAI
 
-from contracts.errors import ErrorKind
-from contracts.messages.worker_events import Done
-from contracts.sampling_params import SamplingParams
 from tests.router.fake_worker import expected
 from tests.router.http_server import Server
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.messages.worker_events import Done
+from twinpool.contracts.sampling_params import SamplingParams
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 

@@ -19,11 +19,13 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 from openai.types.responses.response_create_params import StreamOptions
 from openai.types.shared_params import Reasoning
 
-from contracts.config.load_config import config_from_dict
-from router.anthropic.messages_request import IGNORED as ANTHROPIC_IGNORED
-from router.anthropic.messages_request import OUTPUT
-from router.anthropic.messages_request import REFUSED as ANTHROPIC_REFUSED
-from router.openai.request_fields import (
+from tests.router.fake_worker import FakeCluster
+from tests.router.http_server import Server, serving
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.router.anthropic.messages_request import IGNORED as ANTHROPIC_IGNORED
+from twinpool.router.anthropic.messages_request import OUTPUT
+from twinpool.router.anthropic.messages_request import REFUSED as ANTHROPIC_REFUSED
+from twinpool.router.openai.request_fields import (
     CHAT,
     CHAT_OTHERS,
     COMPLETION,
@@ -33,10 +35,8 @@ from router.openai.request_fields import (
     STREAM_OPTIONS,
     TOKENIZE,
 )
-from router.openai_responses.responses_request import NAMES, NESTED, READERS
-from router.openai_responses.responses_request import REFUSED as RESPONSES_REFUSED
-from tests.router.fake_worker import FakeCluster
-from tests.router.http_server import Server, serving
+from twinpool.router.openai_responses.responses_request import NAMES, NESTED, READERS
+from twinpool.router.openai_responses.responses_request import REFUSED as RESPONSES_REFUSED
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 ANTHROPIC_SUPPORTED = (

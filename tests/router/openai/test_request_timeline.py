@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from contracts.ids import RequestId, Role, WorkerName
-from contracts.messages.worker_events import LegReport
-from contracts.sampling_params import SamplingParams
-from router.openai.choice_output import ChoiceOutput
-from router.openai.request_timeline import timeline_of
-from router.state.routed_request import RoutedRequest
-from router.text.tokenizer import ModelTokenizer
+from twinpool.contracts.ids import RequestId, Role, WorkerName
+from twinpool.contracts.messages.worker_events import LegReport
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.router.openai.choice_output import ChoiceOutput
+from twinpool.router.openai.request_timeline import timeline_of
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.text.tokenizer import ModelTokenizer
 
 RID = RequestId("r")
 ASKED: Any = SimpleNamespace(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from router.openai.response_stream import KEEP_ALIVE, ResponseStream, StreamHeartbeat
+from twinpool.router.openai.response_stream import KEEP_ALIVE, ResponseStream, StreamHeartbeat
 
 
 class Writer:

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from contracts.errors import RequestError
-from router.openai import structured_output
-from router.openai.grammar_check import check_grammar
-from router.openai.json_schemas import close, nodes_of
-from router.openai.request_fields import STRUCTURED_OUTPUT
-from router.openai.structured_output import CHOICES_AT_MOST, may_need_grammar, read_grammar
-from router.openai.tools import read_tools
-from router.schemas.schema_parts import Steps
-from router.schemas.schema_places import Place, first_place
+from twinpool.contracts.errors import RequestError
+from twinpool.router.openai import structured_output
+from twinpool.router.openai.grammar_check import check_grammar
+from twinpool.router.openai.json_schemas import close, nodes_of
+from twinpool.router.openai.request_fields import STRUCTURED_OUTPUT
+from twinpool.router.openai.structured_output import CHOICES_AT_MOST, may_need_grammar, read_grammar
+from twinpool.router.openai.tools import read_tools
+from twinpool.router.schemas.schema_parts import Steps
+from twinpool.router.schemas.schema_places import Place, first_place
 
 POINT = {
     "type": "object",

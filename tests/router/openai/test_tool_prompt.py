@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from contracts.config.router_config import RouterConfig
-from contracts.errors import RequestError
-from engine.runner.sampling.token_mask import TokenMask
-from engine.structured_output.grammar_engine import GrammarError
-from engine.structured_output.llguidance_engine import LLGuidanceEngine
-from router.openai.chat_format import ChatFormat
-from router.openai.tools import read_tools
-from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, joined
-from router.text.chat_template import ChatTemplate, TemplateTraits
-from router.text.tokenizer import ModelTokenizer, read_model_tokenizer
-from router.tokenizer_pool.prepare_request import BodyReader
 from tests.router.http_server import DEMO, demo_spec
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.contracts.errors import RequestError
+from twinpool.engine.runner.sampling.token_mask import TokenMask
+from twinpool.engine.structured_output.grammar_engine import GrammarError
+from twinpool.engine.structured_output.llguidance_engine import LLGuidanceEngine
+from twinpool.router.openai.chat_format import ChatFormat
+from twinpool.router.openai.tools import read_tools
+from twinpool.router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, joined
+from twinpool.router.text.chat_template import ChatTemplate, TemplateTraits
+from twinpool.router.text.tokenizer import ModelTokenizer, read_model_tokenizer
+from twinpool.router.tokenizer_pool.prepare_request import BodyReader
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from contracts.errors import ErrorKind
-from contracts.messages.worker_events import Done
 from tests.router.http_server import Server
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.messages.worker_events import Done
 
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}

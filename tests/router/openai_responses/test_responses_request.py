@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from contracts.errors import RequestError
-from router.openai_responses.responses_request import read_responses, renamed
+from twinpool.contracts.errors import RequestError
+from twinpool.router.openai_responses.responses_request import read_responses, renamed
 
 ASK: dict[str, Any] = {"model": "demo", "input": "hello"}
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}

@@ -14,13 +14,14 @@ from openai import OpenAI
 from openai.types.responses import Response, ResponseFailedEvent, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from contracts.errors import ErrorKind
-from contracts.messages.worker_events import Done
-from router.openai.api_errors import ApiError
-from router.openai.choice_output import OutputDelta
-from router.openai_responses.responses_request import read_responses
-from router.openai_responses.responses_writer import ResponsesWriter
-from router.parsers.answer_parts import (
+from tests.router.http_server import Server
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.messages.worker_events import Done
+from twinpool.router.openai.api_errors import ApiError
+from twinpool.router.openai.choice_output import OutputDelta
+from twinpool.router.openai_responses.responses_request import read_responses
+from twinpool.router.openai_responses.responses_writer import ResponsesWriter
+from twinpool.router.parsers.answer_parts import (
     AnswerPart,
     ArgumentsPart,
     CallPart,
@@ -28,7 +29,6 @@ from router.parsers.answer_parts import (
     ReasoningPart,
     joined,
 )
-from tests.router.http_server import Server
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 PARTS: list[AnswerPart] = [

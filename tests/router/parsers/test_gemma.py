@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contracts.errors import RequestError
-from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, joined
-from router.parsers.gemma_calls import GemmaCalls
-from router.parsers.tool_formats import FORMATS
 from tests.router.parsers.test_parsers import parse, taken, told, written
+from twinpool.contracts.errors import RequestError
+from twinpool.router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, joined
+from twinpool.router.parsers.gemma_calls import GemmaCalls
+from twinpool.router.parsers.tool_formats import FORMATS
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

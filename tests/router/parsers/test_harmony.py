@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from contracts.config.router_config import RouterConfig
-from router.openai.special_marks import with_special_marks
-from router.parsers.answer_parts import (
+from tests.router.http_server import demo_spec
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.router.openai.special_marks import with_special_marks
+from twinpool.router.parsers.answer_parts import (
     AnswerPart,
     ArgumentsPart,
     CallPart,
@@ -21,11 +22,10 @@ from router.parsers.answer_parts import (
     ReasoningPart,
     joined,
 )
-from router.parsers.harmony_messages import HARMONY_MARKS, HarmonyMessages
-from router.text.chat_template import ChatTemplate
-from router.text.tokenizer import ModelTokenizer
-from router.tokenizer_pool.prepare_request import BodyReader, PreparedRequest
-from tests.router.http_server import demo_spec
+from twinpool.router.parsers.harmony_messages import HARMONY_MARKS, HarmonyMessages
+from twinpool.router.text.chat_template import ChatTemplate
+from twinpool.router.text.tokenizer import ModelTokenizer
+from twinpool.router.tokenizer_pool.prepare_request import BodyReader, PreparedRequest
 
 TYPES = {"get_weather": {"town": "string"}}
 THOUGHT = "<|channel|>analysis<|message|>We need the weather.<|end|>"

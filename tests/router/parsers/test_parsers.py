@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from contracts.errors import RequestError
-from router.parsers.answer_parts import (
+from twinpool.contracts.errors import RequestError
+from twinpool.router.parsers.answer_parts import (
     AnswerPart,
     ArgumentsPart,
     CallPart,
@@ -20,8 +20,8 @@ from router.parsers.answer_parts import (
     ReasoningPart,
     joined,
 )
-from router.parsers.reasoning_parser import REASONING, PlainContent, ReasoningParser, opened, reasoning_of
-from router.parsers.tool_formats import FORMATS, CallGrammar, format_of
+from twinpool.router.parsers.reasoning_parser import REASONING, PlainContent, ReasoningParser, opened, reasoning_of
+from twinpool.router.parsers.tool_formats import FORMATS, CallGrammar, format_of
 
 TYPES = {"find": {"text": "string", "most": "integer", "where": "object"}, "now": {}}
 ARGUMENTS: dict[str, Any] = {"text": 'a "b" </tool_call>\n\n\\é 中', "most": 5, "where": {"x": [1, {"y": None}]}}

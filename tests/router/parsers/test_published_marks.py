@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
-from contracts.config.router_config import RouterConfig
-from contracts.ids import RequestId
-from contracts.messages.worker_events import Done
-from engine.structured_output.grammar_engine import GrammarError
-from engine.structured_output.llguidance_engine import LLGuidanceEngine
-from router.openai.choice_output import ChoiceOutput
-from router.parsers.answer_parts import ReasoningPart, joined
-from router.state.routed_request import RoutedRequest
-from router.text.chat_template import ChatTemplate
-from router.text.tokenizer import ModelTokenizer
-from router.tokenizer_pool.prepare_request import BodyReader
 from tests.router.http_server import demo_spec
 from tests.router.parsers.test_harmony import byte_tokenizer
 from tests.router.parsers.test_parsers import told
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.contracts.ids import RequestId
+from twinpool.contracts.messages.worker_events import Done
+from twinpool.engine.structured_output.grammar_engine import GrammarError
+from twinpool.engine.structured_output.llguidance_engine import LLGuidanceEngine
+from twinpool.router.openai.choice_output import ChoiceOutput
+from twinpool.router.parsers.answer_parts import ReasoningPart, joined
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.text.chat_template import ChatTemplate
+from twinpool.router.text.tokenizer import ModelTokenizer
+from twinpool.router.tokenizer_pool.prepare_request import BodyReader
 
 END = "<|im_end|>"
 SPECIAL = ("<|im_start|>", END)

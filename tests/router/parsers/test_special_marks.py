@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.structured_output.llguidance_engine import with_marks_apart
-from router.openai.special_marks import with_special_marks
-from router.parsers.answer_parts import joined
-from router.parsers.tool_formats import FORMATS
-from router.text.tokenizer import ModelTokenizer
 from tests.router.parsers.test_harmony import byte_tokenizer
 from tests.router.parsers.test_parsers import parse, parser_of, told, written
+from twinpool.engine.structured_output.llguidance_engine import with_marks_apart
+from twinpool.router.openai.special_marks import with_special_marks
+from twinpool.router.parsers.answer_parts import joined
+from twinpool.router.parsers.tool_formats import FORMATS
+from twinpool.router.text.tokenizer import ModelTokenizer
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from cluster.controller.record_board import ASK_S, MOST_ASKS, RecordBoard, TooManyAsks
-from contracts.clock import ManualClock
-from contracts.messages.record_ring import RecordRing
-from contracts.messages.request_record import FoundRecords, RequestRecord
-from router.records.kept_records import KeptRecords
-from router.records.record_draft import RecordDraft
-from router.records.record_reports import REPORT_S, WAITING_REPORTS, RecordReports
 from tests.wire.instances import full
+from twinpool.cluster.controller.record_board import ASK_S, MOST_ASKS, RecordBoard, TooManyAsks
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.messages.record_ring import RecordRing
+from twinpool.contracts.messages.request_record import FoundRecords, RequestRecord
+from twinpool.router.records.kept_records import KeptRecords
+from twinpool.router.records.record_draft import RecordDraft
+from twinpool.router.records.record_reports import REPORT_S, WAITING_REPORTS, RecordReports
 
 
 def record(request_id: str, **changes: Any) -> RequestRecord:
@@ -127,14 +127,14 @@ async def test_a_router_answers_about_any_request_that_it_keeps_by_every_id_that
 
 @pytest.mark.asyncio
 async def test_reports_and_answers_have_so_many_bytes_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.records.record_reports.REPORT_BYTES", 2 * draft(1).nbytes)
+    monkeypatch.setattr("twinpool.router.records.record_reports.REPORT_BYTES", 2 * draft(1).nbytes)
     scene = Scene(most=4)
     for number in range(4):
         scene.end(draft(number, outcome="worker"))
     await scene.tick()
     assert scene.listener.heard == [["r0-0", "r1-0"]]
     assert scene.reports.left_out == 2
-    monkeypatch.setattr("router.records.record_reports.REPORT_BYTES", 1)
+    monkeypatch.setattr("twinpool.router.records.record_reports.REPORT_BYTES", 1)
     scene.listener.ask(7, "r1")
     await scene.tick()
     assert scene.listener.answers == [(7, [])]
@@ -181,7 +181,7 @@ async def test_the_controller_asks_routers_for_what_it_lacks_and_waits_for_all_o
     found = await finding
     assert (found.records, found.asked, found.answered) == ([other], 2, 2)
     assert ASK_S > 0
-    monkeypatch.setattr("cluster.controller.record_board.ASK_S", 0.0)
+    monkeypatch.setattr("twinpool.cluster.controller.record_board.ASK_S", 0.0)
     silent = await board.find("nobody", ask)
     assert (silent.records, silent.asked, silent.answered) == ([], 2, 0)
     assert (await board.find("none watch", lambda number, request_id: 0)).asked == 0

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from contracts.messages.request_record import FoundRecords, RequestRecord
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, router_config, serving
 from tests.router.records.test_record_reports import record
+from twinpool.contracts.messages.request_record import FoundRecords, RequestRecord
 
 
 def records(server: Server, asked: str) -> list[dict[str, Any]]:

@@ -18,17 +18,6 @@ from hypothesis import strategies as st
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from rich.console import Console
 
-from cli.explain_command import explained
-from cli.keys_command import new_key
-from contracts.config.cluster_config import Config
-from contracts.config.security_config import SecurityConfig
-from contracts.config.tracing_config import TracingConfig
-from contracts.key_file import TenantLimits, read_key_file, write_key_file
-from router.openai.api_errors import ApiError
-from router.records.refusals import MESSAGE_CHARS, KeptRefusals, Refusal, RefusedRequest
-from router.service.request_limits import SLO_HEADER
-from router.state.trace_context import NO_TRACE, TraceContext
-from router.tracing.otlp_exporter import TraceExporter
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, router_config, serving
 from tests.router.records.test_records_of_a_router import adds_up, records
@@ -36,6 +25,17 @@ from tests.router.service.test_ttft_slo import teach
 from tests.router.tracing.otlp_server import attributes_of
 from tests.router.tracing.test_traces import PARENT, TRACE, Sender, collecting, traced
 from tests.serving import ROOT
+from twinpool.cli.explain_command import explained
+from twinpool.cli.keys_command import new_key
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.security_config import SecurityConfig
+from twinpool.contracts.config.tracing_config import TracingConfig
+from twinpool.contracts.key_file import TenantLimits, read_key_file, write_key_file
+from twinpool.router.openai.api_errors import ApiError
+from twinpool.router.records.refusals import MESSAGE_CHARS, KeptRefusals, Refusal, RefusedRequest
+from twinpool.router.service.request_limits import SLO_HEADER
+from twinpool.router.state.trace_context import NO_TRACE, TraceContext
+from twinpool.router.tracing.otlp_exporter import TraceExporter
 
 PATH = "/v1/completions"
 ASK = {"prompt": [5, 6, 7], "max_tokens": 4}

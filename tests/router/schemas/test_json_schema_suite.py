@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from contracts.errors import RequestError
 from tests.schema_samples import SuiteCase, grammar_of, suite, why_invalid, written
+from twinpool.contracts.errors import RequestError
 
 CASES = list(suite())
 SAMPLED = CASES[::3]

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from contracts.errors import RequestError
-from router.openai.json_schemas import followed
-from router.schemas import regular_terms, schema_forms, schema_ways
-from router.schemas.regular_terms import RegularTerms
-from router.schemas.schema_forms import SchemaForms
-from router.schemas.schema_keywords import SHAPES
-from router.schemas.schema_parts import SchemaParts
-from router.schemas.schema_ways import SchemaWays
 from tests.schema_samples import DRAFT7, accepts, byte_tokenizer, grammar_of, why_invalid, written
+from twinpool.contracts.errors import RequestError
+from twinpool.router.openai.json_schemas import followed
+from twinpool.router.schemas import regular_terms, schema_forms, schema_ways
+from twinpool.router.schemas.regular_terms import RegularTerms
+from twinpool.router.schemas.schema_forms import SchemaForms
+from twinpool.router.schemas.schema_keywords import SHAPES
+from twinpool.router.schemas.schema_parts import SchemaParts
+from twinpool.router.schemas.schema_ways import SchemaWays
 
 Schema = dict[str, Any]
 ROOT = Path(__file__).parents[3]

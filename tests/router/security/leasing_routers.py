@@ -6,11 +6,11 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from cluster.controller.quota_ledger import QuotaLedger
-from contracts.clock import ManualClock, SystemClock
-from contracts.key_file import TenantLimits
-from contracts.messages.quota import QuotaClaim, QuotaSlice
-from router.security.tenant_accounts import TenantAccounts
+from twinpool.cluster.controller.quota_ledger import QuotaLedger
+from twinpool.contracts.clock import ManualClock, SystemClock
+from twinpool.contracts.key_file import TenantLimits
+from twinpool.contracts.messages.quota import QuotaClaim, QuotaSlice
+from twinpool.router.security.tenant_accounts import TenantAccounts
 
 _NUMBERS = itertools.count()
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cli.keys_command import new_key, revoke_key
-from contracts.config.cluster_config import Config
-from contracts.config.security_config import SecurityConfig
-from contracts.key_file import digest_of
-from router.api.app import OPERATORS, PREFIX_ROUTES, ROUTES
-from router.api.connection_limits import OPEN_PATHS
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import WAIT_S, Server, serving
+from twinpool.cli.keys_command import new_key, revoke_key
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.security_config import SecurityConfig
+from twinpool.contracts.key_file import digest_of
+from twinpool.router.api.app import OPERATORS, PREFIX_ROUTES, ROUTES
+from twinpool.router.api.connection_limits import OPEN_PATHS
 
 PATHS = {path + "decode-0" if path in PREFIX_ROUTES else path: next(iter({**ROUTES, **PREFIX_ROUTES}[path]))
          for path in OPERATORS}  # fmt: skip

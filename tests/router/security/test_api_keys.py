@@ -14,19 +14,19 @@ from typing import Any
 import httpx
 import pytest
 
-from cli.command_line import parser as command_line
-from cli.commands import run
-from cli.keys_command import new_key, revoke_key
-from contracts.config.cluster_config import Config
-from contracts.config.security_config import SecurityConfig
-from contracts.errors import ConfigError
-from contracts.key_file import ApiKey, KeyFile, TenantLimits, digest_of, read_key_file, write_key_file
-from router.api.app import WITHOUT_KEY
-from router.security import api_keys
-from router.security.api_keys import ApiKeys
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, serving
 from tests.router.security.leasing_routers import LedgerLessor
+from twinpool.cli.command_line import parser as command_line
+from twinpool.cli.commands import run
+from twinpool.cli.keys_command import new_key, revoke_key
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.security_config import SecurityConfig
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.key_file import ApiKey, KeyFile, TenantLimits, digest_of, read_key_file, write_key_file
+from twinpool.router.api.app import WITHOUT_KEY
+from twinpool.router.security import api_keys
+from twinpool.router.security.api_keys import ApiKeys
 
 COMPLETIONS = "/v1/completions"
 ASK = {"prompt": [5, 6, 7], "max_tokens": 4, "seed": 1}

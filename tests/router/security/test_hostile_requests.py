@@ -13,14 +13,14 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from contracts.config.cluster_config import Config
-from contracts.config.security_config import SecurityConfig
-from contracts.errors import ConfigError
-from contracts.key_file import check_tenant
-from router.api.asgi_exchange import ALLOWED_HEADERS
-from router.api.connection_limits import HEAD_BYTES
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import WAIT_S, Server, serving
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.security_config import SecurityConfig
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.key_file import check_tenant
+from twinpool.router.api.asgi_exchange import ALLOWED_HEADERS
+from twinpool.router.api.connection_limits import HEAD_BYTES
 
 ASK = {"prompt": [5, 6, 7], "max_tokens": 4, "seed": 1}
 ORIGIN = "https://chat.example.com"

@@ -13,15 +13,15 @@ from typing import Any, cast
 
 import pytest
 
-from contracts.config.cluster_config import Config
-from contracts.config.router_config import RouterConfig
-from contracts.config.security_config import SecurityConfig
-from contracts.errors import ConfigError
-from router.api.tls_listener import TlsListener
-from router.security.https_certificate import HttpsCertificate
 from tests.certificates import TestAuthority
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import WAIT_S, Server, serving
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.contracts.config.security_config import SecurityConfig
+from twinpool.contracts.errors import ConfigError
+from twinpool.router.api.tls_listener import TlsListener
+from twinpool.router.security.https_certificate import HttpsCertificate
 
 ASK = {"prompt": [5, 6, 7], "max_tokens": 4, "seed": 1}
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contracts.key_file import TenantLimits
-from router.security.tenant_accounts import TenantAccounts, TenantLimited
 from tests.router.security.leasing_routers import LeasingRouter
+from twinpool.contracts.key_file import TenantLimits
+from twinpool.router.security.tenant_accounts import TenantAccounts, TenantLimited
 
 Kind = Callable[[], TenantAccounts | LeasingRouter]
 KINDS = pytest.mark.parametrize("kind", [TenantAccounts, LeasingRouter])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from contracts.messages.router_report import RouterReport
+from twinpool.contracts.messages.router_report import RouterReport
 
 
 class FakeDashboard:

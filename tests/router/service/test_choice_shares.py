@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from router.service.choice_shares import SHARE
-from router.state.routed_request import RoutedRequest
-from router.tokenizer_pool.tokenizer_process import FrameKind
 from tests.router.http_server import Server
+from twinpool.router.service.choice_shares import SHARE
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.tokenizer_pool.tokenizer_process import FrameKind
 
 PATH = "/v1/completions"
 MANY = 6 * SHARE + 1

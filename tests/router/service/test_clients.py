@@ -11,14 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
-from contracts.errors import ErrorKind
-from contracts.ids import Role
-from contracts.messages.worker_events import Done
-from contracts.sampling_params import SamplingParams
-from router.api.asgi_exchange import HttpExchange
-from router.api.connection_limits import BoundedHttpProtocol
 from tests.router.fake_worker import FakeCluster, expected
 from tests.router.http_server import Server, router_config, serving
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import Role
+from twinpool.contracts.messages.worker_events import Done
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.router.api.asgi_exchange import HttpExchange
+from twinpool.router.api.connection_limits import BoundedHttpProtocol
 
 PROMPT = [5, 6, 7]
 ASK: dict[str, Any] = {"prompt": PROMPT, "seed": 1, "max_tokens": 30, "return_token_ids": True}

@@ -8,20 +8,20 @@ from typing import NoReturn
 
 import pytest
 
-from contracts.clock import ManualClock
-from contracts.config.autoscaling_config import AutoscalingConfig
-from contracts.config.cluster_config import Config
-from contracts.key_file import TenantLimits
-from contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts
-from contracts.messages.quota import QuotaClaim, QuotaSlice
-from contracts.messages.router_report import RouterReport
-from router.core.router_core import RouterCore
-from router.metrics.prometheus_metrics import PrometheusMetrics
-from router.security.tenant_accounts import TenantAccounts
-from router.service.controller_calls import ControllerCalls
-from router.service.controller_ports import ControllerPorts
-from router.service.dashboard_relay import NoViewer
 from tests.router.service.fake_dashboard import FakeDashboard
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.autoscaling_config import AutoscalingConfig
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.key_file import TenantLimits
+from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts
+from twinpool.contracts.messages.quota import QuotaClaim, QuotaSlice
+from twinpool.contracts.messages.router_report import RouterReport
+from twinpool.router.core.router_core import RouterCore
+from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
+from twinpool.router.security.tenant_accounts import TenantAccounts
+from twinpool.router.service.controller_calls import ControllerCalls
+from twinpool.router.service.controller_ports import ControllerPorts
+from twinpool.router.service.dashboard_relay import NoViewer
 
 
 class Hanging(FakeDashboard):

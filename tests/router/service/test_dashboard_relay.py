@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from contracts.clock import ManualClock
-from contracts.messages.router_report import RouterReport
-from router.service import dashboard_relay
-from router.service.dashboard_relay import BEAT, MOST_VIEWERS, DashboardRelay, DashboardViewer, NoViewer
 from tests.router.http_server import eventually
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.messages.router_report import RouterReport
+from twinpool.router.service import dashboard_relay
+from twinpool.router.service.dashboard_relay import BEAT, MOST_VIEWERS, DashboardRelay, DashboardViewer, NoViewer
 
 
 class FakeSource:

@@ -20,23 +20,23 @@ from typing import Any
 import httpx
 import pytest
 
-from cli.keys_command import new_key
-from contracts.config.cluster_config import Config
-from contracts.config.security_config import SecurityConfig
-from contracts.errors import TwinpoolError
-from contracts.ids import RequestId, Role
-from contracts.key_file import TenantLimits, read_key_file, write_key_file
-from contracts.messages.kept_answers import Attach, Attached, KeptAnswer
-from contracts.sampling_params import SamplingParams
-from router.openai.resume_headers import ResumeHeaders
-from router.security.answer_identity import AnswerIdentity
-from router.service.answer_claims import AnswerClaim, AnswerClaims
-from router.service.router_service import INLINE_BYTES, RouterService
-from router.state.routed_request import RoutedRequest
-from router.tokenizer_pool.tokenizer_process import REQUESTS, FrameKind, prepared_frame
 from tests.router.fake_worker import FakeCluster, FakeWorker, expected
 from tests.router.http_server import Server, demo_spec, eventually, router_config, serving
 from tests.router.stage import Stage
+from twinpool.cli.keys_command import new_key
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.security_config import SecurityConfig
+from twinpool.contracts.errors import TwinpoolError
+from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.key_file import TenantLimits, read_key_file, write_key_file
+from twinpool.contracts.messages.kept_answers import Attach, Attached, KeptAnswer
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.router.openai.resume_headers import ResumeHeaders
+from twinpool.router.security.answer_identity import AnswerIdentity
+from twinpool.router.service.answer_claims import AnswerClaim, AnswerClaims
+from twinpool.router.service.router_service import INLINE_BYTES, RouterService
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.tokenizer_pool.tokenizer_process import REQUESTS, FrameKind, prepared_frame
 
 PROMPT = [5, 6, 7] * 400
 """Of a body that a reader process reads."""

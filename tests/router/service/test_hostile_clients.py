@@ -14,10 +14,10 @@ from contextlib import suppress
 import httpx
 import pytest
 
-from contracts.sampling_params import SamplingParams
 from tests.router.fake_worker import FakeCluster, expected
 from tests.router.http_server import Server, router_config, serving
 from tests.router.tokenizer_pool.test_tokenizer_pool import FakeChild
+from twinpool.contracts.sampling_params import SamplingParams
 
 STREAMS = 8
 TOKENS = 12

@@ -7,29 +7,29 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.controller.autoscaler import Autoscaler
-from cluster.controller.controller import Controller
-from cluster.controller.controller_ledger import MemoryLedger
-from cluster.controller.controller_server import ControllerServer
-from cluster.controller.node_table import NodePlace
-from contracts.clock import ManualClock
-from contracts.config.autoscaling_config import AutoscalingConfig
-from contracts.config.cluster_config import Config
-from contracts.ids import Role, WorkerName
-from contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts, PoolSizing, SizingDecision
-from contracts.messages.pool_changes import AddWorkers, ChangedWorkers, CordonNode, ScalePools
-from contracts.wire.autoscaler_protobuf import (
+from tests.router.http_server import eventually
+from twinpool.cluster.controller.autoscaler import Autoscaler
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_ledger import MemoryLedger
+from twinpool.cluster.controller.controller_server import ControllerServer
+from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.autoscaling_config import AutoscalingConfig
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.ids import Role, WorkerName
+from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts, PoolSizing, SizingDecision
+from twinpool.contracts.messages.pool_changes import AddWorkers, ChangedWorkers, CordonNode, ScalePools
+from twinpool.contracts.wire.autoscaler_protobuf import (
     autoscaler_from_proto,
     autoscaler_to_proto,
     counts_from_proto,
     counts_to_proto,
 )
-from router.core.router_actions import RouterCounts
-from router.core.router_core import RouterCore
-from router.links.controller_directory import ControllerDirectory
-from router.metrics.prometheus_metrics import PrometheusMetrics
-from router.service.latency_reports import REPORT_S, LatencyReports
-from tests.router.http_server import eventually
+from twinpool.router.core.router_actions import RouterCounts
+from twinpool.router.core.router_core import RouterCore
+from twinpool.router.links.controller_directory import ControllerDirectory
+from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
+from twinpool.router.service.latency_reports import REPORT_S, LatencyReports
 
 CONFIG = Config(autoscaling=AutoscalingConfig(enabled=True, ttft_target_s=2.0, itl_target_s=0.5))
 VIEW = AutoscalerView(

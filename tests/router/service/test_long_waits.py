@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from contracts.errors import ErrorKind
-from contracts.messages.worker_events import Done
-from contracts.sampling_params import SamplingParams
-from router.api import app
-from router.openai.response_stream import KEEP_ALIVE
 from tests.router.fake_worker import FakeCluster, expected
 from tests.router.http_server import Server, router_config, serving
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.messages.worker_events import Done
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.router.api import app
+from twinpool.router.openai.response_stream import KEEP_ALIVE
 
 BODY: dict[str, Any] = {"prompt": [5, 6], "max_tokens": 4, "seed": 1, "return_token_ids": True}
 

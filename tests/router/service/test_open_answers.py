@@ -8,25 +8,25 @@ from typing import Any
 
 import pytest
 
-from contracts.errors import ErrorKind
-from contracts.ids import RequestId, Role
-from contracts.key_file import TenantLimits
-from contracts.messages.kept_answers import AnswerName, Detach
-from contracts.messages.router_commands import Cancel, Submit
-from contracts.messages.worker_events import Done
-from router.core.router_actions import DeliverTokens, EndRequest, SendCommand
-from router.metrics.prometheus_metrics import PrometheusMetrics
-from router.openai.choice_output import ChoiceOutput
-from router.openai.generate_request import GenerateRequest
-from router.openai.response_stream import ResponseStream
-from router.security.answer_identity import AnswerIdentity
-from router.security.tenant_accounts import TenantAccounts
-from router.service.answer_claims import AnswerClaim, AnswerClaims
-from router.service.answer_room import AnswerRoom
-from router.service.open_answers import OpenAnswers, Owners
-from router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from tests.router.http_server import DEMO
 from tests.router.stage import Stage
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.key_file import TenantLimits
+from twinpool.contracts.messages.kept_answers import AnswerName, Detach
+from twinpool.contracts.messages.router_commands import Cancel, Submit
+from twinpool.contracts.messages.worker_events import Done
+from twinpool.router.core.router_actions import DeliverTokens, EndRequest, SendCommand
+from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
+from twinpool.router.openai.choice_output import ChoiceOutput
+from twinpool.router.openai.generate_request import GenerateRequest
+from twinpool.router.openai.response_stream import ResponseStream
+from twinpool.router.security.answer_identity import AnswerIdentity
+from twinpool.router.security.tenant_accounts import TenantAccounts
+from twinpool.router.service.answer_claims import AnswerClaim, AnswerClaims
+from twinpool.router.service.answer_room import AnswerRoom
+from twinpool.router.service.open_answers import OpenAnswers, Owners
+from twinpool.router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 
 LIMITS = TenantLimits(concurrent=9)
 WORDS = 40

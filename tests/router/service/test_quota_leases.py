@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from cluster.controller.quota_ledger import QuotaLedger
-from contracts.clock import ManualClock
-from contracts.key_file import TenantLimits
-from contracts.messages.quota import QuotaClaim, QuotaSlice
-from router.security.tenant_accounts import TenantAccounts, TenantLimited
-from router.service.quota_leases import AWAY_RETRY_S, QuotaLeases
 from tests.router.http_server import eventually
+from twinpool.cluster.controller.quota_ledger import QuotaLedger
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.key_file import TenantLimits
+from twinpool.contracts.messages.quota import QuotaClaim, QuotaSlice
+from twinpool.router.security.tenant_accounts import TenantAccounts, TenantLimited
+from twinpool.router.service.quota_leases import AWAY_RETRY_S, QuotaLeases
 
 LIMITS = TenantLimits(requests_per_minute=80, concurrent=40)
 

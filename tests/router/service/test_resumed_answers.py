@@ -12,22 +12,22 @@ from typing import Any
 
 import pytest
 
-from contracts.ids import RequestId, Role
-from contracts.messages.kept_answers import AnswerName, Attach, Attached, KeptAnswer
-from contracts.sampling_params import SamplingParams
-from router.core.answer_asks import FoundAnswer
-from router.openai.choice_output import ChoiceOutput
-from router.openai.response_stream import ResponseStream
-from router.openai.resume_headers import MOST_KEY_CHARS, MOST_RESUMED_CHOICES, ResumeHeaders
-from router.security.answer_identity import identity_of
-from router.service.answer_claims import AnswerClaim
-from router.service.restored_choice import KeyedRequest
-from router.state.prefix_hashes import prefix_hashes
-from router.state.routed_request import RoutedRequest
-from router.state.tenant_share import TenantShare
 from tests.resuming import ids_of, never, read
 from tests.router.fake_worker import FakeWorker, expected
 from tests.router.http_server import Server
+from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.messages.kept_answers import AnswerName, Attach, Attached, KeptAnswer
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.router.core.answer_asks import FoundAnswer
+from twinpool.router.openai.choice_output import ChoiceOutput
+from twinpool.router.openai.response_stream import ResponseStream
+from twinpool.router.openai.resume_headers import MOST_KEY_CHARS, MOST_RESUMED_CHOICES, ResumeHeaders
+from twinpool.router.security.answer_identity import identity_of
+from twinpool.router.service.answer_claims import AnswerClaim
+from twinpool.router.service.restored_choice import KeyedRequest
+from twinpool.router.state.prefix_hashes import prefix_hashes
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.state.tenant_share import TenantShare
 
 BODY: dict[str, Any] = {"prompt": [5, 6, 7], "seed": 1, "max_tokens": 20, "return_token_ids": True}
 STREAM = {**BODY, "stream": True}

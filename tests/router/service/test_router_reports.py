@@ -6,15 +6,15 @@ import asyncio
 
 import pytest
 
-from contracts.clock import ManualClock
-from contracts.config.cluster_config import Config
-from contracts.messages.router_report import COUNTERS, UNNAMED, RouterReport
-from router.core.router_core import RouterCore
-from router.metrics.prometheus_metrics import PrometheusMetrics
-from router.service.router_reports import LEAST_S, MOST_S, RETRY_S, RouterReports
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import eventually, serving
 from tests.router.service.fake_dashboard import FakeDashboard
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.messages.router_report import COUNTERS, UNNAMED, RouterReport
+from twinpool.router.core.router_core import RouterCore
+from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
+from twinpool.router.service.router_reports import LEAST_S, MOST_S, RETRY_S, RouterReports
 
 
 class Source(FakeDashboard):

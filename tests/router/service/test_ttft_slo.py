@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from cli.keys_command import new_key
-from contracts.config.cluster_config import Config
-from contracts.config.load_config import config_from_dict
-from contracts.config.security_config import SecurityConfig
-from contracts.errors import ErrorKind
-from contracts.ids import RequestId, Role
-from contracts.key_file import KeyFile, TenantLimits, read_key_file, write_key_file
-from router.service.request_limits import SLO_HEADER
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, router_config, serving
+from twinpool.cli.keys_command import new_key
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.config.security_config import SecurityConfig
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.key_file import KeyFile, TenantLimits, read_key_file, write_key_file
+from twinpool.router.service.request_limits import SLO_HEADER
 
 COMPLETIONS = "/v1/completions"
 ASK = {"prompt": [5, 6, 7], "max_tokens": 4, "seed": 1}

@@ -7,17 +7,17 @@ import random
 import numpy as np
 import pytest
 
-from contracts.clock import ManualClock
-from contracts.config.cache_config import PrefetchConfig
-from contracts.config.router_config import RouterConfig
-from contracts.ids import Incarnation, RequestId, Role, WorkerName
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from router.core.routing_policies import CacheAware, LeastLoaded, RoundRobin, RoutingAsk
-from router.core.worker_rates import PoolRates
-from router.kv_indexer.prefix_indexes import HitRows, PromptHits
-from router.state.able_workers import AbleWorkers, WorkerColumns
-from router.state.circuit_breaker import CircuitState
-from router.state.worker_table import WorkerEntry, WorkerTable
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cache_config import PrefetchConfig
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.contracts.ids import Incarnation, RequestId, Role, WorkerName
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
+from twinpool.router.core.routing_policies import CacheAware, LeastLoaded, RoundRobin, RoutingAsk
+from twinpool.router.core.worker_rates import PoolRates
+from twinpool.router.kv_indexer.prefix_indexes import HitRows, PromptHits
+from twinpool.router.state.able_workers import AbleWorkers, WorkerColumns
+from twinpool.router.state.circuit_breaker import CircuitState
+from twinpool.router.state.worker_table import WorkerEntry, WorkerTable
 
 CONFIG = RouterConfig(breaker_failures=2, breaker_open_s=5.0)
 ROLES = (Role.PREFILL, Role.DECODE)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from contracts.config.router_config import RouterConfig
-from contracts.errors import ErrorKind, IllegalTransition
-from contracts.ids import RequestId, Role, WorkerName
-from contracts.messages.worker_events import Done
-from router.state.circuit_breaker import CIRCUIT, CircuitBreaker, CircuitEvent, CircuitState
 from tests.router.stage import Stage
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.contracts.errors import ErrorKind, IllegalTransition
+from twinpool.contracts.ids import RequestId, Role, WorkerName
+from twinpool.contracts.messages.worker_events import Done
+from twinpool.router.state.circuit_breaker import CIRCUIT, CircuitBreaker, CircuitEvent, CircuitState
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 PATIENT: dict[str, Any] = {"replay_limit": 1000, "worker_wait_s": 1000.0, "breaker_failures": 4, "breaker_open_s": 5.0}

@@ -8,9 +8,9 @@ from functools import partial
 
 import pytest
 
-from contracts.ids import RequestId
-from router.state.prefill_queue import JUDGED_AT_ONCE, PrefillQueue, PromptCost, TtftPrediction
-from router.state.tenant_share import TenantShare
+from twinpool.contracts.ids import RequestId
+from twinpool.router.state.prefill_queue import JUDGED_AT_ONCE, PrefillQueue, PromptCost, TtftPrediction
+from twinpool.router.state.tenant_share import TenantShare
 
 BASE_S, TOKEN_S = 0.02, 0.0005
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from contracts.block_hash import block_hashes
-from router.state.prefix_hashes import ASKED, BLOCK_TOKENS, NO_HASHES, keys_of, marked, prefix_hashes
+from twinpool.contracts.block_hash import block_hashes
+from twinpool.router.state.prefix_hashes import ASKED, BLOCK_TOKENS, NO_HASHES, keys_of, marked, prefix_hashes
 
 PROMPT = tuple((7 * n * n + n) % 50_000 for n in range(128 * 1024 + 5))
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from contracts.config.router_config import RouterConfig
-from contracts.ids import Role
-from router.state.worker_table import COUNTED_S, WorkerTable
 from tests.router.fake_worker import FakeCluster
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.contracts.ids import Role
+from twinpool.router.state.worker_table import COUNTED_S, WorkerTable
 
 
 def test_workers_that_serve_are_counted_anew_ten_times_a_second() -> None:

@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 
-from contracts.config.router_config import RouterConfig
-from contracts.ids import Incarnation, RequestId, Role, WorkerName
-from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from router.state.worker_table import DRAIN_ANSWER_S, REFUSAL_PAUSE_S, SEQUENCE_TOKENS, WorkerEntry, WorkerTable
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.contracts.ids import Incarnation, RequestId, Role, WorkerName
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
+from twinpool.router.state.worker_table import (
+    DRAIN_ANSWER_S,
+    REFUSAL_PAUSE_S,
+    SEQUENCE_TOKENS,
+    WorkerEntry,
+    WorkerTable,
+)
 
 PAGE = 16
 

@@ -10,16 +10,16 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from contracts.checkpoint.tokenizer_files import TokenizerFiles
-from contracts.errors import RequestError
-from router.openai.chat_format import ChatFormat
-from router.openai.parse_request import read_messages
-from router.openai.template_messages import messages_for
-from router.openai.tools import read_tools
-from router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, ReasoningPart, joined
-from router.parsers.tool_formats import FORMATS, format_of
-from router.text.chat_template import ChatTemplate, read_chat_template
 from tests.router.text.published_templates import ENDS, FURTHER, TEMPLATES
+from twinpool.contracts.checkpoint.tokenizer_files import TokenizerFiles
+from twinpool.contracts.errors import RequestError
+from twinpool.router.openai.chat_format import ChatFormat
+from twinpool.router.openai.parse_request import read_messages
+from twinpool.router.openai.template_messages import messages_for
+from twinpool.router.openai.tools import read_tools
+from twinpool.router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, ReasoningPart, joined
+from twinpool.router.parsers.tool_formats import FORMATS, format_of
+from twinpool.router.text.chat_template import ChatTemplate, read_chat_template
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
 ARGUMENTS: dict[str, Any] = {"text": 'a "b"\n\n\\é 中', "most": 5, "where": {"x": [1, {"y": None}]}}

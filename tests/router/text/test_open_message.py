@@ -8,11 +8,11 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from contracts.errors import RequestError
-from router.openai.template_messages import messages_for
-from router.text.chat_template import ChatTemplate
-from router.text.open_message import cut_at_mark, marked
 from tests.router.text.published_templates import TEMPLATES
+from twinpool.contracts.errors import RequestError
+from twinpool.router.openai.template_messages import messages_for
+from twinpool.router.text.chat_template import ChatTemplate
+from twinpool.router.text.open_message import cut_at_mark, marked
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
 TRIMS = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}[/]{% endfor %}"

@@ -10,11 +10,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 
-from contracts.checkpoint.tokenizer_files import read_tokenizer_files
-from contracts.errors import CheckpointError
-from router.text.tokenizer import read_model_tokenizer
 from tests.router.parsers.test_harmony import byte_tokenizer
 from tests.router.parsers.test_published_marks import sentencepiece_tokenizer
+from twinpool.contracts.checkpoint.tokenizer_files import read_tokenizer_files
+from twinpool.contracts.errors import CheckpointError
+from twinpool.router.text.tokenizer import read_model_tokenizer
 
 TURNS = ("<|im_start|>", "<|im_end|>")
 TEXTS = ("hello there", "a <|im_start|>b<|im_end|> c", "<s>x</s> y", "é 🙂 <|im_end|>")

@@ -16,16 +16,17 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from contracts.config.router_config import RouterConfig
-from contracts.errors import RequestError
-from router.openai.api_errors import ReaderEnded, ReaderFailed
-from router.openai.chat_format import AnswerFormat
-from router.text.tokenizer import ModelTokenizer, read_model_tokenizer
-from router.tokenizer_pool import tokenizer_pool as module
-from router.tokenizer_pool import tokenizer_process
-from router.tokenizer_pool.prepare_request import CONTAINERS_AT_MOST, BodyReader, body_limit
-from router.tokenizer_pool.tokenizer_pool import LARGE_BYTES, TokenizerPool
-from router.tokenizer_pool.tokenizer_process import (
+from tests.router.http_server import DEMO, demo_spec, eventually
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.contracts.errors import RequestError
+from twinpool.router.openai.api_errors import ReaderEnded, ReaderFailed
+from twinpool.router.openai.chat_format import AnswerFormat
+from twinpool.router.text.tokenizer import ModelTokenizer, read_model_tokenizer
+from twinpool.router.tokenizer_pool import tokenizer_pool as module
+from twinpool.router.tokenizer_pool import tokenizer_process
+from twinpool.router.tokenizer_pool.prepare_request import CONTAINERS_AT_MOST, BodyReader, body_limit
+from twinpool.router.tokenizer_pool.tokenizer_pool import LARGE_BYTES, TokenizerPool
+from twinpool.router.tokenizer_pool.tokenizer_process import (
     HEAD,
     NICENESS,
     REQUESTS,
@@ -36,7 +37,6 @@ from router.tokenizer_pool.tokenizer_process import (
     refusal_frame,
     refusal_of,
 )
-from tests.router.http_server import DEMO, demo_spec, eventually
 
 SMALL, LARGE = b"s" * 10, b"l" * (LARGE_BYTES + 1)
 
@@ -257,7 +257,7 @@ async def test_what_a_large_body_took_is_given_back_and_its_reader_comes_after_t
 
 
 def module_setup(spec: Any, config: RouterConfig) -> bytes:
-    from router.tokenizer_pool.tokenizer_process import setup_frame
+    from twinpool.router.tokenizer_pool.tokenizer_process import setup_frame
 
     return setup_frame(spec, config, 10**6)
 

@@ -15,19 +15,19 @@ from typing import Any
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from contracts.config.cluster_config import Config
-from contracts.config.load_config import config_from_dict
-from contracts.config.tracing_config import TracingConfig
-from contracts.errors import ConfigError
-from router.state.trace_context import NO_TRACE, TraceContext, read_traceparent
-from router.tracing import otlp_exporter
-from router.tracing.otlp_exporter import MOST_AT_ONCE, TraceExporter
-from router.tracing.trace_sampling import TraceSampling
-from router.tracing.trace_spans import TraceSpan
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, serving
 from tests.router.records.test_record_reports import draft
 from tests.router.tracing.otlp_server import OtlpServer, attributes_of
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.config.tracing_config import TracingConfig
+from twinpool.contracts.errors import ConfigError
+from twinpool.router.state.trace_context import NO_TRACE, TraceContext, read_traceparent
+from twinpool.router.tracing import otlp_exporter
+from twinpool.router.tracing.otlp_exporter import MOST_AT_ONCE, TraceExporter
+from twinpool.router.tracing.trace_sampling import TraceSampling
+from twinpool.router.tracing.trace_spans import TraceSpan
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

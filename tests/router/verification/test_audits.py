@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from contracts.config.worker_config import DisaggregationConfig
-from contracts.errors import ErrorKind
-from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
-from contracts.messages.router_commands import Audit
-from contracts.messages.worker_events import Audited, AuditEnd, Done
-from contracts.sampling_params import TokenDifference
-from router.core.local_prefill import LocalPrefill
-from router.state.worker_table import WorkerKey
-from router.verification.audit_cases import STATES, AuditResult
-from router.verification.audits import TRIES, chosen
 from tests.router.stage import Stage
+from twinpool.contracts.config.worker_config import DisaggregationConfig
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
+from twinpool.contracts.messages.router_commands import Audit
+from twinpool.contracts.messages.worker_events import Audited, AuditEnd, Done
+from twinpool.contracts.sampling_params import TokenDifference
+from twinpool.router.core.local_prefill import LocalPrefill
+from twinpool.router.state.worker_table import WorkerKey
+from twinpool.router.verification.audit_cases import STATES, AuditResult
+from twinpool.router.verification.audits import TRIES, chosen
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 

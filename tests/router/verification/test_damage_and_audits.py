@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
-from contracts.config.load_config import config_from_dict
-from contracts.errors import ConfigError
-from contracts.ids import Incarnation, RequestId, Role, WorkerName
-from contracts.messages.router_commands import Audit, Cancel, Command, InvalidatePrefix
-from contracts.messages.worker_events import Audited, AuditEnd, Event
-from contracts.messages.worker_status import WorkerStatus
-from contracts.sampling_params import SamplingParams, TokenDifference
-from contracts.wire.command_protobuf import command_from_proto, command_to_proto
-from contracts.wire.event_protobuf import event_from_proto, event_to_proto
-from router.verification.audits import PREFIX
-from router.verification.damage_totals import DamageTotals
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, serving
 from tests.router.stage import Stage
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Incarnation, RequestId, Role, WorkerName
+from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, InvalidatePrefix
+from twinpool.contracts.messages.worker_events import Audited, AuditEnd, Event
+from twinpool.contracts.messages.worker_status import WorkerStatus
+from twinpool.contracts.sampling_params import SamplingParams, TokenDifference
+from twinpool.contracts.wire.command_protobuf import command_from_proto, command_to_proto
+from twinpool.contracts.wire.event_protobuf import event_from_proto, event_to_proto
+from twinpool.router.verification.audits import PREFIX
+from twinpool.router.verification.damage_totals import DamageTotals
 
 
 def status(name: str, incarnation: int, **counters: float) -> WorkerStatus:

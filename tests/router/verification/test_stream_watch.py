@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from contracts.config.router_config import WatchConfig
-from contracts.ids import RequestId
-from router.verification.stream_watch import FlagReason, StreamFlag, StreamWatch, least_unlikely
+from twinpool.contracts.config.router_config import WatchConfig
+from twinpool.contracts.ids import RequestId
+from twinpool.router.verification.stream_watch import FlagReason, StreamFlag, StreamWatch, least_unlikely
 
 VOCAB = 2048
 REPEATS = WatchConfig(repetition_tokens=48)
@@ -123,7 +123,7 @@ def test_memory_is_bounded_by_the_streams_that_run() -> None:
 
 
 def test_what_is_remembered_of_a_model_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.verification.stream_watch.MEMORY_TOKENS", 10_000)
+    monkeypatch.setattr("twinpool.router.verification.stream_watch.MEMORY_TOKENS", 10_000)
     watch = StreamWatch(RARE, VOCAB)
     feed(watch, "a", usual(random.Random(10), 30_000))
     assert sum(watch._counts) == watch._total < 10_000

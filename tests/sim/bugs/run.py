@@ -60,7 +60,7 @@ def seeds_to_find(patch: Path, most: int = MOST) -> tuple[int | None, str]:
             raise SystemExit(f"{patch.name} doesn't apply: {applied.stderr}")
         for first in range(0, most, PORTION):
             seeds = f"{first}..{min(first + PORTION, most) - 1}"
-            ran = command([sys.executable, "-m", "cli.commands", "sim", "--seeds", seeds, "--first"], tree)
+            ran = command([sys.executable, "-m", "twinpool.cli.commands", "sim", "--seeds", seeds, "--first"], tree)
             found = re.search(r"^seed (\d+): (?:[0-9.]+ )?(.*)$", ran.stdout, re.MULTILINE)
             if found:
                 return int(found[1]) + 1, found[2]

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from contracts.config.load_config import config_from_dict
-from contracts.sampling_params import SamplingParams
-from router.state.prefix_hashes import prefix_hashes
-from sim.fabric.step_costs import StepCosts
-from sim.run.run_scenario import ScenarioRun
-from sim.scale.cluster_model import ClusterModel
-from sim.scale.cluster_plan import ClusterPlan, DecodePool, PrefillPool
-from sim.scale.traffic import SimRequest
-from sim.scenario.scenario import ClusterShape, Scenario, ScenarioRequest
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.router.state.prefix_hashes import prefix_hashes
+from twinpool.sim.fabric.step_costs import StepCosts
+from twinpool.sim.run.run_scenario import ScenarioRun
+from twinpool.sim.scale.cluster_model import ClusterModel
+from twinpool.sim.scale.cluster_plan import ClusterPlan, DecodePool, PrefillPool
+from twinpool.sim.scale.traffic import SimRequest
+from twinpool.sim.scenario.scenario import ClusterShape, Scenario, ScenarioRequest
 
 PAGE, CHUNK, TOKENS, ROWS = 4, 16, 4096, 16
 COSTS = StepCosts(

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from contracts.config.load_config import config_from_dict
-from contracts.errors import ConfigError
-from contracts.ids import Incarnation, Role, WorkerName
-from sim.fabric.step_costs import StepCosts
-from sim.scale.cluster_model import ClusterModel
-from sim.scale.cluster_plan import ClusterPlan, DecodePool, LatencyTarget, PrefillPool
-from sim.scale.scale_command import ScaleOptions, simulate_scale
-from sim.scale.scale_figures import RunReport
-from sim.scale.trace_file import read_trace
-from sim.scale.traffic import SimRequest, TrafficShape, drawn
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.sim.fabric.step_costs import StepCosts
+from twinpool.sim.scale.cluster_model import ClusterModel
+from twinpool.sim.scale.cluster_plan import ClusterPlan, DecodePool, LatencyTarget, PrefillPool
+from twinpool.sim.scale.scale_command import ScaleOptions, simulate_scale
+from twinpool.sim.scale.scale_figures import RunReport
+from twinpool.sim.scale.trace_file import read_trace
+from twinpool.sim.scale.traffic import SimRequest, TrafficShape, drawn
 
 TRACE = Path(__file__).parents[3] / "bench" / "traces" / "conversation_200.jsonl"
 SHAPE = TrafficShape(150, 60.0, 1, prompts=(700, 1500, 9000), answers=(1, 2, 40, 200), think_s=5.0)

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from cli.replay.trace_prompts import Content, asks_of
-from contracts.errors import ConfigError
-from sim.fabric.step_costs import StepCosts, pairs_of
-from sim.scale.cluster_model import ClusterModel
-from sim.scale.cluster_plan import ClusterPlan, DecodePool, PrefillPool
-from sim.scale.cost_file import MeasuredCosts, read_costs
-from sim.scale.cost_fit import BatchProbe, PromptProbe, fit_costs
-from sim.scale.pool_search import PoolPrediction, PoolSearch
-from sim.scale.scale_figures import RunReport
-from sim.scale.trace_file import read_trace
-from sim.scale.traffic import SimRequest, replayed, scaled_block
 from tests.serving import ROOT
+from twinpool.cli.replay.trace_prompts import Content, asks_of
+from twinpool.contracts.errors import ConfigError
+from twinpool.sim.fabric.step_costs import StepCosts, pairs_of
+from twinpool.sim.scale.cluster_model import ClusterModel
+from twinpool.sim.scale.cluster_plan import ClusterPlan, DecodePool, PrefillPool
+from twinpool.sim.scale.cost_file import MeasuredCosts, read_costs
+from twinpool.sim.scale.cost_fit import BatchProbe, PromptProbe, fit_costs
+from twinpool.sim.scale.pool_search import PoolPrediction, PoolSearch
+from twinpool.sim.scale.scale_figures import RunReport
+from twinpool.sim.scale.trace_file import read_trace
+from twinpool.sim.scale.traffic import SimRequest, replayed, scaled_block
 
 SLICE = ROOT / "bench/traces/conversation_200.jsonl"
 CHUNK = 512

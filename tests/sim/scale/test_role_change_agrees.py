@@ -8,13 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from contracts.config.load_config import config_from_dict
-from contracts.ids import Incarnation, Role, WorkerName
-from router.state.prefix_hashes import prefix_hashes
-from sim.scale.cluster_model import ClusterModel
-from sim.scale.cluster_plan import ClusterPlan, DecodePool, PrefillPool
-from sim.scale.traffic import SimRequest
-from sim.scenario.scenario import PlannedFault, Scenario, ScenarioRequest
 from tests.sim.scale.test_agrees_with_the_full_simulator import (
     CHUNK,
     COSTS,
@@ -26,6 +19,13 @@ from tests.sim.scale.test_agrees_with_the_full_simulator import (
     asked,
     told,
 )
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.router.state.prefix_hashes import prefix_hashes
+from twinpool.sim.scale.cluster_model import ClusterModel
+from twinpool.sim.scale.cluster_plan import ClusterPlan, DecodePool, PrefillPool
+from twinpool.sim.scale.traffic import SimRequest
+from twinpool.sim.scenario.scenario import PlannedFault, Scenario, ScenarioRequest
 
 AT_S = 8.0
 SETTLED_S = 3.0

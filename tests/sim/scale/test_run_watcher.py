@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from contracts.ids import Role
-from router.state.request_journal import JournalKind
-from sim.scale.cluster_model import ClusterModel
-from sim.scale.run_watcher import EndedRequest
-from sim.scale.traffic import drawn
 from tests.sim.scale.test_cluster_model import SHAPE, planned
+from twinpool.contracts.ids import Role
+from twinpool.router.state.request_journal import JournalKind
+from twinpool.sim.scale.cluster_model import ClusterModel
+from twinpool.sim.scale.run_watcher import EndedRequest
+from twinpool.sim.scale.traffic import drawn
 
 POSITION_BYTES = 1000
 

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from cluster.ranks.follower_channel import FollowerChannel
-from cluster.ranks.leader_channel import JOIN, LeaderChannel, meeting_point
-from contracts.clock import SystemClock
-from contracts.errors import PeerDead
-from transfer.net.curve_keys import CurveKeys, dial
-from transfer.net.waiter import Waiter
-from transfer.net.zmq_channel import ZmqControlTransport
-from transfer.planes.notice_inbox import NoticeInbox
+from twinpool.cluster.ranks.follower_channel import FollowerChannel
+from twinpool.cluster.ranks.leader_channel import JOIN, LeaderChannel, meeting_point
+from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.errors import PeerDead
+from twinpool.transfer.net.curve_keys import CurveKeys, dial
+from twinpool.transfer.net.waiter import Waiter
+from twinpool.transfer.net.zmq_channel import ZmqControlTransport
+from twinpool.transfer.planes.notice_inbox import NoticeInbox
 
 WAIT_S = 20.0
 MINE, THEIRS = CurveKeys.from_secret(b"m" * 32), CurveKeys.from_secret(b"t" * 32)

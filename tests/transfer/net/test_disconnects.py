@@ -11,20 +11,20 @@ from dataclasses import replace
 import pytest
 import zmq
 
-from cache.device.device_port import DONE
-from cache.memory.kv_cache_spec import PoolSetSpec
-from contracts.config.worker_config import TransferConfig
-from contracts.errors import ErrorKind
-from contracts.ids import Incarnation, WorkerName
-from contracts.messages.rank_orders import LinkLost
-from contracts.messages.router_commands import PeerRef
 from tests.poolsets import pool_sets
 from tests.proxy import Proxy, Relay, proxying
 from tests.ranks import headed_sets
 from tests.rooms import Ends, Prompt, ends, image, placed
-from transfer.net import disconnects as cuts
-from transfer.net import process_watch
-from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
+from twinpool.cache.device.device_port import DONE
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.contracts.config.worker_config import TransferConfig
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import Incarnation, WorkerName
+from twinpool.contracts.messages.rank_orders import LinkLost
+from twinpool.contracts.messages.router_commands import PeerRef
+from twinpool.transfer.net import disconnects as cuts
+from twinpool.transfer.net import process_watch
+from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["all"]
 PLANES = ["shm", "zmq", "nixl", "staged"]

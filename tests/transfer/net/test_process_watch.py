@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from contracts.errors import WireError
-from transfer.net import process_watch as process
-from transfer.net.process_watch import PidfdGroupWatch
+from twinpool.contracts.errors import WireError
+from twinpool.transfer.net import process_watch as process
+from twinpool.transfer.net.process_watch import PidfdGroupWatch
 
 Mark = tuple[int, int, str]
 

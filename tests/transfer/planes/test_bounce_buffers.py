@@ -11,25 +11,25 @@ import msgpack
 import pytest
 import torch
 
-from cache.device.device_copies import HostCopies
-from cache.device.device_port import Completion
-from cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
-from cache.pool.pool_set import PoolSet
-from contracts.config.cluster_config import FaultsConfig
-from contracts.config.load_config import config_from_dict
-from contracts.errors import ConfigError
-from contracts.ids import RoomId
 from tests.poolsets import entry, filled, pool_sets
 from tests.raw_writer import RawWriter, revoke_waits_for, tcp_reader, until
 from tests.rooms import ends, image, placed
-from transfer.net import sealed_stream
-from transfer.net.curve_keys import CurveKeys
-from transfer.planes.data_plane import PageNumbers, PageWrite, RoomTarget
-from transfer.planes.make_plane import make_plane
-from transfer.planes.tcp import bounce_buffers
-from transfer.planes.tcp.bounce_buffers import BounceBuffer, Staging, StreamPart, buffer_bytes, loads
-from transfer.planes.tcp.page_stream import PoolStream, shared
-from transfer.planes.tcp.zmq_plane import ZmqPlane
+from twinpool.cache.device.device_copies import HostCopies
+from twinpool.cache.device.device_port import Completion
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.config.cluster_config import FaultsConfig
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import RoomId
+from twinpool.transfer.net import sealed_stream
+from twinpool.transfer.net.curve_keys import CurveKeys
+from twinpool.transfer.planes.data_plane import PageNumbers, PageWrite, RoomTarget
+from twinpool.transfer.planes.make_plane import make_plane
+from twinpool.transfer.planes.tcp import bounce_buffers
+from twinpool.transfer.planes.tcp.bounce_buffers import BounceBuffer, Staging, StreamPart, buffer_bytes, loads
+from twinpool.transfer.planes.tcp.page_stream import PoolStream, shared
+from twinpool.transfer.planes.tcp.zmq_plane import ZmqPlane
 
 SPEC = pool_sets()["all"]
 ROOM = RoomId("room-1")

@@ -9,18 +9,18 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from cache.device.device_port import Completion
-from cache.memory.required_pages import due
-from contracts.config.load_config import config_from_dict
-from contracts.errors import ConfigError, LayoutMismatch
 from tests.poolsets import pool_sets
 from tests.ranks import headed_sets
 from tests.rooms import Ends, ends, placed
-from transfer.planes import make_plane
-from transfer.planes.direct import cuda_ipc, direct_link, shm_plane
-from transfer.planes.direct.cuda_ipc import HANDLE_BYTES, CudaIpc, handle_of
-from transfer.planes.direct.device_sharing import MappedRegion
-from transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
+from twinpool.cache.device.device_port import Completion
+from twinpool.cache.memory.required_pages import due
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.errors import ConfigError, LayoutMismatch
+from twinpool.transfer.planes import make_plane
+from twinpool.transfer.planes.direct import cuda_ipc, direct_link, shm_plane
+from twinpool.transfer.planes.direct.cuda_ipc import HANDLE_BYTES, CudaIpc, handle_of
+from twinpool.transfer.planes.direct.device_sharing import MappedRegion
+from twinpool.transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
 
 
 class Shared:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import DONE, Completion, DeviceOp
-from cache.pool.follower_steps import FollowerSteps
-from contracts.messages.rank_orders import CloseLink, LayerSpan, OpenLink, PagePlaces, PostWrite
-from transfer.planes.follower_links import FollowerLinks
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import DONE, Completion, DeviceOp
+from twinpool.cache.pool.follower_steps import FollowerSteps
+from twinpool.contracts.messages.rank_orders import CloseLink, LayerSpan, OpenLink, PagePlaces, PostWrite
+from twinpool.transfer.planes.follower_links import FollowerLinks
 
 
 class LanedDevice(CpuDevice):

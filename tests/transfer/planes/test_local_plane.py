@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cache.pool.pool_set import PoolSet
-from contracts.config.cluster_config import FaultsConfig
-from contracts.errors import LayoutMismatch
 from tests.poolsets import pool_sets
 from tests.rooms import ends
-from transfer.planes.data_plane import SLOT_BYTES, PageWrite, RoomTarget
-from transfer.planes.direct.local_plane import LocalPlane
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.config.cluster_config import FaultsConfig
+from twinpool.contracts.errors import LayoutMismatch
+from twinpool.transfer.planes.data_plane import SLOT_BYTES, PageWrite, RoomTarget
+from twinpool.transfer.planes.direct.local_plane import LocalPlane
 
 SPEC = pool_sets()["full"]
 

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from cache.device import device_copies
-from cache.device.device_port import Completion
-from cache.pool.pool_set import PoolSet
-from contracts.config.cluster_config import FaultsConfig
-from contracts.errors import ConfigError, LayoutMismatch
-from contracts.ids import RoomId
 from tests.poolsets import entry, filled, pool_sets
 from tests.ranks import headed_sets
 from tests.transfer.planes.test_bounce_buffers import LateCopies
-from transfer.planes.data_plane import SLOT_BYTES, PageNumbers, PageWrite, RoomTarget, SlotWrite
-from transfer.planes.nixl import nixl_agent, nixl_link, nixl_plane
-from transfer.planes.nixl.nixl_agent import HOST_MEMORY, MemoryKind, NixlAgent
-from transfer.planes.nixl.nixl_plane import NixlPlane
+from twinpool.cache.device import device_copies
+from twinpool.cache.device.device_port import Completion
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.config.cluster_config import FaultsConfig
+from twinpool.contracts.errors import ConfigError, LayoutMismatch
+from twinpool.contracts.ids import RoomId
+from twinpool.transfer.planes.data_plane import SLOT_BYTES, PageNumbers, PageWrite, RoomTarget, SlotWrite
+from twinpool.transfer.planes.nixl import nixl_agent, nixl_link, nixl_plane
+from twinpool.transfer.planes.nixl.nixl_agent import HOST_MEMORY, MemoryKind, NixlAgent
+from twinpool.transfer.planes.nixl.nixl_plane import NixlPlane
 
 SPEC = pool_sets()["all"]
 TARGET = RoomTarget(RoomId("room-1"), {"full": PageNumbers(2, (5, 7, 6)), "state": PageNumbers(4, (3,))}, 1, 77)

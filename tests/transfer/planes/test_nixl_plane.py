@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from cache.device.device_port import failure
-from cache.memory.memory_layout import PoolSetLayout
-from cache.pool.pool_set import PoolSet
-from contracts.config.cluster_config import FaultsConfig
-from contracts.errors import ConfigError, LayoutMismatch
-from contracts.ids import RoomId
 from tests.poolsets import entry, pool_sets
 from tests.ranks import headed_sets
 from tests.rooms import ends, image, placed
-from transfer.net.curve_keys import dial
-from transfer.planes.data_plane import SLOT_BYTES, PageNumbers, PageWrite, RoomTarget, SlotWrite, WriteLink
-from transfer.planes.nixl import nixl_agent, nixl_link, nixl_plane
-from transfer.planes.nixl.nixl_plane import NixlPlane
-from transfer.planes.page_runs import page_runs
-from transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
+from twinpool.cache.device.device_port import failure
+from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.config.cluster_config import FaultsConfig
+from twinpool.contracts.errors import ConfigError, LayoutMismatch
+from twinpool.contracts.ids import RoomId
+from twinpool.transfer.net.curve_keys import dial
+from twinpool.transfer.planes.data_plane import SLOT_BYTES, PageNumbers, PageWrite, RoomTarget, SlotWrite, WriteLink
+from twinpool.transfer.planes.nixl import nixl_agent, nixl_link, nixl_plane
+from twinpool.transfer.planes.nixl.nixl_plane import NixlPlane
+from twinpool.transfer.planes.page_runs import page_runs
+from twinpool.transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["all"]
 TARGET = RoomTarget(RoomId("room-1"), {"full": PageNumbers(2, (5, 7, 6)), "state": PageNumbers(4, (3,))}, 1, 77)
@@ -180,7 +180,7 @@ def test_without_nixl_the_plane_says_what_to_install(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(("sources", "targets"), [(1, 1), (2, 1), (1, 2), (4, 2)])
 def test_runs_copy_each_common_byte_once_and_nothing_else(sources: int, targets: int) -> None:
     """By a map of single bytes, against what the strided copy does."""
-    from cache.memory.head_slices import copy_common
+    from twinpool.cache.memory.head_slices import copy_common
 
     whole = headed_sets()["all"]
     one = PoolSetLayout(whole.shard(0, sources), whole.even(8))

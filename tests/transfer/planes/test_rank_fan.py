@@ -8,21 +8,21 @@ from collections.abc import Mapping
 
 import pytest
 
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import DONE, Completion
-from cache.memory.head_slices import common, cuts
-from contracts.errors import ErrorKind, LayoutMismatch
-from contracts.ids import RoomId
-from contracts.messages.rank_orders import PostWrite
 from tests.poolsets import NAMES
 from tests.ranks import headed_sets
 from tests.rooms import PLANES, Ends, Prompt, ends, placed
 from tests.transfer.test_rooms_of_all_pools import some_held, write_in_chunks
-from transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite
-from transfer.planes.launched_write import launch_write
-from transfer.planes.rank_fan import AllWrites, RankFan, fan
-from transfer.planes.tcp.ordered_notices import OrderedNotices
-from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import DONE, Completion
+from twinpool.cache.memory.head_slices import common, cuts
+from twinpool.contracts.errors import ErrorKind, LayoutMismatch
+from twinpool.contracts.ids import RoomId
+from twinpool.contracts.messages.rank_orders import PostWrite
+from twinpool.transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite
+from twinpool.transfer.planes.launched_write import launch_write
+from twinpool.transfer.planes.rank_fan import AllWrites, RankFan, fan
+from twinpool.transfer.planes.tcp.ordered_notices import OrderedNotices
+from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
 
 SETS = headed_sets()
 QUICK = [

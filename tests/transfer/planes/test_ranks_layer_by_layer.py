@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from cache.device.async_cpu_device import AsyncCpuDevice
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import Completion, DeviceStream
-from cache.device.layer_marks import LayerMarks, layer_groups
-from cache.device.tp_device import TPDevice
-from cache.pool.page_allocator import Lease
-from contracts.messages.rank_orders import LayerCount, MarkStep
 from tests.ranks import RankedSeat, headed_sets
 from tests.rooms import Ends, Prompt, ends, placed
-from transfer.rooms.room_outcomes import HandoverFailed, LayeredPages, PromptArrived
+from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import Completion, DeviceStream
+from twinpool.cache.device.layer_marks import LayerMarks, layer_groups
+from twinpool.cache.device.tp_device import TPDevice
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.contracts.messages.rank_orders import LayerCount, MarkStep
+from twinpool.transfer.rooms.room_outcomes import HandoverFailed, LayeredPages, PromptArrived
 
 SPEC = headed_sets()["full+state"]
 LAYERS = {pool.name: pool.layers for pool in SPEC.pools}

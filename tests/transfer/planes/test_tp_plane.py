@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from cache.device.device_port import DONE
-from cache.device.layer_marks import LayerMarks
-from contracts.errors import LayoutMismatch
-from contracts.ids import RoomId
-from contracts.messages.rank_orders import (
+from twinpool.cache.device.device_port import DONE
+from twinpool.cache.device.layer_marks import LayerMarks
+from twinpool.contracts.errors import LayoutMismatch
+from twinpool.contracts.ids import RoomId
+from twinpool.contracts.messages.rank_orders import (
     CloseLink,
     DescribeMemory,
     LinkLost,
@@ -22,9 +22,9 @@ from contracts.messages.rank_orders import (
     SeverLink,
     SeverPeer,
 )
-from transfer.planes.data_plane import PageNumbers, PageWrite, RoomTarget, SentCounts, SlotWrite
-from transfer.planes.launched_write import LaunchedWrite
-from transfer.planes.tp_plane import TPDataPlane
+from twinpool.transfer.planes.data_plane import PageNumbers, PageWrite, RoomTarget, SentCounts, SlotWrite
+from twinpool.transfer.planes.launched_write import LaunchedWrite
+from twinpool.transfer.planes.tp_plane import TPDataPlane
 
 ROOM = RoomId("room-1")
 TARGET = RoomTarget(ROOM, {"full": PageNumbers(2, (5, 7))}, 1, 77)

@@ -17,23 +17,23 @@ import pytest
 import torch
 import zmq
 
-from cache.device.device_port import DONE
-from cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
-from cache.pool.pool_set import PoolSet
-from contracts.config.cluster_config import FaultsConfig
-from contracts.ids import RoomId
 from tests.poolsets import entry, pool_sets
 from tests.raw_writer import RawWriter, revoke_waits_for, tcp_reader, until, writing
 from tests.rooms import ends, image
-from transfer.net import connection_keys
-from transfer.net.curve_keys import CurveKeys
-from transfer.net.sealed_stream import SealedStream
-from transfer.planes.data_plane import PageNumbers, PageWrite, RoomTarget, SentCounts
-from transfer.planes.posted_write import PostedWrite
-from transfer.planes.tcp import data_connection, data_listener
-from transfer.planes.tcp.data_connection import DataConnection, DataDoor, OutgoingWrite
-from transfer.planes.tcp.zmq_plane import ZmqPlane
-from transfer.rooms.room_outcomes import HandoverFailed
+from twinpool.cache.device.device_port import DONE
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.config.cluster_config import FaultsConfig
+from twinpool.contracts.ids import RoomId
+from twinpool.transfer.net import connection_keys
+from twinpool.transfer.net.curve_keys import CurveKeys
+from twinpool.transfer.net.sealed_stream import SealedStream
+from twinpool.transfer.planes.data_plane import PageNumbers, PageWrite, RoomTarget, SentCounts
+from twinpool.transfer.planes.posted_write import PostedWrite
+from twinpool.transfer.planes.tcp import data_connection, data_listener
+from twinpool.transfer.planes.tcp.data_connection import DataConnection, DataDoor, OutgoingWrite
+from twinpool.transfer.planes.tcp.zmq_plane import ZmqPlane
+from twinpool.transfer.rooms.room_outcomes import HandoverFailed
 
 SPEC = pool_sets()["all"]
 WIDE = PoolSetSpec(16, (PoolSpec("full", (BufferSpec("k", 2, (4, 64), torch.float32),)),))
@@ -287,7 +287,7 @@ def test_a_connection_that_cannot_be_taken_keeps_nobody_else_out(monkeypatch: py
 
     with reader() as (plane, _):
         with monkeypatch.context() as patched:
-            patched.setattr("transfer.planes.tcp.data_listener.patient", refuse_the_first)
+            patched.setattr("twinpool.transfer.planes.tcp.data_listener.patient", refuse_the_first)
             with pytest.raises((OSError, EOFError)), writing(plane) as writer:
                 writer.write((ROOM, TICKET, [("state", 4, 1)], *ALONE), b"\3" * STATE)
         with writing(plane) as writer:

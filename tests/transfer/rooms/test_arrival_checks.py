@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from cache.device.adversarial_device import AdversarialDevice
-from cache.memory.page_digest import ContentTag
-from contracts.errors import ErrorKind
 from tests.poolsets import pool_sets
 from tests.rooms import Ends, Prompt, ends
-from transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.memory.page_digest import ContentTag
+from twinpool.contracts.errors import ErrorKind
+from twinpool.transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["all"]
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from contracts.errors import ErrorKind
-from contracts.messages.fingerprint import PROTOCOL, Fingerprint, mismatch, numerics_class
 from tests.poolsets import pool_sets
 from tests.rooms import ends
-from transfer.rooms import room_messages as m
-from transfer.rooms.compatibility import fingerprint
-from transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.messages.fingerprint import PROTOCOL, Fingerprint, mismatch, numerics_class
+from twinpool.transfer.rooms import room_messages as m
+from twinpool.transfer.rooms.compatibility import fingerprint
+from twinpool.transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["full"]
 MINE = fingerprint("a model", SPEC, numerics_class("invariant", "avx2"))
@@ -76,7 +76,7 @@ def test_workers_that_differ_refuse_each_other_with_both_sides_in_the_message(fi
 
 
 def test_decode_looks_too_when_prefill_lets_everybody_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transfer.rooms.sender.sender_peers.refuse_mismatch", lambda *said: None)
+    monkeypatch.setattr("twinpool.transfer.rooms.sender.sender_peers.refuse_mismatch", lambda *said: None)
     with ends(SPEC, "shm", marks=(MINE, OTHERS["weights"])) as e:
         prompt = e.prompt(8)
         e.start(prompt)

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from cache.device.device_port import DONE
-from contracts.ids import Incarnation, WorkerName
-from contracts.messages.router_commands import PeerRef
 from tests.poolsets import pool_sets
 from tests.ranks import headed_sets
 from tests.rooms import ends
-from transfer.net import process_watch as process
-from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed
+from twinpool.cache.device.device_port import DONE
+from twinpool.contracts.ids import Incarnation, WorkerName
+from twinpool.contracts.messages.router_commands import PeerRef
+from twinpool.transfer.net import process_watch as process
+from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed
 
 SPEC = pool_sets()["all"]
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from contracts.errors import WireError
-from contracts.ids import Incarnation, RoomId, WorkerName
-from contracts.messages.router_commands import PeerRef
 from tests.poolsets import pool_sets
 from tests.rooms import ends
-from transfer.rooms.room_messages import GrantedPages, PageGrant
-from transfer.rooms.room_outcomes import ExpectedPrompt, PromptArrived
-from transfer.rooms.sender import early_grants
-from transfer.rooms.sender.early_grants import EarlyGrants
+from twinpool.contracts.errors import WireError
+from twinpool.contracts.ids import Incarnation, RoomId, WorkerName
+from twinpool.contracts.messages.router_commands import PeerRef
+from twinpool.transfer.rooms.room_messages import GrantedPages, PageGrant
+from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, PromptArrived
+from twinpool.transfer.rooms.sender import early_grants
+from twinpool.transfer.rooms.sender.early_grants import EarlyGrants
 
 
 def grant(room: str, places: int, ticket: int = 1) -> PageGrant:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from contracts.ids import RoomId
-from transfer.rooms import ended_rooms
-from transfer.rooms.ended_rooms import EndedRooms
+from twinpool.contracts.ids import RoomId
+from twinpool.transfer.rooms import ended_rooms
+from twinpool.transfer.rooms.ended_rooms import EndedRooms
 
 
 def rooms(*names: str) -> list[RoomId]:

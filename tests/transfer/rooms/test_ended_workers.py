@@ -8,18 +8,18 @@ from contextlib import contextmanager
 
 import pytest
 
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import DONE
-from cache.pool.page_allocator import Lease
-from contracts.ids import Incarnation, WorkerName
-from contracts.messages.worker_status import EndedWorker
-from sim.fabric.sim_plane import SimPlane
-from sim.fabric.sim_process import SimProcess
 from tests.poolsets import pool_sets
 from tests.rooms import Ends, Prompt, ends, image, simulated_ends
-from transfer.net import process_watch
-from transfer.rooms.ended_workers import EndedWorkers
-from transfer.rooms.room_outcomes import HandoverFailed
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import DONE
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.contracts.ids import Incarnation, WorkerName
+from twinpool.contracts.messages.worker_status import EndedWorker
+from twinpool.sim.fabric.sim_plane import SimPlane
+from twinpool.sim.fabric.sim_process import SimProcess
+from twinpool.transfer.net import process_watch
+from twinpool.transfer.rooms.ended_workers import EndedWorkers
+from twinpool.transfer.rooms.room_outcomes import HandoverFailed
 
 SPEC = pool_sets()["all"]
 HERE, ELSEWHERE = ("node-0", "node-0"), ("node-1", "node-0")

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from cache.device.adversarial_device import AdversarialDevice
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import DeviceOp, DeviceStream
-from cache.pool.page_allocator import Lease
-from contracts.errors import ErrorKind, PeerDead, WireError
-from contracts.ids import Incarnation, RoomId, WorkerName
-from contracts.messages.router_commands import PeerRef
 from tests.poolsets import pool_sets
 from tests.rooms import Ends, Prompt, ends
-from transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
-from transfer.rooms.sender import write_queue
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import DeviceOp, DeviceStream
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.contracts.errors import ErrorKind, PeerDead, WireError
+from twinpool.contracts.ids import Incarnation, RoomId, WorkerName
+from twinpool.contracts.messages.router_commands import PeerRef
+from twinpool.transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
+from twinpool.transfer.rooms.sender import write_queue
 
 SPEC = pool_sets()["full"]
 

@@ -7,18 +7,18 @@ from contextlib import contextmanager
 
 import pytest
 
-from contracts.errors import ErrorKind, WireError
-from contracts.ids import Incarnation, WorkerName
-from contracts.messages.router_commands import PeerRef
-from sim.fabric.plane_faults import StoreFault
 from tests.poolsets import pool_sets
 from tests.rooms import Ends, Prompt, ends
 from tests.transfer.rooms.test_one_sided_faults import befalling, write
-from transfer.rooms import room_messages as m
-from transfer.rooms.metadata_slots import HandoverMetadata
-from transfer.rooms.receiver.receiver_peer_events import PeerUnreachable
-from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
-from transfer.rooms.sender.sender_peer_events import SenderPeer
+from twinpool.contracts.errors import ErrorKind, WireError
+from twinpool.contracts.ids import Incarnation, WorkerName
+from twinpool.contracts.messages.router_commands import PeerRef
+from twinpool.sim.fabric.plane_faults import StoreFault
+from twinpool.transfer.rooms import room_messages as m
+from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
+from twinpool.transfer.rooms.receiver.receiver_peer_events import PeerUnreachable
+from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
+from twinpool.transfer.rooms.sender.sender_peer_events import SenderPeer
 
 SPEC = pool_sets()["all"]
 

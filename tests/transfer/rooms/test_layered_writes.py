@@ -7,14 +7,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from cache.device.async_cpu_device import AsyncCpuDevice
-from cache.device.layer_marks import LayerCounts, LayerMarks, layer_groups
-from cache.pool.page_allocator import Lease
-from contracts.errors import ErrorKind
 from tests.poolsets import pool_sets
 from tests.rooms import Ends, Prompt, ends, placed
-from transfer.planes.data_plane import PageNumbers
-from transfer.rooms.room_outcomes import HandoverFailed, LayeredPages, PromptArrived
+from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
+from twinpool.cache.device.layer_marks import LayerCounts, LayerMarks, layer_groups
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.contracts.errors import ErrorKind
+from twinpool.transfer.planes.data_plane import PageNumbers
+from twinpool.transfer.rooms.room_outcomes import HandoverFailed, LayeredPages, PromptArrived
 
 SPEC = pool_sets()["all"]
 MADE: list[LayerMarks] = []

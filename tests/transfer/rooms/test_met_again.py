@@ -7,14 +7,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from contracts.ids import Incarnation, WorkerName
-from contracts.messages.router_commands import PeerRef
 from tests.poolsets import pool_sets
 from tests.rooms import Ends, Prompt, ends
 from tests.transfer.rooms.test_peers import descriptors
-from transfer.rooms import room_messages as m
-from transfer.rooms.receiver.receiver_peer_events import MessageRefused
-from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
+from twinpool.contracts.ids import Incarnation, WorkerName
+from twinpool.contracts.messages.router_commands import PeerRef
+from twinpool.transfer.rooms import room_messages as m
+from twinpool.transfer.rooms.receiver.receiver_peer_events import MessageRefused
+from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["all"]
 

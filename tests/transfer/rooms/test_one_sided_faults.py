@@ -11,14 +11,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from cache.device.device_backends import CpuDevice
-from cache.pool.page_allocator import Lease
-from sim.fabric.plane_faults import StoreFault, StoreFaults
-from sim.fabric.sim_plane import SimPlane
-from sim.fabric.sim_process import SimProcess
 from tests.poolsets import pool_sets
 from tests.rooms import Ends, Prompt, image, placed, simulated_ends
-from transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.sim.fabric.plane_faults import StoreFault, StoreFaults
+from twinpool.sim.fabric.sim_plane import SimPlane
+from twinpool.sim.fabric.sim_process import SimProcess
+from twinpool.transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["all"]
 HERE, ELSEWHERE = ("node-0", "node-0"), ("node-1", "node-0")

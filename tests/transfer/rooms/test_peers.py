@@ -19,19 +19,19 @@ from typing import Any
 import pytest
 import zmq
 
-from cache.device.device_port import DONE
-from cluster.arena.arena_agent import _ArenaSegment
-from contracts.errors import ErrorKind, WireError
-from contracts.ids import Incarnation, WorkerName
-from contracts.messages.router_commands import PeerRef
 from tests.poolsets import entry, pool_sets
 from tests.rooms import Ends, ends
-from transfer.net import process_watch as process
-from transfer.net.process_watch import PidfdGroupWatch, PidfdWatch, namespace, readable, start_ticks
-from transfer.net.waiter import Waiter
-from transfer.net.zmq_channel import ZmqControlTransport
-from transfer.rooms import room_messages as m
-from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
+from twinpool.cache.device.device_port import DONE
+from twinpool.cluster.arena.arena_agent import _ArenaSegment
+from twinpool.contracts.errors import ErrorKind, WireError
+from twinpool.contracts.ids import Incarnation, WorkerName
+from twinpool.contracts.messages.router_commands import PeerRef
+from twinpool.transfer.net import process_watch as process
+from twinpool.transfer.net.process_watch import PidfdGroupWatch, PidfdWatch, namespace, readable, start_ticks
+from twinpool.transfer.net.waiter import Waiter
+from twinpool.transfer.net.zmq_channel import ZmqControlTransport
+from twinpool.transfer.rooms import room_messages as m
+from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["all"]
 ROOT = Path(__file__).parents[3]

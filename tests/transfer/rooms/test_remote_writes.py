@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from cache.device.adversarial_device import AdversarialDevice
-from cache.device.device_port import DEVICE, DeviceOp, DeviceStream, PageSpanUse, spans
-from cache.pool.page_allocator import Lease
-from contracts.errors import UnorderedAccess
 from tests.poolsets import pool_sets
 from tests.rooms import Ends, ends
-from transfer.rooms.room_outcomes import PromptArrived
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.device.device_port import DEVICE, DeviceOp, DeviceStream, PageSpanUse, spans
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.contracts.errors import UnorderedAccess
+from twinpool.transfer.rooms.room_outcomes import PromptArrived
 
 SPEC = pool_sets()["all"]
 

@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contracts.errors import ErrorKind, WireError
-from contracts.ids import RoomId
-from contracts.messages.fingerprint import Fingerprint
-from contracts.sampling_params import TokenLogprob
-from transfer.net.curve_keys import CurveKeys
-from transfer.planes.data_plane import SLOT_BYTES
-from transfer.rooms import room_messages as m
-from transfer.rooms.metadata_slots import HandoverMetadata, copy_out, pack
+from twinpool.contracts.errors import ErrorKind, WireError
+from twinpool.contracts.ids import RoomId
+from twinpool.contracts.messages.fingerprint import Fingerprint
+from twinpool.contracts.sampling_params import TokenLogprob
+from twinpool.transfer.net.curve_keys import CurveKeys
+from twinpool.transfer.planes.data_plane import SLOT_BYTES
+from twinpool.transfer.rooms import room_messages as m
+from twinpool.transfer.rooms.metadata_slots import HandoverMetadata, copy_out, pack
 
 ROOM = RoomId("room-1")
 MARK = Fingerprint(7, "a layout", "fast:avx2", "weights")

@@ -1,9 +1,9 @@
 import pytest
 
-from contracts.errors import IllegalTransition
-from decode.request.request import PHASES as DECODE
-from prefill.request import PHASES as PREFILL
-from transfer.rooms.room_states import RECEIVER, SENDER, ReceiverEvent, ReceiverState, SenderEvent, SenderState
+from twinpool.contracts.errors import IllegalTransition
+from twinpool.decode.request.request import PHASES as DECODE
+from twinpool.prefill.request import PHASES as PREFILL
+from twinpool.transfer.rooms.room_states import RECEIVER, SENDER, ReceiverEvent, ReceiverState, SenderEvent, SenderState
 
 
 def test_c5_from_every_state_an_end_can_be_reached() -> None:

@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 
-from cache.device.adversarial_device import AdversarialDevice
-from sim.fabric.plane_faults import StoreFault, StoreFaults
 from tests.poolsets import NAMES, pool_sets
 from tests.room_chaos import play
 from tests.rooms import PLANES, ends, simulated_ends
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.sim.fabric.plane_faults import StoreFault, StoreFaults
 
 SETS = pool_sets()
 HAPPENS = {"opened", "given up", "rotten", "damaged", "PromptArrived", "HandoverFailed", "PromptAnswered"}

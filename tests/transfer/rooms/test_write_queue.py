@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from cache.device.adversarial_device import AdversarialDevice
-from cache.device.async_cpu_device import AsyncCpuDevice
-from cache.device.device_backends import CpuDevice
-from cache.device.device_port import DONE, Completion
-from cache.device.layer_marks import LayerMarks
-from cache.pool.pool_set import PoolSet
-from contracts.clock import ManualClock
-from contracts.errors import ErrorKind
-from contracts.ids import RoomId, WorkerName
 from tests.poolsets import pool_sets
 from tests.rooms import LateDevice
-from transfer.planes.data_plane import PageNumbers, PageWrite, RoomTarget, SentCounts, SlotWrite
-from transfer.rooms import room_messages as m
-from transfer.rooms.sender import write_queue
-from transfer.rooms.sender.write_queue import WriteQueue
+from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
+from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.device_port import DONE, Completion
+from twinpool.cache.device.layer_marks import LayerMarks
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RoomId, WorkerName
+from twinpool.transfer.planes.data_plane import PageNumbers, PageWrite, RoomTarget, SentCounts, SlotWrite
+from twinpool.transfer.rooms import room_messages as m
+from twinpool.transfer.rooms.sender import write_queue
+from twinpool.transfer.rooms.sender.write_queue import WriteQueue
 
 SPEC = pool_sets()["all"]
 A, B = RoomId("room-a"), RoomId("room-b")

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from cache.device.device_copies import zeroed
-from contracts.errors import ConfigError, LayoutMismatch
-from transfer.planes.data_plane import said
-from transfer.planes.direct.device_sharing import MappedRegion
+from twinpool.cache.device.device_copies import zeroed
+from twinpool.contracts.errors import ConfigError, LayoutMismatch
+from twinpool.transfer.planes.data_plane import said
+from twinpool.transfer.planes.direct.device_sharing import MappedRegion
 
 log = logging.getLogger("twinpool.transfer")
 HANDLE_BYTES = 64

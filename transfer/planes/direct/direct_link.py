@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from cache.device.device_copies import device_copies
-from cache.device.device_port import DONE, Completion
-from cache.memory.head_slices import HeadSlice, chosen, common, copy_common, of_layers
-from cache.memory.memory_layout import BufferLayout, PoolSetLayout
-from cache.memory.page_moves import PageMove, PoolMove, copy_state
-from cache.pool.pool_set import PoolSet
-from contracts.errors import WireError
-from contracts.ids import RoomId
-from transfer.net.disconnects import DisconnectWatch
-from transfer.net.fault_injection import WriteFaults
-from transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite
+from twinpool.cache.device.device_copies import device_copies
+from twinpool.cache.device.device_port import DONE, Completion
+from twinpool.cache.memory.head_slices import HeadSlice, chosen, common, copy_common, of_layers
+from twinpool.cache.memory.memory_layout import BufferLayout, PoolSetLayout
+from twinpool.cache.memory.page_moves import PageMove, PoolMove, copy_state
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.errors import WireError
+from twinpool.contracts.ids import RoomId
+from twinpool.transfer.net.disconnects import DisconnectWatch
+from twinpool.transfer.net.fault_injection import WriteFaults
+from twinpool.transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite
 
 HEAD = 64
 """Bytes in front of a segment: a nonce, by which a writer knows that it mapped the memory that was described."""

@@ -10,18 +10,18 @@ from typing import Any, ClassVar
 import torch
 import zmq
 
-from cache.device.device_copies import CPU, zeroed
-from cache.memory.head_slices import HeadSlice
-from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.pool.pool_set import PoolSet
-from contracts.config.cluster_config import FaultsConfig
-from contracts.errors import LayoutMismatch
-from transfer.net.fault_injection import WriteFaults
-from transfer.planes.data_plane import WakeCallback, WriteLink, said
-from transfer.planes.direct.direct_link import DirectLink
-from transfer.planes.notice_inbox import AT_ONCE
-from transfer.planes.one_sided import OneSidedPlane
-from transfer.planes.rank_fan import fan
+from twinpool.cache.device.device_copies import CPU, zeroed
+from twinpool.cache.memory.head_slices import HeadSlice
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.config.cluster_config import FaultsConfig
+from twinpool.contracts.errors import LayoutMismatch
+from twinpool.transfer.net.fault_injection import WriteFaults
+from twinpool.transfer.planes.data_plane import WakeCallback, WriteLink, said
+from twinpool.transfer.planes.direct.direct_link import DirectLink
+from twinpool.transfer.planes.notice_inbox import AT_ONCE
+from twinpool.transfer.planes.one_sided import OneSidedPlane
+from twinpool.transfer.planes.rank_fan import fan
 
 
 class LocalPlane(OneSidedPlane):

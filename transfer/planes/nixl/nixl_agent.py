@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from contracts.errors import ConfigError, LayoutMismatch
+from twinpool.contracts.errors import ConfigError, LayoutMismatch
 
 Runs = npt.NDArray[np.int64]
 """Runs of bytes, int64 [runs, 3]: address, length and device of each."""

@@ -13,20 +13,20 @@ from functools import partial
 import numpy as np
 import torch
 
-from cache.device.device_copies import device_copies, zeroed
-from cache.device.device_port import DONE, Completion
-from cache.memory.head_slices import HeadSlice, chosen, copy_common, of_layers
-from cache.memory.memory_layout import BufferLayout, PoolSetLayout
-from cache.memory.page_moves import PoolMove
-from cache.pool.pool_set import PoolSet
-from contracts.errors import ConfigError, LayoutMismatch, WireError
-from contracts.ids import RoomId
-from transfer.net.disconnects import DisconnectWatch
-from transfer.net.fault_injection import WriteFaults
-from transfer.planes.data_plane import SLOT_BYTES, PageWrite, RoomTarget, SentCounts, SlotWrite
-from transfer.planes.nixl.nixl_agent import HOST_MEMORY, MemoryKind, NixlAgent, byte_runs, kind_of, own_device
-from transfer.planes.page_runs import IntArray, packed_pages, packs, page_runs
-from transfer.planes.posted_write import PostedWrite
+from twinpool.cache.device.device_copies import device_copies, zeroed
+from twinpool.cache.device.device_port import DONE, Completion
+from twinpool.cache.memory.head_slices import HeadSlice, chosen, copy_common, of_layers
+from twinpool.cache.memory.memory_layout import BufferLayout, PoolSetLayout
+from twinpool.cache.memory.page_moves import PoolMove
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.errors import ConfigError, LayoutMismatch, WireError
+from twinpool.contracts.ids import RoomId
+from twinpool.transfer.net.disconnects import DisconnectWatch
+from twinpool.transfer.net.fault_injection import WriteFaults
+from twinpool.transfer.planes.data_plane import SLOT_BYTES, PageWrite, RoomTarget, SentCounts, SlotWrite
+from twinpool.transfer.planes.nixl.nixl_agent import HOST_MEMORY, MemoryKind, NixlAgent, byte_runs, kind_of, own_device
+from twinpool.transfer.planes.page_runs import IntArray, packed_pages, packs, page_runs
+from twinpool.transfer.planes.posted_write import PostedWrite
 
 log = logging.getLogger("twinpool.transfer")
 _PACKING_BYTES = 4 << 20

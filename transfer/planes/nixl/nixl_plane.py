@@ -25,22 +25,22 @@ from typing import Any
 import torch
 import zmq
 
-from cache.device.device_copies import CPU, zeroed
-from cache.memory.head_slices import HeadSlice
-from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.pool.pool_set import PoolSet
-from contracts.config.cluster_config import FaultsConfig
-from contracts.config.worker_config import TransferConfig
-from contracts.errors import LayoutMismatch
-from contracts.ids import RoomId
-from transfer.net.curve_keys import CurveKeys, dial
-from transfer.net.fault_injection import WriteFaults
-from transfer.planes.data_plane import RoomTarget, WakeCallback, WriteLink, said
-from transfer.planes.nixl.nixl_agent import HOST_MEMORY, MemoryKind, NixlAgent, kind_of, load_nixl, own_device
-from transfer.planes.nixl.nixl_link import NixlLink, ReaderMemory
-from transfer.planes.notice_inbox import NoticeInbox
-from transfer.planes.one_sided import MOST_COUNT, OneSidedPlane, described_layout, no_notices
-from transfer.planes.rank_fan import fan
+from twinpool.cache.device.device_copies import CPU, zeroed
+from twinpool.cache.memory.head_slices import HeadSlice
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.config.cluster_config import FaultsConfig
+from twinpool.contracts.config.worker_config import TransferConfig
+from twinpool.contracts.errors import LayoutMismatch
+from twinpool.contracts.ids import RoomId
+from twinpool.transfer.net.curve_keys import CurveKeys, dial
+from twinpool.transfer.net.fault_injection import WriteFaults
+from twinpool.transfer.planes.data_plane import RoomTarget, WakeCallback, WriteLink, said
+from twinpool.transfer.planes.nixl.nixl_agent import HOST_MEMORY, MemoryKind, NixlAgent, kind_of, load_nixl, own_device
+from twinpool.transfer.planes.nixl.nixl_link import NixlLink, ReaderMemory
+from twinpool.transfer.planes.notice_inbox import NoticeInbox
+from twinpool.transfer.planes.one_sided import MOST_COUNT, OneSidedPlane, described_layout, no_notices
+from twinpool.transfer.planes.rank_fan import fan
 
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s
 FRAME_BYTES = TransferConfig().control_frame_bytes

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from cache.device.device_copies import DeviceCopies, device_copies
-from cache.device.device_port import DONE, Completion
-from cache.memory.kv_cache_spec import PoolSetSpec
-from transfer.planes.tcp.page_stream import PoolStream, bytes_of
+from twinpool.cache.device.device_copies import DeviceCopies, device_copies
+from twinpool.cache.device.device_port import DONE, Completion
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.transfer.planes.tcp.page_stream import PoolStream, bytes_of
 
 _ALIGNED = 16
 """Pieces begin at multiples of so many bytes of a load, as kernels copy words."""

@@ -23,10 +23,10 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
-from transfer.net import connection_keys
-from transfer.net.sealed_stream import TAG_BYTES, SealedBody, SealedStream
-from transfer.planes.data_plane import SentCounts
-from transfer.planes.posted_write import PostedWrite
+from twinpool.transfer.net import connection_keys
+from twinpool.transfer.net.sealed_stream import TAG_BYTES, SealedBody, SealedStream
+from twinpool.transfer.planes.data_plane import SentCounts
+from twinpool.transfer.planes.posted_write import PostedWrite
 
 LENGTHS = struct.Struct("!IQ")
 """Bytes of a write's head, and of its body."""

@@ -24,11 +24,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from contracts.errors import WireError
-from transfer.net import connection_keys
-from transfer.net.sealed_stream import PIECE_BYTES, TAG_BYTES, OpenedBody, SealedStream
-from transfer.planes.tcp.bounce_buffers import BounceBuffer, Load, Staging, settle
-from transfer.planes.tcp.data_connection import COMING, HEAD_BYTES, LENGTHS, MOST_ROWS, TAKEN, patient
+from twinpool.contracts.errors import WireError
+from twinpool.transfer.net import connection_keys
+from twinpool.transfer.net.sealed_stream import PIECE_BYTES, TAG_BYTES, OpenedBody, SealedStream
+from twinpool.transfer.planes.tcp.bounce_buffers import BounceBuffer, Load, Staging, settle
+from twinpool.transfer.planes.tcp.data_connection import COMING, HEAD_BYTES, LENGTHS, MOST_ROWS, TAKEN, patient
 
 log = logging.getLogger("twinpool.transfer")
 SLICE_BYTES = 4 << 20

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from contracts.ids import RoomId
+from twinpool.contracts.ids import RoomId
 
 MOST_HELD = 4096
 """Notices of one room that may wait for writes; no writer has more under way."""

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from cache.memory.head_slices import common, copy_common, of_layers
-from cache.memory.kv_cache_spec import BufferSpec
-from cache.memory.memory_layout import BufferLayout
+from twinpool.cache.memory.head_slices import common, copy_common, of_layers
+from twinpool.cache.memory.kv_cache_spec import BufferSpec
+from twinpool.cache.memory.memory_layout import BufferLayout
 
 _ROW_BYTES = 4096
 """Rows that are shorter on average are packed: the kernel takes a while for each, and so do lists of them."""

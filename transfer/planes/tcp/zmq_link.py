@@ -12,16 +12,16 @@ import msgpack
 import torch
 import zmq
 
-from cache.device.device_port import DONE, Completion
-from cache.pool.pool_set import PoolSet
-from contracts.ids import RoomId
-from transfer.net.disconnects import DisconnectWatch
-from transfer.net.fault_injection import WriteFaults
-from transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite
-from transfer.planes.posted_write import PostedWrite
-from transfer.planes.tcp.bounce_buffers import Staging, StreamPart
-from transfer.planes.tcp.data_connection import DataConnection, DataDoor, OutgoingWrite
-from transfer.planes.tcp.page_stream import PoolStream, bytes_of
+from twinpool.cache.device.device_port import DONE, Completion
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.ids import RoomId
+from twinpool.transfer.net.disconnects import DisconnectWatch
+from twinpool.transfer.net.fault_injection import WriteFaults
+from twinpool.transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite
+from twinpool.transfer.planes.posted_write import PostedWrite
+from twinpool.transfer.planes.tcp.bounce_buffers import Staging, StreamPart
+from twinpool.transfer.planes.tcp.data_connection import DataConnection, DataDoor, OutgoingWrite
+from twinpool.transfer.planes.tcp.page_stream import PoolStream, bytes_of
 
 SLOT_FRAME, NOTICE_FRAME = b"S", b"N"
 

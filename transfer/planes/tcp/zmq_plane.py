@@ -29,27 +29,34 @@ import msgpack
 import torch
 import zmq
 
-from cache.device.device_copies import CPU, zeroed
-from cache.memory.head_slices import HeadSlice, chosen
-from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.pool.pool_set import PoolSet
-from contracts.config.cluster_config import FaultsConfig
-from contracts.config.worker_config import TransferConfig
-from contracts.errors import ConfigError, LayoutMismatch
-from contracts.ids import RoomId
-from contracts.messages.rank_orders import WriteArrived
-from transfer.net.connection_keys import SALT_BYTES
-from transfer.net.curve_keys import CurveKeys, bind, dial
-from transfer.net.fault_injection import WriteFaults, via_proxy
-from transfer.planes.data_plane import SLOT_BYTES, RoomTarget, WakeCallback, WriteLink, refuse_device_memory, said
-from transfer.planes.notice_inbox import AT_ONCE, pull_socket
-from transfer.planes.rank_fan import MOST_RANKS, fan, rank_cut, writers
-from transfer.planes.tcp.bounce_buffers import Staging, StreamPart, buffer_bytes, loads
-from transfer.planes.tcp.data_connection import DataDoor
-from transfer.planes.tcp.data_listener import DataListener, Landing, LandingPart
-from transfer.planes.tcp.ordered_notices import OrderedNotices
-from transfer.planes.tcp.page_stream import PoolStream, bytes_of, shared
-from transfer.planes.tcp.zmq_link import NOTICE_FRAME, SLOT_FRAME, ZmqLink
+from twinpool.cache.device.device_copies import CPU, zeroed
+from twinpool.cache.memory.head_slices import HeadSlice, chosen
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.config.cluster_config import FaultsConfig
+from twinpool.contracts.config.worker_config import TransferConfig
+from twinpool.contracts.errors import ConfigError, LayoutMismatch
+from twinpool.contracts.ids import RoomId
+from twinpool.contracts.messages.rank_orders import WriteArrived
+from twinpool.transfer.net.connection_keys import SALT_BYTES
+from twinpool.transfer.net.curve_keys import CurveKeys, bind, dial
+from twinpool.transfer.net.fault_injection import WriteFaults, via_proxy
+from twinpool.transfer.planes.data_plane import (
+    SLOT_BYTES,
+    RoomTarget,
+    WakeCallback,
+    WriteLink,
+    refuse_device_memory,
+    said,
+)
+from twinpool.transfer.planes.notice_inbox import AT_ONCE, pull_socket
+from twinpool.transfer.planes.rank_fan import MOST_RANKS, fan, rank_cut, writers
+from twinpool.transfer.planes.tcp.bounce_buffers import Staging, StreamPart, buffer_bytes, loads
+from twinpool.transfer.planes.tcp.data_connection import DataDoor
+from twinpool.transfer.planes.tcp.data_listener import DataListener, Landing, LandingPart
+from twinpool.transfer.planes.tcp.ordered_notices import OrderedNotices
+from twinpool.transfer.planes.tcp.page_stream import PoolStream, bytes_of, shared
+from twinpool.transfer.planes.tcp.zmq_link import NOTICE_FRAME, SLOT_FRAME, ZmqLink
 
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s
 FRAME_BYTES = TransferConfig().frame_bytes

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cache.device.device_port import (
+from twinpool.cache.device.device_port import (
     DEVICE,
     Device,
     DeviceOp,
@@ -20,14 +20,14 @@ from cache.device.device_port import (
     attempt,
     failure,
 )
-from cache.memory.required_pages import extents
-from cache.pool.in_flight import InFlightPins
-from cache.pool.pool_set import PoolSet
-from contracts.errors import WireError
-from transfer.rooms import room_messages as m
-from transfer.rooms.metadata_slots import HandoverMetadata, copy_out
-from transfer.rooms.receiver.page_check import PageCheck
-from transfer.rooms.receiver.receiver_rooms import ReceiverRoom
+from twinpool.cache.memory.required_pages import extents
+from twinpool.cache.pool.in_flight import InFlightPins
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.errors import WireError
+from twinpool.transfer.rooms import room_messages as m
+from twinpool.transfer.rooms.metadata_slots import HandoverMetadata, copy_out
+from twinpool.transfer.rooms.receiver.page_check import PageCheck
+from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverRoom
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,28 +12,28 @@ import logging
 import secrets
 from collections.abc import Mapping, Sequence
 
-from cache.device.device_port import DEVICE, Device, spans
-from cache.memory.required_pages import NOTHING, HeldPages, due, missing
-from cache.pool.page_allocator import Lease, PageAllocator
-from cache.pool.pool_set import PoolSet
-from contracts.clock import Clock
-from contracts.config.worker_config import TransferConfig
-from contracts.errors import WireError
-from contracts.ids import Incarnation, RoomId, WorkerName
-from contracts.messages.fingerprint import Fingerprint
-from contracts.messages.router_commands import PeerRef
-from contracts.messages.worker_status import EndedWorker
-from transfer.net.control_channel import ControlTransport
-from transfer.planes.data_plane import SLOT_BYTES, DataPlane, PageNumbers, RoomTarget
-from transfer.rooms import room_messages as m
-from transfer.rooms.pool_shares import RoomProgress
-from transfer.rooms.receiver import receiver_peer_events as events
-from transfer.rooms.receiver.arrival_check import ArrivalCheck
-from transfer.rooms.receiver.receiver_peers import ReceiverPeers
-from transfer.rooms.receiver.receiver_rooms import ReceiverOutcome, ReceiverRooms
-from transfer.rooms.receiver.writer_notices import WriterNotices
-from transfer.rooms.room_outcomes import ExpectedPrompt
-from transfer.rooms.room_states import ReceiverEvent, ReceiverState
+from twinpool.cache.device.device_port import DEVICE, Device, spans
+from twinpool.cache.memory.required_pages import NOTHING, HeldPages, due, missing
+from twinpool.cache.pool.page_allocator import Lease, PageAllocator
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.worker_config import TransferConfig
+from twinpool.contracts.errors import WireError
+from twinpool.contracts.ids import Incarnation, RoomId, WorkerName
+from twinpool.contracts.messages.fingerprint import Fingerprint
+from twinpool.contracts.messages.router_commands import PeerRef
+from twinpool.contracts.messages.worker_status import EndedWorker
+from twinpool.transfer.net.control_channel import ControlTransport
+from twinpool.transfer.planes.data_plane import SLOT_BYTES, DataPlane, PageNumbers, RoomTarget
+from twinpool.transfer.rooms import room_messages as m
+from twinpool.transfer.rooms.pool_shares import RoomProgress
+from twinpool.transfer.rooms.receiver import receiver_peer_events as events
+from twinpool.transfer.rooms.receiver.arrival_check import ArrivalCheck
+from twinpool.transfer.rooms.receiver.receiver_peers import ReceiverPeers
+from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome, ReceiverRooms
+from twinpool.transfer.rooms.receiver.writer_notices import WriterNotices
+from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt
+from twinpool.transfer.rooms.room_states import ReceiverEvent, ReceiverState
 
 log = logging.getLogger("twinpool.transfer")
 _LOOK_AGAIN_S = 0.002

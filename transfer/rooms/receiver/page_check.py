@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cache.device.device_port import DONE, Completion
-from transfer.rooms.room_messages import PagesWritten
+from twinpool.cache.device.device_port import DONE, Completion
+from twinpool.transfer.rooms.room_messages import PagesWritten
 
 
 @dataclass(eq=False)

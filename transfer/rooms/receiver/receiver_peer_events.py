@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from contracts.errors import WireError
-from contracts.ids import Incarnation, RoomId, WorkerName
-from contracts.messages.router_commands import PeerRef
-from transfer.net.control_channel import ControlChannel, PeerWatch
-from transfer.rooms import room_messages as m
+from twinpool.contracts.errors import WireError
+from twinpool.contracts.ids import Incarnation, RoomId, WorkerName
+from twinpool.contracts.messages.router_commands import PeerRef
+from twinpool.transfer.net.control_channel import ControlChannel, PeerWatch
+from twinpool.transfer.rooms import room_messages as m
 
 WriterMessage = m.PageGrant | m.AbortRoom | m.HandoverReceived
 PeerKey = tuple[WorkerName, Incarnation]

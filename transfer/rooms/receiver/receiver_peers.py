@@ -11,20 +11,20 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cache.memory.page_moves import describe_spec
-from cache.pool.pool_set import PoolSet
-from contracts.clock import Clock
-from contracts.config.worker_config import TransferConfig
-from contracts.errors import WireError
-from contracts.ids import Incarnation, RoomId, WorkerName
-from contracts.messages.fingerprint import Fingerprint, mismatch
-from contracts.messages.router_commands import PeerRef
-from contracts.messages.worker_status import EndedWorker
-from transfer.net.control_channel import ControlTransport
-from transfer.planes.data_plane import DataPlane
-from transfer.rooms import room_messages as m
-from transfer.rooms.ended_workers import EndedWorkers
-from transfer.rooms.receiver.receiver_peer_events import (
+from twinpool.cache.memory.page_moves import describe_spec
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.worker_config import TransferConfig
+from twinpool.contracts.errors import WireError
+from twinpool.contracts.ids import Incarnation, RoomId, WorkerName
+from twinpool.contracts.messages.fingerprint import Fingerprint, mismatch
+from twinpool.contracts.messages.router_commands import PeerRef
+from twinpool.contracts.messages.worker_status import EndedWorker
+from twinpool.transfer.net.control_channel import ControlTransport
+from twinpool.transfer.planes.data_plane import DataPlane
+from twinpool.transfer.rooms import room_messages as m
+from twinpool.transfer.rooms.ended_workers import EndedWorkers
+from twinpool.transfer.rooms.receiver.receiver_peer_events import (
     GrantsLeft,
     MessageRefused,
     MessageUnusable,

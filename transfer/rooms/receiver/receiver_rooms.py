@@ -11,21 +11,21 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from cache.device.device_port import RemoteWrite, UncheckedRemoteWrite
-from cache.pool.page_allocator import Lease
-from contracts.clock import Clock
-from contracts.config.worker_config import TransferConfig
-from contracts.errors import ErrorKind
-from contracts.ids import RoomId
-from transfer.planes.data_plane import DataPlane, PageNumbers
-from transfer.rooms import room_messages as m
-from transfer.rooms.ended_rooms import EndedRooms
-from transfer.rooms.pool_shares import RoomProgress
-from transfer.rooms.receiver.page_check import PageCheck
-from transfer.rooms.receiver.receiver_peer_events import PeerDied, PeerParted, PeerUnreachable, ReceiverPeer
-from transfer.rooms.receiver.receiver_peers import ReceiverPeers
-from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptAnswered, PromptArrived
-from transfer.rooms.room_states import RECEIVER, ReceiverEvent, ReceiverState
+from twinpool.cache.device.device_port import RemoteWrite, UncheckedRemoteWrite
+from twinpool.cache.pool.page_allocator import Lease
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.worker_config import TransferConfig
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RoomId
+from twinpool.transfer.planes.data_plane import DataPlane, PageNumbers
+from twinpool.transfer.rooms import room_messages as m
+from twinpool.transfer.rooms.ended_rooms import EndedRooms
+from twinpool.transfer.rooms.pool_shares import RoomProgress
+from twinpool.transfer.rooms.receiver.page_check import PageCheck
+from twinpool.transfer.rooms.receiver.receiver_peer_events import PeerDied, PeerParted, PeerUnreachable, ReceiverPeer
+from twinpool.transfer.rooms.receiver.receiver_peers import ReceiverPeers
+from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptAnswered, PromptArrived
+from twinpool.transfer.rooms.room_states import RECEIVER, ReceiverEvent, ReceiverState
 
 ReceiverOutcome = PromptArrived | HandoverFailed | PromptAnswered
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from cache.pool.pool_set import PoolSet
-from contracts.clock import Clock
-from contracts.damage import DamageSite, log_damage
-from contracts.errors import WireError
-from contracts.ids import request_in
-from transfer.rooms import room_messages as m
-from transfer.rooms.metadata_slots import HandoverMetadata
-from transfer.rooms.receiver.arrival_check import ArrivalCheck, Damage, Hole
-from transfer.rooms.receiver.page_check import PageCheck
-from transfer.rooms.receiver.receiver_peer_events import NoticeHeard
-from transfer.rooms.receiver.receiver_rooms import ReceiverRoom, ReceiverRooms
-from transfer.rooms.room_outcomes import PromptArrived
-from transfer.rooms.room_states import ReceiverEvent, ReceiverState
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.damage import DamageSite, log_damage
+from twinpool.contracts.errors import WireError
+from twinpool.contracts.ids import request_in
+from twinpool.transfer.rooms import room_messages as m
+from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
+from twinpool.transfer.rooms.receiver.arrival_check import ArrivalCheck, Damage, Hole
+from twinpool.transfer.rooms.receiver.page_check import PageCheck
+from twinpool.transfer.rooms.receiver.receiver_peer_events import NoticeHeard
+from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverRoom, ReceiverRooms
+from twinpool.transfer.rooms.room_outcomes import PromptArrived
+from twinpool.transfer.rooms.room_states import ReceiverEvent, ReceiverState
 
 log = logging.getLogger("twinpool.transfer")
 _WAITING = 4096

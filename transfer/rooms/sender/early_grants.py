@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from contracts.ids import RoomId
-from transfer.rooms import room_messages as m
+from twinpool.contracts.ids import RoomId
+from twinpool.transfer.rooms import room_messages as m
 
 _EARLY = 4096
 """Grants and aborts of one peer that are kept for requests which have not come yet."""

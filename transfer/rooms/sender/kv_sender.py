@@ -11,34 +11,34 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from cache.device.device_port import Completion, Device
-from cache.device.layer_marks import LayerMarks
-from cache.memory.page_digest import ContentTag
-from cache.pool.pool_set import PoolSet
-from contracts.clock import Clock
-from contracts.config.worker_config import TransferConfig
-from contracts.errors import ErrorKind, WireError
-from contracts.ids import Incarnation, RoomId, WorkerName, request_in
-from contracts.messages.fingerprint import Fingerprint
-from contracts.messages.router_commands import PeerRef
-from contracts.messages.worker_status import EndedWorker
-from transfer.net.control_channel import ControlTransport, ProcessIdentity
-from transfer.planes.data_plane import DataPlane, PageNumbers, PageWrite, SlotWrite
-from transfer.rooms import room_messages as m
-from transfer.rooms.metadata_slots import HandoverMetadata, pack
-from transfer.rooms.room_outcomes import LayeredPages, SendablePages
-from transfer.rooms.room_states import SenderEvent, SenderState
-from transfer.rooms.sender.reader_messages import ReaderMessages
-from transfer.rooms.sender.sender_peer_events import (
+from twinpool.cache.device.device_port import Completion, Device
+from twinpool.cache.device.layer_marks import LayerMarks
+from twinpool.cache.memory.page_digest import ContentTag
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.worker_config import TransferConfig
+from twinpool.contracts.errors import ErrorKind, WireError
+from twinpool.contracts.ids import Incarnation, RoomId, WorkerName, request_in
+from twinpool.contracts.messages.fingerprint import Fingerprint
+from twinpool.contracts.messages.router_commands import PeerRef
+from twinpool.contracts.messages.worker_status import EndedWorker
+from twinpool.transfer.net.control_channel import ControlTransport, ProcessIdentity
+from twinpool.transfer.planes.data_plane import DataPlane, PageNumbers, PageWrite, SlotWrite
+from twinpool.transfer.rooms import room_messages as m
+from twinpool.transfer.rooms.metadata_slots import HandoverMetadata, pack
+from twinpool.transfer.rooms.room_outcomes import LayeredPages, SendablePages
+from twinpool.transfer.rooms.room_states import SenderEvent, SenderState
+from twinpool.transfer.rooms.sender.reader_messages import ReaderMessages
+from twinpool.transfer.rooms.sender.sender_peer_events import (
     MessageHeard,
     PeerLost,
     SenderPeerEvent,
     StrangerAborted,
     identity_of,
 )
-from transfer.rooms.sender.sender_peers import SenderPeers
-from transfer.rooms.sender.sender_rooms import LayeredWrite, SenderOutcome, SenderRoom, SenderRooms
-from transfer.rooms.sender.write_queue import QueuedWrite, RoomTimes
+from twinpool.transfer.rooms.sender.sender_peers import SenderPeers
+from twinpool.transfer.rooms.sender.sender_rooms import LayeredWrite, SenderOutcome, SenderRoom, SenderRooms
+from twinpool.transfer.rooms.sender.write_queue import QueuedWrite, RoomTimes
 
 log = logging.getLogger("twinpool.transfer")
 _LOOK_AGAIN_S = 0.002

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from contracts.errors import WireError
-from transfer.planes.data_plane import RoomTarget
-from transfer.rooms import room_messages as m
+from twinpool.contracts.errors import WireError
+from twinpool.transfer.planes.data_plane import RoomTarget
+from twinpool.transfer.rooms import room_messages as m
 
 _MOST_POSITIONS = 2**40
 

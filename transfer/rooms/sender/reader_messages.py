@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from contracts.errors import ErrorKind, WireError
-from contracts.ids import WorkerName
-from transfer.rooms import room_messages as m
-from transfer.rooms.room_states import SenderState
-from transfer.rooms.sender.sender_peer_events import ReaderMessage, SenderPeer, StrangerAborted, identity_of
-from transfer.rooms.sender.sender_rooms import SenderRoom, SenderRooms, target_of
+from twinpool.contracts.errors import ErrorKind, WireError
+from twinpool.contracts.ids import WorkerName
+from twinpool.transfer.rooms import room_messages as m
+from twinpool.transfer.rooms.room_states import SenderState
+from twinpool.transfer.rooms.sender.sender_peer_events import ReaderMessage, SenderPeer, StrangerAborted, identity_of
+from twinpool.transfer.rooms.sender.sender_rooms import SenderRoom, SenderRooms, target_of
 
 
 class ReaderMessages:

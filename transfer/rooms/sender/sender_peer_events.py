@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from contracts.ids import Incarnation, WorkerName
-from contracts.messages.router_commands import PeerRef
-from transfer.net.control_channel import PeerWatch
-from transfer.planes.data_plane import WriteLink
-from transfer.rooms import room_messages as m
-from transfer.rooms.sender.early_grants import EarlyGrants
-from transfer.rooms.sender.promised_places import PromisedPlaces
-from transfer.rooms.sender.write_queue import WriteQueue
+from twinpool.contracts.ids import Incarnation, WorkerName
+from twinpool.contracts.messages.router_commands import PeerRef
+from twinpool.transfer.net.control_channel import PeerWatch
+from twinpool.transfer.planes.data_plane import WriteLink
+from twinpool.transfer.rooms import room_messages as m
+from twinpool.transfer.rooms.sender.early_grants import EarlyGrants
+from twinpool.transfer.rooms.sender.promised_places import PromisedPlaces
+from twinpool.transfer.rooms.sender.write_queue import WriteQueue
 
 ReaderMessage = m.PageGrant | m.AbortRoom | m.HandoverReceived
 

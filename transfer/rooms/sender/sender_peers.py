@@ -8,23 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from cache.device.device_port import Device
-from cache.memory.page_moves import describe_spec
-from cache.pool.pool_set import PoolSet
-from contracts.clock import Clock
-from contracts.config.worker_config import TransferConfig
-from contracts.errors import LayoutMismatch, WireError
-from contracts.ids import Incarnation, WorkerName
-from contracts.messages.fingerprint import Fingerprint
-from contracts.messages.router_commands import PeerRef
-from contracts.messages.worker_status import EndedWorker
-from transfer.net.control_channel import ControlTransport, ProcessIdentity
-from transfer.planes.data_plane import DataPlane
-from transfer.rooms import room_messages as m
-from transfer.rooms.compatibility import refuse_mismatch
-from transfer.rooms.ended_workers import EndedWorkers
-from transfer.rooms.sender.promised_places import PromisedPlaces
-from transfer.rooms.sender.sender_peer_events import (
+from twinpool.cache.device.device_port import Device
+from twinpool.cache.memory.page_moves import describe_spec
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.worker_config import TransferConfig
+from twinpool.contracts.errors import LayoutMismatch, WireError
+from twinpool.contracts.ids import Incarnation, WorkerName
+from twinpool.contracts.messages.fingerprint import Fingerprint
+from twinpool.contracts.messages.router_commands import PeerRef
+from twinpool.contracts.messages.worker_status import EndedWorker
+from twinpool.transfer.net.control_channel import ControlTransport, ProcessIdentity
+from twinpool.transfer.planes.data_plane import DataPlane
+from twinpool.transfer.rooms import room_messages as m
+from twinpool.transfer.rooms.compatibility import refuse_mismatch
+from twinpool.transfer.rooms.ended_workers import EndedWorkers
+from twinpool.transfer.rooms.sender.promised_places import PromisedPlaces
+from twinpool.transfer.rooms.sender.sender_peer_events import (
     MessageHeard,
     MessageInvalid,
     PeerLost,
@@ -33,7 +33,7 @@ from transfer.rooms.sender.sender_peer_events import (
     StrangerAborted,
     identity_of,
 )
-from transfer.rooms.sender.write_queue import WriteQueue
+from twinpool.transfer.rooms.sender.write_queue import WriteQueue
 
 _NAME_BYTES = 256
 _SWEEP_S = 1.0

@@ -7,18 +7,18 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from cache.device.device_port import Completion
-from contracts.errors import ErrorKind
-from contracts.ids import RoomId, request_in
-from contracts.messages.router_commands import PeerRef
-from transfer.planes.data_plane import PageNumbers, RoomTarget
-from transfer.rooms import room_messages as m
-from transfer.rooms.ended_rooms import EndedRooms
-from transfer.rooms.pool_shares import RoomProgress
-from transfer.rooms.room_outcomes import RoomGranted, RoomReleased
-from transfer.rooms.room_states import SENDER, SenderEvent, SenderState
-from transfer.rooms.sender.sender_peer_events import PeerLost, SenderPeer, identity_of
-from transfer.rooms.sender.write_queue import QueuedWrite
+from twinpool.cache.device.device_port import Completion
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RoomId, request_in
+from twinpool.contracts.messages.router_commands import PeerRef
+from twinpool.transfer.planes.data_plane import PageNumbers, RoomTarget
+from twinpool.transfer.rooms import room_messages as m
+from twinpool.transfer.rooms.ended_rooms import EndedRooms
+from twinpool.transfer.rooms.pool_shares import RoomProgress
+from twinpool.transfer.rooms.room_outcomes import RoomGranted, RoomReleased
+from twinpool.transfer.rooms.room_states import SENDER, SenderEvent, SenderState
+from twinpool.transfer.rooms.sender.sender_peer_events import PeerLost, SenderPeer, identity_of
+from twinpool.transfer.rooms.sender.write_queue import QueuedWrite
 
 log = logging.getLogger("twinpool.transfer")
 SenderOutcome = RoomGranted | RoomReleased

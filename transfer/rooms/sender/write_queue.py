@@ -18,15 +18,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from cache.device.device_port import DEVICE, Completion, Device, PageSpanUse, failure
-from cache.device.layer_marks import LayerMark
-from cache.pool.page_allocator import Pin
-from cache.pool.pool_set import PoolSet
-from contracts.clock import Clock
-from contracts.ids import RoomId, WorkerName
-from transfer.planes.data_plane import PageWrite, SlotWrite, WriteLink
-from transfer.planes.launched_write import LaunchedWrite, lanes_of, launch_write
-from transfer.rooms import room_messages as m
+from twinpool.cache.device.device_port import DEVICE, Completion, Device, PageSpanUse, failure
+from twinpool.cache.device.layer_marks import LayerMark
+from twinpool.cache.pool.page_allocator import Pin
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.ids import RoomId, WorkerName
+from twinpool.transfer.planes.data_plane import PageWrite, SlotWrite, WriteLink
+from twinpool.transfer.planes.launched_write import LaunchedWrite, lanes_of, launch_write
+from twinpool.transfer.rooms import room_messages as m
 
 _QUEUED = 4096
 """Writes to one reader that may be under way at once."""
