@@ -11,29 +11,29 @@ from twinpool.cli.replay.replay_flags import REPLAY_FLAGS
 
 COMMANDS = {
     "serve": "start a cluster and serve a model",
-    "up": "launch the cluster that a file describes, detached; where it runs, bring it to what the file says now",
-    "doctor": "look for what would go wrong before serve or up is run with the same flags or file",
-    "controller": "be a controller of a cluster: lead, or stand by until the one that leads is gone",
-    "down": "end the cluster of this machine, or of several the one of --url",
-    "status": "show the workers, and what the autoscaler does",
-    "explain": "say what became of a request, or what it does now: where its time went, and why it ran where it did",
-    "drain": "stop a worker's admission, or a node's; hand its work on or finish it, and wait until it has left",
-    "undrain": "have a draining worker or node admit again, and start again what has left",
-    "role": "drain a worker and start it in the other pool",
-    "add": "start workers more, on any node or on one",
-    "scale": "bring pools to so many workers, by starts and by drains",
+    "up": "launch a detached cluster from a file, or bring a running one to what the file says",
+    "doctor": "check for problems before running serve or up with the same flags or file",
+    "controller": "run a controller of a cluster; with several, one leads and the others stand by",
+    "down": "shut down a detached cluster",
+    "status": "show workers, load and the autoscaler's decisions",
+    "explain": "show a request's timeline: where its time went, and why it was placed where it ran",
+    "drain": "stop admitting requests on a worker or node, finish or migrate its work, then stop it",
+    "undrain": "let a draining worker or node admit requests again; restart workers that have stopped",
+    "role": "move a worker to the other pool: drain it and start it in the new role",
+    "add": "add workers to a pool, optionally on a given node",
+    "scale": "resize pools: start or drain workers as needed",
     "restart": "drain a worker and start it again",
-    "apply": "change settings and pool sizes of a running cluster, by restarts one by one where workers must",
-    "upgrade": "have a detached cluster of this machine go on in another build, while it serves",
-    "cordon": "place no worker on a node any more; those that serve there go on",
-    "uncordon": "let workers be placed on a node again",
-    "check": "recount every page, slot, lease and room, and name what is wrong",
-    "keys": "make, list or revoke API keys in a key file (security.keys_file)",
-    "certs": "make, renew or check the certificates and keys of a cluster of your own",
-    "replay": "send a trace's requests to an OpenAI endpoint, as they came once, and measure what clients see",
-    "plan": "say what pools a load needs to keep latency targets, by measured costs and a simulated cluster",
-    "demo": "show what this is: serve the built-in model, ask it on and on, and with --chaos kill and drain workers",
-    "sim": "run simulated clusters under a virtual clock, with faults, and check every answer",
+    "apply": "change settings and pool sizes of a running cluster, restarting workers one by one where needed",
+    "upgrade": "upgrade a running detached cluster to another build without downtime",
+    "cordon": "stop placing new workers on a node; running ones stay",
+    "uncordon": "allow placing workers on a node again",
+    "check": "recount every page, slot, lease and room, and report what doesn't add up",
+    "keys": "create, list or revoke API keys in a key file (security.keys_file)",
+    "certs": "create, renew or check a cluster's certificates and keys",
+    "replay": "replay a recorded trace against an OpenAI endpoint and measure client-side latency",
+    "plan": "find the pool sizes that a load needs to meet latency targets, by simulation with measured costs",
+    "demo": "run a demo: serve the built-in model under load; --chaos kills, drains and moves workers",
+    "sim": "run simulated clusters with faults under a virtual clock, and check every answer",
 }
 _LAUNCH = ("serve", "doctor")
 """Commands that take the flags of a launch."""
@@ -62,7 +62,7 @@ FLAGS = (
     CommandFlag(
         ("--colocate",),
         _LAUNCH,
-        "number of colocated workers, which have both roles, instead of two pools; 1 without a number",
+        "number of colocated workers (both roles in one) instead of two pools; 1 if no number is given",
         {"type": int, "nargs": "?", "const": 1, "metavar": "N"},
     ),
     CommandFlag(
@@ -78,14 +78,14 @@ FLAGS = (
     CommandFlag(
         ("--address",),
         ("controller",),
-        "this machine's address, at which workers, routers and the supervisor reach the controller",
+        "this machine's address, for workers, routers and the supervisor",
         {"required": True, "metavar": "HOST"},
     ),
     CommandFlag(("--port",), ("controller",), "port that it listens on", {"type": int, "required": True}),
     CommandFlag(
         ("--standby",),
         ("controller",),
-        "wait also while no controller has led this cluster yet: serve starts the first",
+        "stand by even before the first controller (started by serve) has led",
         {"action": "store_true"},
     ),
     CommandFlag(
@@ -100,7 +100,7 @@ FLAGS = (
     CommandFlag(
         ("--served-model-name",),
         _LAUNCH,
-        "names under which clients ask for the model; answers carry the first",
+        "model names that clients may use; responses carry the first",
         {"nargs": "+", "default": [], "metavar": "NAME"},
     ),
     CommandFlag(
@@ -109,13 +109,13 @@ FLAGS = (
     CommandFlag(
         ("--detach",),
         ("serve",),
-        "start the cluster and end: it goes on without this command",
+        "start the cluster in the background and exit",
         {"action": "store_true"},
     ),
     CommandFlag(
         ("--verbose",),
         ("serve",),
-        "show how nodes are divided, what each worker holds and computes with (else: twinpool status --verbose)",
+        "show memory plans, kernels and numerics of each worker (later: twinpool status --verbose)",
         {"action": "store_true"},
     ),
     CommandFlag(("--dashboard",), _LAUNCH, "start Ray's dashboard too", {"action": "store_true"}),
@@ -128,7 +128,7 @@ FLAGS = (
     CommandFlag(
         ("--open",),
         _LAUNCH,
-        "let everybody ask who reaches --host, without a key (security.open)",
+        "accept requests without an API key from anyone who can reach --host (security.open)",
         {"action": "store_true"},
     ),
     CommandFlag(("action",), ("keys",), "new, list or revoke", {"choices": ("new", "list", "revoke")}),
@@ -142,14 +142,14 @@ FLAGS = (
         {"type": Path, "metavar": "FILE", "default": Path("twinpool-keys.json")},
     ),
     CommandFlag(
-        ("--expires",), ("keys",), "how long a new key is valid: 90d, 12h or 30m (default: for ever)", {"default": ""}
+        ("--expires",), ("keys",), "how long a new key is valid: 90d, 12h or 30m (default: no expiry)", {"default": ""}
     ),
     CommandFlag(("action",), ("certs",), "new, renew or check", {"choices": ("new", "renew", "check")}),
     CommandFlag(("folder",), ("certs",), "the folder of the files", {"type": Path, "metavar": "DIR"}),
     CommandFlag(
         ("--host",),
         ("certs",),
-        "a name or address that the endpoint is reached by, beside this machine's; may be repeated",
+        "additional host name or address of the endpoint; may be repeated",
         {"action": "append", "default": [], "metavar": "NAME"},
     ),
     CommandFlag(
@@ -159,11 +159,11 @@ FLAGS = (
     CommandFlag(("role",), ("role",), "prefill or decode", {"choices": ("prefill", "decode")}),
     CommandFlag(("role",), ("add",), "prefill, decode or colocated", {"choices": ("prefill", "decode", "colocated")}),
     CommandFlag(("--count",), ("add",), "how many", {"type": int, "default": 1, "metavar": "N"}),
-    CommandFlag(("--node",), ("add",), "the one node that they are to run on, by host name or Ray id", {"default": ""}),
+    CommandFlag(("--node",), ("add",), "node to start them on, by host name or Ray id (default: any)", {"default": ""}),
     CommandFlag(
         ("sizes",),
         ("scale",),
-        "prefill=2 decode=3: workers that the pools are to have",
+        "new pool sizes, such as prefill=2 decode=3",
         {"nargs": "+", "metavar": "POOL=N"},
     ),
     CommandFlag(("worker",), ("restart",), "name of a worker, such as decode-1", {"metavar": "WORKER"}),
@@ -171,13 +171,13 @@ FLAGS = (
     CommandFlag(
         ("--no-wait",),
         ("drain", "undrain", "role", "add", "scale", "restart"),
-        "don't wait until it is done",
+        "return without waiting for completion",
         {"action": "store_true"},
     ),
     CommandFlag(
         ("--force",),
         ("drain",),
-        "drain even the last worker of its role; after --timeout start over elsewhere what is left",
+        "drain even the last worker of its role; after --timeout, restart the remaining requests elsewhere",
         {"action": "store_true"},
     ),
     CommandFlag(
@@ -193,7 +193,7 @@ FLAGS = (
     CommandFlag(
         ("file",),
         ("up", "apply"),
-        "YAML file, as serve --config takes; of a cluster that runs its keys replace the cluster's",
+        "YAML file, as for serve --config; its keys replace those of a running cluster",
         {"type": Path, "metavar": "FILE", "nargs": "?"},
         same_as="--config",
         needed=True,
@@ -202,11 +202,14 @@ FLAGS = (
     CommandFlag(
         ("--python",),
         ("upgrade",),
-        "virtual environment, or interpreter, that the build is installed in, at the same place on every node",
+        "virtual environment or interpreter with the new build, at the same path on every node",
         {"type": Path, "required": True, "metavar": "VENV"},
     ),
     CommandFlag(
-        ("--dry-run",), ("up", "apply", "upgrade"), "say what it would do, and change nothing", {"action": "store_true"}
+        ("--dry-run",),
+        ("up", "apply", "upgrade"),
+        "show what would be done, without doing it",
+        {"action": "store_true"},
     ),
     CommandFlag(
         ("--force",), ("up", "apply", "upgrade"), "restart even the last worker of a role", {"action": "store_true"}
@@ -214,13 +217,13 @@ FLAGS = (
     CommandFlag(
         ("--timeout",),
         ("upgrade",),
-        "seconds to wait for each worker that restarts: for answers, too, that none of the new build can go on with",
+        "seconds to wait for each worker to restart, and for answers that the new build can't continue",
         {"type": float, "default": 600.0},
     ),
     CommandFlag(
         ("--timeout",),
         ("up", "apply"),
-        "seconds to wait for each worker that restarts, and for pools that change their size",
+        "seconds to wait for each worker to restart and for pools to reach their size",
         {"type": float, "default": 600.0},
     ),
     CommandFlag(
@@ -230,30 +233,28 @@ FLAGS = (
         {"type": Path, "metavar": "FILE", "nargs": "?"},
         same_as="--config",
     ),
-    CommandFlag(("--all",), ("doctor",), "show what is fine, too", {"action": "store_true"}),
+    CommandFlag(("--all",), ("doctor",), "also show passed checks", {"action": "store_true"}),
     CommandFlag(
         ("--hosts",),
         ("doctor",),
-        "join the Ray of --ray-address for a moment, and compare its hosts: a task runs on each",
+        "join the Ray cluster of --ray-address briefly and compare its hosts (runs a task on each)",
         {"action": "store_true"},
     ),
-    CommandFlag(("--watch",), ("drain",), "show what it waits for, live", {"action": "store_true"}),
+    CommandFlag(("--watch",), ("drain",), "show progress live", {"action": "store_true"}),
     CommandFlag(
         ("request",),
         ("explain",),
-        "the id of its answer, with or without what the endpoint puts before it, or its x-request-id",
+        "response id (with or without its prefix), or x-request-id",
         {"metavar": "REQUEST_ID"},
     ),
-    CommandFlag(
-        ("--all",), ("status",), "a row for each worker, of alike ones in a long table, too", {"action": "store_true"}
-    ),
+    CommandFlag(("--all",), ("status",), "one row per worker, without folding similar ones", {"action": "store_true"}),
     CommandFlag(
         ("--verbose",),
         ("status",),
-        "say what the workers compute with, too, and how nodes were divided at the start",
+        "also show kernels, numerics and memory plans of the workers",
         {"action": "store_true"},
     ),
-    CommandFlag(("--watch",), ("status",), "show them live, until Ctrl-C", {"action": "store_true"}),
+    CommandFlag(("--watch",), ("status",), "refresh until Ctrl-C", {"action": "store_true"}),
     CommandFlag(
         ("--json",),
         ("status", "explain", "check", "drain", "doctor"),
@@ -263,31 +264,31 @@ FLAGS = (
     CommandFlag(
         ("--seed",),
         ("sim",),
-        "replay one seed, with its log; with --requests, what is drawn (0)",
+        "replay one seed and print its log; with --requests, the random seed (0)",
         {"type": int, "metavar": "N"},
     ),
-    CommandFlag(("--seeds",), ("sim",), "run many, the first to the last", {"metavar": "A..B"}),
-    CommandFlag(("--jobs",), ("sim",), "processes that run seeds", {"type": int, "default": 1, "metavar": "N"}),
-    CommandFlag(("--first",), ("sim",), "of many, stop at the first that violates something", {"action": "store_true"}),
+    CommandFlag(("--seeds",), ("sim",), "range of seeds to run", {"metavar": "A..B"}),
+    CommandFlag(("--jobs",), ("sim",), "number of parallel processes", {"type": int, "default": 1, "metavar": "N"}),
+    CommandFlag(("--first",), ("sim",), "stop at the first seed with a violation", {"action": "store_true"}),
     CommandFlag(("--colocate",), ("sim",), "colocated workers instead of two pools", {"action": "store_true"}),
     CommandFlag(
         ("--conditional",),
         ("sim",),
-        "two pools, of which decode workers compute prompts, too",
+        "two pools, with decode workers that may compute prompts too",
         {"action": "store_true"},
     ),
-    CommandFlag(("--shrink",), ("sim",), "make a failing seed smaller before it is shown", {"action": "store_true"}),
+    CommandFlag(("--shrink",), ("sim",), "reduce a failing seed before showing it", {"action": "store_true"}),
     CommandFlag(
         ("--requests",),
         ("sim",),
-        "instead, simulate so many requests over modelled workers, without faults, and show what they came to",
+        "simulate N requests on modelled workers without faults, and show latencies",
         {"type": int, "metavar": "N"},
     ),
     CommandFlag(("--workers",), ("sim",), "with --requests: workers of both pools (8)", {"type": int, "metavar": "N"}),
     CommandFlag(
         ("--seconds",),
         ("sim",),
-        "with --requests: virtual time in which they come (3600; with --replay the trace's own)",
+        "with --requests: virtual seconds over which they arrive (3600; with --replay, as in the trace)",
         {"type": float, "metavar": "S"},
     ),
     CommandFlag(
@@ -299,42 +300,46 @@ FLAGS = (
     CommandFlag(
         ("--trace",),
         ("sim",),
-        "with --requests: a file of a trace, whose lengths they have",
+        "with --requests: trace file to take request lengths from",
         {"type": Path, "metavar": "FILE"},
     ),
     CommandFlag(
         ("--replay",),
         ("sim",),
-        "with --trace: its own requests, the first --requests of them",
+        "with --trace: replay the trace's first --requests requests as recorded",
         {"action": "store_true"},
     ),
     CommandFlag(
         ("--url",),
         ("down",),
-        "the router of the cluster (default: TWINPOOL_URL, else the one cluster here)",
+        "URL of the cluster's router (default: TWINPOOL_URL, else the only cluster on this machine)",
         {"default": ""},
     ),
     CommandFlag(
-        ("--url",), _OTHERS, "the router (default: TWINPOOL_URL, else the one cluster here; to look, the newest)", {}
+        ("--url",),
+        _OTHERS,
+        "URL of the router (default: TWINPOOL_URL, else the only cluster here; read-only: the newest)",
+        {},
     ),
     CommandFlag(
         ("--ca",),
         _OTHERS,
-        "file of certificates by which the router's is checked (default: TWINPOOL_CA, else what serve says, or the "
-        "system's)",
+        "CA file to verify the router with (default: TWINPOOL_CA, else the running cluster's, else the system's)",
         {"default": "", "metavar": "FILE"},
     ),
-    CommandFlag(("--chaos",), ("demo",), "kill, stop, drain and move workers meanwhile", {"action": "store_true"}),
+    CommandFlag(
+        ("--chaos",), ("demo",), "kill, stop, drain and move workers during the demo", {"action": "store_true"}
+    ),
     CommandFlag(
         ("--minutes",),
         ("demo",),
-        "how long; 0: until Ctrl-C (default: 2)",
+        "duration; 0: until Ctrl-C (default: 2)",
         {"type": float, "default": 2.0, "metavar": "N"},
     ),
     CommandFlag(
-        ("--port",), ("demo",), "the endpoint's port; 0: a free one (default: 8000)", {"type": int, "default": 8000}
+        ("--port",), ("demo",), "port of the endpoint; 0 for any (default: 8000)", {"type": int, "default": 8000}
     ),
-    CommandFlag(("--seed",), ("demo",), "of questions and strikes", {"type": int, "default": 1}),
+    CommandFlag(("--seed",), ("demo",), "random seed of prompts and faults", {"type": int, "default": 1}),
     *REPLAY_FLAGS,
     *PLAN_FLAGS,
 )

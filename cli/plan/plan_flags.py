@@ -13,21 +13,23 @@ PLAN_FLAGS = (
     CommandFlag(
         ("--slo",),
         _ONE,
-        "what a good answer keeps, in seconds, as replay takes it (ttft=5,itl=0.1)",
+        "latency targets in seconds, as for replay (ttft=5,itl=0.1)",
         {"default": "ttft=5,itl=0.1", "metavar": "ttft=S,itl=S"},
     ),
-    CommandFlag(("--share",), _ONE, "part of the requests that must be good (0.99)", {"type": float, "default": 0.99}),
+    CommandFlag(
+        ("--share",), _ONE, "share of requests that must meet the targets (0.99)", {"type": float, "default": 0.99}
+    ),
     CommandFlag(
         ("--costs",),
         _ONE,
-        f"file of measured costs, which --measure writes ({COSTS})",
+        f"file of measured costs, written by --measure ({COSTS})",
         {"type": Path, "default": COSTS, "metavar": "FILE"},
     ),
     CommandFlag(("--measure",), _ONE, "measure the costs first, for about a minute", {"action": "store_true"}),
     CommandFlag(
         ("--url",),
         _ONE,
-        "with --measure: a cluster that runs and serves nobody (default: one worker of each role is started here)",
+        "with --measure: an idle cluster (default: start one worker of each role here)",
         {"default": ""},
     ),
     CommandFlag(("--model",), _ONE, "with --measure: the model to start, as serve takes it (demo)", {"default": ""}),
@@ -41,12 +43,14 @@ PLAN_FLAGS = (
     CommandFlag(
         ("--token-range",), _ONE, "with --measure: token ids to make prompts of (300:2000)", {"default": "300:2000"}
     ),
-    CommandFlag(("--speed",), _ONE, "the trace so much faster (1)", {"type": float, "default": 1.0}),
-    CommandFlag(("--limit",), _ONE, "the first N requests only", {"type": int, "metavar": "N"}),
+    CommandFlag(("--speed",), _ONE, "speed-up factor for the trace (1)", {"type": float, "default": 1.0}),
+    CommandFlag(("--limit",), _ONE, "use only the first N requests", {"type": int, "metavar": "N"}),
     CommandFlag(("--scale-lengths",), _ONE, "multiply the trace's lengths (1)", {"type": float, "default": 1.0}),
-    CommandFlag(("--max-context",), _ONE, "cut requests to so many tokens in all", {"type": int, "metavar": "TOKENS"}),
     CommandFlag(
-        ("--max-workers",), _ONE, "workers of each pool at most (64)", {"type": int, "default": 64, "metavar": "N"}
+        ("--max-context",), _ONE, "truncate requests to this many tokens in total", {"type": int, "metavar": "TOKENS"}
+    ),
+    CommandFlag(
+        ("--max-workers",), _ONE, "maximum workers per pool (64)", {"type": int, "default": 64, "metavar": "N"}
     ),
     CommandFlag(
         ("--policy",),

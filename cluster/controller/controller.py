@@ -28,7 +28,7 @@ Guarantees:
 - Nothing is started while no supervisor is there to start it (`attach`, `detach`). One that comes says which processes
   it has: those that should not be there are killed, and a start that it knows nothing of begins anew.
 - Each grant names the latest incarnation of each worker that has ended: what other workers hold for it can come back,
-  where its access is really ended (`docs/decisions/0045-the-controller-says-who-has-ended.md`).
+  where its access is really ended (`docs/decisions/0045-fencing.md`).
 - A controller that stood still itself has heard no heartbeat, and ends no lease for that (`stood_still`).
 """
 

@@ -3,7 +3,7 @@
 A frame without bytes is a sign of life: each end sends one when it has had nothing else to say, and takes a peer from
 which nothing comes for gone. A peer that reads nothing of what waits for it is taken for gone too, whatever it says:
 else its part of this process's memory would grow as long as it lives. gRPC does the same with a task and several system
-calls a message, which was a sixth of a router's time ([decision 52](../../docs/decisions/0052-frames-without-grpc.md)).
+calls a message, which was a sixth of a router's time ([decision 52](../../docs/decisions/0052-router-worker-protocol.md)).
 """
 
 from __future__ import annotations
