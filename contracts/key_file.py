@@ -28,7 +28,7 @@ from twinpool.contracts.outside_data import read_json
 KEY_PREFIX = "tp-"
 TENANT_CHARS = 64
 """The most characters of a tenant's name."""
-MOST_WEIGHT = 1000
+MAX_WEIGHT = 1000
 _TENANT = re.compile(rf"[A-Za-z0-9_.-]{{1,{TENANT_CHARS}}}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -49,7 +49,7 @@ class TenantLimits:
     ttft_slo_ms: int = 0
     """Milliseconds to the first token beyond which its answers are of no use; 0: as `router.ttft_slo_ms` says."""
     weight: int = 1
-    """Its share of workers that are busy, beside other tenants' weights; 1 to `MOST_WEIGHT`."""
+    """Its share of workers that are busy, beside other tenants' weights; 1 to `MAX_WEIGHT`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +167,6 @@ def _limits(limits: object, where: str) -> TenantLimits:
     for name, value in values.items():
         if type(value) is not int or (value < 0 and name != "priority"):
             raise ConfigError(f"{where}.{name} must be a whole number, 0 or more; got {value!r}")
-    if not 1 <= values.get("weight", 1) <= MOST_WEIGHT:
-        raise ConfigError(f"{where}.weight must be 1 to {MOST_WEIGHT}; got {values['weight']}")
+    if not 1 <= values.get("weight", 1) <= MAX_WEIGHT:
+        raise ConfigError(f"{where}.weight must be 1 to {MAX_WEIGHT}; got {values['weight']}")
     return TenantLimits(**values, models=tuple(models))

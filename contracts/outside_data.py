@@ -12,16 +12,16 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-MOST_NESTED = 128
+MAX_NESTED = 128
 """Lists and objects within each other."""
-TOO_DEEP = f"it is nested too deeply: more than {MOST_NESTED} lists and objects within each other"
+TOO_DEEP = f"it is nested too deeply: more than {MAX_NESTED} lists and objects within each other"
 
 
 def read_json(text: str | bytes, parse: Callable[[str | bytes], Any] = json.loads) -> Any:
     """Read a JSON text with `parse`. Raises `ValueError` for anything else, and for what is nested too deeply."""
     tree = _parsed(text, parse)
     brackets = text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
-    if brackets > MOST_NESTED and _too_deep(tree):  # Most texts have fewer, and need no search.
+    if brackets > MAX_NESTED and _too_deep(tree):  # Most texts have fewer, and need no search.
         raise ValueError(TOO_DEEP)
     return tree
 
@@ -48,7 +48,7 @@ def _parsed(text: str | bytes, parse: Callable[[Any], Any]) -> Any:
 
 def _too_deep(tree: object) -> bool:
     level = [tree] if isinstance(tree, dict | list) else []
-    for _ in range(MOST_NESTED):
+    for _ in range(MAX_NESTED):
         if not level:
             return False
         inner = [

@@ -35,7 +35,7 @@ class KeptAnswers:
     """The kept answers of one worker, oldest first; see the module's prose."""
 
     def __init__(self, config: DecodeConfig, clock: Clock) -> None:
-        self._most, self._seconds, self._most_bytes = (
+        self._most, self._seconds, self._max_bytes = (
             config.kept_answers,
             config.kept_answer_s,
             config.kept_answer_bytes,
@@ -60,12 +60,12 @@ class KeptAnswers:
         nobody, which count as kept."""
         self.forget(name)
         now, nbytes = self._clock.now(), estimated_bytes(answer)
-        if not self.room(unowned) or nbytes > self._most_bytes:
+        if not self.room(unowned) or nbytes > self._max_bytes:
             self.forgotten += 1
             return
         self._kept[name.key, name.index] = _Kept(name, answer, now + self._seconds, now + answer.left_s, nbytes)
         self.nbytes += nbytes
-        while self.nbytes > self._most_bytes:
+        while self.nbytes > self._max_bytes:
             self._forget_oldest()
 
     def room(self, unowned: int) -> bool:
@@ -109,8 +109,8 @@ class KeptAnswers:
         found = []
         if (recount := sum(estimated_bytes(kept.answer) for kept in self._kept.values())) != self.nbytes:
             found.append(f"kept answers take {recount} bytes, {self.nbytes} are booked")
-        if self.nbytes > self._most_bytes:
-            found.append(f"kept answers take {self.nbytes} bytes of {self._most_bytes}")
+        if self.nbytes > self._max_bytes:
+            found.append(f"kept answers take {self.nbytes} bytes of {self._max_bytes}")
         if len(self._kept) + unowned > self._most:
             found.append(f"{len(self._kept)} answers are kept and {unowned} run for nobody, of {self._most}")
         return found

@@ -27,7 +27,7 @@ SHOWN = 820
 """Pixels of a picture's width in the file."""
 PICTURES, EVERY_S, SHOW_MS = 36, 1.5, 400
 QUALITY = 55
-MOST_BYTES = 1_500_000
+MAX_BYTES = 1_500_000
 ADDRESS = re.compile(r"look at (\S+)")
 
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     first.save(file, save_all=True, append_images=others, duration=SHOW_MS, loop=0, quality=QUALITY, method=6)
     size = file.stat().st_size
     print(f"{file.name}: {first.width} x {first.height}, {len(pictures)} pictures, {size / 1e3:.0f} kB")
-    return 0 if size <= MOST_BYTES else 1
+    return 0 if size <= MAX_BYTES else 1
 
 
 if __name__ == "__main__":

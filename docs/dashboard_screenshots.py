@@ -24,7 +24,7 @@ from bench.common.bench_cluster import serving
 from bench.common.browser import Browser, Tab, browsing
 
 FOLDER = Path(__file__).parent / "dashboard"
-MOST_BYTES = 150_000
+MAX_BYTES = 150_000
 COLOURS = 64
 LIVE_S = 8.0
 """Seconds for which a page is watched before its picture, so that its latest numbers are of frames."""
@@ -76,7 +76,7 @@ def save(tab: Tab, path: Path, names: Sequence[str], width: int) -> None:
     picture.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(path, optimize=True)
     size = path.stat().st_size
     print(f"{path.name}: {picture.width} x {picture.height}, {size / 1e3:.0f} kB")
-    assert size <= MOST_BYTES, f"{path.name} has {size} bytes"
+    assert size <= MAX_BYTES, f"{path.name} has {size} bytes"
 
 
 def open_page(browser: Browser, url: str, width: int, **look: Any) -> Tab:

@@ -35,9 +35,9 @@ from twinpool.prefill.audit_state import AUDITS, AuditRun, AuditRunEvent, AuditR
 from twinpool.worker.grammar_gate import GrammarGate
 
 log = logging.getLogger("twinpool.prefill")
-MOST_WAITING = 4
+MAX_WAITING = 4
 """Audits that may wait. A router sends one at a time; they come from several routers."""
-MOST_TOLD = 16
+MAX_TOLD = 16
 """Differences that an `Audited` event lists at most."""
 
 
@@ -51,14 +51,14 @@ class AuditRunner:
         manager: KVCacheManager,
         tell: Callable[[SessionId, Event], None],
         nonfinite: Callable[[], None],
-        most_positions: int,
+        max_positions: int,
         grammars: GrammarGate,
     ) -> None:
-        """`tell` emits an event. `nonfinite` is called for each row with non-finite logits. `most_positions`: the
+        """`tell` emits an event. `nonfinite` is called for each row with non-finite logits. `max_positions`: the
         longest answer, prompt included, that this worker can hold, in tokens."""
         self._engine, self._manager, self._tell, self._nonfinite = engine, manager, tell, nonfinite
         self._chunk = min(config.audit.chunk_tokens, config.prefill.chunk_tokens)
-        self._most, self._grammars = most_positions, grammars
+        self._most, self._grammars = max_positions, grammars
         # Workers with different numbers of ranks add in different orders: they agree within rounding only.
         self._exact = config.engine.numerics == "invariant" and config.prefill.tp == config.decode.tp
         self._margin = config.audit.margin
@@ -110,7 +110,7 @@ class AuditRunner:
         if not 0 < audit.prompt_len < len(audit.tokens) <= self._most:
             message = f"{len(audit.tokens)} tokens with a prompt of {audit.prompt_len}; at most {self._most} fit"
             self._end(audition, AuditRunEvent.REFUSE, AuditEnd.REFUSED, message)
-        elif busy or len(self._waiting) >= MOST_WAITING:
+        elif busy or len(self._waiting) >= MAX_WAITING:
             self._preempt(audition, "the worker is busy")
         else:
             self._waiting.append(audition)
@@ -212,7 +212,7 @@ class AuditRunner:
         with a gap beyond `audit.margin`."""
         audition.differing += len(found)
         beyond = [d for d in found if self._exact or d.gap > self._margin]
-        audition.differences += beyond[: MOST_TOLD - len(audition.differences)]
+        audition.differences += beyond[: MAX_TOLD - len(audition.differences)]
 
     # ------------------------------------------------------------ ends
 

@@ -34,7 +34,7 @@ from twinpool.worker.fair_shares import FairShares
 from twinpool.worker.request_table import RequestTable
 from twinpool.worker.tenant_returns import TenantReturns
 
-_LEAST_SHARED = 8
+_MIN_SHARED = 8
 """Short steps have at least this part of a step's budget, so that what each step costs doesn't become all that they
 do."""
 
@@ -255,7 +255,7 @@ class PrefillScheduler:
         for request in able:
             wanted[request.submit.tenant] += len(request.tokens) - request.launched
         saved = sum(min(count, self._shares.credit(tenant)) for tenant, count in wanted.items())
-        short = min(budget, max(int(tokens), budget // _LEAST_SHARED, self._page_tokens, saved))
+        short = min(budget, max(int(tokens), budget // _MIN_SHARED, self._page_tokens, saved))
         self.counters["steps_kept_short"] += short < budget
         return short
 

@@ -14,9 +14,9 @@ import numpy as np
 
 REMEMBERED = 0.97
 """Weight of a step after the next one: about the last thirty count."""
-LEAST_STEPS = 4
+MIN_STEPS = 4
 """Steps below which nothing is known."""
-MOST_TIMES = 3.0
+MAX_TIMES = 3.0
 """A step that took more than so many times what was expected counts as that: something else was in the way."""
 _PRIOR = np.diag([0.3, 0.003, 0.003])
 """Squared pull towards 0 of `a`, `b` and `c`, by units of `unit` tokens."""
@@ -38,8 +38,8 @@ class StepCost:
             return
         sizes = np.array([1.0, tokens / self._unit, positions / self._unit**2])
         expected = self.seconds(tokens, positions)
-        if expected is not None and self._steps >= 2 * LEAST_STEPS:
-            seconds = min(seconds, MOST_TIMES * expected)
+        if expected is not None and self._steps >= 2 * MIN_STEPS:
+            seconds = min(seconds, MAX_TIMES * expected)
         self._steps += 1
         self._squares = self._squares * REMEMBERED + np.outer(sizes, sizes)
         self._products = self._products * REMEMBERED + sizes * seconds
@@ -47,7 +47,7 @@ class StepCost:
 
     def seconds(self, tokens: int, positions: int) -> float | None:
         """Return the seconds of a step, as `saw` takes it; None before anything is known."""
-        if self._steps < LEAST_STEPS:
+        if self._steps < MIN_STEPS:
             return None
         a, b, c = self._solved()
         return a + b * tokens + c * positions
@@ -55,7 +55,7 @@ class StepCost:
     def tokens_within(self, seconds: float, start: int) -> float | None:
         """Return how many tokens of a prompt from position `start` on add about so many seconds to a step; None before
         anything is known."""
-        if self._steps < LEAST_STEPS:
+        if self._steps < MIN_STEPS:
             return None
         _, b, c = self._solved()
         first = b + c * start

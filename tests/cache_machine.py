@@ -31,7 +31,7 @@ from twinpool.cache.prefix_cache.nodes.tree_node import Tier
 from twinpool.cache.tiers.prefetch import Prefetcher
 
 PAGE_TOKENS = 2
-_MOST_PAGES = 10
+_MAX_PAGES = 10
 _STEPS = 50
 _EXAMPLES = 12
 _NUMBER = st.integers(0, 1 << 16)
@@ -87,7 +87,7 @@ class Machine(RuleBasedStateMachine):
 
     def continued(self, number: int) -> list[int]:
         tokens = [*self.known[number % len(self.known)], *(number >> bit & 1 for bit in range(6))]
-        return tokens[: _MOST_PAGES * PAGE_TOKENS]
+        return tokens[: _MAX_PAGES * PAGE_TOKENS]
 
     def step(self, visitor: Visitor, pages: int, share: bool, snapshot: bool, ahead: bool) -> None:
         world, end = self.world, visitor.launched == len(visitor.prefix)
@@ -106,7 +106,7 @@ class Machine(RuleBasedStateMachine):
         tokens = self.known[base % len(self.known)]
         if cut % 3 == 0:
             tokens = tokens[: PAGE_TOKENS * (cut % (1 + len(tokens) // PAGE_TOKENS))]
-        tokens = (tokens + new)[: _MOST_PAGES * PAGE_TOKENS]
+        tokens = (tokens + new)[: _MAX_PAGES * PAGE_TOKENS]
         self.come(tokens or [1, 1], salt)
 
     @precondition(lambda self: self.world.visitors)

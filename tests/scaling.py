@@ -15,7 +15,7 @@ from twinpool.contracts.ids import Role
 COSTS = ModelCosts(compute_per_s=4000.0, pages=4000, start_s=10.0)
 QUICK = {
     "period_s": 5, "window_s": 20, "shrink_window_s": 100, "shrink_cooldown_s": 20, "role_window_s": 20,
-    "role_cooldown_s": 60, "hold_s": 120, "backoff_s": 20, "backoff_most_s": 80, "start_wait_s": 60,
+    "role_cooldown_s": 60, "hold_s": 120, "backoff_s": 20, "max_backoff_s": 80, "start_wait_s": 60,
 }  # fmt: skip
 
 

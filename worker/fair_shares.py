@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import TypeVar
 
 T = TypeVar("T")
-MOST_AHEAD = 1024
+MAX_AHEAD = 1024
 """Tenants without anything to do whose counters are kept; beyond it those that are least ahead are forgotten."""
 
 
@@ -64,7 +64,7 @@ class FairShares:
         ahead = [tenant for tenant, count in self._counters.items() if tenant not in self._weights]
         ahead.sort(key=self._counters.__getitem__)
         least = self._floor - self._credit  # Lower than where any comes back, whatever its weight.
-        for tenant in [t for t in ahead if self._counters[t] <= least] + ahead[:-MOST_AHEAD]:
+        for tenant in [t for t in ahead if self._counters[t] <= least] + ahead[:-MAX_AHEAD]:
             self._counters.pop(tenant, None)
 
     def charge(self, tenant: str, weight: int, tokens: int) -> None:

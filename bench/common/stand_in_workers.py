@@ -85,7 +85,7 @@ class StandIn(pb_grpc.WorkerServicer):
     def _open(self, frame: bytes) -> None:
         self._send([])
         assert self._connection is not None
-        self._connection.most_bytes, self._connection.on_frame = COMMANDS_BYTES, self._hear
+        self._connection.max_bytes, self._connection.on_frame = COMMANDS_BYTES, self._hear
 
     def _send(self, events: list[Event]) -> None:
         assert self._connection is not None

@@ -54,12 +54,12 @@ class Naming(CpuDevice):
 class Host:
     """An engine whose model answers at once: what is left of a step is the host's part."""
 
-    def __init__(self, device: CpuDevice, most_pages: int) -> None:
+    def __init__(self, device: CpuDevice, max_pages: int) -> None:
         model, config = read_model(DEMO), EngineConfig(attention="torch", numerics="fast", threads=1)
         spec = model.pool_set(StateOptions(dtype_for(model.spec, config), _PAGE_TOKENS))
         pools = PoolSet(spec, spec.even(4))
         self.full = spec.full.name
-        self.epochs = EpochTable(most_pages + 2)
+        self.epochs = EpochTable(max_pages + 2)
         self.engine: ModelRunner = load_engine(model, config, spec, pools.gates, {self.full: self.epochs}, device)
         logits_nv = torch.zeros(512, 8)
         self.engine.decoder.forward = _nothing  # type: ignore[method-assign]

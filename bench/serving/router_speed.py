@@ -199,7 +199,7 @@ async def ask_worker(address: str, times: int) -> float:
     loop = asyncio.get_running_loop()
     host, _, port = address.rpartition(":")
     connection = FrameConnection(60.0)
-    connection.most_bytes = EVENTS_BYTES
+    connection.max_bytes = EVENTS_BYTES
     heard: asyncio.Queue[pb.WorkerFrame] = asyncio.Queue()
     connection.on_frame = lambda frame: heard.put_nowait(pb.WorkerFrame.FromString(frame))
     await loop.create_connection(lambda: connection, host, int(port))

@@ -175,7 +175,7 @@ def index_bytes(layout: PoolSetLayout) -> int:
     return sum(map(_blocks, sizes))
 
 
-def most_index_bytes(spec: PoolSetSpec, nbytes: int) -> int:
+def max_index_bytes(spec: PoolSetSpec, nbytes: int) -> int:
     """Returns the bytes that an arena takes, at most, besides the `nbytes` of its host tier's pages.
 
     The bound is reached when all pages are in the pool whose records are largest for their pages' size.

@@ -45,7 +45,7 @@ BUSY_SHARE = 50
 """While requests run, proving pages takes one part in so many of the time."""
 SETTLED_S = 30.0
 """The seconds after which an incarnation counts as settled: the state that it took over hasn't harmed it."""
-MOST_TAKEN = 3
+MAX_TAKEN = 3
 """Incarnations in a row that may take the same state over without settling; the next one drops the state."""
 
 
@@ -159,12 +159,12 @@ class ArenaKeeper:
         pages.
 
         `unfinished`: some rank of the dead worker had not carried out all copies whose pages the leader had sealed.
-        After `MOST_TAKEN` incarnations in a row that took the state over and didn't settle, the state is dropped.
+        After `MAX_TAKEN` incarnations in a row that took the state over and didn't settle, the state is dropped.
         """
         arena, self._unfinished = self._arena, unfinished
         times = arena.taken + 1
-        if times > MOST_TAKEN:
-            _log.error("host memory was taken over %d times and none lived long with it: it is left", MOST_TAKEN)
+        if times > MAX_TAKEN:
+            _log.error("host memory was taken over %d times and none lived long with it: it is left", MAX_TAKEN)
             self.begin(arena.bond)
             return 0
         arena.take(times)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from twinpool.cache.memory.pinned_memory import upload_packed
 from twinpool.contracts.ids import Epoch
 
-_MOST_BUMPED = 4096
+_MAX_BUMPED = 4096
 """The most releases kept one by one until the device's copy of the table is updated; more are merged."""
 _FEW = 32
 """The most pages that are looked up one by one: for so few, numpy's overhead costs more than the look-ups."""
@@ -47,7 +47,7 @@ class EpochTable:
             self.counts[np.asarray(indices, dtype=np.int64)] += 1
         if self._copy is not None:
             self._bumped.append(indices)
-            if len(self._bumped) > _MOST_BUMPED:
+            if len(self._bumped) > _MAX_BUMPED:
                 # Pages come and go while no step reads the table.
                 self._bumped = [np.unique(np.concatenate(self._bumped)).tolist()]
 

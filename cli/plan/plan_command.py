@@ -22,7 +22,7 @@ from twinpool.sim.scale.pool_search import PoolPrediction, PoolSearch
 from twinpool.sim.scale.trace_file import TraceLine, read_trace
 from twinpool.sim.scale.traffic import replayed, scaled_block
 
-MOST_QUEUED = 1_000_000
+MAX_QUEUED = 1_000_000
 """`router.max_queue` of simulated routers: what waits is late, and isn't refused."""
 
 
@@ -42,7 +42,7 @@ class PlannedLoad:
     def predict(self, costs: MeasuredCosts, prefill: int, decode: int) -> PoolPrediction:
         """Simulate the load on so many workers."""
         config = config_from_dict({
-            "router": {"policy": self.policy, "max_queue": MOST_QUEUED},
+            "router": {"policy": self.policy, "max_queue": MAX_QUEUED},
             "cache": {"page_tokens": costs.page_tokens},
         })  # fmt: skip
         plan = ClusterPlan(

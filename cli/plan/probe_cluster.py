@@ -26,7 +26,7 @@ ROWS = (1, 2, 4, 8, 16, 32)
 ANSWER_TOKENS = (48, 256)
 """Tokens of the answers of a batch, at least and at most: as many as take `BATCH_S`."""
 BATCH_S = 6.0
-LEAST_EVENTS = 16
+MIN_EVENTS = 16
 """Tokens that each answer of a batch must have had beside all others, to be counted."""
 _LAST = 8
 """Tokens at a prompt's end that no other request of its batch has."""
@@ -129,7 +129,7 @@ def token_time(outcomes: Sequence[Outcome]) -> float | None:
     for outcome in outcomes:
         events = sum(begin < at <= end for at in outcome.arrivals_s)
         each = outcome.output_tokens / len(outcome.arrivals_s)
-        if events * each < LEAST_EVENTS:
+        if events * each < MIN_EVENTS:
             return None
         tokens += events * each
     return (end - begin) * len(outcomes) / tokens

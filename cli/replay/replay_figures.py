@@ -164,11 +164,11 @@ def figures_of(
 class RecentFigures:
     """Figures of answers that ended in the last seconds, bounded in number."""
 
-    MOST = 4096
+    MAX = 4096
 
     def __init__(self, target: LatencyTarget, seconds: float = 10.0) -> None:
         self._target, self.seconds = target, seconds
-        self._ended: deque[tuple[float, Outcome]] = deque(maxlen=self.MOST)
+        self._ended: deque[tuple[float, Outcome]] = deque(maxlen=self.MAX)
         self.errors: Counter[str] = Counter()
         """By kind, since the start."""
         self.ended = self.good = 0

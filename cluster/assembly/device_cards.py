@@ -100,7 +100,7 @@ def deal(workers: Sequence[tuple[WorkerName, int]], cards: Sequence[CardFacts]) 
     return out
 
 
-def least_part(dealt: Dealt, cards: Sequence[CardFacts]) -> int:
+def min_part(dealt: Dealt, cards: Sequence[CardFacts]) -> int:
     """The bytes of a card that each rank has: the least of the equal parts of the cards. A worker whose role is changed
     keeps its cards, so all have the same."""
     users = Counter(card for worker in dealt.values() for card in worker)

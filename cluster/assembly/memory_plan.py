@@ -98,7 +98,7 @@ def stride(config: Config, role: Role) -> int:
     return max(drafts if role is Role.DECODE else 0, LAUNCHED * config.prefill.chunk_tokens)
 
 
-def most_requests(config: Config, role: Role) -> int:
+def max_requests(config: Config, role: Role) -> int:
     """The most requests that a worker of `role` runs at once, by configuration."""
     return config.prefill.max_running if role is Role.PREFILL else config.decode.max_batch_tokens
 
@@ -114,7 +114,7 @@ def plan_memory(
     """
     cache = config.cache_for(role)
     size = spec.page_tokens
-    limit = most_requests(config, role)
+    limit = max_requests(config, role)
     units = unit_bytes(spec, config.tp_for(role))
 
     def sized(pages: int, requests: int) -> MemoryPlan:

@@ -14,9 +14,9 @@ from twinpool.cluster.autoscaling.told_counter import ToldCounter
 from twinpool.contracts.ids import Role
 from twinpool.contracts.messages.autoscaler_messages import LatencyCounts
 
-MOST_ROUTERS = 256
+MAX_ROUTERS = 256
 """Starts of routers whose counts are kept; beyond it those that were silent for longest are forgotten."""
-LEAST_OUTCOMES = 20
+MIN_OUTCOMES = 20
 """Fewer outcomes say nothing."""
 SIGMAS = 2.0
 """Standard deviations beyond what chance brings, from which a target counts as missed."""
@@ -33,7 +33,7 @@ class Outcomes(NamedTuple):
     def missed(self, attainment: float) -> bool:
         """Whether more were late than chance makes of a share that is just met."""
         most = self.judged * (1 - attainment) + SIGMAS * math.sqrt(self.judged * attainment * (1 - attainment))
-        return self.judged >= LEAST_OUTCOMES and self.late > most
+        return self.judged >= MIN_OUTCOMES and self.late > most
 
     @property
     def late_share(self) -> float:
@@ -103,7 +103,7 @@ class LatencyTotals:
         counted by then is of an earlier time, or of an earlier controller's."""
         before = self._last.pop(router, None)
         self._last[router] = counts
-        while len(self._last) > MOST_ROUTERS:
+        while len(self._last) > MAX_ROUTERS:
             self._last.pop(next(iter(self._last)))
         if before is not None:
             grown = {f.name: max(0, getattr(counts, f.name) - getattr(before, f.name)) for f in fields(LatencyCounts)}

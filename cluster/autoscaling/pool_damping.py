@@ -8,7 +8,7 @@
   within `shrink_cooldown_s` of any change of it, not while anyone comes or goes, and not while its target is missed.
   All of the window must have been observed: a controller that was started again shrinks nothing until then.
 - A shrinking that was regretted, in that the pool grew again within `REGRET` windows, doubles the window, to
-  `MOST_WINDOWS` times it at most, and that size is not gone back to while the load is what it was then. After
+  `MAX_WINDOWS` times it at most, and that size is not gone back to while the load is what it was then. After
   `FORGIVEN` windows without regret all is as configured again.
 - Starts that wait for a node are withdrawn when nothing within `window_s` needed them. Where that was regretted, in
   that the pool grew again within `REGRET` windows, further ones are withdrawn as late as workers leave: each start that
@@ -27,7 +27,7 @@ from twinpool.contracts.config.autoscaling_config import AutoscalingConfig
 
 GAP_PERIODS = 3.0
 """Periods without a known need after which the window begins anew."""
-REGRET, MOST_WINDOWS, FORGIVEN = 3.0, 8.0, 24.0
+REGRET, MAX_WINDOWS, FORGIVEN = 3.0, 8.0, 24.0
 """Each in numbers of `shrink_window_s`."""
 
 
@@ -71,7 +71,7 @@ class PoolDamping:
         if need.urgent:
             needed = max(needed, float(pool.ready))
         self._needs.append((now, needed))
-        while self._needs[0][0] <= now - MOST_WINDOWS * self._config.shrink_window_s:
+        while self._needs[0][0] <= now - MAX_WINDOWS * self._config.shrink_window_s:
             self._needs.popleft()
         self._asked.append((now, need.workers))
         while len(self._asked) > 1 and self._asked[1][0] <= now - self._config.window_s:
@@ -85,7 +85,7 @@ class PoolDamping:
         """Note that workers were told to start."""
         self._changed_at = self._grown_at = now
         if now - self._shrunk_at <= REGRET * self.window_s:
-            self._windows, self._regretted_at = min(MOST_WINDOWS, 2 * self._windows), now
+            self._windows, self._regretted_at = min(MAX_WINDOWS, 2 * self._windows), now
             self._shrunk_at = -math.inf
             self._too_few[pool.wanted] = min(need.load, self._too_few.get(pool.wanted, math.inf))
         if now - self._withdrawn_at <= REGRET * self._config.shrink_window_s:
@@ -110,7 +110,7 @@ class PoolDamping:
         if self.backs_off(now):
             return self._no_growth_until - now
         self._failures += 1
-        pause = min(self._config.backoff_most_s, self._config.backoff_s * 2.0 ** min(self._failures - 1, 30))
+        pause = min(self._config.max_backoff_s, self._config.backoff_s * 2.0 ** min(self._failures - 1, 30))
         self._no_growth_until = now + pause
         return pause
 

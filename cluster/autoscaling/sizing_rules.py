@@ -154,4 +154,4 @@ class SizingRules:
 
     def _room(self, pools: Mapping[Role, PoolState]) -> int:
         """How many workers more both pools may have together."""
-        return self._config.most_together - sum(pools[role].wanted for role in PAIR)
+        return self._config.max_together - sum(pools[role].wanted for role in PAIR)

@@ -25,7 +25,7 @@ from twinpool.cluster.controller.controller_actions import LeaseGrant
 from twinpool.cluster.controller.controller_ledger import LedgerLost
 from twinpool.cluster.controller.dashboard_source import dashboard_of
 from twinpool.cluster.controller.quota_ledger import SAVE_S, QuotaLedger
-from twinpool.cluster.controller.record_board import ID_CHARS, MOST_RECENT, RecordBoard, TooManyAsks
+from twinpool.cluster.controller.record_board import ID_CHARS, MAX_RECENT, RecordBoard, TooManyAsks
 from twinpool.cluster.controller.settings_orders import SettingsOrders
 from twinpool.cluster.controller.stream_lines import SupervisorLine, WatcherLine
 from twinpool.cluster.controller.supervisor_wire import (
@@ -41,7 +41,7 @@ from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.errors import ConfigError, WireError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.control_plane import ControlPlane
-from twinpool.contracts.messages.quota import MOST_CLAIMS
+from twinpool.contracts.messages.quota import MAX_CLAIMS
 from twinpool.contracts.messages.worker_status import EndedWorker, WorkerView
 from twinpool.contracts.proto import worker_pb2 as pb
 from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
@@ -63,11 +63,11 @@ FOLD_S = 0.02
 """Seconds within which changes reach a watcher as one."""
 FOLD_WORKER_S = 0.0005
 """Seconds that each worker of the table adds to `FOLD_S`."""
-MOST_WATCHERS = 256
+MAX_WATCHERS = 256
 """Routers that watch at once."""
 NAME_CHARS = 253
 """The most characters of a worker's or a node's name in a request."""
-MOST_CHANGES = 16
+MAX_CHANGES = 16
 """Messages that may wait for a watcher, before the whole table takes their place."""
 
 
@@ -285,8 +285,8 @@ class ControllerService(pb_grpc.ControllerServicer):
     # ------------------------------------------------------------ routers
 
     async def LeaseQuota(self, request: pb.QuotaClaims, context: Context) -> pb.QuotaSlices:
-        if not 0 < len(request.router) <= NAME_CHARS or len(request.claims) > MOST_CLAIMS:
-            text = f"a router with a name, and at most {MOST_CLAIMS} claims"
+        if not 0 < len(request.router) <= NAME_CHARS or len(request.claims) > MAX_CLAIMS:
+            text = f"a router with a name, and at most {MAX_CLAIMS} claims"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
         try:
             claims = [claim_from_proto(claim) for claim in request.claims]
@@ -305,8 +305,8 @@ class ControllerService(pb_grpc.ControllerServicer):
 
     async def ReportRecords(self, request: pb.RecordReport, context: Context) -> pb.Empty:
         answers = request.answers
-        if max(len(request.records), len(answers), *(len(one.records) for one in answers), 0) > MOST_RECENT:
-            text = f"a report has at most {MOST_RECENT} records, and so has each answer in it"
+        if max(len(request.records), len(answers), *(len(one.records) for one in answers), 0) > MAX_RECENT:
+            text = f"a report has at most {MAX_RECENT} records, and so has each answer in it"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
         try:
             records = known(record_from_proto, request.records)[0]
@@ -337,7 +337,7 @@ class ControllerService(pb_grpc.ControllerServicer):
         """Ask all routers that answer for the records of a request; returns how many these are."""
         ask = pb.RecordAsk(number=number, request_id=request_id)
         # One that doesn't read counts as one that has no records: questions for it would wait for ever.
-        lines = [line for line in self._watchers if line.answers and len(line.changes) <= MOST_CHANGES]
+        lines = [line for line in self._watchers if line.answers and len(line.changes) <= MAX_CHANGES]
         for line in lines:
             line.changes.append(pb.ClusterView(version=self._published, changes=True, record_asks=[ask]))
             line.more.set()
@@ -364,8 +364,8 @@ class ControllerService(pb_grpc.ControllerServicer):
         return pb.DashboardFrame(json=self._dashboard.past())
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.ClusterView]:
-        if len(self._watchers) >= MOST_WATCHERS:
-            text = f"{MOST_WATCHERS} routers watch already"
+        if len(self._watchers) >= MAX_WATCHERS:
+            text = f"{MAX_WATCHERS} routers watch already"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
         line = WatcherLine(request.changes, request.records and request.changes)
         self._watchers.add(line)
@@ -405,7 +405,7 @@ class ControllerService(pb_grpc.ControllerServicer):
         changes, self._published = self.changes(self._published), self._core.version
         for line in self._watchers:
             line.changes.append(changes)
-            if len(line.changes) > MOST_CHANGES:
+            if len(line.changes) > MAX_CHANGES:
                 line.changes = [self.view()]
             line.more.set()
 

@@ -25,7 +25,7 @@ from twinpool.contracts.wire.lease_frames import RENEWAL_BYTES, SILENCE_S, UNREA
 log = logging.getLogger("twinpool.controller")
 
 BACKLOG = 1024
-MOST_STREAMS = 8192
+MAX_STREAMS = 8192
 """The most workers that have a stream at once; others renew by calls."""
 
 
@@ -76,13 +76,13 @@ class LeaseStreams:
             log.warning("a lease stream without the cluster's token was refused")
             connection.fail("it lacks the cluster's token")
             return
-        if len(self._streams) >= MOST_STREAMS:
+        if len(self._streams) >= MAX_STREAMS:
             connection.fail("there are too many")
             return
         self._streams.add(connection)
         if self._listener is not None:
             self._listener.release(connection)
-        connection.most_bytes = RENEWAL_BYTES
+        connection.max_bytes = RENEWAL_BYTES
         connection.on_frame = lambda renewal: self._answer(connection, renewal)
 
     def _answer(self, connection: FrameConnection, frame: bytes) -> None:

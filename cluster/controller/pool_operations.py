@@ -17,7 +17,7 @@ from twinpool.cluster.processes.restart_policy import RestartHistory
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import PAIR, Incarnation, Role, WorkerName
 
-MOST_WORKERS = 4096
+MAX_WORKERS = 4096
 """The most rows of the table, those of workers that have left included."""
 ENOUGH = "its pool has enough workers"
 """Why a worker that was to start isn't started."""
@@ -80,8 +80,8 @@ class PoolOperations:
             self._check_role(role)
             if count < 0 or (count == 0 and not empty):
                 raise ConfigError(f"{role} can't be scaled to {count}: each role needs a worker")
-            if count > MOST_WORKERS:
-                raise ConfigError(f"{role} can't be scaled to {count}: {MOST_WORKERS} workers are the most")
+            if count > MAX_WORKERS:
+                raise ConfigError(f"{role} can't be scaled to {count}: {MAX_WORKERS} workers are the most")
         pools = {role: self._staying(role) for role in counts}
         more = {
             role: self._free_names(role, count - len(pools[role]))
@@ -222,10 +222,10 @@ class PoolOperations:
     def _check_bound(self, names: Iterable[WorkerName]) -> None:
         """Refuse more rows than the table may have; `names`: workers that are to be added."""
         rows = self._table.rows
-        new, room = sum(name not in rows for name in names), MOST_WORKERS - len(rows)
+        new, room = sum(name not in rows for name in names), MAX_WORKERS - len(rows)
         if new > room:
             raise ConfigError(
-                f"the table has {len(rows)} workers, those that have left included, and {MOST_WORKERS} at most: there "
+                f"the table has {len(rows)} workers, those that have left included, and {MAX_WORKERS} at most: there "
                 f"is room for {room} new names, not for {new}"
             )
 

@@ -26,15 +26,15 @@ log = logging.getLogger("twinpool.controller")
 MINUTE_S = 60.0
 SAVE_S = 1.0
 """Seconds between two times that changed buckets are kept for the next controller."""
-MOST_KEPT = 4096
+MAX_KEPT = 4096
 """Slices that are kept for the next controller; tenants beyond it, the longest unasked first, begin full there."""
 VALID_S = 5.0
 """Seconds from a claim on for which its slice is the router's."""
 FORGET_S = 600.0
 """Seconds of silence after which nothing is known of a router any more."""
-MOST_TENANTS = 4096
+MAX_TENANTS = 4096
 """Tenants whose buckets are kept; beyond it the one that nobody has asked for longest is forgotten."""
-MOST_ROUTERS = 256
+MAX_ROUTERS = 256
 """Routers that can hold slices of one tenant's limits; others get none."""
 
 
@@ -89,7 +89,7 @@ class QuotaLedger:
         slices = 0
         for tenant, quota in reversed(self._tenants.items()):
             slices += 1 + len(quota.held)
-            if slices > MOST_KEPT:
+            if slices > MAX_KEPT:
                 break
             held = {router: dataclasses.astuple(one)[:-1] for router, one in quota.held.items()}
             rows[tenant] = [dataclasses.astuple(quota.limits), quota.requests, quota.tokens, held]
@@ -108,10 +108,10 @@ class QuotaLedger:
         now, limits, wanted = self._clock.now(), claim.limits, claim.wanted
         quota = self._tenants.pop(claim.tenant, None) or TenantQuota(limits, limits.requests, limits.tokens, now)
         self._tenants[claim.tenant] = quota
-        if len(self._tenants) > MOST_TENANTS:
+        if len(self._tenants) > MAX_TENANTS:
             del self._tenants[next(iter(self._tenants))]
         self._take_back(quota, now)
-        if router not in quota.held and len(quota.held) >= MOST_ROUTERS:
+        if router not in quota.held and len(quota.held) >= MAX_ROUTERS:
             held, wanted = HeldSlice(), QuotaAmounts()
         else:
             held = self._settle(quota, router, claim, now)

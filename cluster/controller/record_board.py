@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from twinpool.contracts.messages.record_ring import RecordRing, in_order
 from twinpool.contracts.messages.request_record import RequestRecord
 
-MOST_RECORDS = 2_000
-MOST_BYTES = 32 * 1024**2
+MAX_RECORDS = 2_000
+MAX_BYTES = 32 * 1024**2
 ASK_S = 1.5
 """Seconds that routers have for an answer."""
-MOST_ASKS = 64
+MAX_ASKS = 64
 """Questions that are open at once; a further one is refused."""
-MOST_RECENT = 500
+MAX_RECENT = 500
 """Records of one answer about the latest ones."""
 ID_CHARS = 256
 
@@ -52,14 +52,14 @@ class RecordBoard:
     """The records of all routers, as far as they are told; on the controller's loop."""
 
     def __init__(self, wall: Callable[[], float] = time.time) -> None:
-        self.ring: RecordRing[RequestRecord] = RecordRing(MOST_RECORDS, MOST_BYTES)
+        self.ring: RecordRing[RequestRecord] = RecordRing(MAX_RECORDS, MAX_BYTES)
         self._wall = wall
         self._asks: dict[int, _Ask] = {}
         self._number = 0
 
     def recent(self, count: int) -> list[RequestRecord]:
         """The newest records, `count` at most, the newest first."""
-        return self.ring.recent(min(count, MOST_RECENT))
+        return self.ring.recent(min(count, MAX_RECENT))
 
     @property
     def kept_s(self) -> float:
@@ -84,8 +84,8 @@ class RecordBoard:
         such; returns how many these are. Raises `TooManyAsks`."""
         if found := self.ring.find(asked):
             return BoardAnswer(in_order(found))
-        if len(self._asks) >= MOST_ASKS:
-            raise TooManyAsks(f"{MOST_ASKS} requests are looked for already; ask again")
+        if len(self._asks) >= MAX_ASKS:
+            raise TooManyAsks(f"{MAX_ASKS} requests are looked for already; ask again")
         self._number += 1
         ask = _Ask(0)
         self._asks[self._number] = ask

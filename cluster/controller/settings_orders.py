@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from twinpool.contracts.errors import ConfigError
-from twinpool.contracts.messages.settings_change import MOST_SETTINGS_BYTES, SettingsAnswer, SettingsChange
+from twinpool.contracts.messages.settings_change import MAX_SETTINGS_BYTES, SettingsAnswer, SettingsChange
 
 ANSWER_S = 15.0
 """Seconds that a supervisor has to answer: it may be starting again, measuring a node, or starting processes."""
@@ -41,8 +41,8 @@ class SettingsOrders:
 
         Raises `ConfigError` where it refuses, isn't there or doesn't answer in time, or goes away.
         """
-        if len(change.settings) > MOST_SETTINGS_BYTES:
-            raise ConfigError(f"settings have at most {MOST_SETTINGS_BYTES} bytes, got {len(change.settings)}")
+        if len(change.settings) > MAX_SETTINGS_BYTES:
+            raise ConfigError(f"settings have at most {MAX_SETTINGS_BYTES} bytes, got {len(change.settings)}")
         if self._waiting is not None:
             raise ConfigError("another change of settings is being made; try again")
         number = next(self._numbers)

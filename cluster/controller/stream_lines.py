@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from twinpool.contracts.proto import worker_pb2 as pb
 
-MOST_ORDERS = 64 * 1024
+MAX_ORDERS = 64 * 1024
 """Orders that may wait for a supervisor that doesn't read, before its stream is ended."""
 
 
@@ -22,7 +22,7 @@ class SupervisorLine:
 
     def send(self, orders: Sequence[pb.SupervisorOrder]) -> None:
         self._orders += orders
-        if len(self._orders) > MOST_ORDERS:
+        if len(self._orders) > MAX_ORDERS:
             self.end("the supervisor doesn't read its orders")
         elif orders:
             self._more.set()

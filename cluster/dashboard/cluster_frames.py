@@ -35,7 +35,7 @@ EARLY_S = 0.5
 """Seconds by which a row of the history may be early, so that none is missed for a tick's sake."""
 FRAME_EVENTS = 24
 """Entries of the log in each frame: one that was missed comes with the next."""
-MOST_ROUTERS_SHOWN = 64
+MAX_ROUTERS_SHOWN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class ClusterFrames:
             "workers": rows,
             "links": links,
             "links_left_out": left_out,
-            "routers": [self._router_row(report) for report in reports[:MOST_ROUTERS_SHOWN]],
+            "routers": [self._router_row(report) for report in reports[:MAX_ROUTERS_SHOWN]],
             "totals": self._routers.totals(),
             "damage": self._damage_by_site(),
             "deaths": state.deaths,

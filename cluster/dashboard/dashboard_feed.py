@@ -29,7 +29,7 @@ COUNTER_WORKERS = 32
 `SAMPLE_S`."""
 PAST_S = SAMPLE_S / 2
 """Seconds for which the past is the same for all who ask."""
-MOST_WATCHERS = 256
+MAX_WATCHERS = 256
 """Routers that watch at once."""
 
 
@@ -113,8 +113,8 @@ class DashboardFeed:
 
     async def watch(self) -> AsyncIterator[bytes]:
         """Frames as JSON, the first one soon. Raises `TooManyWatch`."""
-        if len(self._watchers) >= MOST_WATCHERS:
-            raise TooManyWatch(f"{MOST_WATCHERS} routers watch the dashboard's frames already")
+        if len(self._watchers) >= MAX_WATCHERS:
+            raise TooManyWatch(f"{MAX_WATCHERS} routers watch the dashboard's frames already")
         watcher = _Watcher()
         self._watchers.add(watcher)
         self._next = self._clock.now()

@@ -8,7 +8,7 @@ from twinpool.contracts.messages.request_record import RequestRecord
 
 SHOWN = 16
 """Requests in a frame, the newest ones that the controller was told of."""
-MOST_SPANS, MOST_EVENTS = 32, 12
+MAX_SPANS, MAX_EVENTS = 32, 12
 TEXT_CHARS = 120
 
 
@@ -41,10 +41,10 @@ def request_row(record: RequestRecord) -> dict[str, Any]:
                 "detail": span.detail[:TEXT_CHARS],
                 "hidden": span.hidden,
             }
-            for span in record.spans[:MOST_SPANS]
+            for span in record.spans[:MAX_SPANS]
         ],
         "events": [
             {"at_s": event.at_s, "kind": event.kind, "worker": event.worker, "text": event.text[:TEXT_CHARS]}
-            for event in record.events[:MOST_EVENTS]
+            for event in record.events[:MAX_EVENTS]
         ],
     }

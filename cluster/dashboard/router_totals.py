@@ -9,7 +9,7 @@ from typing import NamedTuple
 from twinpool.contracts.messages.latency_shape import BUCKETS, added, grown
 from twinpool.contracts.messages.router_report import COUNTERS, RouterReport
 
-MOST_ROUTERS = 256
+MAX_ROUTERS = 256
 """Starts of routers that are told apart; beyond it the one that was silent for longest stays in the sums alone."""
 SILENT_S = 15.0
 """Seconds without a report after which a router isn't there any more."""
@@ -78,7 +78,7 @@ class RouterTotals:
         known = self._known.get(report.router)
         if known is None:
             self._known[report.router] = _Known(report, deque([_Heard(now, Counter(), report.cpu_s)]))
-            if len(self._known) > MOST_ROUTERS:
+            if len(self._known) > MAX_ROUTERS:
                 silent = min(self._known, key=lambda router: self._known[router].at)
                 self._gone.update(self._known.pop(silent).report.counters)
             return True

@@ -10,7 +10,7 @@ from twinpool.contracts.ids import Role
 from twinpool.contracts.messages.autoscaler_messages import AutoscalerView
 from twinpool.contracts.messages.worker_status import CPU_SECONDS, GPU_UTILIZATION, WorkerView
 
-MOST_LINKS = 256
+MAX_LINKS = 256
 """Links that a frame names, the busiest ones."""
 GONE = frozenset({"left", "dead"})
 SERVING = frozenset({"ready", "draining"})
@@ -97,8 +97,8 @@ def pool_rows(rows: Sequence[dict[str, Any]], autoscaler: AutoscalerView | None)
 def link_rows(links: Sequence[LinkRate]) -> tuple[list[list[Any]], int]:
     """The busiest links as sender, receiver, bytes a second and bytes since the sender's start; and how many more there
     are."""
-    rows = [[link.sender, link.receiver, round(link.bytes_s), int(link.total)] for link in links[:MOST_LINKS]]
-    return rows, max(0, len(links) - MOST_LINKS)
+    rows = [[link.sender, link.receiver, round(link.bytes_s), int(link.total)] for link in links[:MAX_LINKS]]
+    return rows, max(0, len(links) - MAX_LINKS)
 
 
 def _natural(name: str) -> tuple[str, int]:

@@ -30,12 +30,12 @@ def models_folder() -> Path:
 
 
 @contextmanager
-def fetch_folder(folder: Path, most_s: float) -> Iterator[Path]:
+def fetch_folder(folder: Path, max_s: float) -> Iterator[Path]:
     """A new folder in `folder` for one fetch, removed afterwards. What fetches left behind that were killed is removed,
-    too: folders that are older than `most_s`, which is the longest that a fetch takes."""
+    too: folders that are older than `max_s`, which is the longest that a fetch takes."""
     for one in (*reversed(folder.parents), folder):
         one.mkdir(mode=0o700, exist_ok=True)
-    oldest = time.time() - most_s
+    oldest = time.time() - max_s
     for left in folder.glob(f"{_FETCH}*"):
         try:
             dead = left.stat().st_mtime < oldest

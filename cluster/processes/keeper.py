@@ -8,7 +8,7 @@ It ends, and everything of the cluster with it, when
 
 - the supervisor has ended in order (exit code 0), or by itself before the cluster served (no file ``ready``),
 - it is told to (SIGTERM): the supervisor is then told, each time, and has the seconds of the file `END_SECONDS`,
-- the supervisor has died more than `MOST_DEATHS` times within `WINDOW_S`.
+- the supervisor has died more than `MAX_DEATHS` times within `WINDOW_S`.
 
 The supervisor writes what else belongs to the cluster into FOLDER/owned, in the reaper's lines.
 
@@ -45,7 +45,7 @@ END_S = 60.0
 TRIAL_S = 300.0
 """How long the supervisor of an upgrade may take to take the cluster over."""
 NOT_STARTED = 127
-MOST_DEATHS, WINDOW_S = 20, 600.0
+MAX_DEATHS, WINDOW_S = 20, 600.0
 BACKOFF_S, BACKOFF_MAX_S = 0.2, 10.0
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -185,7 +185,7 @@ class Keeper:
         self._deaths.append(now)
         while self._deaths[0] < now - WINDOW_S:
             self._deaths.popleft()
-        return len(self._deaths) > MOST_DEATHS
+        return len(self._deaths) > MAX_DEATHS
 
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

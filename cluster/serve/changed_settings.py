@@ -82,7 +82,7 @@ class SettingsChanger:
                 "this gives workers host memory, which no worker here has, so no agents that lend it were started "
                 "(cache.host_bytes, cluster.host_memory_share, cache.arena): start a new cluster with it"
             )
-        from twinpool.cluster.serve.memory_fit import most_bytes, shares_weights
+        from twinpool.cluster.serve.memory_fit import max_bytes, shares_weights
 
         if shares_weights(plan.config) and not self._arenas:
             raise ConfigError(
@@ -97,7 +97,7 @@ class SettingsChanger:
         planned, more = set(plan.workers), 0
         for name, role in self._workers():
             if (name, role) not in planned:
-                more += most_bytes(plan.here, plan.config, role) - most_bytes(before.here, before.config, role)
+                more += max_bytes(plan.here, plan.config, role) - max_bytes(before.here, before.config, role)
         if more > (free := self._free()):
             raise MemoryShort(
                 f"the workers that were added since the start need about {more / 2**20:,.0f} MiB more with this, and "

@@ -97,12 +97,12 @@ def _signals_noted() -> Iterator[list[int]]:
 def take_down(run: RunFile, wait: Callable[[float], object]) -> None:
     """End a cluster of this machine, and wait until it has ended. Raises `TwinpoolError` where it doesn't."""
     # One in a terminal keeps its deadline itself.
-    most_s = keeper.end_seconds(Path(run.folder)) + DOWN_S if run.folder else math.inf
+    max_s = keeper.end_seconds(Path(run.folder)) + DOWN_S if run.folder else math.inf
     os.kill(run.pid, signal.SIGTERM)
     waited = 0.0
     while same_process(run.pid, run.started):
-        if waited > most_s:
-            raise TwinpoolError(f"the cluster has not ended after {most_s:g} s; see {run.logs}")
+        if waited > max_s:
+            raise TwinpoolError(f"the cluster has not ended after {max_s:g} s; see {run.logs}")
         wait(0.1)
         waited += 0.1
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from twinpool.cache.arena.arena import most_index_bytes
+from twinpool.cache.arena.arena import max_index_bytes
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
-from twinpool.cluster.assembly.device_cards import CardParts, Dealt, deal, least_part
+from twinpool.cluster.assembly.device_cards import CardParts, Dealt, deal, min_part
 from twinpool.cluster.assembly.memory_plan import MemoryPlan, plan_memory, unit_bytes
 from twinpool.cluster.assembly.node_shares import MemoryShort, NodeFacts, NodeShare, copies_beside
 from twinpool.cluster.assembly.step_memory import StepMemory, step_memory
@@ -140,7 +140,7 @@ class MemoryDemand:
         if not nbytes or config.cache.arena != "auto" or config.transfer.plane == "local":
             return nbytes
         ranks = [self.pool_set.shard(rank, size) for rank in range(size)]
-        return nbytes + sum(most_index_bytes(spec, nbytes // size) for spec in ranks)
+        return nbytes + sum(max_index_bytes(spec, nbytes // size) for spec in ranks)
 
     @property
     def _hosts(self) -> int:
@@ -234,7 +234,7 @@ def card_parts(
     if facts.node_id:
         return {}, CardParts(min(card.free for card in facts.cards), ranks, shares, weights, taken)
     dealt = deal([(name, ranks[role]) for name, role in named(workers)], facts.cards)
-    return dealt, CardParts(least_part(dealt, facts.cards), ranks, shares, weights, taken)
+    return dealt, CardParts(min_part(dealt, facts.cards), ranks, shares, weights, taken)
 
 
 def divide(
@@ -275,7 +275,7 @@ def divide(
     return NodeShare(facts, workers, threads, weights, plans, budget, host_bytes, on_cards, steps, dealt, beside)
 
 
-def most_bytes(share: NodeShare, config: Config, role: Role) -> int:
+def max_bytes(share: NodeShare, config: Config, role: Role) -> int:
     """Bytes of a node's memory that a worker of `role` takes at most, its host tier filled; weights that it shares are
     left out."""
     if share.facts.cards:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("twinpool.serve")
 
-MOST_ROUTERS = 64
+MAX_ROUTERS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,8 +347,8 @@ def check_flags(options: ServeOptions) -> None:
     for flag, count in (("--prefill", options.prefill), ("--decode", options.decode)):
         if count < 1:
             raise ConfigError(f"{flag} must be at least 1, got {count}: each role needs a worker")
-    if not 1 <= options.routers <= MOST_ROUTERS:
-        raise ConfigError(f"--routers must be between 1 and {MOST_ROUTERS}, got {options.routers}")
+    if not 1 <= options.routers <= MAX_ROUTERS:
+        raise ConfigError(f"--routers must be between 1 and {MAX_ROUTERS}, got {options.routers}")
     if not 0 <= options.port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {options.port}")
 
@@ -369,7 +369,7 @@ def _check_pools(autoscaling: AutoscalingConfig, plane: str, options: ServeOptio
                 f"--{role} {count} is outside autoscaling.{role}.min_workers={bounds.min_workers} and "
                 f"max_workers={bounds.max_workers}"
             )
-    if sum(options.workers.values()) > autoscaling.most_together:
+    if sum(options.workers.values()) > autoscaling.max_together:
         raise ConfigError(
             f"--prefill {options.prefill} and --decode {options.decode} are more than "
             f"autoscaling.max_workers={autoscaling.max_workers} together"

@@ -19,7 +19,7 @@ LOOK_S = 2.0
 """Seconds between two looks at the memory that is free now."""
 NEWS_BYTES = 64 << 20
 """Bytes by which free memory must have changed to be told again."""
-LEAST_STARTS = 2
+MIN_STARTS = 2
 
 
 class RoomReports:
@@ -54,12 +54,12 @@ def cluster_room(plan: ServePlan, free: int | None = None) -> ClusterRoom:
 
 def node_room(share: NodeShare, config: Config, free: int | None = None) -> NodeRoom:
     """What a node has for workers by its division."""
-    from twinpool.cluster.serve.memory_fit import most_bytes, shared_weights
+    from twinpool.cluster.serve.memory_fit import max_bytes, shared_weights
 
     facts, cluster = share.facts, config.cluster
     roles = {
         role: RoleRoom(
-            most_bytes(share, config, role),
+            max_bytes(share, config, role),
             config.tp_for(role),
             planned,
             facts.places.get(role, 0) if facts.node_id else None,
@@ -72,7 +72,7 @@ def node_room(share: NodeShare, config: Config, free: int | None = None) -> Node
         # The plan was found to fit, with some bytes of indices and roundings that are not counted here.
         max(facts.free - shared_weights(share, config), planned_bytes),
         cluster.workers_per_core * facts.cores or ANY_NUMBER,
-        cluster.starts_at_once or max(LEAST_STARTS, facts.cores // 2),
+        cluster.starts_at_once or max(MIN_STARTS, facts.cores // 2),
         roles,
         tuple(share.dealt) if share.dealt else None,
         free,

@@ -16,7 +16,7 @@ from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.key_file import read_key_file
 
 TOKEN_VARIABLE = "TWINPOOL_ADMIN_TOKEN"
-MOST_PORT = 65535
+MAX_PORT = 65535
 
 
 def is_loopback(host: str) -> bool:
@@ -72,8 +72,8 @@ def check_security(security: SecurityConfig, host: str, port: int, *, routers: i
 def _check_admin(security: SecurityConfig, port: int, ports: range) -> None:
     if security.admin_port == port:
         raise ConfigError(f"security.admin_port and --port are both {port}: operators need a port of their own")
-    if port in ports or ports[-1] > MOST_PORT:
-        taken = f"--port is {port}" if port in ports else f"{MOST_PORT} is the last port"
+    if port in ports or ports[-1] > MAX_PORT:
+        taken = f"--port is {port}" if port in ports else f"{MAX_PORT} is the last port"
         raise ConfigError(
             f"security.admin_port={ports[0]} and the ports after it, up to {ports[-1]}, are operators' ports of "
             f"{len(ports)} routers, and {taken}: choose another security.admin_port"

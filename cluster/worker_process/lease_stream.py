@@ -19,7 +19,7 @@ class LeaseStream:
 
     def __init__(self) -> None:
         self._connection = FrameConnection(SILENCE_S)
-        self._connection.most_bytes = GRANT_BYTES
+        self._connection.max_bytes = GRANT_BYTES
         self._connection.on_frame, self._connection.on_end = self._granted, self._ended
         self._asked: deque[asyncio.Future[pb.LeaseGrant]] = deque()
         self._over = ""

@@ -38,7 +38,7 @@ from twinpool.contracts.wire.unknown_kinds import known
 log = logging.getLogger("twinpool.service")
 
 OUTBOX_BYTES = 16 * 1024 * 1024
-MOST_ROUTERS = 256
+MAX_ROUTERS = 256
 """The most routers that a worker serves at once; another one is refused."""
 OPENING_S = 10.0
 """How long a connection may take until its first frame is there."""
@@ -90,7 +90,7 @@ class RouterStream:
             return
         self._deadline.cancel()
         self._streams.admitted(self, self._connection)
-        self._connection.most_bytes = COMMANDS_BYTES
+        self._connection.max_bytes = COMMANDS_BYTES
         self._connection.on_frame = self._commands
         self._connection.send(self._streams.frame())
 
@@ -187,8 +187,8 @@ class RouterStreams:
         if too_old := refusal("this router", opening.protocol):
             log.warning("a router was refused: %s", too_old)
             return too_old
-        if len(self._routers) >= MOST_ROUTERS:
-            return f"{MOST_ROUTERS} routers are served already"
+        if len(self._routers) >= MAX_ROUTERS:
+            return f"{MAX_ROUTERS} routers are served already"
         return ""
 
     def admitted(self, stream: RouterStream, connection: FrameConnection) -> None:

@@ -33,7 +33,7 @@ _GENERAL = ("type", "rope_type", "rope_theta", "partial_rotary_factor", *_OF_IMA
 _OTHER_NAMES = {"mrope": "default"}
 _LENGTH_DEPENDENT = ("longrope", "su")
 _DEFAULT_THETA = 10000.0
-_MOST_POSITIONS = 2**31
+_MAX_POSITIONS = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def context_limits(config: JsonFields) -> ContextLimits:
         return ContextLimits(length, length, length)  # A bad number is refused by who reads the rope.
     assert isinstance(factor, int | float)
     assert isinstance(trained, int | float)
-    if not factor * trained < _MOST_POSITIONS:
+    if not factor * trained < _MAX_POSITIONS:
         raise config.refuse(f"rope scaling {kind!r} with factor {factor!r} makes more positions than can be counted")
     extended = max(length, int(factor * trained))
     return ContextLimits(extended if kind == "yarn" else length, extended, int(trained))

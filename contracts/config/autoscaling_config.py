@@ -63,8 +63,8 @@ class AutoscalingConfig:
     """Seconds that a start which the autoscaler ordered may wait for a node with a place, before it is given up."""
     backoff_s: float = 30.0
     """Seconds without growth after a start of the pool failed or was given up; doubled with each one, up to
-    `backoff_most_s`."""
-    backoff_most_s: float = 900.0
+    `max_backoff_s`."""
+    max_backoff_s: float = 900.0
     """The longest such pause."""
     hold_s: float = 900.0
     """Seconds for which the autoscaler leaves both pools alone after an operator has changed one."""
@@ -74,7 +74,7 @@ class AutoscalingConfig:
         return self.prefill if role is Role.PREFILL else self.decode
 
     @property
-    def most_together(self) -> int:
+    def max_together(self) -> int:
         """The most workers of both pools together."""
         return self.max_workers or sum(self.bounds(role).max_workers for role in PAIR)
 
@@ -89,7 +89,7 @@ def autoscaling_conflicts(config: AutoscalingConfig) -> Iterator[str]:
         if bounds.min_workers > bounds.max_workers:
             yield (f"{name}{role}.min_workers={bounds.min_workers} is above {role}.max_workers={bounds.max_workers}")
     least = sum(config.bounds(role).min_workers for role in PAIR)
-    if config.most_together < least:
+    if config.max_together < least:
         yield (f"{name}max_workers={config.max_workers} is below the two pools' min_workers, {least} together")
     for key in ("attainment", "tolerance"):
         if getattr(config, key) >= 1:
@@ -101,7 +101,7 @@ def autoscaling_conflicts(config: AutoscalingConfig) -> Iterator[str]:
         ("period_s", "window_s"),
         ("window_s", "shrink_window_s"),
         ("period_s", "role_window_s"),
-        ("backoff_s", "backoff_most_s"),
+        ("backoff_s", "max_backoff_s"),
         ("queue_target_s", "ttft_target_s"),
     ):
         if getattr(config, short) > getattr(config, long):

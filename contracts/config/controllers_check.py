@@ -14,7 +14,7 @@ from twinpool.contracts.config.ledger_place import (
 )
 from twinpool.contracts.errors import ConfigError
 
-MOST_STANDBYS = 8
+MAX_STANDBYS = 8
 """Standby controllers that `serve` may start: each looks for the leader several times a second."""
 
 
@@ -39,9 +39,9 @@ def controller_conflicts(config: ClusterConfig) -> Iterator[str]:
         )
     if config.ledger_replicas and not on_server(config.ledger):
         yield "config key cluster.ledger_replicas needs cluster.ledger on a server"
-    if config.standby_controllers > MOST_STANDBYS:
+    if config.standby_controllers > MAX_STANDBYS:
         yield (
-            f"config key cluster.standby_controllers must be at most {MOST_STANDBYS}; got {config.standby_controllers}"
+            f"config key cluster.standby_controllers must be at most {MAX_STANDBYS}; got {config.standby_controllers}"
         )
     several = bool(others) or config.standby_controllers > 0
     if several and config.leader_lease_s > config.lease_s / 2:

@@ -303,7 +303,7 @@ def _coerce(kind: Any, value: Any, name: str) -> Any:
         (inner,) = (k for k in typing.get_args(kind) if k is not type(None))
         return _coerce(inner, value, name)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(max(-_MOST_OF_ALL, min(value, _MOST_OF_ALL + 1)))  # What lies beyond is refused by its range.
+        return float(max(-_MAX_INT, min(value, _MAX_INT + 1)))  # What lies beyond is refused by its range.
     if type(value) is not kind:
         raise ConfigError(f"config key {name} must be {_NAMES[kind]}; got {value!r}")
     return value
@@ -329,17 +329,17 @@ _MAY_BE_ZERO = {
 }  # fmt: skip
 
 
-_MOST = {"decode.max_batch_tokens": 65_536, "prefill.max_running": 65_536}
+_MAX = {"decode.max_batch_tokens": 65_536, "prefill.max_running": 65_536}
 """Rows of a step, beyond which planning its memory takes longer than anybody waits."""
-_MOST_OF_ALL = 2**63 - 1
+_MAX_INT = 2**63 - 1
 
 
 def _in_range(value: Any, name: str) -> Any:
     """A key's value: a number must be finite and positive, or zero or more for keys in `_MAY_BE_ZERO`, at most what
-    `_MOST` says, and a page's size a power of two. Raises `ConfigError`."""
+    `_MAX` says, and a page's size a power of two. Raises `ConfigError`."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return value
-    if not value <= (most := _MOST.get(name, _MOST_OF_ALL)):  # Nor is that so of what is no number.
+    if not value <= (most := _MAX.get(name, _MAX_INT)):  # Nor is that so of what is no number.
         raise ConfigError(f"config key {name} must be a number of at most {most:,}; got {value!s:.40}")
     if value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
         raise ConfigError(

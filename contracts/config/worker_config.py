@@ -177,7 +177,7 @@ class TransferConfig:
     peer_forget_s: float = 60.0
     """A peer that could not be reached for so many seconds is forgotten, with all state kept for it; it says hello
     again."""
-    most_peers: int = 1024
+    max_peers: int = 1024
     """Workers that one worker hands over to at the same time; more are refused."""
     control_frame_bytes: int = 1024 * 1024
     """The longest control message or notice that is taken in: a grant has about ten bytes a page, a notice thirty."""

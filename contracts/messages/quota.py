@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 QUOTA_PARTS = 8
 """A slice is this part of a limit."""
-MOST_CLAIMS = 1024
+MAX_CLAIMS = 1024
 """Claims in one call."""
 
 

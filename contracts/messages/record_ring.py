@@ -31,9 +31,9 @@ R = TypeVar("R", bound=KeptRecord)
 class RecordRing(Generic[R]):
     """The latest records. A record of a request that is there already takes its place, as the newest."""
 
-    def __init__(self, most: int, most_bytes: int) -> None:
+    def __init__(self, most: int, max_bytes: int) -> None:
         """`most`: records; 0: none is kept."""
-        self._most, self._most_bytes = most, most_bytes
+        self._most, self._max_bytes = most, max_bytes
         self._records: OrderedDict[_Key, R] = OrderedDict()
         self.nbytes = 0
         """About how much memory the records take."""
@@ -53,7 +53,7 @@ class RecordRing(Generic[R]):
             self.nbytes -= before.nbytes
         self._records[key] = record
         self.nbytes += record.nbytes
-        while self._records and (len(self._records) > self._most or self.nbytes > self._most_bytes):
+        while self._records and (len(self._records) > self._most or self.nbytes > self._max_bytes):
             self.nbytes -= self._records.popitem(last=False)[1].nbytes
 
     def recent(self, count: int) -> list[R]:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from twinpool.contracts.ids import Role
 
-MOST_CANDIDATES = 8
+MAX_CANDIDATES = 8
 """Workers of a choice that are named with their cost."""
-MOST_NAMED = 4
+MAX_NAMED = 4
 """Workers that are named with a reason why they could not be chosen."""
 RUNNING = "running"
 """The outcome of a request that has not ended."""
@@ -71,7 +71,7 @@ class RefusedWorkers:
     reason: str
     count: int
     workers: tuple[str, ...] = ()
-    """The first `MOST_NAMED` of them."""
+    """The first `MAX_NAMED` of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class PlacementChoice:
     unit: str
     """What costs count, in words."""
     candidates: tuple[WorkerCandidate, ...] = ()
-    """The best `MOST_CANDIDATES`, the cheapest first."""
+    """The best `MAX_CANDIDATES`, the cheapest first."""
     others: int = 0
     """How many more could have been chosen."""
     refused: tuple[RefusedWorkers, ...] = ()

@@ -29,7 +29,7 @@ COUNTERS = (
 """The names of a report's counters. Those that `/metrics` has are called as there, without ``twinpool_`` and
 ``_total``."""
 NAME_CHARS = 253
-MOST_BREAKERS = 64
+MAX_BREAKERS = 64
 """Workers whose open circuit breakers a report names at most."""
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from twinpool.contracts.ids import Role
 
-MOST_SETTINGS_BYTES = 256 * 1024
+MAX_SETTINGS_BYTES = 256 * 1024
 """The longest change, as JSON."""
 
 

@@ -3,7 +3,7 @@
 A frame without bytes is a sign of life: each end sends one when it has had nothing else to say, and takes a peer from
 which nothing comes for gone. A peer that reads nothing of what waits for it is taken for gone too, whatever it says:
 else its part of this process's memory would grow as long as it lives. gRPC does the same with a task and several system
-calls a message, which was a sixth of a router's time ([decision 52](../../docs/decisions/0052-router-worker-protocol.md)).
+calls a message, which was a sixth of a router's time (docs/decisions/0052-router-worker-protocol.md).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FrameConnection(asyncio.Protocol):
         self.on_end: Callable[[str], None] = _ignored
         self.on_flow: Callable[[], None] | None = None
         """Called when `flows` says yes again."""
-        self.most_bytes = OPENING_BYTES
+        self.max_bytes = OPENING_BYTES
         """Bytes of the largest frame that is taken."""
         self.flows = False
         """Whether the peer reads what is sent, so that more of it may be."""
@@ -167,8 +167,8 @@ class FrameConnection(asyncio.Protocol):
         waiting, begin, taken = self._data, 0, 0
         while len(waiting) - begin >= HEAD_BYTES and not self._over:
             size = int.from_bytes(waiting[begin : begin + HEAD_BYTES], "big")
-            if size > self.most_bytes:
-                self.fail(f"a frame of {size} bytes came, and {self.most_bytes} are allowed")
+            if size > self.max_bytes:
+                self.fail(f"a frame of {size} bytes came, and {self.max_bytes} are allowed")
                 return False
             end = begin + HEAD_BYTES + size
             if len(waiting) < end:

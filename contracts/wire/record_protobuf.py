@@ -6,7 +6,7 @@ import math
 
 from twinpool.contracts.errors import WireError
 from twinpool.contracts.messages.request_record import (
-    MOST_CANDIDATES,
+    MAX_CANDIDATES,
     PlacementChoice,
     RecordEvent,
     RecordSpan,
@@ -17,7 +17,7 @@ from twinpool.contracts.messages.request_record import (
 from twinpool.contracts.proto import worker_pb2 as pb
 from twinpool.contracts.wire.unknown_kinds import role_from_proto
 
-MOST_RECORD_BYTES = 256 * 1024
+MAX_RECORD_BYTES = 256 * 1024
 """The most bytes of one record on the wire."""
 
 
@@ -88,8 +88,8 @@ def _choice_to_proto(choice: PlacementChoice) -> pb.PlacementChoice:
 def record_from_proto(m: pb.RequestRecord) -> RequestRecord:
     """A record from the wire. Raises `WireError` for one that is too large, and for times that are no numbers;
     `UnknownKind` for a role that this build doesn't know."""
-    if m.ByteSize() > MOST_RECORD_BYTES:
-        raise WireError(f"a request record has at most {MOST_RECORD_BYTES} bytes, this one {m.ByteSize()}")
+    if m.ByteSize() > MAX_RECORD_BYTES:
+        raise WireError(f"a request record has at most {MAX_RECORD_BYTES} bytes, this one {m.ByteSize()}")
     times = [m.arrived, m.total_s, m.first_token_s, m.uncertainty_s, *(event.at_s for event in m.events)]
     times += [at for span in m.spans for at in (span.start_s, span.end_s)]
     times += [at for choice in m.choices for at in (choice.at_s, *(one.cost for one in choice.candidates))]
@@ -134,7 +134,7 @@ def _choice_from_proto(m: pb.PlacementChoice) -> PlacementChoice:
         role_from_proto(m.role),
         m.chosen,
         m.unit,
-        tuple(WorkerCandidate(c.worker, c.cost, c.held, c.load) for c in m.candidates[:MOST_CANDIDATES]),
+        tuple(WorkerCandidate(c.worker, c.cost, c.held, c.load) for c in m.candidates[:MAX_CANDIDATES]),
         m.others,
         tuple(RefusedWorkers(some.reason, some.count, tuple(some.workers)) for some in m.refused),
         m.why,

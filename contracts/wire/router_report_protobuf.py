@@ -6,7 +6,7 @@ import math
 
 from twinpool.contracts.errors import WireError
 from twinpool.contracts.messages.latency_shape import BUCKETS
-from twinpool.contracts.messages.router_report import COUNTERS, MOST_BREAKERS, NAME_CHARS, RouterIdentity, RouterReport
+from twinpool.contracts.messages.router_report import COUNTERS, MAX_BREAKERS, NAME_CHARS, RouterIdentity, RouterReport
 from twinpool.contracts.proto import worker_pb2 as pb
 
 
@@ -25,7 +25,7 @@ def router_report_to_proto(r: RouterReport) -> pb.RouterReport:
         output_tokens=r.output_tokens,
         cpu_s=r.cpu_s,
         ttft_slo_s=r.ttft_slo_s,
-        open_breakers=r.open_breakers[:MOST_BREAKERS],
+        open_breakers=r.open_breakers[:MAX_BREAKERS],
         viewers=r.viewers,
         name=r.identity.name[:NAME_CHARS],
         address=r.identity.address[:NAME_CHARS],
@@ -39,7 +39,7 @@ def router_report_from_proto(m: pb.RouterReport) -> RouterReport:
     """Read a report; counters of names that this build doesn't know are left out. Raises `WireError` for one that makes
     no sense."""
     texts = (m.router, m.node, m.build, m.model, m.name, m.address, m.settings, *m.open_breakers)
-    if not m.router or any(len(text) > NAME_CHARS for text in texts) or len(m.open_breakers) > MOST_BREAKERS:
+    if not m.router or any(len(text) > NAME_CHARS for text in texts) or len(m.open_breakers) > MAX_BREAKERS:
         raise WireError(f"a report names its router, and no name has more than {NAME_CHARS} characters")
     if any(len(counts) not in (0, BUCKETS) for counts in (m.first_tokens, m.gaps, m.output_tokens)):
         raise WireError(f"a histogram of latencies has {BUCKETS} buckets")

@@ -21,8 +21,8 @@ _FEW_TILES = 256
 """With fewer tiles than this, parts have programs of their own. Bounds their results: so many tiles of float32 a
 part."""
 _SHARED_BYTES = {80: 160 * 1024, 90: 224 * 1024, 100: 224 * 1024}
-"""Compute capability, times 10 -> shared memory of a block; `_LEAST_SHARED_BYTES` for any other."""
-_LEAST_SHARED_BYTES = 96 * 1024
+"""Compute capability, times 10 -> shared memory of a block; `_MIN_SHARED_BYTES` for any other."""
+_MIN_SHARED_BYTES = 96 * 1024
 _GROUP = 8
 _SUM_BLOCK = 1024
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -154,7 +154,7 @@ def tiling(rows: int, dtype: torch.dtype) -> tuple[int, int]:
 def stages(tile_rows: int, dtype: torch.dtype, capability: int) -> int:
     """Return the tiles of the inner axis that are on their way at a time: 4 for many rows, where they fit into shared
     memory, else 3. They change no bit."""
-    there = _SHARED_BYTES.get(capability, _LEAST_SHARED_BYTES)
+    there = _SHARED_BYTES.get(capability, _MIN_SHARED_BYTES)
     needed = 4 * (tile_rows + BLOCK_N) * BLOCK_K * dtype.itemsize
     return 4 if tile_rows > FEW_ROWS and needed <= there else 3
 

@@ -16,7 +16,7 @@ from torch import Tensor
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _PANEL = 32
 """Outputs side by side in a packed weight, as in gemm.h."""
-_MOST_HEAD_DIM = 1024
+_MAX_HEAD_DIM = 1024
 _HUGE_PAGE = 1 << 21
 _MADV_HUGEPAGE = 14
 
@@ -133,7 +133,7 @@ class NativeKernels:
         `slots_t` [T] int64; muted tokens ([T] bool) are written as zeros. Returns the queries, [T, heads, dim].
         """
         tokens, (kv_heads, dim) = slots_t.shape[0], k_pages.shape[2:]
-        assert dim <= _MOST_HEAD_DIM and qkv_mn.stride(1) == 1, "heads fit the kernel's room"  # noqa: PT018
+        assert dim <= _MAX_HEAD_DIM and qkv_mn.stride(1) == 1, "heads fit the kernel's room"  # noqa: PT018
         assert k_pages.is_contiguous() and v_pages.is_contiguous(), "pages follow each other"  # noqa: PT018
         q_thd = torch.empty(tokens, heads, dim, dtype=qkv_mn.dtype)
         shape = _Heads(tokens, heads, kv_heads, dim, eps)

@@ -33,7 +33,7 @@ from twinpool.router.openai.api_errors import ApiError
 from twinpool.router.service.router_service import RouterService
 from twinpool.router.state.worker_table import GONE
 
-MOST_AT_ONCE = 1024
+MAX_AT_ONCE = 1024
 """The most workers that one order may ask for."""
 
 
@@ -154,8 +154,8 @@ def _role(name: str) -> Role:
 
 
 def _count(what: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 4 and int(text) <= MOST_AT_ONCE):
-        raise RequestError(f"{what} must be a whole number of workers, at most {MOST_AT_ONCE}; got {text!r:.40}")
+    if not (text.isascii() and text.isdigit() and len(text) <= 4 and int(text) <= MAX_AT_ONCE):
+        raise RequestError(f"{what} must be a whole number of workers, at most {MAX_AT_ONCE}; got {text!r:.40}")
     return int(text)
 
 

@@ -15,7 +15,7 @@ import json
 from typing import Any
 
 from twinpool.contracts.errors import RequestError
-from twinpool.contracts.messages.settings_change import MOST_SETTINGS_BYTES, SettingsAnswer, SettingsChange
+from twinpool.contracts.messages.settings_change import MAX_SETTINGS_BYTES, SettingsAnswer, SettingsChange
 from twinpool.contracts.outside_data import read_json
 from twinpool.router.api.admin_drain import asked, conflict
 from twinpool.router.api.admin_status import forbidden
@@ -32,7 +32,7 @@ async def apply(service: RouterService, exchange: HttpExchange) -> None:
     where nothing was changed."""
     if failure := forbidden(service, exchange):
         return await exchange.fail(failure)
-    raw = await exchange.body(MOST_SETTINGS_BYTES, service.buffer)
+    raw = await exchange.body(MAX_SETTINGS_BYTES, service.buffer)
     try:
         tree = read_json(raw)
     except ValueError as error:

@@ -16,7 +16,7 @@ from twinpool.router.api.openapi_answers import (
     answers,
 )
 from twinpool.router.api.openapi_bodies import BODIES, TEXT
-from twinpool.router.openai.resume_headers import KEY_HEADER, MOST_KEY_CHARS, SEEN_HEADER
+from twinpool.router.openai.resume_headers import KEY_HEADER, MAX_KEY_CHARS, SEEN_HEADER
 from twinpool.router.service.request_limits import SESSION_HEADER, SLO_HEADER
 
 _GENERATE = {
@@ -45,7 +45,7 @@ _GENERATE_HEADERS = [
         "in": "header",
         "required": False,
         "description": "The name under which the answer is kept for a client that comes back for it.",
-        "schema": {"type": "string", "pattern": f"^[!-~]{{1,{MOST_KEY_CHARS}}}$"},
+        "schema": {"type": "string", "pattern": f"^[!-~]{{1,{MAX_KEY_CHARS}}}$"},
     },
     {
         "name": SEEN_HEADER,

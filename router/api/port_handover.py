@@ -24,7 +24,7 @@ REACH_S = 5.0
 """How long a predecessor may take to answer."""
 TAKE_S = 120.0
 """How long a successor may take from getting the sockets to serving."""
-MOST_SOCKETS = 2
+MAX_SOCKETS = 2
 
 
 class Predecessor:
@@ -43,7 +43,7 @@ class Predecessor:
         connection.settimeout(REACH_S)
         try:
             connection.connect(str(path))
-            word, descriptors, _, _ = socket.recv_fds(connection, 16, MOST_SOCKETS)
+            word, descriptors, _, _ = socket.recv_fds(connection, 16, MAX_SOCKETS)
         except OSError:
             connection.close()
             return None

@@ -14,8 +14,8 @@ import numpy as np
 
 from twinpool.contracts.ids import Role
 from twinpool.contracts.messages.request_record import (
-    MOST_CANDIDATES,
-    MOST_NAMED,
+    MAX_CANDIDATES,
+    MAX_NAMED,
     PlacementChoice,
     RefusedWorkers,
     WorkerCandidate,
@@ -45,7 +45,7 @@ def explained(seen: Considered, r: RoutedRequest, policy: RoutingPolicy) -> Plac
     able, ask = seen.able, seen.ask
     prompts = seen.role is not Role.DECODE
     costs = np.asarray((policy.prefill_cost if prompts else policy.decode_cost)(able, ask), np.float64)
-    best = np.argsort(costs, kind="stable")[:MOST_CANDIDATES]
+    best = np.argsort(costs, kind="stable")[:MAX_CANDIDATES]
     some = AbleWorkers(able.columns, able.at.take(best))
     loads, held = some.column("whole_load"), (ask.hits.held_of if prompts else ask.hits.device_of)(some)
     named = [
@@ -79,7 +79,7 @@ def _refused(seen: Considered, r: RoutedRequest) -> tuple[RefusedWorkers, ...]:
         if entry.record.role is seen.role and at not in told:
             found[_left_out(entry, seen, r)].append(entry)
     return tuple(
-        RefusedWorkers(reason, len(some), tuple(entry.record.name for entry in some[:MOST_NAMED]))
+        RefusedWorkers(reason, len(some), tuple(entry.record.name for entry in some[:MAX_NAMED]))
         for reason, some in found.items()
         if some
     )

@@ -29,7 +29,7 @@ from twinpool.contracts.wire.shared_frames import EVENTS_BYTES, FrameWriter
 from twinpool.contracts.wire.unknown_kinds import known
 from twinpool.router.state.router_log import log
 
-MOST_COMMANDS = 64 * 1024
+MAX_COMMANDS = 64 * 1024
 """Commands that may wait for a worker that doesn't read, before its stream is ended."""
 
 
@@ -60,7 +60,7 @@ class WorkerStream:
         self._loop = asyncio.get_running_loop()
         self.opened: asyncio.Future[None] = self._loop.create_future()
         """Done when the worker has admitted this router."""
-        connection.most_bytes = EVENTS_BYTES
+        connection.max_bytes = EVENTS_BYTES
         connection.on_frame, connection.on_end, connection.on_flow = self._frame, self._broken, self._flush
 
     def send(self, commands: Sequence[Command]) -> None:
@@ -84,7 +84,7 @@ class WorkerStream:
     def _flush(self) -> None:
         self._due = False
         # What a worker doesn't read waits as commands, which cost nothing twice.
-        if len(self._queue) > MOST_COMMANDS and not self._connection.flows:
+        if len(self._queue) > MAX_COMMANDS and not self._connection.flows:
             self._broken(f"it doesn't read its commands: {len(self._queue)} wait for it")
             return
         sent = 0

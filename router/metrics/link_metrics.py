@@ -21,7 +21,7 @@ _GAUGES = {
     "in_flight_bytes": ("twinpool_link_in_flight_bytes", "Bytes of pages that are under way"),
 }
 _PLANE = "plane_"
-MOST_LINKS = 1024
+MAX_LINKS = 1024
 """With more links than this, those of each worker are summed into one sample, with an empty `to`: links are as many as
 prefill workers times decode workers."""
 
@@ -29,7 +29,7 @@ prefill workers times decode workers."""
 def link_metrics(workers: Iterable[WorkerEntry]) -> Iterator[Metric]:
     """Yield the families, with a sample for each link between workers that are there, or for each worker."""
     workers = list(workers)
-    summed = sum(key.startswith("link_writes:") for entry in workers for key in entry.status.counters) > MOST_LINKS
+    summed = sum(key.startswith("link_writes:") for entry in workers for key in entry.status.counters) > MAX_LINKS
     labels = ["worker", "to"]
     families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {
         **{what: CounterMetricFamily(*named, labels=labels) for what, named in _COUNTERS.items()},

@@ -25,7 +25,7 @@ from twinpool.contracts import outside_data
 from twinpool.contracts.errors import RequestError
 
 INT64 = 2**63
-MOST_TOKENS = 2**31 - 1
+MAX_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +43,16 @@ class RequestField:
 SAMPLING: dict[str, RequestField] = {
     "temperature": RequestField("number", 0, 100, "0 is greedy."),
     "top_p": RequestField("number", 0, 1, "Nucleus sampling; 0 keeps the best token alone."),
-    "top_k": RequestField("integer", -1, MOST_TOKENS, "0 or -1: no limit."),
+    "top_k": RequestField("integer", -1, MAX_TOKENS, "0 or -1: no limit."),
     "min_p": RequestField("number", 0, 1, "Least probability relative to the best token's."),
     "repetition_penalty": RequestField("number", 0, 100, "Over prompt and answer.", above=True),
     "presence_penalty": RequestField("number", -2, 2, "Over the answer."),
     "frequency_penalty": RequestField("number", -2, 2, "Over the answer."),
     "seed": RequestField("integer", -INT64, INT64 - 1, "The same seed draws the same tokens."),
-    "min_tokens": RequestField("integer", 0, MOST_TOKENS, "No end before this many tokens."),
-    "max_tokens": RequestField("integer", 0, MOST_TOKENS, "Tokens to generate at most."),
+    "min_tokens": RequestField("integer", 0, MAX_TOKENS, "No end before this many tokens."),
+    "max_tokens": RequestField("integer", 0, MAX_TOKENS, "Tokens to generate at most."),
     "max_completion_tokens": RequestField(
-        "integer", 1, MOST_TOKENS, "As max_tokens; the one that counts if both are given."
+        "integer", 1, MAX_TOKENS, "As max_tokens; the one that counts if both are given."
     ),
     "ignore_eos": RequestField("boolean", doc="The model's end tokens don't end the answer."),
     "include_stop_str_in_output": RequestField("boolean", doc="The stop string that matched stays in the text."),
@@ -73,7 +73,7 @@ SAMPLING: dict[str, RequestField] = {
     "truncate_prompt_tokens": RequestField(
         "integer",
         -1,
-        MOST_TOKENS,
+        MAX_TOKENS,
         "Keep so many tokens of a prompt, its last; -1: as many as leave room for max_tokens.",
     ),
     "priority": RequestField(
@@ -90,7 +90,7 @@ COMPLETION: dict[str, RequestField] = {
 
 CHAT: dict[str, RequestField] = {
     **SAMPLING,
-    "max_tokens": RequestField("integer", 1, MOST_TOKENS, "Tokens to generate at most."),
+    "max_tokens": RequestField("integer", 1, MAX_TOKENS, "Tokens to generate at most."),
     "logprobs": RequestField("boolean", doc="Log-probabilities of the tokens."),
     "top_logprobs": RequestField("integer", 0, 20, "And of this many best ones; needs logprobs."),
     "add_generation_prompt": RequestField("boolean", doc="The template opens the assistant's turn; default true."),

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from twinpool.contracts.errors import RequestError
 
 KEY_HEADER, SEEN_HEADER = "Idempotency-Key", "Last-Event-ID"
-MOST_KEY_CHARS = 255
-MOST_RESUMED_CHOICES = 128
+MAX_KEY_CHARS = 255
+MAX_RESUMED_CHOICES = 128
 """Choices that a streamed request with a key may have: each event's id has a number for each."""
-_KEY = re.compile(rf"[\x21-\x7e]{{1,{MOST_KEY_CHARS}}}", re.ASCII)
-_SEEN = re.compile(
-    rf"(0|[1-9][0-9]{{0,11}})-([0-9]{{1,9}}(?:\.[0-9]{{1,9}}){{0,{MOST_RESUMED_CHOICES - 1}}})", re.ASCII
-)
+_KEY = re.compile(rf"[\x21-\x7e]{{1,{MAX_KEY_CHARS}}}", re.ASCII)
+_SEEN = re.compile(rf"(0|[1-9][0-9]{{0,11}})-([0-9]{{1,9}}(?:\.[0-9]{{1,9}}){{0,{MAX_RESUMED_CHOICES - 1}}})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ def read_resume_headers(key: str, last_event_id: str) -> ResumeHeaders | None:
             raise RequestError(f"{SEEN_HEADER} needs the {KEY_HEADER} with which the answer was asked for")
         return None
     if not _KEY.fullmatch(key):
-        raise RequestError(f"{KEY_HEADER} must be 1 to {MOST_KEY_CHARS} visible ASCII characters without spaces")
+        raise RequestError(f"{KEY_HEADER} must be 1 to {MAX_KEY_CHARS} visible ASCII characters without spaces")
     if not last_event_id:
         return ResumeHeaders(key, None)
     found = _SEEN.fullmatch(last_event_id)

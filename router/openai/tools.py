@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from twinpool.contracts.errors import RequestError
-from twinpool.contracts.outside_data import MOST_NESTED, read_json
+from twinpool.contracts.outside_data import MAX_NESTED, read_json
 from twinpool.router.openai.request_fields import describe
 from twinpool.router.openai.structured_output import names_engine, refuse_unreadable
 from twinpool.router.text.chat_template import CallArguments
@@ -198,7 +198,7 @@ def _whole_object(cut: str, error: ValueError) -> dict[str, Any] | None:
             open_.pop()
         elif mark == ",":
             ends.append((found.start(), "".join(reversed(open_))))
-        if len(open_) > MOST_NESTED:
+        if len(open_) > MAX_NESTED:
             return None
     whole = _CUT_ESCAPE.sub("", cut) + '"' if text else cut
     for tried in (whole + "".join(reversed(open_)), *(cut[:end] + closers for end, closers in reversed(ends))):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from twinpool.contracts.errors import RequestError
 from twinpool.router.openai.request_fields import (
     IGNORED_AT_MOST,
-    MOST_TOKENS,
+    MAX_TOKENS,
     RequestField,
     check_value,
     describe,
@@ -21,7 +21,7 @@ from twinpool.router.openai.request_fields import (
 )
 from twinpool.router.openai_responses.input_items import read_input
 
-MAX_OUTPUT_TOKENS = RequestField("integer", 1, MOST_TOKENS, "Tokens to generate at most, those of reasoning included.")
+MAX_OUTPUT_TOKENS = RequestField("integer", 1, MAX_TOKENS, "Tokens to generate at most, those of reasoning included.")
 METADATA_AT_MOST = 16
 REASONING_INCLUDE = "reasoning.encrypted_content"
 _STORED = "responses aren't stored here: send the whole conversation as input"

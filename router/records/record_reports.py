@@ -30,7 +30,7 @@ WAITING_REPORTS = 10
 """Reports' worth of records that may wait; the oldest of the usual ones go first."""
 REPORT_BYTES = 512 * 1024
 """About so many bytes a report has at most."""
-MOST_ANSWERS = 32
+MAX_ANSWERS = 32
 """Questions that are being answered at once; more are left to the controller's deadline."""
 SLOWEST = 4
 """One of so many records of a report is of the slowest requests, where none of them is notable."""
@@ -111,7 +111,7 @@ class RecordReports:
     # ------------------------------------------------------------ what the controller asks
 
     def _asked(self, number: int, request_id: str) -> None:
-        if len(self._answers) >= MOST_ANSWERS:
+        if len(self._answers) >= MAX_ANSWERS:
             self.unanswered += 1
             return
         task = asyncio.get_running_loop().create_task(self._answer(number, request_id))

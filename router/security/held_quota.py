@@ -97,7 +97,7 @@ class HeldQuota:
             self.tokens.spend(tokens)
 
     @property
-    def most_in_flight(self) -> int:
+    def max_in_flight(self) -> int:
         """Answers that may be in flight here without asking; no end where there is no limit."""
         if not self.limits.concurrent:
             return 1 << 62
@@ -106,7 +106,7 @@ class HeldQuota:
     def may_get(self, now: float) -> int:
         """Answers that may be in flight here, as far as is known, were all that the controller has left claimed."""
         if self.alone or not self.limits.concurrent:
-            return self.most_in_flight
+            return self.max_in_flight
         return self.places + max(0, self.places_left) if self.known(now) else self.limits.concurrent
 
     def due(self, in_flight: int, now: float) -> bool:

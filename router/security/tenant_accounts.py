@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from twinpool.contracts.errors import TwinpoolError
 from twinpool.contracts.key_file import TenantLimits
-from twinpool.contracts.messages.quota import MOST_CLAIMS, QuotaClaim, QuotaSlice
+from twinpool.contracts.messages.quota import MAX_CLAIMS, QuotaClaim, QuotaSlice
 from twinpool.router.security.held_quota import HeldQuota, LeasedBudget
 
 MINUTE_S = 60.0
@@ -155,7 +155,7 @@ class TenantAccounts:
             for tenant, account in self._accounts.items()
             if account.held is not None and (account.held.pending or account.held.due(account.in_flight, now))
         ]
-        return [held.claim(tenant, account.in_flight, now) for tenant, account, held in due[:MOST_CLAIMS]]
+        return [held.claim(tenant, account.in_flight, now) for tenant, account, held in due[:MAX_CLAIMS]]
 
     def granted(self, claims: Sequence[QuotaClaim], slices: Sequence[QuotaSlice], now: float) -> None:
         """Take in the controller's answer."""
@@ -231,8 +231,8 @@ def _short(
     held = account.held
     if held is None:
         return None
-    if account.in_flight + choices > held.most_in_flight:
-        return _too_many(tenant, limits, account.in_flight + limits.concurrent - held.most_in_flight, choices)
+    if account.in_flight + choices > held.max_in_flight:
+        return _too_many(tenant, limits, account.in_flight + limits.concurrent - held.max_in_flight, choices)
     for what, (amount, limit) in _wanted(limits, prompt_tokens).items():
         budget = held.budget(what)
         if budget.lacks(amount, limit):

@@ -17,7 +17,7 @@ from twinpool.contracts.errors import TwinpoolError
 from twinpool.router.service.dashboard_source import DashboardSource
 from twinpool.router.state.router_log import log
 
-MOST_VIEWERS = 64
+MAX_VIEWERS = 64
 """Browsers that look at one router's page at once."""
 RETRY_S = 0.5
 """Seconds between two attempts to get frames."""
@@ -101,8 +101,8 @@ class DashboardRelay:
         """A viewer more; its `close` must be called. Raises `NoViewer`."""
         if self._closed:
             raise NoViewer("this router ends: ask again, and another answers")
-        if len(self._viewers) >= MOST_VIEWERS:
-            raise NoViewer(f"{MOST_VIEWERS} browsers look at this router's dashboard already")
+        if len(self._viewers) >= MAX_VIEWERS:
+            raise NoViewer(f"{MAX_VIEWERS} browsers look at this router's dashboard already")
         viewer = DashboardViewer(self)
         self._viewers.add(viewer)
         self._on_viewers(len(self._viewers))

@@ -64,7 +64,7 @@ class RequestLimits:
             )
         left = context - have
         for role in self._workers.roles:
-            most = self._workers.most_positions(role)
+            most = self._workers.max_positions(role)
             if most is None or (role is Role.DECODE and wanted <= 1 and request.max_tokens is not None):
                 continue
             if have + wanted > most:

@@ -11,7 +11,7 @@ from twinpool.contracts.ids import RequestId
 from twinpool.contracts.messages.kept_answers import AnswerName
 from twinpool.router.core.answer_asks import FoundAnswer
 from twinpool.router.openai.generate_request import GenerateRequest
-from twinpool.router.openai.resume_headers import MOST_RESUMED_CHOICES, SEEN_HEADER, ResumeHeaders
+from twinpool.router.openai.resume_headers import MAX_RESUMED_CHOICES, SEEN_HEADER, ResumeHeaders
 from twinpool.router.security.answer_identity import AnswerIdentity
 from twinpool.router.service.answer_claims import AnswerClaim
 from twinpool.router.state.routed_request import RoutedRequest
@@ -68,9 +68,9 @@ def check_headers(request: GenerateRequest, headers: ResumeHeaders) -> None:
     """Raise `RequestError` where the headers don't fit the request."""
     if headers.seen is not None and not request.stream:
         raise RequestError(f"{SEEN_HEADER} is for streams; without it the whole answer comes")
-    if request.stream and request.choices > MOST_RESUMED_CHOICES:
+    if request.stream and request.choices > MAX_RESUMED_CHOICES:
         raise RequestError(
-            f"a stream with an Idempotency-Key may have {MOST_RESUMED_CHOICES} choices; this has {request.choices}"
+            f"a stream with an Idempotency-Key may have {MAX_RESUMED_CHOICES} choices; this has {request.choices}"
         )
     if headers.seen is not None and len(headers.seen.counts) != request.choices:
         raise RequestError(f"{SEEN_HEADER} must be the id of an event of this answer")

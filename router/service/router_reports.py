@@ -12,7 +12,7 @@ import time
 
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.clock import Clock
-from twinpool.contracts.messages.router_report import MOST_BREAKERS, RouterIdentity, RouterReport
+from twinpool.contracts.messages.router_report import MAX_BREAKERS, RouterIdentity, RouterReport
 from twinpool.router.core.router_core import RouterCore
 from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
 from twinpool.router.service.dashboard_source import DashboardSource
@@ -23,7 +23,7 @@ from twinpool.router.verification.stream_watch import StreamWatch
 
 RETRY_S = 1.0
 """Seconds until a report that failed is made again."""
-LEAST_S, MOST_S = 0.5, 30.0
+MIN_S, MAX_S = 0.5, 30.0
 """Bounds of what the controller may ask for."""
 
 
@@ -69,7 +69,7 @@ class RouterReports:
             self._next = self._clock.now() + RETRY_S
             raise
         if self._viewers == told:  # Else the next one is due already.
-            self._next = began + min(max(pause_s, LEAST_S), MOST_S)
+            self._next = began + min(max(pause_s, MIN_S), MAX_S)
 
     def report(self) -> RouterReport:
         """This router as it is now."""
@@ -108,7 +108,7 @@ class RouterReports:
             },
             tuple(tally.first_token_shape.counts),
             tuple(tally.gap_shape.counts),
-            tuple(breakers[:MOST_BREAKERS]),
+            tuple(breakers[:MAX_BREAKERS]),
             self._viewers,
             self._identity,
             tuple(tally.output_token_shape.counts),

@@ -25,7 +25,7 @@ from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.ids import RequestId
 from twinpool.contracts.state_table import StateTable
 
-MOST_PATIENCE = 8
+MAX_PATIENCE = 8
 """The largest multiple of `breaker_open_s` for which a breaker is open while other workers admit requests; the multiple
 doubles with each failed trial."""
 ACCUSED_AT = 2
@@ -128,7 +128,7 @@ class CircuitBreaker:
         self._outcomes.append(_AttemptOutcome(now, True))
         if self.state is CircuitState.HALF_OPEN and request == self._probe:
             self._probe = None
-            self._patience = min(2 * self._patience, MOST_PATIENCE)
+            self._patience = min(2 * self._patience, MAX_PATIENCE)
             self._open(CircuitEvent.FAILED, now)
         elif self.state is CircuitState.CLOSED:
             self._judge(now)

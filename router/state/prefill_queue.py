@@ -21,9 +21,9 @@ from twinpool.router.state.tenant_share import NOBODYS, TenantShare
 
 REMEMBERED = 0.98
 """Weight of a prompt after the next one: about the last fifty count."""
-LEAST_SPREAD = 0.05
+MIN_SPREAD = 0.05
 """Variance of sizes, over the square of their mean, above which `b` is fitted."""
-LEAST_PROMPTS = 3.0
+MIN_PROMPTS = 3.0
 """Weight of the prompts that were seen below which nothing is predicted."""
 ON_TIME = 0.9
 """Share of first tokens that come no later than predicted: predictions become more cautious while fewer do."""
@@ -32,7 +32,7 @@ CAUTION = (0.5, 3.0)
 CAUTION_STEP = 0.1
 MEASURED_S = 30.0
 """Seconds for which what was measured of a worker's prompts tells what its next one would take."""
-MOST_TIMES = 2.0
+MAX_TIMES = 2.0
 """What was measured of prompts that are all of one size tells of those up to so many times as long."""
 JUDGED_AT_ONCE = 256
 """Refusals whose truth is looked into at a time; the oldest are left out of the count beyond it."""
@@ -56,12 +56,12 @@ class PromptCost:
         self._xy = self._xy * keep + tokens * seconds
 
     def fit(self) -> tuple[float, float] | None:
-        """Return the seconds of a prompt and of a token of it; None before `LEAST_PROMPTS` were seen."""
-        if self._n < LEAST_PROMPTS:
+        """Return the seconds of a prompt and of a token of it; None before `MIN_PROMPTS` were seen."""
+        if self._n < MIN_PROMPTS:
             return None
         mean_x, mean_y = self._x / self._n, self._y / self._n
         spread = self._spread
-        if spread <= LEAST_SPREAD * mean_x * mean_x:
+        if spread <= MIN_SPREAD * mean_x * mean_x:
             return mean_y, 0.0
         slope = max(0.0, (self._xy / self._n - mean_x * mean_y) / spread)
         if slope * mean_x > mean_y:
@@ -69,16 +69,16 @@ class PromptCost:
         return mean_y - slope * mean_x, slope
 
     def seconds(self, tokens: int) -> float | None:
-        """Return the seconds of a prompt of `tokens`; None before `LEAST_PROMPTS` were seen."""
+        """Return the seconds of a prompt of `tokens`; None before `MIN_PROMPTS` were seen."""
         fit = self.fit()
         return fit[0] + fit[1] * tokens if fit is not None else None
 
     def covers(self, tokens: int) -> bool:
         """Whether prompts were seen that tell of one of `tokens`."""
-        if self._n < LEAST_PROMPTS:
+        if self._n < MIN_PROMPTS:
             return False
         mean = self._x / self._n
-        return tokens <= MOST_TIMES * mean or self._spread > LEAST_SPREAD * mean * mean
+        return tokens <= MAX_TIMES * mean or self._spread > MIN_SPREAD * mean * mean
 
     @property
     def _spread(self) -> float:

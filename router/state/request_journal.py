@@ -1,7 +1,7 @@
 """The journal of one choice: what the router saw happen to it, and when, for its record.
 
 Entries are facts, in order, by the router core's clock; `router.records.make_record` makes spans of them. The journal
-is bounded: what comes after `MOST_ENTRIES` is counted and left out, and so is all but the first reports of a leg that
+is bounded: what comes after `MAX_ENTRIES` is counted and left out, and so is all but the first reports of a leg that
 reports without end.
 """
 
@@ -15,8 +15,8 @@ from twinpool.contracts.ids import Role
 from twinpool.contracts.messages.request_record import PlacementChoice
 from twinpool.contracts.messages.worker_events import LegReport
 
-MOST_ENTRIES = 128
-MOST_CHOICES = 16
+MAX_ENTRIES = 128
+MAX_CHOICES = 16
 """Choices of workers that are kept, the latest ones of attempts beyond that."""
 TEXT_CHARS = 300
 
@@ -70,7 +70,7 @@ class RequestJournal:
         workers: Mapping[Role, str] = {},
         report: LegReport | None = None,
     ) -> None:
-        if len(self.entries) >= MOST_ENTRIES:
+        if len(self.entries) >= MAX_ENTRIES:
             self.left_out += 1
             return
         if len(text) > TEXT_CHARS:
@@ -83,6 +83,6 @@ class RequestJournal:
             self.note(at, JournalKind.WAITS, attempt, text=why())
 
     def chose(self, at: float, choices: Sequence[PlacementChoice]) -> None:
-        if len(self.choices) + len(choices) > MOST_CHOICES:
+        if len(self.choices) + len(choices) > MAX_CHOICES:
             del self.choices[: len(choices)]
         self.choices += [(at, choice) for choice in choices]

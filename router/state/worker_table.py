@@ -320,7 +320,7 @@ class WorkerTable:
             self._counted_until = now + COUNTED_S
         return self._counts
 
-    def most_positions(self, role: Role) -> int | None:
+    def max_positions(self, role: Role) -> int | None:
         """The most positions of a sequence that any worker of `role` can hold; None while no such worker is known.
 
         A worker that is starting hasn't reported yet what fits (0): requests wait for it.

@@ -144,7 +144,7 @@ class ModelTokenizer:
         pieces = [self.encode(first, add_special=add_special), *(self.encode(t, add_special=False) for t in others)]
         return tuple(itertools.chain.from_iterable(pieces))
 
-    def least_tokens(self, text: str) -> int:
+    def min_tokens(self, text: str) -> int:
         """Return a lower bound on the number of tokens of `text`, without tokenising; 0 where none is known."""
         return len(text) // self._longest if self._longest else 0
 

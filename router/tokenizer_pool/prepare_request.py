@@ -286,7 +286,7 @@ class BodyReader:
     def _one(self, request: GenerateRequest, prompt: Prompt) -> PreparedPrompt:
         param = "messages" if request.chat else "prompt"
         if isinstance(prompt, str):
-            least = self._model_tokenizer.least_tokens(prompt)
+            least = self._model_tokenizer.min_tokens(prompt)
             if least > self._spec.context and request.truncate_prompt_tokens is None:
                 raise RequestError(
                     f"the prompt has more than {least} tokens; the context has {self._spec.context}", param=param

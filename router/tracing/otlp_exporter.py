@@ -30,7 +30,7 @@ from twinpool.router.tracing.trace_spans import TraceSource, TraceSpan, TraceSpa
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
-MOST_AT_ONCE = 64
+MAX_AT_ONCE = 64
 """Requests whose traces go in one call."""
 REFUSED_SHARE = 4
 """Refused requests' traces wait in so much of the queue at most: in one part of so many."""
@@ -164,7 +164,7 @@ class TraceExporter:
         """Those to be sent next, once there are some; none at the end."""
         with self._change:
             self._change.wait_for(lambda: self._waiting or self._closed)
-            return [self._waiting.popleft() for _ in range(min(MOST_AT_ONCE, len(self._waiting)))]
+            return [self._waiting.popleft() for _ in range(min(MAX_AT_ONCE, len(self._waiting)))]
 
     def _send(self, pending: Sequence[PendingTrace]) -> None:
         try:

@@ -37,7 +37,7 @@ TIMES = 3
 """Periods that a run must span before it counts as a repetition."""
 RECOUNT_TOKENS = 4096
 """Tokens learned between two recounts of the rare ones; one is a pass over the vocabulary, without sorting."""
-_MOST_OFTEN = 1 << 12
+_MAX_COUNT = 1 << 12
 """A recount doesn't tell counts from here on apart: no rare token is drawn so often."""
 MEMORY_TOKENS = 1_000_000
 """The sum of the model's counts at which they are halved: about as many tokens are remembered."""
@@ -207,9 +207,9 @@ class StreamWatch:
 
     def _recount(self) -> None:
         """Find the tokens that are rare by now: the least frequent ones, up to `rare_share` of all."""
-        often = np.minimum(np.frombuffer(self._counts, dtype=np.uint32), _MOST_OFTEN)
-        tokens_with = np.bincount(often, minlength=_MOST_OFTEN + 1)[:_MOST_OFTEN]
-        said_up_to = np.cumsum(tokens_with * np.arange(_MOST_OFTEN))
+        often = np.minimum(np.frombuffer(self._counts, dtype=np.uint32), _MAX_COUNT)
+        tokens_with = np.bincount(often, minlength=_MAX_COUNT + 1)[:_MAX_COUNT]
+        said_up_to = np.cumsum(tokens_with * np.arange(_MAX_COUNT))
         allowed = self._config.rare_share * self._total
         self._rare_at_most = int(np.searchsorted(said_up_to, allowed, side="right")) - 1
 

@@ -21,7 +21,7 @@ from twinpool.sim.nodes.sim_worker import SimHost
 KEEPALIVE_S = 20.0
 """Seconds without a sign of life after which gRPC closes a connection: `keepalive_time` and `keepalive_timeout`."""
 CONNECT_S = 5.0
-MOST_LATE_S = 3.0
+MAX_LATE_S = 3.0
 """Seconds after which the router hears of a reset at the latest."""
 
 
@@ -89,7 +89,7 @@ class SimLink:
         """Hear of a reset: at once or, where a firewall dropped the packet that said so, long after the worker. It is
         drawn here, so that resets move nothing else that a seed draws."""
         rng = random.Random(f"{self.key[0]}:{number}:{self.router.world.agenda.now()}")
-        late_s = rng.choice((0.0, rng.uniform(0.0, MOST_LATE_S)))
+        late_s = rng.choice((0.0, rng.uniform(0.0, MAX_LATE_S)))
         self.router.process.later(late_s, lambda: self._broken(number, "the connection was reset"))
 
     def _watch(self, number: int) -> None:

@@ -15,7 +15,7 @@ from twinpool.sim.scenario.scenario import KINDS, Scenario
 from twinpool.sim.scenario.shrink import shrink
 
 PrintLine = Callable[[str], None]
-_MOST_SHOWN = 20
+_MAX_SHOWN = 20
 
 
 def sim(
@@ -91,7 +91,7 @@ def _many(seeds: range, jobs: int, first: bool, kind: ClusterKind, say: PrintLin
         virtual += result.seconds
         if result.violations:
             failed += 1
-            if failed <= _MOST_SHOWN:
+            if failed <= _MAX_SHOWN:
                 say(f"seed {result.seed}: {result.violations[0]}")
             if first:
                 break

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from twinpool.contracts.errors import ConfigError
 from twinpool.sim.fabric.step_costs import StepCosts, pairs_of
 
-LEAST_BASE_S = 1e-5
+MIN_BASE_S = 1e-5
 """Seconds of the quickest step that is believed."""
 
 
@@ -71,7 +71,7 @@ def fit_costs(
         )
     decode, batch_error = _solved([_of_batch(probe) for probe in plain], [probe.token_s for probe in plain])
     drafted = [probe for probe in batches if probe.rows <= draft_rows]
-    parts = [probe.token_s / max(LEAST_BASE_S, float(np.dot(decode, _of_batch(probe)))) for probe in drafted]
+    parts = [probe.token_s / max(MIN_BASE_S, float(np.dot(decode, _of_batch(probe)))) for probe in drafted]
     gain = min(1.0, float(np.median(parts))) if parts else 1.0
     if parts:
         off = [abs(gain / part - 1) for part in parts]
@@ -80,14 +80,14 @@ def fit_costs(
     prefill, prompt_error = _solved(prompt_rows, [probe.ttft_s for probe in prompts])
     alone = [probe for probe in prompts if probe.prompts == 1]
     steps = [float(np.dot(decode, (1.0, 1, probe.tokens))) for probe in alone]
-    over = [max(LEAST_BASE_S, probe.gap_s - step) for probe, step in zip(alone, steps, strict=True)]
+    over = [max(MIN_BASE_S, probe.gap_s - step) for probe, step in zip(alone, steps, strict=True)]
     handover, _ = _solved([(1.0, probe.tokens) for probe in alone], over)
     # What a first token takes besides its steps is two messages in the model: from the router, and back to it.
     costs = StepCosts(
-        prefill_base_s=max(LEAST_BASE_S, prefill[1]),
+        prefill_base_s=max(MIN_BASE_S, prefill[1]),
         prefill_token_s=prefill[2],
         prefill_pair_s=prefill[3],
-        decode_base_s=max(LEAST_BASE_S, decode[0]),
+        decode_base_s=max(MIN_BASE_S, decode[0]),
         decode_row_s=decode[1],
         decode_context_s=decode[2],
         draft_rows=draft_rows if parts else 0,
@@ -112,7 +112,7 @@ def _of_batch(probe: BatchProbe) -> tuple[float, int, int]:
 
 def _solved(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[list[float], float]:
     """Coefficients of at least 0 for which `rows` come closest to `seconds`, and the mean of relative errors."""
-    weights = 1 / np.maximum(np.array(seconds), LEAST_BASE_S)
+    weights = 1 / np.maximum(np.array(seconds), MIN_BASE_S)
     matrix: NDArray[np.float64] = np.array(rows, np.float64) * weights[:, None]
     scale = np.maximum(np.abs(matrix).max(axis=0), 1e-30)
     wanted = np.array(seconds) * weights

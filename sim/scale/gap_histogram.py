@@ -6,11 +6,11 @@ from math import log
 
 import numpy as np
 
-LEAST_S, MOST_S = 1e-6, 1e5
+MIN_S, MAX_S = 1e-6, 1e5
 """What is shorter or longer counts as so long."""
 _STEP = log(1.01)
-_BINS = int(log(MOST_S / LEAST_S) / _STEP) + 2
-MIDDLES_S = LEAST_S * np.exp((np.arange(_BINS) + 0.5) * _STEP)
+_BINS = int(log(MAX_S / MIN_S) / _STEP) + 2
+MIDDLES_S = MIN_S * np.exp((np.arange(_BINS) + 0.5) * _STEP)
 """The seconds that what a bin has counts as: (bins,)."""
 
 
@@ -24,7 +24,7 @@ class GapHistogram:
         self.sum_s = 0.0
 
     def add(self, seconds: float, count: float = 1.0) -> None:
-        at = int(log(seconds / LEAST_S) / _STEP) if seconds > LEAST_S else 0
+        at = int(log(seconds / MIN_S) / _STEP) if seconds > MIN_S else 0
         self.counts[at if at < _BINS else _BINS - 1] += count
         self.total += count
         self.sum_s += seconds * count
@@ -40,5 +40,5 @@ class GapHistogram:
         """The share of all that took no longer than `seconds`; 1 where nothing was counted."""
         if not self.total:
             return 1.0
-        at = int(log(max(seconds, LEAST_S) / LEAST_S) / _STEP)
+        at = int(log(max(seconds, MIN_S) / MIN_S) / _STEP)
         return sum(self.counts[: at + 1]) / self.total

@@ -58,10 +58,10 @@ class PoolSearch:
                 return None
             both = min(2 * both, self._most)
         large = min(2 * both, self._most)
-        least_prefill = self._least(large, lambda count: self.enough(count, large))
-        least_decode = self._least(large, lambda count: self.enough(large, count))
-        for total in range(least_prefill + least_decode, 2 * both + 1):
-            for prefill in range(least_prefill, min(large, total - least_decode) + 1):
+        min_prefill = self._least(large, lambda count: self.enough(count, large))
+        min_decode = self._least(large, lambda count: self.enough(large, count))
+        for total in range(min_prefill + min_decode, 2 * both + 1):
+            for prefill in range(min_prefill, min(large, total - min_decode) + 1):
                 if total - prefill <= large and self.enough(prefill, total - prefill):
                     return self.look(prefill, total - prefill)
         return self.look(both, both)

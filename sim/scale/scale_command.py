@@ -19,7 +19,7 @@ from twinpool.sim.scale.traffic import SimRequest, TrafficShape, drawn, replayed
 PREFILL_PART = 0.6
 """The part of the workers that prefill where only their sum is given: prompts of chats are long and answers short."""
 HOUR_S = 3600.0
-MOST_QUEUED = 100_000
+MAX_QUEUED = 100_000
 """`router.max_queue` of the simulated routers."""
 
 
@@ -42,7 +42,7 @@ class ScaleOptions:
         if self.workers < 2:
             raise ConfigError(f"--workers must be 2 or more, one of each pool; got {self.workers}")
         prefill = min(self.workers - 1, max(1, round(self.workers * PREFILL_PART)))
-        config = config_from_dict({"router": {"policy": self.policy, "max_queue": MOST_QUEUED}})
+        config = config_from_dict({"router": {"policy": self.policy, "max_queue": MAX_QUEUED}})
         return ClusterPlan(PrefillPool(prefill), DecodePool(self.workers - prefill), config=config)
 
     def traffic(self) -> Iterator[SimRequest]:

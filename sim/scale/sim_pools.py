@@ -29,7 +29,7 @@ from twinpool.sim.scale.prefill_model import PrefillModel
 from twinpool.sim.scale.scale_figures import RunFigures
 
 NODE = NodePlace("n" * 12, "node")
-MOST_POSITIONS = 1 << 20
+MAX_POSITIONS = 1 << 20
 _READY, _DRAINING = "ready", "draining"
 
 
@@ -145,7 +145,7 @@ class SimPools:
 
     def _register(self, start: StartWorker) -> None:
         plan, key, now = self._plan, (start.name, start.incarnation), self._clock.now()
-        fits = WorkerLimits(MOST_POSITIONS, MOST_POSITIONS)
+        fits = WorkerLimits(MAX_POSITIONS, MAX_POSITIONS)
         record = WorkerRecord(start.name, start.role, start.incarnation, 1, NODE.host, "", "", fits, NODE.node_id)
         if self.core.register(record).fenced:
             return

@@ -25,7 +25,7 @@ CHAT_PROMPTS = (
 """Tokens of prompts where no trace is given: quantiles of `bench/traces/conversation_200.jsonl`."""
 CHAT_ANSWERS = (6, 24, 48, 111, 181, 230, 265, 324, 351, 362, 387, 420, 444, 460, 490, 522, 550, 584, 615, 795)
 """And of answers."""
-MOST_OPEN = 1 << 16
+MAX_OPEN = 1 << 16
 """Conversations that rest at a time; beyond it the one that would go on first is forgotten."""
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
 
@@ -80,7 +80,7 @@ class TrafficShape:
     """From an answer's request to its conversation's next, on average."""
     more_tokens: int = 600
     """What a client adds to a conversation in a turn, on average."""
-    most_tokens: int = 131_072
+    max_tokens: int = 131_072
     """A conversation that is longer has no further turn."""
     systems: int = 16
     """Different beginnings of conversations."""
@@ -158,11 +158,11 @@ def drawn(shape: TrafficShape) -> Iterator[SimRequest]:
         most = max(answer, shape.answer_limit)
         yield SimRequest(at, prompt, answer, most, keys[: prompt // size], conversation.name, conversation.tenant)
         conversation.said = prompt + answer
-        if conversation.said + shape.more_tokens <= shape.most_tokens:
+        if conversation.said + shape.more_tokens <= shape.max_tokens:
             rest = at + rng.expovariate(1 / shape.think_s)
             if rng.random() < goes_on:
                 heapq.heappush(resting, (rest, count, conversation))
-                if len(resting) > MOST_OPEN:
+                if len(resting) > MAX_OPEN:
                     heapq.heappop(resting)
 
 

@@ -28,7 +28,7 @@ class SseServer:
         """Of all other requests."""
         self.port = 0
         self.running = 0
-        self.most_running = 0
+        self.max_running = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -68,7 +68,7 @@ class SseServer:
             )
             body = json.loads(await reader.readexactly(length)) if length else {}
             self.running += 1
-            self.most_running = max(self.most_running, self.running)
+            self.max_running = max(self.max_running, self.running)
             (self.heads if body.get("stream") else self.other_heads).append(head)
             await self._answer(head.split(" ")[1], body, reader, writer)
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):

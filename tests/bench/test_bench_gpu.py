@@ -486,7 +486,7 @@ sys.exit(gpu_families.main(["--rehearse", "--seconds", "60"]))
 @pytest.mark.slow
 def test_no_section_needs_what_a_machine_with_a_gpu_for_some_minutes_lacks(env: dict[str, str]) -> None:
     """Whole workers answer, retract and migrate there as well: in this process, without sockets."""
-    missing = {"ray", "zmq", "cryptography", "uvicorn", "httptools", "starlette", "redis", "nixl", "openai"}
+    missing = {"ray", "zmq", "cryptography", "uvicorn", "httptools", "redis", "nixl", "openai"}
     ran = subprocess.run(
         [sys.executable, "-c", _WITHOUT.format(missing=missing)],
         cwd=gpu.ROOT, env=env, capture_output=True, text=True, check=False,

@@ -119,7 +119,7 @@ def test_a_closed_loop_keeps_so_many_under_way(tmp_path: Path) -> None:
     with SseServer("silent").serving() as server:
         flags = ("--concurrency", "5", "--requests", "10", "--timeout-s", "0.1")
         drive(tmp_path, "--url", server.url, *flags, code=1)
-    assert server.most_running == 5
+    assert server.max_running == 5
 
 
 @pytest.mark.slow
@@ -127,7 +127,7 @@ def test_an_open_loop_sends_when_due_however_slow_the_answers(tmp_path: Path) ->
     with SseServer("silent").serving() as server:
         flags = ("--rate", "500", "--requests", "20", "--timeout-s", "0.3")
         side = drive(tmp_path, "--url", server.url, *flags, code=1)["sides"]["endpoint"]
-    assert server.most_running == 20
+    assert server.max_running == 20
     assert side["lag_ms"]["count"] == 20
 
 

@@ -207,7 +207,7 @@ def test_a_heartbeat_that_makes_no_sense_is_refused_and_fences_nobody(scene: Sce
 
 
 def test_watchers_are_bounded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(controller_service, "MOST_WATCHERS", 2)
+    monkeypatch.setattr(controller_service, "MAX_WATCHERS", 2)
 
     async def open_three() -> grpc.StatusCode:
         async with grpc.aio.insecure_channel(scene.controller.endpoint) as channel:

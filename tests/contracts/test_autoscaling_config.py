@@ -22,9 +22,9 @@ def test_it_is_off_unless_enabled() -> None:
 
 def test_both_pools_may_have_their_most_together_unless_less_is_said() -> None:
     config = load_config(assignments=[ON, "autoscaling.prefill.max_workers=3", "autoscaling.decode.max_workers=5"])
-    assert config.autoscaling.most_together == 8
+    assert config.autoscaling.max_together == 8
     assert config.autoscaling.bounds(Role.DECODE).max_workers == 5
-    assert load_config(assignments=[ON, "autoscaling.max_workers=6"]).autoscaling.most_together == 6
+    assert load_config(assignments=[ON, "autoscaling.max_workers=6"]).autoscaling.max_together == 6
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_both_pools_may_have_their_most_together_unless_less_is_said() -> None:
         (["autoscaling.window_s=12"], "autoscaling.window_s=12 must be at least three times autoscaling.period_s=5"),
         (["autoscaling.shrink_window_s=30"], "autoscaling.window_s=60 is above autoscaling.shrink_window_s=30"),
         (["autoscaling.role_window_s=4"], "autoscaling.period_s=5 is above autoscaling.role_window_s=4"),
-        (["autoscaling.backoff_s=1000"], "autoscaling.backoff_s=1000 is above autoscaling.backoff_most_s=900"),
+        (["autoscaling.backoff_s=1000"], "autoscaling.backoff_s=1000 is above autoscaling.max_backoff_s=900"),
         (["autoscaling.queue_target_s=3"], "autoscaling.queue_target_s=3 is above autoscaling.ttft_target_s=2"),
         (["autoscaling.min=3"], "unknown config key autoscaling.min"),
     ],

@@ -20,7 +20,7 @@ from twinpool.contracts.config.load_config import config_from_dict, load_config,
 from twinpool.contracts.errors import CheckpointError, ConfigError, RequestError
 from twinpool.contracts.ids import WorkerName
 from twinpool.contracts.key_file import read_key_file
-from twinpool.contracts.outside_data import MOST_NESTED, read_yaml
+from twinpool.contracts.outside_data import MAX_NESTED, read_yaml
 from twinpool.contracts.outside_data import read_json as outside_json
 from twinpool.router.openai import request_fields
 from twinpool.router.openai.structured_output import _schema
@@ -30,7 +30,7 @@ from twinpool.sim.scale.cost_file import read_costs
 from twinpool.sim.scale.trace_file import read_trace
 
 ROOT = Path(__file__).parents[2]
-DEPTHS = (MOST_NESTED + 1, 900, 5000)
+DEPTHS = (MAX_NESTED + 1, 900, 5000)
 """Beyond the bound; what the parser just takes and whoever walks through it doesn't; beyond the parser's own."""
 
 
@@ -97,9 +97,9 @@ def test_what_is_nested_too_deeply_is_refused_by_its_reader(tmp_path: Path, name
 
 
 def test_what_is_nested_up_to_the_bound_is_read() -> None:
-    text = nested(MOST_NESTED)
+    text = nested(MAX_NESTED)
     assert outside_json(text) == outside_json(text.encode()) == read_yaml(text) == json.loads(text)
-    many = json.dumps([[[number] for number in range(MOST_NESTED)]] * 3)
+    many = json.dumps([[[number] for number in range(MAX_NESTED)]] * 3)
     assert outside_json(many) == json.loads(many), "many lists aren't deep ones"
 
 

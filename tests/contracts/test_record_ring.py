@@ -21,12 +21,12 @@ from twinpool.contracts.messages.request_record import (
 BARE = RequestRecord("r1-0", "r1", "c1", "router", "model", "", 10.0, 2.0, 0.5, "stop")
 
 
-def ring(most: int = 10, most_bytes: int = 1 << 20) -> RecordRing[RequestRecord]:
-    return RecordRing(most, most_bytes)
+def ring(most: int = 10, max_bytes: int = 1 << 20) -> RecordRing[RequestRecord]:
+    return RecordRing(most, max_bytes)
 
 
 def test_a_rings_bytes_are_those_of_what_is_in_it() -> None:
-    kept = ring(most_bytes=3 * replace(BARE, message="x" * 500).nbytes)
+    kept = ring(max_bytes=3 * replace(BARE, message="x" * 500).nbytes)
     for number in range(20):
         kept.put(replace(BARE, request_id=f"r{number % 3}-0", message="x" * (number * 37 % 500)))
         assert kept.nbytes == sum(one.nbytes for one in kept)
@@ -36,7 +36,7 @@ def test_a_rings_bytes_are_those_of_what_is_in_it() -> None:
 
 
 def test_as_many_records_are_kept_as_fit_to_the_last_byte() -> None:
-    exact = ring(most_bytes=4 * BARE.nbytes)
+    exact = ring(max_bytes=4 * BARE.nbytes)
     for number in range(6):
         exact.put(replace(BARE, request_id=f"r{number}-0"))
     assert [one.request_id for one in exact] == ["r2-0", "r3-0", "r4-0", "r5-0"]

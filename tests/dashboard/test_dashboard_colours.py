@@ -12,7 +12,7 @@ from twinpool.router.api.admin_dashboard import FOLDER
 from twinpool.router.records import request_spans
 
 STYLE = (FOLDER / "style.css").read_text()
-LEAST = 4.5
+MIN = 4.5
 """The contrast that WCAG 2.2 asks for of text (AA)."""
 TEXTS = ("ink", "soft", "faint", "accent-ink", "warn", "bad")
 GROUNDS = ("paper", "card")
@@ -42,7 +42,7 @@ def test_text_can_be_read(dark: bool) -> None:
     colours = scheme(dark)
     pairs = [(text, ground) for text in TEXTS for ground in GROUNDS] + list(ON_ITS_OWN.items())
     found = {pair: round(contrast(colours[pair[0]], colours[pair[1]]), 2) for pair in pairs}
-    assert {pair: value for pair, value in found.items() if value < LEAST} == {}
+    assert {pair: value for pair, value in found.items() if value < MIN} == {}
 
 
 @pytest.mark.parametrize("dark", [False, True])

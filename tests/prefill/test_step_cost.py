@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from twinpool.prefill.step_cost import LEAST_STEPS, StepCost
+from twinpool.prefill.step_cost import MIN_STEPS, StepCost
 
 FIXED_S, TOKEN_S, POSITION_S = 2e-3, 5e-5, 4e-8
 
@@ -29,7 +29,7 @@ def learned(steps: int = 200, noise: float = 0.0) -> StepCost:
 
 def test_nothing_is_known_before_some_steps() -> None:
     cost = StepCost(512)
-    for _ in range(LEAST_STEPS):
+    for _ in range(MIN_STEPS):
         assert cost.tokens_within(0.01, 0) is None
         assert cost.seconds(64, 0) is None
         cost.saw(512, summed(512, 0), took(512, 0))

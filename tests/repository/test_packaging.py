@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
+import sys
 import tomllib
 import zipfile
+from importlib.metadata import packages_distributions
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from tests.serving import ROOT
@@ -63,3 +67,31 @@ def test_the_libraries_that_are_asked_for_can_read_the_generated_code() -> None:
         assert found is not None
         (least,) = (Version(one.version) for one in asked[name] if one.operator == ">=")
         assert least >= Version(found.group(1)), f"{name}: make proto was run with a newer one than pyproject asks for"
+
+
+def imported_of_others() -> set[str]:
+    """The names of packages that are neither of this project nor of the standard library and that it imports."""
+    found = set()
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    found |= {alias.name.split(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and not node.level:
+                    found.add((node.module or "").split(".")[0])
+    return found - sys.stdlib_module_names - {"twinpool"}
+
+
+STARTED = {"ziglang": "its compiler is a program", "nixl-cu12": "imported by a name that depends on CUDA's version"}
+
+
+def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
+    """Else an installation lacks it as soon as whoever brought it goes on without, or has what nobody needs."""
+    project = PROJECT["project"]
+    extras = [one for name, extra in project["optional-dependencies"].items() if name != "dev" for one in extra]
+    declared = {canonicalize_name(Requirement(one).name) for one in (*project["dependencies"], *extras)}
+    brings = {top: {*map(canonicalize_name, names)} for top, names in packages_distributions().items()}
+    imported = imported_of_others()
+    assert [top for top in sorted(imported) if not brings[top] & declared] == [], "imported, and declared nowhere"
+    of_use = {name for top in imported for name in brings[top]}
+    assert declared - of_use == STARTED.keys(), "declared, and imported nowhere"

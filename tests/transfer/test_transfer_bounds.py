@@ -25,7 +25,7 @@ from twinpool.contracts.messages.router_commands import PeerRef
 from twinpool.transfer.planes import notice_inbox
 from twinpool.transfer.planes.data_plane import SLOT_BYTES, PageNumbers, RoomTarget
 from twinpool.transfer.planes.tcp import zmq_plane as tcp
-from twinpool.transfer.planes.tcp.ordered_notices import MOST_HELD, OrderedNotices
+from twinpool.transfer.planes.tcp.ordered_notices import MAX_HELD, OrderedNotices
 from twinpool.transfer.planes.tcp.zmq_link import ZmqLink
 from twinpool.transfer.planes.tcp.zmq_plane import ZmqPlane
 from twinpool.transfer.rooms import room_messages as m
@@ -196,7 +196,7 @@ def test_a_metadata_frame_of_another_size_than_a_slot_takes_is_dropped(size: int
 def test_notices_that_wait_for_writes_are_bounded() -> None:
     held = OrderedNotices(2, lambda sources, rank: frozenset({0, 1}))
     held.open(RoomId("r"))
-    for _ in range(MOST_HELD):
+    for _ in range(MAX_HELD):
         assert held.add(RoomId("r"), b"n", 9, 2) == []
     with pytest.raises(ValueError, match="holds 4096 notices already"):
         held.add(RoomId("r"), b"n", 9, 2)
@@ -268,7 +268,7 @@ def test_rooms_given_up_before_their_requests_came_are_bounded(monkeypatch: pyte
 
 
 def test_more_peers_than_allowed_are_refused_with_a_word() -> None:
-    with ends(FULL, "shm", transfer={"most_peers": 1}) as both:
+    with ends(FULL, "shm", transfer={"max_peers": 1}) as both:
         both.open(both.prompt(4))
         (writer,) = both.receiver._peers.values()
         second = both.receiver._peers._transport.connect(both.sender.control, b"decode-9:1")
@@ -281,13 +281,13 @@ def test_more_peers_than_allowed_are_refused_with_a_word() -> None:
         said = m.decode(answer)
         second.close()
         assert isinstance(said, m.PeerRefused)
-        assert "transfer.most_peers" in said.reason
+        assert "transfer.max_peers" in said.reason
         assert set(both.sender._peers) == {b"decode-0:1"}
 
 
 def test_a_reader_that_restarts_is_taken_in_place_of_itself_although_there_are_as_many_peers_as_allowed() -> None:
     """A pool that fills the bound could never be restarted else: the old incarnation's place is free for the new."""
-    with ends(FULL, "shm", transfer={"most_peers": 1}) as both:
+    with ends(FULL, "shm", transfer={"max_peers": 1}) as both:
         both.open(both.prompt(4))
         (writer,) = both.receiver._peers.values()
         again = both.receiver._peers._transport.connect(both.sender.control, b"decode-0:2")
@@ -301,7 +301,7 @@ def test_a_reader_that_restarts_is_taken_in_place_of_itself_although_there_are_a
 def test_the_bounds_are_configured() -> None:
     default = TransferConfig()
     assert default.frame_bytes > default.control_frame_bytes > 0
-    assert default.most_peers > 0
+    assert default.max_peers > 0
     assert default.peer_forget_s > default.link_timeout_s
 
 

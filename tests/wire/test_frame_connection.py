@@ -178,7 +178,7 @@ def test_what_is_sent_has_its_length_before_it(scene: Scene) -> None:
 
 
 def test_a_frame_of_the_most_bytes_is_taken_and_one_more_byte_ends_it_before_it_has_come(scene: Scene) -> None:
-    scene.connection.most_bytes = 10
+    scene.connection.max_bytes = 10
     scene.hear(framed(b"x" * 10))
     scene.hear(struct.pack(">I", 11))
     assert scene.heard == [b"x" * 10]
@@ -187,11 +187,11 @@ def test_a_frame_of_the_most_bytes_is_taken_and_one_more_byte_ends_it_before_it_
 
 
 def test_a_frame_may_raise_the_bound_for_the_next_one_of_the_same_packet(scene: Scene) -> None:
-    scene.connection.most_bytes = 4
+    scene.connection.max_bytes = 4
 
     def opened(frame: bytes) -> None:
         scene.heard.append(frame)
-        scene.connection.most_bytes = 100
+        scene.connection.max_bytes = 100
 
     scene.connection.on_frame = opened
     scene.hear(framed(b"hi") + framed(b"x" * 90))
@@ -359,7 +359,7 @@ def test_after_its_end_nobody_is_told_that_the_peer_reads_again(scene: Scene) ->
 
 
 def test_what_has_come_of_a_frame_is_let_go_at_the_end(scene: Scene) -> None:
-    scene.connection.most_bytes = 1 << 20
+    scene.connection.max_bytes = 1 << 20
     scene.hear(struct.pack(">I", 1 << 20) + bytes(1 << 19))
     scene.connection.abort()
     assert not scene.connection._data

@@ -15,11 +15,11 @@ from twinpool.contracts.errors import WireError
 from twinpool.contracts.messages.latency_shape import BUCKETS
 from twinpool.contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice
 from twinpool.contracts.messages.rank_order_codec import decode
-from twinpool.contracts.messages.request_record import MOST_CANDIDATES, PlacementChoice, RequestRecord, WorkerCandidate
-from twinpool.contracts.messages.router_report import MOST_BREAKERS, NAME_CHARS, RouterReport
+from twinpool.contracts.messages.request_record import MAX_CANDIDATES, PlacementChoice, RequestRecord, WorkerCandidate
+from twinpool.contracts.messages.router_report import MAX_BREAKERS, NAME_CHARS, RouterReport
 from twinpool.contracts.proto import worker_pb2 as pb
 from twinpool.contracts.wire.quota_protobuf import claim_from_proto, claim_to_proto, slice_from_proto, slice_to_proto
-from twinpool.contracts.wire.record_protobuf import MOST_RECORD_BYTES, record_from_proto, record_to_proto
+from twinpool.contracts.wire.record_protobuf import MAX_RECORD_BYTES, record_from_proto, record_to_proto
 from twinpool.contracts.wire.router_report_protobuf import router_report_from_proto, router_report_to_proto
 
 HISTOGRAMS = {name: tuple(range(BUCKETS)) for name in ("first_tokens", "gaps", "output_tokens")}
@@ -73,19 +73,19 @@ def test_a_record_with_a_time_or_a_cost_that_is_no_number_is_refused(path: str) 
 
 def test_a_record_has_so_many_bytes_and_so_many_candidates_of_a_choice() -> None:
     fits = changed(RECORD, message="")
-    room = MOST_RECORD_BYTES - record_to_proto(fits).ByteSize() - 4  # Four of its tag and its length.
+    room = MAX_RECORD_BYTES - record_to_proto(fits).ByteSize() - 4  # Four of its tag and its length.
     for chars in (room, room + 1):
         message = record_to_proto(changed(RECORD, message="x" * chars))
-        assert message.ByteSize() == MOST_RECORD_BYTES + chars - room
+        assert message.ByteSize() == MAX_RECORD_BYTES + chars - room
         if chars == room:
             assert len(record_from_proto(message).message) == room
         else:
             with pytest.raises(WireError, match="bytes"):
                 record_from_proto(message)
-    many = tuple(WorkerCandidate(f"w-{n}", float(n)) for n in range(MOST_CANDIDATES + 3))
+    many = tuple(WorkerCandidate(f"w-{n}", float(n)) for n in range(MAX_CANDIDATES + 3))
     choice: PlacementChoice = changed(RECORD.choices[0], candidates=many)
     got = record_from_proto(record_to_proto(changed(RECORD, choices=(choice,))))
-    assert got.choices[0].candidates == many[:MOST_CANDIDATES]
+    assert got.choices[0].candidates == many[:MAX_CANDIDATES]
 
 
 @pytest.mark.parametrize("name", HISTOGRAMS)
@@ -124,8 +124,8 @@ def test_a_report_names_its_router_and_so_many_breakers_and_counts_what_is_known
     nameless = router_report_to_proto(changed(REPORT, router=""))
     with pytest.raises(WireError, match="names its router"):
         router_report_from_proto(nameless)
-    many = router_report_to_proto(changed(REPORT, open_breakers=("w",) * (MOST_BREAKERS + 1)))
-    assert len(router_report_from_proto(many).open_breakers) == MOST_BREAKERS, "what is sent is cut"
+    many = router_report_to_proto(changed(REPORT, open_breakers=("w",) * (MAX_BREAKERS + 1)))
+    assert len(router_report_from_proto(many).open_breakers) == MAX_BREAKERS, "what is sent is cut"
     many.open_breakers.append("w")
     with pytest.raises(WireError, match="names its router"):
         router_report_from_proto(many)

@@ -15,7 +15,7 @@ from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.router_commands import Audit, Cancel
 from twinpool.contracts.messages.worker_events import Audited, AuditEnd, Event
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.prefill.audit_runner import MOST_TOLD, MOST_WAITING, AuditRunner
+from twinpool.prefill.audit_runner import MAX_TOLD, MAX_WAITING, AuditRunner
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 AUDIT = RequestId("an audit")
@@ -176,12 +176,12 @@ def test_audits_that_still_wait_end_with_their_cancel_and_with_their_router_too(
 
 def test_as_many_audits_wait_as_routers_may_have_sent_and_one_more_is_sent_back(model: Path) -> None:
     with pair(model) as both:
-        for number in range(MOST_WAITING + 1):
+        for number in range(MAX_WAITING + 1):
             audit = Audit(RequestId(str(number)), 0, (*words(17, 20), 3), 20, GREEDY)
             both.prefill.handle(SESSION, audit)
         ends = {e.request_id: e.end for _ in range(20) for _, e in both.prefill.step() if isinstance(e, Audited)}
-        assert ends.pop(RequestId(str(MOST_WAITING))) is AuditEnd.PREEMPTED
-        assert ends == {RequestId(str(n)): AuditEnd.COMPUTED for n in range(MOST_WAITING)}
+        assert ends.pop(RequestId(str(MAX_WAITING))) is AuditEnd.PREEMPTED
+        assert ends == {RequestId(str(n)): AuditEnd.COMPUTED for n in range(MAX_WAITING)}
 
 
 def test_of_many_differences_all_are_counted_and_the_first_are_told_one_by_one(model: Path) -> None:
@@ -192,8 +192,8 @@ def test_of_many_differences_all_are_counted_and_the_first_are_told_one_by_one(m
         both.settle()
         wrong = [(t + 1) % 300 for t in answer.list]
         found = audited(both, audit_of(prompt, wrong, many))
-        assert found.differing >= len(wrong) // 2 > MOST_TOLD
-        assert len(found.differences) == MOST_TOLD
+        assert found.differing >= len(wrong) // 2 > MAX_TOLD
+        assert len(found.differences) == MAX_TOLD
         positions = [d.position for d in found.differences]
         assert positions == sorted(set(positions)), "over several steps, each once"
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twinpool.worker.fair_shares import MOST_AHEAD, FairShares
+from twinpool.worker.fair_shares import MAX_AHEAD, FairShares
 
 TENANTS = "abcd"
 
@@ -131,14 +131,14 @@ def test_where_all_leave_as_others_come_nobody_is_owed_anything() -> None:
 def test_whoever_is_idle_and_no_longer_ahead_is_forgotten_and_of_the_others_those_least_ahead() -> None:
     shares = FairShares()
     shares.follow({"waits": 1})
-    for number in range(2 * MOST_AHEAD):
+    for number in range(2 * MAX_AHEAD):
         shares.charge(f"t{number}", 1, 1 + number)
     shares.follow({"waits": 1})
-    assert len(shares) == MOST_AHEAD + 1
-    shares.follow({"waits": 1, f"t{2 * MOST_AHEAD - 1}": 1, "t0": 1})
-    assert shares.counter(f"t{2 * MOST_AHEAD - 1}") == 2 * MOST_AHEAD
+    assert len(shares) == MAX_AHEAD + 1
+    shares.follow({"waits": 1, f"t{2 * MAX_AHEAD - 1}": 1, "t0": 1})
+    assert shares.counter(f"t{2 * MAX_AHEAD - 1}") == 2 * MAX_AHEAD
     assert shares.counter("t0") == 0.0
-    shares.charge("waits", 1, 10 * MOST_AHEAD)
+    shares.charge("waits", 1, 10 * MAX_AHEAD)
     shares.follow({"waits": 1})
     shares.follow({"waits": 1})
     assert len(shares) == 1

@@ -30,7 +30,7 @@ PATTERNS = (
     r'\{"name": "[a-z]{2,8}", "age": [0-9]{1,3}\}',
     r"(ü|é|ß){2,6}!",
 )
-MOST = 24
+MAX = 24
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ class Expected:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._vocabulary = [bytes_of(tokenizer, token) for token in range(tokenizer.get_vocab_size())]
 
-    def answer(self, prompt: list[int], pattern: str, most: int = MOST) -> list[int]:
+    def answer(self, prompt: list[int], pattern: str, most: int = MAX) -> list[int]:
         text, tokens = b"", list[int]()
         while len(tokens) < most:
             logits = self._oracle.logits([*prompt, *tokens])[-1]
@@ -101,7 +101,7 @@ def expected(folder: Path, oracle: Oracle) -> Expected:
 def sampling(pattern: str, **more: Any) -> SamplingParams:
     grammar = LLMatcher.grammar_from_regex(pattern)
     return SamplingParams(
-        **{"max_tokens": MOST, "temperature": 0.0, "stop_token_ids": (EOS,), "grammar": grammar, **more}
+        **{"max_tokens": MAX, "temperature": 0.0, "stop_token_ids": (EOS,), "grammar": grammar, **more}
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from twinpool.contracts.errors import WireError
 
-MOST_PID = 2**22
+MAX_PID = 2**22
 """The largest pid of Linux."""
 
 
@@ -58,7 +58,7 @@ class PidfdWatch:
         can have this pid, or the system gives no descriptor for it."""
         if boot != namespace():
             return None
-        if not 0 < pid <= MOST_PID:
+        if not 0 < pid <= MAX_PID:
             raise WireError(f"no process has the pid {pid}")
         try:
             fd = os.pidfd_open(pid)

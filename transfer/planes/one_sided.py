@@ -12,7 +12,7 @@ from twinpool.contracts.ids import RoomId
 from twinpool.contracts.messages.rank_orders import WriteArrived
 from twinpool.transfer.planes.data_plane import RoomTarget, said
 
-MOST_COUNT = 2**40
+MAX_COUNT = 2**40
 
 
 class OneSidedPlane:
@@ -38,7 +38,7 @@ def described_layout(kind: str, descriptor: Mapping[str, Any], spec: PoolSetSpec
     be."""
     counts = said(descriptor, "counts", dict)
     most = {pool.name: counts.get(pool.name) for pool in spec.pools}
-    if most != counts or not all(type(count) is int and 0 < count <= MOST_COUNT for count in most.values()):
+    if most != counts or not all(type(count) is int and 0 < count <= MAX_COUNT for count in most.values()):
         raise LayoutMismatch(f"plane {kind}: the reader's counts must be of {sorted(most)}, got {counts!r:.200}")
     return PoolSetLayout(spec, counts)
 

@@ -15,7 +15,7 @@ from twinpool.contracts.errors import ConfigError, LayoutMismatch
 from twinpool.contracts.ids import RoomId
 from twinpool.transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite, WriteLink
 
-MOST_RANKS = 64
+MAX_RANKS = 64
 """Most ranks of a worker: a peer that claims more is refused."""
 
 _cuts = lru_cache(maxsize=64)(cuts)
@@ -121,8 +121,8 @@ def fan(whole: PoolSetSpec, rank: int, size: int, descriptor: Mapping[str, Any],
     """Open the links of rank `rank` of `size` to the reader with this descriptor. Raises `LayoutMismatch` for what is
     no descriptor, and where workers of so many ranks can't share the model's state."""
     ranks = descriptor.get("ranks")
-    if not isinstance(ranks, list | tuple) or not 0 < len(ranks) <= MOST_RANKS:
-        raise LayoutMismatch(f"the reader's descriptor must name 1 to {MOST_RANKS} ranks")
+    if not isinstance(ranks, list | tuple) or not 0 < len(ranks) <= MAX_RANKS:
+        raise LayoutMismatch(f"the reader's descriptor must name 1 to {MAX_RANKS} ranks")
     if size == len(ranks) == 1:
         return open_link(ranks[0], whole, None)
     links: dict[int, WriteLink] = {}

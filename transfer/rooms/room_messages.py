@@ -231,7 +231,7 @@ TAGS: dict[int, type[Any]] = {
 _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
 _OF_ROOMS = (4, 5, 6)
 _SUM_BYTES = 4
-MOST_NAME = 256
+MAX_NAME = 256
 """Most characters of a room's name."""
 _HINTS = {cls: typing.get_type_hints(cls) for cls in (*TAGS.values(), GrantedPages, PageTags, RankProcess, Fingerprint)}
 
@@ -287,7 +287,7 @@ def room_of(data: bytes) -> str:
         return ""
     if not isinstance(parts, tuple) or len(parts) < 2 or type(parts[0]) is not int or parts[0] not in _OF_ROOMS:
         return ""
-    return parts[1] if isinstance(parts[1], str) and len(parts[1]) <= MOST_NAME else ""
+    return parts[1] if isinstance(parts[1], str) and len(parts[1]) <= MAX_NAME else ""
 
 
 def _build(cls: type[Any], values: tuple[Any, ...]) -> Any:
@@ -315,7 +315,7 @@ def _field(cls: type, name: str, kind: Any, value: Any) -> Any:
         good = isinstance(value, tuple) and all(type(v) is inner for v in value)
     else:
         plain = origin or getattr(kind, "__supertype__", kind)
-        good = type(value) is plain and not (kind is RoomId and len(value) > MOST_NAME)
+        good = type(value) is plain and not (kind is RoomId and len(value) > MAX_NAME)
     if not good:
         raise WireError(f"{cls.__name__}.{name} must be {kind}, got {value!r:.80}")
     return value

@@ -31,7 +31,7 @@ class LoadPlanner:
     ) -> None:
         self._tree, self._load_back, self._table, self._supply = tree, load_back, table, supply
         self._spec = tree.spec
-        self._policy, self._most_bytes = config.load_back, config.load_bytes
+        self._policy, self._max_bytes = config.load_back, config.load_bytes
         paged = [pool.name for pool in tree.spec.pools if pool.kind is not PoolKind.STATE]
         self._page_bytes = sum(map(tree.spec.unit_bytes, paged))
         self._tokens_per_s = 0.0
@@ -96,7 +96,7 @@ class LoadPlanner:
         if not loads or not self._load_back.nbytes:
             return True
         nbytes = sum(count * self._spec.unit_bytes(pool) for pool, count in loads.items())
-        return self._load_back.nbytes + nbytes <= self._most_bytes
+        return self._load_back.nbytes + nbytes <= self._max_bytes
 
     def ready(self, allocation: Allocation) -> bool:
         """Whether all state loaded for the allocation has arrived undamaged, so that its steps may be committed."""

@@ -52,7 +52,7 @@ _SMALL = 4096
 """The most objects of a small folder, all of which may be looked at at once."""
 _OLDEST = 8
 """In a larger folder this part (1/8) of a shard's objects may be evicted at a time."""
-_MOST_SHARDS = 32
+_MAX_SHARDS = 32
 """Shards that are scanned, at most, to make room for one write."""
 
 
@@ -295,7 +295,7 @@ class FileBackend:
                     counted, sorted(o for one in found.values() for o in one.objects), max(0, keep_bytes - slack)
                 )
             return
-        for _ in range(_MOST_SHARDS):
+        for _ in range(_MAX_SHARDS):
             if counted.used <= keep_bytes:
                 return
             self._next_shard = (self._next_shard + 1) % SHARDS

@@ -12,7 +12,7 @@ from twinpool.cluster.doctor.finding import Finding, fine, warning
 from twinpool.contracts.config.ledger_place import on_server
 from twinpool.contracts.errors import ConfigError
 
-MOST_SKEW_S = 2.0
+MAX_SKEW_S = 2.0
 ASK_S = 1.0
 _UNSYNCHRONISED = 5
 """What `adjtimex` returns where nothing keeps the clock (TIME_ERROR)."""
@@ -23,7 +23,7 @@ def check_clock(case: DoctorCase) -> Iterator[Finding]:
     """Whether something keeps the clock, where others go by theirs; and how far the ledger's server is from it."""
     kept = _synchronised()
     skew = _skew(case)
-    if skew is not None and abs(skew) > MOST_SKEW_S:
+    if skew is not None and abs(skew) > MAX_SKEW_S:
         yield warning(
             f"this clock is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} that of the ledger's server",
             "have both kept by NTP (chronyd, systemd-timesyncd)",

@@ -14,7 +14,7 @@ from twinpool.cluster.doctor.finding import Finding, error, fine, from_refusal, 
 from twinpool.contracts.errors import TwinpoolError
 
 ASK_S = 10.0
-LEAST_CAPABILITY = 70
+MIN_CAPABILITY = 70
 """Ten times the compute capability below which Triton compiles nothing."""
 FREE_SHARE = 0.9
 """The part of a card's memory that is free where nobody else computes there."""
@@ -60,7 +60,7 @@ def check_gpus(case: DoctorCase) -> Iterator[Finding]:
 def _cards(case: DoctorCase) -> Iterator[Finding]:
     for card in case.cards:
         name = f"cuda:{card.index} ({card.name})"
-        if card.capability < LEAST_CAPABILITY:
+        if card.capability < MIN_CAPABILITY:
             yield error(
                 f"{name} has compute capability {card.capability / 10}", "use engine.device=cpu, or a newer card"
             )

@@ -52,10 +52,10 @@ def _facts(case: DoctorCase) -> NodeFacts:
 
 def _need(plan: ServePlan) -> int:
     """Bytes of this machine's memory that all workers take at most, host tiers filled."""
-    from twinpool.cluster.serve.memory_fit import most_bytes, shared_weights  # It imports torch.
+    from twinpool.cluster.serve.memory_fit import max_bytes, shared_weights  # It imports torch.
 
     here, config = plan.here, plan.config
-    each = sum(most_bytes(here, config, role) * count for role, count in plan.wanted.items())
+    each = sum(max_bytes(here, config, role) * count for role, count in plan.wanted.items())
     return each + shared_weights(here, config)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
-from twinpool.cluster.doctor.checks.clocks import MOST_SKEW_S
+from twinpool.cluster.doctor.checks.clocks import MAX_SKEW_S
 from twinpool.cluster.doctor.doctor_case import DoctorCase
 from twinpool.cluster.doctor.finding import Finding, error, fine, from_refusal, warning
 from twinpool.cluster.ray_nodes.host_facts import HostFacts
@@ -142,7 +142,7 @@ def _clocks(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
     if first is None or last is None:
         return
     apart = last.clock_s - first.clock_s - first.clock_error_s - last.clock_error_s
-    if apart > MOST_SKEW_S:
+    if apart > MAX_SKEW_S:
         yield warning(
             f"the clock of {last.host} is at least {apart:.1f} s ahead of that of {first.host}",
             "have both kept by NTP (chronyd, systemd-timesyncd)",

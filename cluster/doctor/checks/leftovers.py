@@ -16,11 +16,11 @@ from twinpool.contracts.outside_data import read_json
 
 _RUN = re.compile(r"twinpool-\w{8}")
 """The name of a run's temporary folder."""
-MOST_RUNS = 32
+MAX_RUNS = 32
 """Folders that are looked at: each costs a look at all processes."""
 YOUNG_S = 120.0
 """A run that began so lately may have no processes yet."""
-LEAST_SEGMENT = 1 << 20
+MIN_SEGMENT = 1 << 20
 """Bytes of a file in /dev/shm that are worth a word."""
 
 
@@ -51,7 +51,7 @@ def _folders(case: DoctorCase) -> Iterator[Finding]:
     """Temporary folders of runs of which no process is left."""
     now, dead = case.host.now().timestamp(), list[Path]()
     runs = sorted(one for one in case.host.temporary.glob("twinpool-*") if _RUN.fullmatch(one.name))
-    for folder in runs[:MOST_RUNS]:
+    for folder in runs[:MAX_RUNS]:
         try:
             there = folder.stat()
         except OSError:
@@ -80,7 +80,7 @@ def _segments(case: DoctorCase) -> Iterator[Finding]:
             there = entry.stat(follow_symlinks=False)
         except OSError:
             continue
-        big = entry.is_file(follow_symlinks=False) and there.st_blocks * 512 >= LEAST_SEGMENT
+        big = entry.is_file(follow_symlinks=False) and there.st_blocks * 512 >= MIN_SEGMENT
         if big and there.st_uid == os.getuid() and now - there.st_mtime > YOUNG_S:
             ours[entry.path] = there.st_blocks * 512
     if not ours:

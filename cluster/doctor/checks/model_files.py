@@ -14,9 +14,9 @@ from twinpool.contracts.checkpoint.safetensors_headers import INDEX, read_file_h
 from twinpool.contracts.errors import CheckpointError, TwinpoolError
 from twinpool.router.text.tokenizer import read_model_tokenizer
 
-LEAST_FREE = 1 << 30
+MIN_FREE = 1 << 30
 """Bytes that a disk should have for a run's logs and Ray's files."""
-MOST_PROMPT_CHARS = 1 << 20
+MAX_PROMPT_CHARS = 1 << 20
 """For the chat template, which renders nothing here."""
 
 
@@ -82,7 +82,7 @@ def check_tokenizer(case: DoctorCase) -> Iterator[Finding]:
         yield fine("not looked at: the model isn't here, or can't be read")
         return
     try:
-        tokenizer = read_model_tokenizer(path, MOST_PROMPT_CHARS)
+        tokenizer = read_model_tokenizer(path, MAX_PROMPT_CHARS)
     except TwinpoolError as refused:
         yield from_refusal(refused)
         return
@@ -106,9 +106,9 @@ def check_disks(case: DoctorCase) -> Iterator[Finding]:
     short = False
     for what, folder in (("logs", Path(state)), ("Ray's files", case.host.temporary)):
         free = _free(folder)
-        if free is not None and free < LEAST_FREE:
+        if free is not None and free < MIN_FREE:
             short = True
-            yield warning(f"{sized(free)} are free for {what} ({folder})", f"make room: {sized(LEAST_FREE)} at least")
+            yield warning(f"{sized(free)} are free for {what} ({folder})", f"make room: {sized(MIN_FREE)} at least")
     if not os.access(case.host.temporary, os.W_OK | os.X_OK):
         short = True
         yield error(f"{case.host.temporary} can't be written", "set TMPDIR to a folder that can be")

@@ -10,9 +10,9 @@ from twinpool.cluster.doctor.doctor_case import DoctorCase
 from twinpool.cluster.doctor.finding import Finding, error, fine, sized, warning
 from twinpool.router.api.connection_limits import connection_limit
 
-LEAST_DESCRIPTORS = 1024
+MIN_DESCRIPTORS = 1024
 """Descriptors without which a Ray with a few workers doesn't get on."""
-MOST_DESCRIPTORS = 65_536
+MAX_DESCRIPTORS = 65_536
 """To which a router raises its own limit, where it may."""
 RANK_THREADS = 120
 """Threads that a worker's process has, Ray's among them; Linux counts them as processes."""
@@ -24,11 +24,11 @@ def check_descriptors(case: DoctorCase) -> Iterator[Finding]:
     """Open files: Ray's processes inherit the limit, and a router's clients are bounded by it."""
     soft, hard = (_number(value) for value in resource.getrlimit(resource.RLIMIT_NOFILE))
     wanted = case.config.router.max_connections
-    allowed = connection_limit(case.config.router, min(max(soft, hard), MOST_DESCRIPTORS))
-    if soft < LEAST_DESCRIPTORS:
+    allowed = connection_limit(case.config.router, min(max(soft, hard), MAX_DESCRIPTORS))
+    if soft < MIN_DESCRIPTORS:
         yield error(
-            f"a process may open {soft} files; a cluster needs {LEAST_DESCRIPTORS}",
-            f"ulimit -n {MOST_DESCRIPTORS} before the launch (LimitNOFILE= of a systemd unit)",
+            f"a process may open {soft} files; a cluster needs {MIN_DESCRIPTORS}",
+            f"ulimit -n {MAX_DESCRIPTORS} before the launch (LimitNOFILE= of a systemd unit)",
         )
     elif allowed < wanted:
         yield warning(

@@ -17,7 +17,7 @@ from twinpool.contracts.config.ledger_place import without_password
 from twinpool.contracts.errors import ConfigError
 
 ASK_S = 2.0
-MOST_FILES = 20_000
+MAX_FILES = 20_000
 """Files of a folder that are looked at: the doctor is to be quick."""
 
 
@@ -48,9 +48,9 @@ def _folder(storage: StorageConfig) -> Iterator[Finding]:
         yield error(f"cache.storage.path {folder} can't be written: {problem}", "name a folder that can be")
         return
     room = shutil.disk_usage(there).free
-    files = list(islice(folder.glob("*/*"), MOST_FILES)) if folder.is_dir() else []
+    files = list(islice(folder.glob("*/*"), MAX_FILES)) if folder.is_dir() else []
     held = sum(file.stat().st_size for file in files if file.is_file())
-    if len(files) == MOST_FILES:
+    if len(files) == MAX_FILES:
         yield fine(f"{folder} can be written, and holds many pages already; {sized(room)} free")
     elif room + held < storage.max_bytes:
         yield warning(

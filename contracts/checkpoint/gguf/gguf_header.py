@@ -24,7 +24,7 @@ _ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """The format's types of plain numbers, as `struct` names them."""
-_MOST = 1 << 24
+_MAX = 1 << 24
 """More tensors, metadata pairs or lengths than this is damage."""
 
 BLOCKS: Mapping[int, tuple[str, int, int]] = {
@@ -193,7 +193,7 @@ class _HeaderReader:
 
     def _count(self, form: str) -> int:
         found = self._number(form)
-        if found > _MOST:
+        if found > _MAX:
             raise CheckpointError(f"{self._path} is malformed: its header counts {found} of something")
         return int(found)
 

@@ -20,7 +20,7 @@ SPLIT_TOKENS, SEGMENT_TOKENS = 256, 4096
 """What a split and a segment of keys and values are (`merge_kernels`)."""
 LATENT_SPLIT_TOKENS = 1024
 """What a split of latents is, which is a segment by itself."""
-_LEAST = 16
+_MIN = 16
 """Rows, and columns, of the smallest product."""
 
 
@@ -38,9 +38,7 @@ class TileShape:
 
     def within(self, rows: int, block: int) -> TileShape:
         """The tile, but not larger than this."""
-        return TileShape(
-            max(_LEAST, min(self.rows, rows)), max(_LEAST, min(self.block, block)), self.warps, self.stages
-        )
+        return TileShape(max(_MIN, min(self.rows, rows)), max(_MIN, min(self.block, block)), self.warps, self.stages)
 
 
 _BY_HEAD_DIM = {

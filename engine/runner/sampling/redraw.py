@@ -60,20 +60,20 @@ class RedrawnTokens:
 
 
 def redraw(
-    row: BatchRow, x_th: Tensor, logits: Callable[[Tensor], Tensor], most_rows: int, *, triton: bool
+    row: BatchRow, x_th: Tensor, logits: Callable[[Tensor], Tensor], max_rows: int, *, triton: bool
 ) -> Iterator[RedrawnTokens]:
     """Draw the known answer `row.replay` again; yields nothing where there is none.
 
     `x_th` is the last layer's output for the row's tokens, [t, hidden]. `logits` makes [n, vocab] float32 of some of
-    its rows, at most `most_rows` at a time. `triton`: as for `draw_tokens`.
+    its rows, at most `max_rows` at a time. `triton`: as for `draw_tokens`.
     """
     known = row.replay
     if known is None:
         return
     params, mask = replace(known.params, logprobs=None), TokenMask.allowed(known.params.allowed_token_ids)
     wanted = known.positions(row.start, len(row.tokens))
-    for at in range(wanted.start, wanted.stop, max(1, most_rows)):
-        positions = range(at, min(at + max(1, most_rows), wanted.stop))
+    for at in range(wanted.start, wanted.stop, max(1, max_rows)):
+        positions = range(at, min(at + max(1, max_rows), wanted.stop))
         history = needs_history(params)
         draws = [
             TokenDraw(params, known.tokens[:p] if history else (), known.prompt_len, p, mask).masked(known.masks.get(p))

@@ -3,7 +3,7 @@
 import { bytes, by, clock, cores, count, el, joined, Keyed, mark, number, rate, say, seconds, span, svg, table } from "./words.js";
 
 const W = 300, H = 64;
-const LEAST_S = 120;
+const MIN_S = 120;
 const RANGES = [["5 min", 300], ["15 min", 900], ["1 h", 3600], ["6 h", 21600]];
 const STEPS = [60, 120, 300, 600, 1200, 1800, 3600, 7200]; // Seconds that may lie between two marks of time.
 const plain = (write) => (value) => [write(value), ""];
@@ -108,7 +108,7 @@ export class Charts {
     this.frame = frame;
     this.end = frame.at;
     const all = this.past.since(frame.at - this.range), first = all[0]?.at ?? frame.at;
-    this.span = Math.min(this.range, Math.max(LEAST_S, frame.at - first));
+    this.span = Math.min(this.range, Math.max(MIN_S, frame.at - first));
     const row = this.at === null ? all.at(-1) ?? null : this.past.near(all, this.at);
     for (const part of this.parts) this.#draw(part, all, row, frame);
     const short = this.range - this.span > 60 ? ": no more is known yet" : "";

@@ -2,7 +2,7 @@
 
 const SILENCE_MS = 20000; // A comment comes every 5 s where nothing else does.
 const FIRST_MS = 400;
-const MOST_MS = 5000;
+const MAX_MS = 5000;
 const HIDDEN_MS = 120000; // A tab that nobody has looked at for so long lets go of its place.
 const KEY = "twinpool.key";
 
@@ -29,7 +29,7 @@ export class Events {
       if (!this.running) break;
       this.on.state("away", why);
       await new Promise((done) => setTimeout(done, this.pause));
-      this.pause = Math.min(this.pause * 2, MOST_MS);
+      this.pause = Math.min(this.pause * 2, MAX_MS);
     }
   }
 

@@ -2,7 +2,7 @@
 
 import { by, clock, el, plural } from "./words.js";
 
-const MOST = 200;
+const MAX = 200;
 const KINDS = { worker: "worker", scale: "autoscaler", operator: "operator", control: "controller", router: "router", damage: "damage" };
 
 export class Log {
@@ -20,7 +20,7 @@ export class Log {
     if (this.last && missed > 0) this.#add({ at: news[0].at, kind: "control", text: `${plural(missed, "entry", "entries")} came too fast to be shown` }, fresh);
     for (const event of news) this.#add(event, fresh);
     this.last = news.at(-1).n;
-    while (this.list.children.length > MOST) this.list.lastChild.remove();
+    while (this.list.children.length > MAX) this.list.lastChild.remove();
   }
 
   #add({ at, kind, text }, fresh) {

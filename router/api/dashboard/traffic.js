@@ -2,7 +2,7 @@
 
 import { bytes, by, count, el, joined, Keyed, mark, rate, say, svg, table } from "./words.js";
 
-const MOST_QUIET = 48; // Links that carry nothing now are drawn up to so many: more would be a grey cloth.
+const MAX_QUIET = 48; // Links that carry nothing now are drawn up to so many: more would be a grey cloth.
 const STILL = matchMedia("(prefers-reduced-motion: reduce)");
 const SPEED = 130; // Pixels a second.
 
@@ -90,7 +90,7 @@ export class Traffic {
     for (const [from, to, bytesS, total] of [...frame.links].reverse()) {
       const a = places.get(from), b = places.get(to);
       if (!a || !b) continue;
-      if (bytesS === 0 && (quiet += 1) > MOST_QUIET) continue;
+      if (bytesS === 0 && (quiet += 1) > MAX_QUIET) continue;
       const d = a.x === b.x ? arc(a, b) : bow(a.x + a.w, a.y + a.h / 2, b.x, b.y + b.h / 2);
       const part = Math.sqrt(bytesS / most), wide = bytesS === 0 ? 1 : 0.8 + (5 * part) / Math.sqrt(crowd);
       const title = svg("title", { text: `${from} to ${to}: ${joined(bytes(bytesS))}/s, ${joined(bytes(total))} in all` });

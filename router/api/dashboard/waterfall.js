@@ -2,7 +2,7 @@
 
 import { by, clock, count, el, joined, Keyed, mark, say, scrolls, seconds, table } from "./words.js";
 
-const MOST = 24;
+const MAX = 24;
 // The parts of a request's time, in the one order that legend, bars and tables have: by name, in words, and whether it is
 // a wait, which is hatched. Each has a hue of its own in style.css (`--p-…`).
 const SPANS = {
@@ -32,7 +32,7 @@ export class Waterfall {
 
   draw(frame) {
     this.frame = frame;
-    const records = frame.requests.slice(0, MOST);
+    const records = frame.requests.slice(0, MAX);
     by("requests-section").hidden = !records.length;
     if (!records.length) return;
     for (const record of records) for (const one of record.spans) if (!this.names.includes(one.name)) this.names.push(one.name);

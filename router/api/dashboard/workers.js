@@ -2,7 +2,7 @@
 
 import { by, cores, count, el, joined, Keyed, mark, number, plural, rate, say, scrolls } from "./words.js";
 
-const MOST_ROWS = 12;
+const MAX_ROWS = 12;
 const WIDTHS = ["c-name", "c-state", "c-number", "c-number", "c-rate", "c-cpu", "c-pages", "c-node", "c-note"];
 const NUMERIC = ["running", "waiting", "tokens"];
 
@@ -33,7 +33,7 @@ function makePool(role) {
 }
 
 function drawPool(node, pool) {
-  const many = pool.workers.length > MOST_ROWS;
+  const many = pool.workers.length > MAX_ROWS;
   const [head, tiles, ...rest] = node.children;
   const rows = rest.find((child) => child.classList.contains("rows")) ?? node.querySelector(".behind .scroll");
   const all = node.querySelector(".behind");

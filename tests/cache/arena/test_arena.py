@@ -10,8 +10,8 @@ from tests.cache_schedule import _ACTIONS, _WEIGHTS, Schedule
 from tests.cache_visitors import content
 from tests.cache_world import World
 from tests.poolsets import NAMES, pool_sets
-from twinpool.cache.arena.arena import Arena, arena_bytes, most_index_bytes
-from twinpool.cache.arena.arena_keeper import MOST_TAKEN, SETTLED_S, ArenaKeeper, _date, _FoundPages
+from twinpool.cache.arena.arena import Arena, arena_bytes, max_index_bytes
+from twinpool.cache.arena.arena_keeper import MAX_TAKEN, SETTLED_S, ArenaKeeper, _date, _FoundPages
 from twinpool.cache.arena.arena_records import SALT_BYTES
 from twinpool.cache.memory.memory_layout import LayoutOrder, PoolSetLayout
 from twinpool.cache.prefix_cache.nodes.tree_node import Tier, TreeNode
@@ -93,7 +93,7 @@ def look_at_all(world: World) -> None:
 def test_what_is_planned_for_an_index_is_enough_and_not_much_more(name: str) -> None:
     for count in (3, 50, 5000):
         layout = layout_of(name, count)
-        planned, taken = most_index_bytes(layout.spec, layout.nbytes), arena_bytes(layout) - layout.nbytes
+        planned, taken = max_index_bytes(layout.spec, layout.nbytes), arena_bytes(layout) - layout.nbytes
         assert taken <= planned
         assert name != "full" or planned < taken + 2 * 4096
 
@@ -346,12 +346,12 @@ def test_pages_under_a_salt_that_no_record_can_hold_end_with_their_worker() -> N
 def test_state_that_several_in_a_row_died_with_is_left() -> None:
     segment = segment_for("full")
     visit(world_on(segment, "full"), TOKENS)
-    for _ in range(MOST_TAKEN):
+    for _ in range(MAX_TAKEN):
         assert world_on(segment, "full", 2).manager.stats()["arena_pages_adopted"] > 0
     last = world_on(segment, "full", 2)
     assert last.manager.stats()["arena_pages_adopted"] == 0
     visit(last, TOKENS)
-    for seed in range(2 * MOST_TAKEN):
+    for seed in range(2 * MAX_TAKEN):
         settled = world_on(segment, "full", seed)
         assert settled.manager.stats()["arena_pages_adopted"] > 0, "who lives long with it has not been harmed by it"
         settled.clock.advance(SETTLED_S)
@@ -362,7 +362,7 @@ def test_who_has_looked_at_all_that_it_took_over_settles_as_well() -> None:
     """However little there was to look at: the next ones take it over without end."""
     segment = segment_for("full")
     visit(world_on(segment, "full"), TOKENS)
-    for seed in range(2 * MOST_TAKEN):
+    for seed in range(2 * MAX_TAKEN):
         settled = world_on(segment, "full", seed)
         assert settled.manager.stats()["arena_pages_adopted"] > 0
         look_at_all(settled)

@@ -135,7 +135,7 @@ def test_never_more_than_the_bound_are_under_way_and_who_waits_is_held(
     with SseServer(begins=waits).serving() as server:
         _, out = replay(file, server, "--concurrency", "3")
     assert waits.is_set()
-    assert server.most_running <= 4, "three, and the question for the model"
+    assert server.max_running <= 4, "three, and the question for the model"
     assert out["figures"]["held"]["p99"] > 0
 
 

@@ -19,7 +19,7 @@ from twinpool.cluster.assembly.device_cards import (
     _measure,
     cards_of,
     deal,
-    least_part,
+    min_part,
     read_cards,
 )
 from twinpool.cluster.assembly.node_shares import MemoryShort, NodeFacts, measured
@@ -60,9 +60,9 @@ def test_cards_are_dealt_in_turn_rank_by_rank() -> None:
 
 def test_ranks_that_share_a_card_have_equal_parts_and_all_have_the_least() -> None:
     a, b, c = (WorkerName(n) for n in ("prefill-0", "decode-0", "decode-1"))
-    assert least_part({a: (0,), b: (0,)}, cards(40 * GIB)) == 20 * GIB
-    assert least_part({a: (0,), b: (1,), c: (0,)}, cards(40 * GIB, 40 * GIB)) == 20 * GIB
-    assert least_part({a: (0,), b: (1,)}, cards(40 * GIB, 10 * GIB)) == 10 * GIB
+    assert min_part({a: (0,), b: (0,)}, cards(40 * GIB)) == 20 * GIB
+    assert min_part({a: (0,), b: (1,), c: (0,)}, cards(40 * GIB, 40 * GIB)) == 20 * GIB
+    assert min_part({a: (0,), b: (1,)}, cards(40 * GIB, 10 * GIB)) == 10 * GIB
 
 
 def test_pools_take_their_share_of_what_is_free_on_a_card_after_weights_process_and_steps() -> None:

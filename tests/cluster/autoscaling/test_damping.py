@@ -237,11 +237,11 @@ def test_no_role_is_changed_for_little_or_for_nothing(prefill: float, decode: fl
 
 
 @pytest.mark.parametrize(
-    ("most_prefill", "least_decode", "found"),
+    ("max_prefill", "min_decode", "found"),
     [(4, 2, Role.PREFILL), (3, 2, None), (4, 3, None)],
 )
-def test_no_role_is_changed_beyond_a_bound(most_prefill: int, least_decode: int, found: Role | None) -> None:
-    config = replace(CONFIG, prefill=PoolBounds(1, most_prefill), decode=PoolBounds(least_decode, 20))
+def test_no_role_is_changed_beyond_a_bound(max_prefill: int, min_decode: int, found: Role | None) -> None:
+    config = replace(CONFIG, prefill=PoolBounds(1, max_prefill), decode=PoolBounds(min_decode, 20))
     balance = RoleBalance(config)
     assert [favoured(balance, at, 6.0, 1.0) for at in (0.0, 30.0)] == [None, found]
 

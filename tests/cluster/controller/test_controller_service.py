@@ -14,7 +14,7 @@ from twinpool.cluster.controller.autoscaler import Autoscaler
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import StartWorker
 from twinpool.cluster.controller.controller_ledger import MemoryLedger
-from twinpool.cluster.controller.controller_service import MOST_CHANGES, NAME_CHARS, ControllerService
+from twinpool.cluster.controller.controller_service import MAX_CHANGES, NAME_CHARS, ControllerService
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.errors import WireError
@@ -111,7 +111,7 @@ def test_a_watcher_that_does_not_read_gets_the_whole_table_in_place_of_what_it_m
     async def life(site: Site) -> None:
         slow, quick = await site.watch(changes=True), await site.watch(changes=True)
         site.heartbeat(NAMES[3], running=99)
-        for number in range(MOST_CHANGES + 1):
+        for number in range(MAX_CHANGES + 1):
             site.heartbeat(NAMES[number % 3], running=number + 1)
             site.publish()
             assert (await anext(quick)).changes

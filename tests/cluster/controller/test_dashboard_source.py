@@ -24,7 +24,7 @@ from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.latency_shape import BUCKETS
 from twinpool.contracts.messages.pool_changes import AddWorkers
-from twinpool.contracts.messages.router_report import COUNTERS, MOST_BREAKERS, RouterIdentity, RouterReport, bare
+from twinpool.contracts.messages.router_report import COUNTERS, MAX_BREAKERS, RouterIdentity, RouterReport, bare
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord
 from twinpool.contracts.proto import worker_pb2 as pb
 from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
@@ -197,7 +197,7 @@ async def test_the_stream_ends_with_its_controller_and_says_so(site: Site) -> No
         pb.RouterReport(router="a", cpu_s=float("inf")),
         pb.RouterReport(router="a", cpu_s=-1.0),
         pb.RouterReport(router="a", ttft_slo_s=float("nan")),
-        pb.RouterReport(router="a", open_breakers=["b"] * (MOST_BREAKERS + 1)),
+        pb.RouterReport(router="a", open_breakers=["b"] * (MAX_BREAKERS + 1)),
     ],
 )
 async def test_a_report_that_makes_no_sense_is_refused(site: Site, wrong: pb.RouterReport) -> None:

@@ -347,7 +347,7 @@ def test_what_can_not_be_is_refused_and_changes_nothing(change: object, words: s
 )
 def test_what_is_more_than_the_table_holds_is_refused_whole(change: object, monkeypatch: pytest.MonkeyPatch) -> None:
     company = Company(prefill=2, decode=1)
-    monkeypatch.setattr("twinpool.cluster.controller.pool_operations.MOST_WORKERS", 5)
+    monkeypatch.setattr("twinpool.cluster.controller.pool_operations.MAX_WORKERS", 5)
     before = dict(company.ledger.rows)
     with pytest.raises(ConfigError, match="room for 2 new names, not for"):
         change(company.core.pools)  # type: ignore[operator]

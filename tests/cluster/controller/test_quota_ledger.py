@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twinpool.cluster.controller import quota_ledger
-from twinpool.cluster.controller.quota_ledger import FORGET_S, MINUTE_S, MOST_TENANTS, VALID_S, QuotaLedger
+from twinpool.cluster.controller.quota_ledger import FORGET_S, MAX_TENANTS, MINUTE_S, VALID_S, QuotaLedger
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice
 
@@ -122,10 +122,10 @@ def test_a_limit_that_comes_beside_another_begins_full_and_leaves_that_as_it_is(
 
 def test_tenants_and_routers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Ledger()
-    for number in range(MOST_TENANTS + 10):
+    for number in range(MAX_TENANTS + 10):
         scene.lease("a", tenant=f"t{number}")
-    assert len(scene.ledger) == MOST_TENANTS
-    monkeypatch.setattr(quota_ledger, "MOST_ROUTERS", 3)
+    assert len(scene.ledger) == MAX_TENANTS
+    monkeypatch.setattr(quota_ledger, "MAX_ROUTERS", 3)
     for number in range(3):
         scene.lease(f"r{number}", QuotaAmounts(1, 1, 1))
     assert scene.lease("one too many", QuotaAmounts(1, 1, 1)).granted == NONE
@@ -156,7 +156,7 @@ def test_the_next_controller_goes_on_with_buckets_and_slices_and_knows_what_was_
 
 
 def test_what_is_kept_is_bounded_and_of_who_was_asked_for_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quota_ledger, "MOST_KEPT", 6)
+    monkeypatch.setattr(quota_ledger, "MAX_KEPT", 6)
     scene = Ledger()
     for number in range(10):
         scene.lease("a", QuotaAmounts(60), tenant=f"t{number}")

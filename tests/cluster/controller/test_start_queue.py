@@ -41,7 +41,7 @@ class Cluster:
         self.core.set_room(room)
         self.starting: dict[WorkerName, StartWorker] = {}
         self.serving: dict[WorkerName, tuple[Role, Incarnation]] = {}
-        self.most_at_once = 0
+        self.max_at_once = 0
         for role, count in pools.items():
             self.core.pools.add_some(Role(role), count)
 
@@ -65,7 +65,7 @@ class Cluster:
                 started.append(str(action.name))
         for name, (role, number) in self.serving.items():
             self.core.renew(name, number, WorkerStatus(name, role, "ready", 7, "here", number, 0, 0, 1, 1))
-        self.most_at_once = max(self.most_at_once, len(self.starting))
+        self.max_at_once = max(self.max_at_once, len(self.starting))
         return started
 
     def up(self, *names: str) -> None:
@@ -108,7 +108,7 @@ def test_only_so_many_start_at_once_and_the_others_wait_their_turn_and_say_so() 
     while cluster.starting:
         cluster.up()
         cluster.tick()
-    assert (len(cluster.serving), cluster.most_at_once, cluster.waits()) == (21, 2, {})
+    assert (len(cluster.serving), cluster.max_at_once, cluster.waits()) == (21, 2, {})
 
 
 def test_who_served_comes_back_before_any_that_never_did_and_is_not_held_up_by_their_starts() -> None:

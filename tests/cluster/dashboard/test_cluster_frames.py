@@ -16,9 +16,9 @@ from twinpool.cluster.controller.controller_ledger import MemoryLedger
 from twinpool.cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
 from twinpool.cluster.dashboard.event_log import EventKind
 from twinpool.cluster.dashboard.history import COLUMNS, KEPT_S, SAMPLE_S
-from twinpool.cluster.dashboard.router_totals import MOST_ROUTERS
+from twinpool.cluster.dashboard.router_totals import MAX_ROUTERS
 from twinpool.cluster.dashboard.worker_rates import WorkerSample
-from twinpool.cluster.dashboard.worker_rows import MOST_LINKS
+from twinpool.cluster.dashboard.worker_rows import MAX_LINKS
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.compact_json import compact_json
 from twinpool.contracts.config.cluster_config import ClusterConfig
@@ -244,12 +244,12 @@ def test_operators_are_told_each_routers_rate_of_tokens(frames: ClusterFrames) -
 
 
 def test_routers_beyond_those_that_are_told_apart_stay_in_the_sums(frames: ClusterFrames) -> None:
-    for number in range(MOST_ROUTERS + 20):
+    for number in range(MAX_ROUTERS + 20):
         frames.report(report(f"router-{number}", requests_submitted=2), 1.0 + number / 1000, WALL)
     frames.take(state([], 2.0), 2.0, WALL)
     frame = frames.frame()
-    assert frame["totals"]["requests_submitted"] == 2 * (MOST_ROUTERS + 20)
-    assert len(frames.routers(2.0)) == MOST_ROUTERS
+    assert frame["totals"]["requests_submitted"] == 2 * (MAX_ROUTERS + 20)
+    assert len(frames.routers(2.0)) == MAX_ROUTERS
     assert "router-0" not in {one.router for one in frames.routers(2.0)}, "the one that was silent for longest"
 
 
@@ -423,8 +423,8 @@ def test_a_frame_is_bounded_however_large_the_cluster_is(frames: ClusterFrames) 
         frames.report(report(f"router-{number}"), 1.0, WALL)
     frames.take(state(views, 1.0), 1.0, WALL)
     frame = frames.frame()
-    assert len(frame["links"]) == MOST_LINKS
-    assert frame["links_left_out"] == 1600 - MOST_LINKS
+    assert len(frame["links"]) == MAX_LINKS
+    assert frame["links_left_out"] == 1600 - MAX_LINKS
     assert len(frame["routers"]) <= 64
     assert len(compact_json(frame)) < 100_000
     assert len(compact_json(frames.past())) < 120_000

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster.dashboard.made_workers import worker
 from twinpool.cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
-from twinpool.cluster.dashboard.dashboard_feed import FRAME_S, MOST_WATCHERS, DashboardFeed, TooManyWatch
+from twinpool.cluster.dashboard.dashboard_feed import FRAME_S, MAX_WATCHERS, DashboardFeed, TooManyWatch
 from twinpool.cluster.dashboard.history import SAMPLE_S
 from twinpool.cluster.dashboard.worker_rates import WorkerSample
 from twinpool.contracts.clock import ManualClock
@@ -85,7 +85,7 @@ async def test_all_who_watch_get_one_frame_and_one_that_does_not_read_gets_the_l
 @pytest.mark.asyncio
 async def test_no_more_watch_than_may_and_who_leaves_makes_room() -> None:
     scene = Scene()
-    watching = [scene.feed.watch() for _ in range(MOST_WATCHERS)]
+    watching = [scene.feed.watch() for _ in range(MAX_WATCHERS)]
     tasks = [asyncio.ensure_future(anext(one)) for one in watching]
     await asyncio.sleep(0)
     with pytest.raises(TooManyWatch):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from twinpool.cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
-from twinpool.cluster.dashboard.request_rows import MOST_EVENTS, MOST_SPANS, SHOWN, TEXT_CHARS, request_row
+from twinpool.cluster.dashboard.request_rows import MAX_EVENTS, MAX_SPANS, SHOWN, TEXT_CHARS, request_row
 from twinpool.contracts.messages.request_record import RecordEvent, RecordSpan, RequestRecord
 
 RECORD = RequestRecord(
@@ -67,8 +67,8 @@ def test_a_row_and_a_frame_have_no_more_than_they_have_room_for() -> None:
     spans = tuple(RecordSpan(f"s{n}", n, n + 1) for n in range(100))
     events = tuple(RecordEvent(n, f"e{n}") for n in range(100))
     row = request_row(replace(RECORD, spans=spans, events=events))
-    assert [span["name"] for span in row["spans"]] == [f"s{n}" for n in range(MOST_SPANS)]
-    assert [event["kind"] for event in row["events"]] == [f"e{n}" for n in range(MOST_EVENTS)]
+    assert [span["name"] for span in row["spans"]] == [f"s{n}" for n in range(MAX_SPANS)]
+    assert [event["kind"] for event in row["events"]] == [f"e{n}" for n in range(MAX_EVENTS)]
     frames = ClusterFrames("c", "boot", "b", 0.0)
     frames.take(ClusterState((), requests=[replace(RECORD, request_id=f"r{n}") for n in range(100)]), 1.0, 1.0)
     assert [one["request_id"] for one in frames.frame()["requests"]] == [f"r{n}" for n in range(SHOWN)]

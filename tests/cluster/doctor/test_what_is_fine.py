@@ -15,7 +15,7 @@ import pytest
 from tests.cluster.doctor.test_doctor import case, host, look, only
 from twinpool.cluster.assembly.device_cards import CardFacts
 from twinpool.cluster.doctor.checks import clocks, containers
-from twinpool.cluster.doctor.checks.model_files import LEAST_FREE
+from twinpool.cluster.doctor.checks.model_files import MIN_FREE
 from twinpool.cluster.doctor.doctor_case import DoctorCase
 from twinpool.cluster.doctor.examine import CHECKS
 from twinpool.cluster.doctor.finding import Severity
@@ -110,7 +110,7 @@ class Usage(NamedTuple):
 
 
 def test_full_disks_are_told_each_with_what_it_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    at, free = host(tmp_path), {"state": LEAST_FREE, "temporary": LEAST_FREE}
+    at, free = host(tmp_path), {"state": MIN_FREE, "temporary": MIN_FREE}
     (tmp_path / "state").mkdir()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, free[Path(path).name]))
     assert "there is room" in says("disks", case(tmp_path, at=at))

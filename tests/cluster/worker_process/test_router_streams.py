@@ -245,7 +245,7 @@ def test_a_router_that_breaks_the_protocol_ends_alone(served: Served, what: str)
 
 
 def test_routers_are_bounded_and_one_that_leaves_makes_room(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_streams, "MOST_ROUTERS", 2)
+    monkeypatch.setattr(router_streams, "MAX_ROUTERS", 2)
 
     async def talk() -> None:
         streams = [await RawStream.open(served.server.stream, 3) for _ in range(2)]

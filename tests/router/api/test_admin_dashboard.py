@@ -20,7 +20,7 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.security_config import SecurityConfig
 from twinpool.router.api.admin_dashboard import FOLDER, page_files
 from twinpool.router.api.admin_status import TOKEN_VARIABLE
-from twinpool.router.service.dashboard_relay import MOST_VIEWERS
+from twinpool.router.service.dashboard_relay import MAX_VIEWERS
 
 EVENTS = "/cluster/dashboard"
 
@@ -139,7 +139,7 @@ def test_a_router_that_has_no_dashboard_says_so() -> None:
 def test_no_more_look_than_may_and_one_who_leaves_makes_room(shown: Server) -> None:
     relay = shown.service.controller.dashboard
     assert relay is not None
-    held = [shown.call(relay.open) for _ in range(MOST_VIEWERS)]
+    held = [shown.call(relay.open) for _ in range(MAX_VIEWERS)]
     answer = shown.client.get(EVENTS)
     assert answer.status_code == 503
     assert answer.headers["retry-after"] == "10"

@@ -10,7 +10,7 @@ from tests.router.stage import Stage
 from twinpool.contracts.config.worker_config import DisaggregationConfig
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role, WorkerName
-from twinpool.contracts.messages.request_record import MOST_CANDIDATES, MOST_NAMED, PlacementChoice, RefusedWorkers
+from twinpool.contracts.messages.request_record import MAX_CANDIDATES, MAX_NAMED, PlacementChoice, RefusedWorkers
 from twinpool.router.core.local_prefill import LocalPrefill
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
@@ -55,14 +55,14 @@ def test_candidates_are_the_best_few_in_order_with_what_the_policy_compares() ->
     for _ in range(3):
         on.submit()
     choice = latest(on, on.submit(), DECODE)
-    assert len(choice.candidates) == MOST_CANDIDATES
-    assert choice.others == 13 - MOST_CANDIDATES
+    assert len(choice.candidates) == MAX_CANDIDATES
+    assert choice.others == 13 - MAX_CANDIDATES
     loads = [one.load for one in choice.candidates]
-    assert loads == [1] * MOST_CANDIDATES, "those with two in flight are among the others"
+    assert loads == [1] * MAX_CANDIDATES, "those with two in flight are among the others"
     assert [one.cost for one in choice.candidates] == loads
     assert choice.chosen in {one.worker for one in choice.candidates}
     assert choice.refused == (
-        RefusedWorkers("not ready, or not linked", 7, tuple(f"decode-{n}" for n in range(MOST_NAMED))),
+        RefusedWorkers("not ready, or not linked", 7, tuple(f"decode-{n}" for n in range(MAX_NAMED))),
     )
 
 

@@ -634,11 +634,11 @@ def test_what_fits_is_what_the_largest_worker_holds_and_unknown_until_one_has_to
     stage.cluster["prefill-0"].positions, stage.cluster["prefill-1"].positions = 64, 128
     stage.cluster["decode-0"].positions = stage.cluster["decode-1"].positions = 0  # They are starting.
     stage.view()
-    assert (workers.most_positions(PREFILL), workers.most_positions(DECODE)) == (128, None)
+    assert (workers.max_positions(PREFILL), workers.max_positions(DECODE)) == (128, None)
     stage.kill("prefill-1")
-    assert workers.most_positions(PREFILL) == 64
+    assert workers.max_positions(PREFILL) == 64
     stage.kill("prefill-0")
-    assert workers.most_positions(PREFILL) is None
+    assert workers.max_positions(PREFILL) is None
 
 
 # ---------------------------------------------------------------- books

@@ -19,7 +19,7 @@ from twinpool.contracts.wire.frame_connection import FrameConnection
 from twinpool.contracts.wire.worker_protobuf import record_from_proto, record_to_proto
 from twinpool.router.links.controller_directory import ControllerDirectory
 from twinpool.router.links.worker_links import WorkerLinks
-from twinpool.router.links.worker_stream import MOST_COMMANDS, TURN_BYTES, WorkerStream, open_stream
+from twinpool.router.links.worker_stream import MAX_COMMANDS, TURN_BYTES, WorkerStream, open_stream
 
 WAIT_S = 10.0
 
@@ -90,7 +90,7 @@ async def test_a_worker_that_reads_no_commands_is_cut_before_they_fill_the_route
     stream.opened.set_result(None)
     connection.pause_writing()
     leave = [Cancel(RequestId("r-0"), 0)]
-    for _ in range(MOST_COMMANDS):
+    for _ in range(MAX_COMMANDS):
         stream.send(leave)
     await asyncio.sleep(0)
     assert not ends

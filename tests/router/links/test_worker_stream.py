@@ -27,7 +27,7 @@ class Connection:
     """A connection that keeps what is sent, and flows or doesn't as the test says."""
 
     def __init__(self) -> None:
-        self.most_bytes = 0
+        self.max_bytes = 0
         self.flows = True
         self.aborted = False
         self.frames: list[bytes] = []

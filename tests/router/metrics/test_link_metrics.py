@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from twinpool.router.metrics.link_metrics import MOST_LINKS, link_metrics
+from twinpool.router.metrics.link_metrics import MAX_LINKS, link_metrics
 
 
 def test_each_link_has_its_own_samples_and_other_counters_have_none() -> None:
@@ -36,11 +36,11 @@ def test_so_many_links_that_their_series_would_be_too_many_are_summed_by_worker(
         entries = [entry(f"prefill-{number}", count) for number, count in enumerate(links)]
         return [s for family in link_metrics(cast(Any, entries)) for s in family.samples]
 
-    assert len(samples(MOST_LINKS - 10, 10)) == 3 * MOST_LINKS
-    summed = {(s.name, s.labels["worker"], s.labels["to"]): s.value for s in samples(MOST_LINKS - 10, 11, 0)}
+    assert len(samples(MAX_LINKS - 10, 10)) == 3 * MAX_LINKS
+    summed = {(s.name, s.labels["worker"], s.labels["to"]): s.value for s in samples(MAX_LINKS - 10, 11, 0)}
     assert summed == {
-        ("twinpool_link_writes_total", "prefill-0", ""): 2.0 * (MOST_LINKS - 10),
-        ("twinpool_link_waiting", "prefill-0", ""): 2.0 * (MOST_LINKS - 10),
+        ("twinpool_link_writes_total", "prefill-0", ""): 2.0 * (MAX_LINKS - 10),
+        ("twinpool_link_waiting", "prefill-0", ""): 2.0 * (MAX_LINKS - 10),
         ("twinpool_link_writes_total", "prefill-1", ""): 22.0,
         ("twinpool_link_waiting", "prefill-1", ""): 22.0,
     }, "each worker has its own sum"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.wire.instances import full
-from twinpool.cluster.controller.record_board import ASK_S, MOST_ASKS, RecordBoard, TooManyAsks
+from twinpool.cluster.controller.record_board import ASK_S, MAX_ASKS, RecordBoard, TooManyAsks
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.messages.record_ring import RecordRing
 from twinpool.contracts.messages.request_record import FoundRecords, RequestRecord
@@ -190,7 +190,7 @@ async def test_the_controller_asks_routers_for_what_it_lacks_and_waits_for_all_o
 @pytest.mark.asyncio
 async def test_so_many_questions_are_open_at_once_and_no_more() -> None:
     board = RecordBoard(wall=lambda: 1e9)
-    open_asks = [asyncio.ensure_future(board.find(f"r{n}", lambda number, request_id: 1)) for n in range(MOST_ASKS)]
+    open_asks = [asyncio.ensure_future(board.find(f"r{n}", lambda number, request_id: 1)) for n in range(MAX_ASKS)]
     await asyncio.sleep(0)
     with pytest.raises(TooManyAsks):
         await board.find("one more", lambda number, request_id: 1)

@@ -11,7 +11,7 @@ from tests.router.http_server import eventually
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.messages.router_report import RouterReport
 from twinpool.router.service import dashboard_relay
-from twinpool.router.service.dashboard_relay import BEAT, MOST_VIEWERS, DashboardRelay, DashboardViewer, NoViewer
+from twinpool.router.service.dashboard_relay import BEAT, MAX_VIEWERS, DashboardRelay, DashboardViewer, NoViewer
 
 
 class FakeSource:
@@ -154,7 +154,7 @@ async def test_without_events_a_viewer_gets_a_beat(scene: Scene, monkeypatch: py
 
 @pytest.mark.asyncio
 async def test_no_more_look_than_may_and_none_at_a_router_that_ends(scene: Scene) -> None:
-    viewers = [scene.relay.open() for _ in range(MOST_VIEWERS)]
+    viewers = [scene.relay.open() for _ in range(MAX_VIEWERS)]
     with pytest.raises(NoViewer, match="already"):
         scene.relay.open()
     viewers[3].close()

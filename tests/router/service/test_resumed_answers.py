@@ -21,7 +21,7 @@ from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.router.core.answer_asks import FoundAnswer
 from twinpool.router.openai.choice_output import ChoiceOutput
 from twinpool.router.openai.response_stream import ResponseStream
-from twinpool.router.openai.resume_headers import MOST_KEY_CHARS, MOST_RESUMED_CHOICES, ResumeHeaders
+from twinpool.router.openai.resume_headers import MAX_KEY_CHARS, MAX_RESUMED_CHOICES, ResumeHeaders
 from twinpool.router.security.answer_identity import identity_of
 from twinpool.router.service.answer_claims import AnswerClaim
 from twinpool.router.service.restored_choice import KeyedRequest
@@ -42,7 +42,7 @@ def keyed(key: str, last_id: str = "") -> dict[str, str]:
     ("headers", "says"),
     [
         (keyed("a b"), "visible ASCII"),
-        (keyed("k" * (MOST_KEY_CHARS + 1)), "1 to 255"),
+        (keyed("k" * (MAX_KEY_CHARS + 1)), "1 to 255"),
         ({"Last-Event-ID": "1-1"}, "needs the Idempotency-Key"),
         (keyed("k", "seven"), "must be the id of an event"),
         (keyed("k", "1-" + "9" * 10), "must be the id of an event"),
@@ -57,7 +57,7 @@ def test_bad_headers_are_refused_by_name(server: Server, headers: dict[str, str]
 
 def test_last_event_id_is_for_streams_and_a_stream_has_so_many_choices(server: Server) -> None:
     assert server.post(PATH, BODY, **keyed("k", "1-1")).status_code == 400
-    many = server.post(PATH, {**STREAM, "prompt": ["a", "b"], "n": MOST_RESUMED_CHOICES // 2 + 1}, **keyed("k"))
+    many = server.post(PATH, {**STREAM, "prompt": ["a", "b"], "n": MAX_RESUMED_CHOICES // 2 + 1}, **keyed("k"))
     assert many.status_code == 400
     assert "choices" in many.json()["error"]["message"]
 

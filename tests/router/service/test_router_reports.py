@@ -14,7 +14,7 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.messages.router_report import COUNTERS, UNNAMED, RouterReport
 from twinpool.router.core.router_core import RouterCore
 from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
-from twinpool.router.service.router_reports import LEAST_S, MOST_S, RETRY_S, RouterReports
+from twinpool.router.service.router_reports import MAX_S, MIN_S, RETRY_S, RouterReports
 
 
 class Source(FakeDashboard):
@@ -52,7 +52,7 @@ class Scene:
 @pytest.mark.asyncio
 async def test_reports_come_as_often_as_they_are_asked_for_within_bounds() -> None:
     scene = Scene()
-    for asked, waited in ((1.0, 1.0), (5.0, 5.0), (0.0, LEAST_S), (1e9, MOST_S)):
+    for asked, waited in ((1.0, 1.0), (5.0, 5.0), (0.0, MIN_S), (1e9, MAX_S)):
         scene.source.pause_s = asked
         assert await scene.tick()
         scene.clock.advance(waited - 0.01)

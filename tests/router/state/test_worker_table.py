@@ -180,5 +180,5 @@ def test_what_fits_is_the_most_of_any_worker_of_the_role_that_has_said_it() -> N
     )  # fmt: skip
     sizes = {"decode-0": 0, "decode-1": 700, "decode-2": 9000, "prefill-0": 8000}
     made.update([WorkerView(replace(e.record, fits=WorkerLimits(sizes[e.record.name], 2000)), e.status) for e in made])
-    assert (made.most_positions(Role.DECODE), made.most_positions(Role.PREFILL)) == (700, 8000)
-    assert made.most_positions(Role.COLOCATED) is None
+    assert (made.max_positions(Role.DECODE), made.max_positions(Role.PREFILL)) == (700, 8000)
+    assert made.max_positions(Role.COLOCATED) is None

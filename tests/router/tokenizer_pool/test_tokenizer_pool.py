@@ -484,9 +484,9 @@ def test_where_a_token_may_stand_for_any_length_nothing_is_said_of_the_least(cha
 
     tree = json.loads((DEMO / "tokenizer.json").read_text())
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-    assert ModelTokenizer(tokenizer, None, tree).least_tokens("x" * 10_000) > 0
+    assert ModelTokenizer(tokenizer, None, tree).min_tokens("x" * 10_000) > 0
     changed = {**tree, **{key: {**tree[key], **v} if key == "model" else v for key, v in change.items()}}
-    assert ModelTokenizer(tokenizer, None, changed).least_tokens("x" * 10_000) == 0
+    assert ModelTokenizer(tokenizer, None, changed).min_tokens("x" * 10_000) == 0
 
 
 def test_more_answers_than_the_house_holds_are_refused_before_they_are_tokenised(

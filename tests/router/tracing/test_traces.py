@@ -25,7 +25,7 @@ from twinpool.contracts.config.tracing_config import TracingConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.router.state.trace_context import NO_TRACE, TraceContext, read_traceparent
 from twinpool.router.tracing import otlp_exporter
-from twinpool.router.tracing.otlp_exporter import MOST_AT_ONCE, TraceExporter
+from twinpool.router.tracing.otlp_exporter import MAX_AT_ONCE, TraceExporter
 from twinpool.router.tracing.trace_sampling import TraceSampling
 from twinpool.router.tracing.trace_spans import TraceSpan
 
@@ -229,11 +229,11 @@ def test_so_many_traces_go_in_one_call() -> None:
     traces = exporter(sender)
     traces.add(traced(0))
     assert sender.began.acquire(timeout=10)
-    for number in range(1, MOST_AT_ONCE + 3):
+    for number in range(1, MAX_AT_ONCE + 3):
         traces.add(traced(number))
     sender.go.set()
     traces.close(10.0)
-    assert [len(one) for one in sender.sent[:-1]] == [1, MOST_AT_ONCE, 2]
+    assert [len(one) for one in sender.sent[:-1]] == [1, MAX_AT_ONCE, 2]
 
 
 def test_without_the_packages_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

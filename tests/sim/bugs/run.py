@@ -2,7 +2,7 @@
 
 Planted are the patches in this folder and those of `tests/mutants` that break something a cluster can meet. Each is
 applied to a copy of the tree, and seeds run there from 0 on until one violates something. Prints a table; exit code 1
-when a bug isn't found within `MOST` seeds.
+when a bug isn't found within `MAX` seeds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.mutants.catalogue import Mutant, load  # noqa: E402
 from tests.mutants.run import command, copy_tree  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent
-MOST = 700
+MAX = 700
 PORTION = 100
 """Seeds of one process."""
 ALSO = (
@@ -46,11 +46,11 @@ def main(chosen: list[str]) -> int:
     for bug in bugs:
         seeds, violation = seeds_to_find(bug.path)
         missed += seeds is None
-        print(f"| {bug.rule} | {bug.breaks} | {seeds or f'not in {MOST}'} | {violation} |", flush=True)
+        print(f"| {bug.rule} | {bug.breaks} | {seeds or f'not in {MAX}'} | {violation} |", flush=True)
     return int(missed > 0)
 
 
-def seeds_to_find(patch: Path, most: int = MOST) -> tuple[int | None, str]:
+def seeds_to_find(patch: Path, most: int = MAX) -> tuple[int | None, str]:
     """How many seeds it took, and what was violated."""
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         tree = Path(folder) / "tree"

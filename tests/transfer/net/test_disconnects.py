@@ -30,7 +30,7 @@ SPEC = pool_sets()["all"]
 PLANES = ["shm", "zmq", "nixl", "staged"]
 LINK_S = 0.6
 """What connections may be silent for, in these tests: of the wall's clock, as sockets know no other."""
-MOST_OF_A_BEAT = 32
+MAX_PER_BEAT = 32
 """Bytes that a beat brings at most; a notice has more."""
 
 
@@ -74,7 +74,7 @@ def written_into_the_void(both: Ends, way: Relay, prompt: Prompt) -> None:
     next one: so it is waited for until the proxy has it."""
     before = way.taken
     both.sender.write(prompt.room, {"full": prompt.part("full", range(1, 2))}, (DONE,))
-    both.until(lambda: way.taken > before + MOST_OF_A_BEAT, "a page, or its notice, at the proxy")
+    both.until(lambda: way.taken > before + MAX_PER_BEAT, "a page, or its notice, at the proxy")
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ def test_a_writer_with_a_rank_on_another_host_cannot_be_watched() -> None:
         assert PidfdGroupWatch.open([mark(one), (1, 1, "elsewhere")]) is None
 
 
-@pytest.mark.parametrize("second", [(process.MOST_PID + 1, 1, process.namespace()), (1, 1, "elsewhere")])
+@pytest.mark.parametrize("second", [(process.MAX_PID + 1, 1, process.namespace()), (1, 1, "elsewhere")])
 def test_nothing_stays_open_of_a_writer_of_which_a_later_process_cannot_be_watched(second: Mark) -> None:
     """A reader that is told of such a writer with each hello would run out of descriptors."""
     with sleepers(1) as (one,):

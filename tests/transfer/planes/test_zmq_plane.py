@@ -174,7 +174,7 @@ def test_a5_what_comes_for_a_room_that_was_revoked_is_dropped_and_counted() -> N
 def test_a5_nothing_lands_after_revoke_although_the_write_had_begun(
     spec: PoolSetSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_listener, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(data_listener, "_MIN_BYTES", 1)
     size = spec.unit_bytes("full")
     with reader(spec) as (plane, pools), writing(plane) as writer, writing(plane) as other:
         writer.begin(msgpack.packb((ROOM, TICKET, [("full", 2, 2)], *ALONE)), 2 * size)

@@ -84,10 +84,10 @@ class Link:
 class Bench:
     """A queue, and what it works with."""
 
-    def __init__(self, device: Any = None, most_bytes: int = 1 << 30) -> None:
+    def __init__(self, device: Any = None, max_bytes: int = 1 << 30) -> None:
         self.link, self.pools = Link(), PoolSet(SPEC, SPEC.even(9))
         self.queue = WriteQueue(
-            WorkerName("decode-0"), self.link, self.pools, device or CpuDevice(), ManualClock(), most_bytes
+            WorkerName("decode-0"), self.link, self.pools, device or CpuDevice(), ManualClock(), max_bytes
         )
 
     def write(self, room: RoomId, number: int = 1, after: tuple[Completion, ...] = ()) -> m.Notice:
@@ -247,11 +247,11 @@ def test_nothing_goes_to_a_reader_that_was_given_up_and_what_waited_for_the_devi
 
 def test_one_write_has_no_more_pages_than_the_readers_frames_and_a_notice_take() -> None:
     bench, page = Bench(), SPEC.unit_bytes("full")
-    assert bench.queue.most_pages("full") == write_queue._NOTICE_PAGES
+    assert bench.queue.max_pages("full") == write_queue._NOTICE_PAGES
     bench.link.frame_bytes = 3 * page + 1
-    assert bench.queue.most_pages("full") == 3
+    assert bench.queue.max_pages("full") == 3
     bench.link.frame_bytes = page - 1
-    assert bench.queue.most_pages("full") == 1
+    assert bench.queue.max_pages("full") == 1
 
 
 PAGES = PageWrite(RoomTarget(A, {}, 0), {"full": PageNumbers(0, (1, 2)), "state": PageNumbers(0, (3,))}).nbytes(SPEC)
@@ -259,7 +259,7 @@ PAGES = PageWrite(RoomTarget(A, {}, 0), {"full": PageNumbers(0, (1, 2)), "state"
 
 
 def test_so_many_bytes_are_under_way_at_once_and_what_is_posted_beyond_that_has_its_turn_in_order() -> None:
-    bench = Bench(most_bytes=2 * PAGES)
+    bench = Bench(max_bytes=2 * PAGES)
     said = [bench.write(room) for room in (A, B, A, B)]
     assert (len(bench.link.posted), bench.queue.in_flight_bytes, bench.queue.waiting) == (2, 2 * PAGES, 2)
     ends(bench.link.posted[1])
@@ -276,7 +276,7 @@ def test_so_many_bytes_are_under_way_at_once_and_what_is_posted_beyond_that_has_
 
 
 def test_a_write_that_is_alone_may_have_any_number_of_bytes() -> None:
-    bench = Bench(most_bytes=1)
+    bench = Bench(max_bytes=1)
     bench.write(A)
     bench.write(A)
     assert (len(bench.link.posted), bench.queue.waiting) == (1, 1)
@@ -286,7 +286,7 @@ def test_a_write_that_is_alone_may_have_any_number_of_bytes() -> None:
 
 
 def test_a_write_that_waits_is_pinned_and_is_not_posted_once_its_room_is_over() -> None:
-    bench = Bench(most_bytes=1)
+    bench = Bench(max_bytes=1)
     first = bench.write(B)
     bench.write(A)
     word = m.WriterQuiesced(A, 7)
@@ -300,7 +300,7 @@ def test_a_write_that_waits_is_pinned_and_is_not_posted_once_its_room_is_over() 
 
 def test_bytes_of_a_write_that_was_never_launched_are_never_taken_off_those_under_way() -> None:
     """No more is under way afterwards than the limit allows."""
-    bench = Bench(most_bytes=2 * PAGES)
+    bench = Bench(max_bytes=2 * PAGES)
     for room in (B, B, A, A):
         bench.write(room)
     bench.queue.withdraw(A)
@@ -316,7 +316,7 @@ def test_bytes_of_a_write_that_was_never_launched_are_never_taken_off_those_unde
 
 
 def test_a_link_that_ends_posts_nothing_more_and_tells_of_nothing_that_was_not_posted() -> None:
-    bench = Bench(most_bytes=1)
+    bench = Bench(max_bytes=1)
     said = bench.write(A)
     bench.write(B)
     bench.queue.settle()
@@ -397,7 +397,7 @@ def test_threads_of_a_link_end_with_it() -> None:
 @pytest.mark.parametrize("ending", ["failed", "withdrawn", "failed when nobody asks any more"])
 def test_a_write_that_came_to_nothing_leaves_its_bytes_to_others(ending: str) -> None:
     """What is booked is what is under way: a link that has failed at much may carry as much as before."""
-    bench = Bench(most_bytes=2 * PAGES)
+    bench = Bench(max_bytes=2 * PAGES)
     for _ in range(5):
         bench.write(A)
         bench.write(A)

@@ -27,7 +27,7 @@ HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 _DEVICE_ORDINAL = 9
 """`CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`: the GPU that memory lies on, as this process counts."""
-_MOST_BYTES = 1 << 48
+_MAX_BYTES = 1 << 48
 
 
 class _Handle(ctypes.Structure):
@@ -41,7 +41,7 @@ def handle_of(described: Mapping[str, Any], nbytes: int) -> tuple[bytes, int]:
     for what is none."""
     named, offset = said(described, "handle", bytes), said(described, "offset", int)
     size = said(described, "nbytes", int)
-    if len(named) != HANDLE_BYTES or size != nbytes or not 0 <= offset <= _MOST_BYTES:
+    if len(named) != HANDLE_BYTES or size != nbytes or not 0 <= offset <= _MAX_BYTES:
         raise LayoutMismatch(f"plane cuda_ipc: {size} bytes from {offset} of a handle of {len(named)}, not {nbytes}")
     return named, offset
 

@@ -39,15 +39,15 @@ from twinpool.transfer.planes.data_plane import RoomTarget, WakeCallback, WriteL
 from twinpool.transfer.planes.nixl.nixl_agent import HOST_MEMORY, MemoryKind, NixlAgent, kind_of, load_nixl, own_device
 from twinpool.transfer.planes.nixl.nixl_link import NixlLink, ReaderMemory
 from twinpool.transfer.planes.notice_inbox import NoticeInbox
-from twinpool.transfer.planes.one_sided import MOST_COUNT, OneSidedPlane, described_layout, no_notices
+from twinpool.transfer.planes.one_sided import MAX_COUNT, OneSidedPlane, described_layout, no_notices
 from twinpool.transfer.planes.rank_fan import fan
 
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s
 FRAME_BYTES = TransferConfig().control_frame_bytes
 _BUSY_S, _IDLE_S = 0.001, 0.05
 """Seconds between looks at what has come, while rooms are granted and while none is."""
-_MOST_METADATA = 1 << 16
-_MEMORIES, _MOST_DEVICES = ("DRAM", "VRAM"), 1 << 10
+_MAX_METADATA = 1 << 16
+_MEMORIES, _MAX_DEVICES = ("DRAM", "VRAM"), 1 << 10
 
 
 class NixlPlane(OneSidedPlane):
@@ -131,15 +131,15 @@ class NixlPlane(OneSidedPlane):
 
     def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: HeadSlice | None) -> WriteLink:
         layout, metadata = described_layout(self.kind, descriptor, spec), said(descriptor, "agent", bytes)
-        if not 0 < len(metadata) <= _MOST_METADATA:
+        if not 0 < len(metadata) <= _MAX_METADATA:
             raise LayoutMismatch(f"plane nixl: an agent's metadata of {len(metadata)} bytes")
         pages, slots = said(descriptor, "pages", int), said(descriptor, "slots", int)
         slot_count = said(descriptor, "slot_count", int)
-        if not (0 < pages < 1 << 63 and 0 <= slots < 1 << 63 and 0 <= slot_count <= MOST_COUNT):
+        if not (0 < pages < 1 << 63 and 0 <= slots < 1 << 63 and 0 <= slot_count <= MAX_COUNT):
             raise LayoutMismatch(f"plane nixl: no memory is at {pages}, or at {slots}")
         known = "memory" in descriptor  # Older builds say nothing of it, and have the host's alone.
         kind = MemoryKind(said(descriptor, "memory", str), said(descriptor, "device", int)) if known else HOST_MEMORY
-        if kind.name not in _MEMORIES or not 0 <= kind.device < _MOST_DEVICES:
+        if kind.name not in _MEMORIES or not 0 <= kind.device < _MAX_DEVICES:
             raise LayoutMismatch(f"plane nixl: no memory is of kind {kind.name!r:.80}, device {kind.device}")
         reader = ReaderMemory(metadata, pages, kind, layout, slots, slot_count)
         if self._rank or not slots:

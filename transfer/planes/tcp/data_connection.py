@@ -34,7 +34,7 @@ HEAD_BYTES = 64 << 10
 """The longest head."""
 TAKEN, COMING = b"\1", b"\0"
 """What the reader answers for each write, and what it says while one comes slowly."""
-MOST_ROWS = 1024
+MAX_ROWS = 1024
 """Pieces of memory that one system call takes."""
 
 
@@ -222,7 +222,7 @@ class DataConnection:
         """Send all of `rows`. Raises `OSError` where nothing leaves for the time-out."""
         left = deque(row for row in rows if len(row))
         while left:
-            chunk = [left[n] for n in range(min(MOST_ROWS, len(left)))]
+            chunk = [left[n] for n in range(min(MAX_ROWS, len(left)))]
             sent = self._socket.sendmsg(chunk)
             while sent:
                 if sent < len(left[0]):

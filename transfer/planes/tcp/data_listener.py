@@ -28,18 +28,18 @@ from twinpool.contracts.errors import WireError
 from twinpool.transfer.net import connection_keys
 from twinpool.transfer.net.sealed_stream import PIECE_BYTES, TAG_BYTES, OpenedBody, SealedStream
 from twinpool.transfer.planes.tcp.bounce_buffers import BounceBuffer, Load, Staging, settle
-from twinpool.transfer.planes.tcp.data_connection import COMING, HEAD_BYTES, LENGTHS, MOST_ROWS, TAKEN, patient
+from twinpool.transfer.planes.tcp.data_connection import COMING, HEAD_BYTES, LENGTHS, MAX_ROWS, TAKEN, patient
 
 log = logging.getLogger("twinpool.transfer")
 SLICE_BYTES = 4 << 20
 """Bytes that are stored at a time; `revoke` waits for as much at most."""
-_LEAST_BYTES = 1 << 20
+_MIN_BYTES = 1 << 20
 """Bytes that a thread waits for, where so many are due, before it looks again."""
 _PATIENCE_S = 0.2
 """Seconds that it waits for so many."""
 _STRANGERS = 64
 """Connections that have not said whose they are; more are closed, the oldest first."""
-_MOST = 1024
+_MAX = 1024
 """Connections."""
 
 
@@ -89,17 +89,17 @@ class DataListener:
     def __init__(
         self,
         host: str,
-        most_bytes: int,
+        max_bytes: int,
         timeout_s: float,
         lookup: Lookup,
         sealed: bool,
         staging: Staging | None = None,
     ) -> None:
-        """`most_bytes`: of the body of a write; a connection that announces more is cut. `sealed`: whether what comes
+        """`max_bytes`: of the body of a write; a connection that announces more is cut. `sealed`: whether what comes
         is sealed. `staging`: the bounce buffers of landings that have loads."""
         self.secret = connection_keys.draw()
         """What a writer must know."""
-        self._most_bytes, self._timeout_s, self._lookup, self._sealed = most_bytes, timeout_s, lookup, sealed
+        self._max_bytes, self._timeout_s, self._lookup, self._sealed = max_bytes, timeout_s, lookup, sealed
         self.staging = staging
         self._door = socket.create_server((host, 0), backlog=128)
         self._door.setblocking(False)
@@ -185,7 +185,7 @@ class DataListener:
         if key is None:
             return True
         with self._lock:
-            if len(self._connections) >= _MOST:
+            if len(self._connections) >= _MAX:
                 return True
             connection = _Connection(self, stranger.connection, key if self._sealed else None)
             self._connections.add(connection)
@@ -200,7 +200,7 @@ class DataListener:
 
     @property
     def bounds(self) -> tuple[int, float]:
-        return self._most_bytes, self._timeout_s
+        return self._max_bytes, self._timeout_s
 
     def look_up(self, head: bytes, nbytes: int) -> Landing | None:
         return self._lookup(head, nbytes)
@@ -225,7 +225,7 @@ class _Connection:
 
     def __init__(self, listener: DataListener, connection: socket.socket, key: bytes | None) -> None:
         self._listener, self._socket = listener, connection
-        self._most_bytes, self._timeout_s = listener.bounds
+        self._max_bytes, self._timeout_s = listener.bounds
         self._stream = SealedStream(key) if key is not None else None
         self._reading = _Reading()
         self._poller, self._least = select.poll(), 1
@@ -264,7 +264,7 @@ class _Connection:
         lengths = bytearray(LENGTHS.size)
         self._fill(memoryview(lengths), idle=True)
         head_bytes, nbytes = LENGTHS.unpack(lengths)
-        if not (0 < head_bytes <= HEAD_BYTES and nbytes <= self._most_bytes):
+        if not (0 < head_bytes <= HEAD_BYTES and nbytes <= self._max_bytes):
             raise WireError(f"a write of {nbytes} bytes with a head of {head_bytes}")
         head = memoryview(self._reading.head)[: head_bytes + (TAG_BYTES if self._stream else 0)]
         self._fill(head)
@@ -293,7 +293,7 @@ class _Connection:
         """Have the kernel store what comes in `rows`, slice by slice."""
         left, due = deque(rows), sum(len(row) for row in rows)
         while left:
-            self._await(least=min(due, _LEAST_BYTES))
+            self._await(least=min(due, _MIN_BYTES))
             with self.landing:
                 if landing.revoked():
                     break
@@ -367,7 +367,7 @@ class _Connection:
         """Read as much as `into` has. `idle`: whether the writer may take its time to begin."""
         at = 0
         while at < len(into):
-            self._await(idle and not at, min(len(into) - at, _LEAST_BYTES))
+            self._await(idle and not at, min(len(into) - at, _MIN_BYTES))
             try:
                 got = self._socket.recv_into(into[at:], 0, socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -397,7 +397,7 @@ def _slice(rows: deque[memoryview]) -> list[memoryview]:
     """Return the first rows, of `SLICE_BYTES` together at most."""
     out, size = list[memoryview](), 0
     for row in rows:
-        if len(out) == MOST_ROWS or size >= SLICE_BYTES:
+        if len(out) == MAX_ROWS or size >= SLICE_BYTES:
             break
         out.append(row[: SLICE_BYTES - size])
         size += len(out[-1])

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from twinpool.contracts.ids import RoomId
 
-MOST_HELD = 4096
+MAX_HELD = 4096
 """Notices of one room that may wait for writes; no writer has more under way."""
 
 
@@ -55,7 +55,7 @@ class OrderedNotices:
         A cut connection may lose some: no notice is passed on that tells of writes behind a gap.
         """
         entry, pair = self._rooms.get(room), (rank, source)
-        if entry is None or not 0 < number - entry.taken[pair] <= MOST_HELD:
+        if entry is None or not 0 < number - entry.taken[pair] <= MAX_HELD:
             return
         entry.ahead[pair].add(number)
         while entry.taken[pair] + 1 in entry.ahead[pair]:
@@ -68,8 +68,8 @@ class OrderedNotices:
         entry = self._rooms.get(room)
         if entry is None or not writes:
             return [data]  # An end of the room waits for nothing.
-        if len(entry.notices) >= MOST_HELD:
-            raise ValueError(f"room {room} holds {MOST_HELD} notices already")
+        if len(entry.notices) >= MAX_HELD:
+            raise ValueError(f"room {room} holds {MAX_HELD} notices already")
         entry.notices.append(_HeldNotice(data, writes, sources))
         return self._due(entry)
 

@@ -50,7 +50,7 @@ from twinpool.transfer.planes.data_plane import (
     said,
 )
 from twinpool.transfer.planes.notice_inbox import AT_ONCE, pull_socket
-from twinpool.transfer.planes.rank_fan import MOST_RANKS, fan, rank_cut, writers
+from twinpool.transfer.planes.rank_fan import MAX_RANKS, fan, rank_cut, writers
 from twinpool.transfer.planes.tcp.bounce_buffers import Staging, StreamPart, buffer_bytes, loads
 from twinpool.transfer.planes.tcp.data_connection import DataDoor
 from twinpool.transfer.planes.tcp.data_listener import DataListener, Landing, LandingPart
@@ -224,7 +224,7 @@ class ZmqPlane:
         kind, about, data = frames
         if kind == NOTICE_FRAME:
             room, writes, sources = msgpack.unpackb(about)
-            if not (type(room) is str and type(writes) is type(sources) is int and 0 < sources <= MOST_RANKS):
+            if not (type(room) is str and type(writes) is type(sources) is int and 0 < sources <= MAX_RANKS):
                 raise ValueError(f"{writes} writes of {sources} ranks")
             return self._held.add(RoomId(room), data, writes, sources)
         if kind != SLOT_FRAME or self._slots is None or not 0 < len(data) <= SLOT_BYTES:
@@ -246,7 +246,7 @@ class ZmqPlane:
 
     def _places(self, head: bytes, nbytes: int) -> Landing:
         room, ticket, runs, source, sources, number = msgpack.unpackb(head)
-        if not (type(source) is type(sources) is type(number) is int and 0 <= source < sources <= MOST_RANKS):
+        if not (type(source) is type(sources) is type(number) is int and 0 <= source < sources <= MAX_RANKS):
             raise ValueError(f"rank {source} of {sources}")
         granted = self._granted_to(room, ticket)
         streams, parts, pools = self._streams(source, sources), list[StreamPart](), set[str]()

@@ -397,7 +397,7 @@ def _groups(marks: LayerMarks) -> list[dict[str, range]]:
 def _most(room: SenderRoom, pool: str, layers: range | None = None) -> int:
     """How many pages of `pool`, or of some of its layers, one write of the room may have."""
     assert room.peer is not None
-    return room.peer.writes.most_pages(pool, layers)
+    return room.peer.writes.max_pages(pool, layers)
 
 
 def _same(

@@ -8,7 +8,7 @@ from twinpool.contracts.errors import WireError
 from twinpool.transfer.planes.data_plane import RoomTarget
 from twinpool.transfer.rooms import room_messages as m
 
-_MOST_POSITIONS = 2**40
+_MAX_POSITIONS = 2**40
 
 
 class PromisedPlaces:
@@ -30,7 +30,7 @@ class PromisedPlaces:
                 )
             indices = set(place.indices)
             fit = 0 < len(indices) == len(place.indices) == len(place.epochs) and min(indices) > 0
-            if not fit or not 0 <= place.first < _MOST_POSITIONS:
+            if not fit or not 0 <= place.first < _MAX_POSITIONS:
                 raise WireError(f"room {grant.room} was granted places of {place.pool} that can't be: {place!r:.200}")
             if not indices.isdisjoint(self.places.get(place.pool, ())):
                 raise WireError(f"room {grant.room} was granted places of {place.pool} that another room has")

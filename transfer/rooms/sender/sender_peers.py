@@ -136,8 +136,8 @@ class SenderPeers(Mapping[bytes, SenderPeer]):
         for old in others:
             if old.incarnation > hello.incarnation:
                 raise LayoutMismatch(f"{hello.worker} is incarnation {old.incarnation} by now, not {hello.incarnation}")
-        if known is None and len(self._peers) - len(others) >= self._config.most_peers:
-            raise LayoutMismatch(f"{self._name} has {len(self._peers)} peers already (transfer.most_peers)")
+        if known is None and len(self._peers) - len(others) >= self._config.max_peers:
+            raise LayoutMismatch(f"{self._name} has {len(self._peers)} peers already (transfer.max_peers)")
         peer = self._meet(identity, ref, hello)
         # Only now, as a reader that can't be reached must not take a peer's place.
         lost = [self.lose(old, f"{old.name} is now incarnation {hello.incarnation}") for old in others]
@@ -155,8 +155,8 @@ class SenderPeers(Mapping[bytes, SenderPeer]):
         except (ProcessLookupError, WireError) as error:
             link.close()
             raise LayoutMismatch(f"{hello.worker}: {error}") from None
-        most_bytes = self._config.in_flight_bytes
-        writes = WriteQueue(ref.name, link, self._pools, self._device, self._clock, most_bytes)
+        max_bytes = self._config.in_flight_bytes
+        writes = WriteQueue(ref.name, link, self._pools, self._device, self._clock, max_bytes)
         promised = PromisedPlaces(self._pools.spec.by_name, self._plane.revocable)
         return SenderPeer(identity, ref.name, ref.incarnation, link, watch, hello, writes, promised)
 

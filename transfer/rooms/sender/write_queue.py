@@ -100,12 +100,12 @@ class WriteQueue:
     """Writes and last words to one reader. Never blocks, but for `settle`."""
 
     def __init__(
-        self, reader: WorkerName, link: WriteLink, pools: PoolSet, device: Device, clock: Clock, most_bytes: int
+        self, reader: WorkerName, link: WriteLink, pools: PoolSet, device: Device, clock: Clock, max_bytes: int
     ) -> None:
-        """`pools`: the pool set that writes read from. `most_bytes`: how many bytes of pages may be under way; a write
+        """`pools`: the pool set that writes read from. `max_bytes`: how many bytes of pages may be under way; a write
         that is alone may have more."""
         self._reader, self._link, self._pools, self._device, self._clock = reader, link, pools, device, clock
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._lane = f"{reader} {next(_LANES)}"
         self._writes: deque[QueuedWrite] = deque()
         """Those that haven't ended, in order."""
@@ -134,7 +134,7 @@ class WriteQueue:
         """Whether some layers of pages can be written by themselves."""
         return self._link.layered
 
-    def most_pages(self, pool: str, layers: range | None = None) -> int:
+    def max_pages(self, pool: str, layers: range | None = None) -> int:
         """Return how many pages of `pool`, or `layers` of them, one write may have: as one frame of the reader holds,
         and one notice."""
         if self._link.frame_bytes is None:
@@ -178,10 +178,10 @@ class WriteQueue:
         can be told what it comes after."""
         if not all(self._over(earlier) for earlier in queued.over):
             return False
-        if self.in_flight_bytes + queued.nbytes > self._most_bytes:
+        if self.in_flight_bytes + queued.nbytes > self._max_bytes:
             for write in self._writes:
                 self._over(write)
-        if self.in_flight_bytes and self.in_flight_bytes + queued.nbytes > self._most_bytes:
+        if self.in_flight_bytes and self.in_flight_bytes + queued.nbytes > self._max_bytes:
             return False
         return not self._link.ranked or all(isinstance(made, LayerMark) or _ended(made) for made in queued.after)
 
