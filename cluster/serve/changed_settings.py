@@ -46,15 +46,15 @@ class SettingsChanger:
         workers: Callable[[], list[tuple[WorkerName, Role]]],
         free: Callable[[], int],
         *,
-        behind: Callable[[], tuple[int, str]],
+        stale: Callable[[], tuple[int, str]],
         arenas: bool,
     ) -> None:
         """`plan` is the plan as it is, `keep` replaces it so that it outlives this process where the cluster does;
-        `workers` are those that run, `free` the bytes of this machine's memory that are free now. `behind`: how many
-        services have settings of before, and why they keep them (`ClusterServices.behind`). `arenas`: whether agents
-        that lend host memory were started."""
+        `workers` are those that run, `free` the bytes of this machine's memory that are free now. `stale`: the number
+        of services with older settings, and the obstacle to replacing them (`ClusterServices.stale`). `arenas`: whether
+        agents that lend host memory were started."""
         self._plan, self._keep, self._workers, self._free, self._arenas = plan, keep, workers, free, arenas
-        self._behind = behind
+        self._stale = stale
 
     def change(self, order: SettingsChange) -> SettingsAnswer:
         """Make a change, or say what it would do; what is refused changes nothing, and the answer says why."""
@@ -73,7 +73,7 @@ class SettingsChanger:
         except Exception as error:  # Our own bug, which must not end a cluster that serves.
             log.exception("a change of settings failed")
             return SettingsAnswer(order.number, refusal=f"it can't be made: {type(error).__name__}: {error!s:.200}")
-        behind, trouble = self._behind()
+        behind, trouble = self._stale()
         return SettingsAnswer(order.number, changed=changed, digests=digests(plan), behind=behind, trouble=trouble)
 
     def _check_room(self, before: ServePlan, plan: ServePlan) -> None:

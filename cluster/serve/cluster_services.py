@@ -1,8 +1,8 @@
 """The services of a cluster on the machine of `serve`: controllers, KV index and routers, started and kept alive.
 
 Of a detached cluster they outlive this process, and the next one takes them over as they are. Those of another build
-than its own, or with other settings, are replaced: controllers and routers as `cluster.serve.kept_controllers` and
-`cluster.serve.local_routers` say, the index by an end and a start, which nobody notices.
+than its own, or with other settings, are replaced: controllers and routers one by one
+(`cluster.serve.rolling_services`), the index by an end and a start, which nobody notices.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from contextlib import ExitStack
 from twinpool.cluster.processes.free_port import free_port
 from twinpool.cluster.processes.run_folder import RunFiles
 from twinpool.cluster.serve.child_service import ROUTER, STOP_S, ChildService
+from twinpool.cluster.serve.controller_services import ControllerServices
 from twinpool.cluster.serve.detached_state import DetachedState, ServiceProcess
-from twinpool.cluster.serve.kept_controllers import KeptControllers
 from twinpool.cluster.serve.kept_service import KeptService, PartFailed
 from twinpool.cluster.serve.kv_index_process import KV_INDEX, index_arguments, index_wanted
 from twinpool.cluster.serve.local_controllers import LocalControllers
-from twinpool.cluster.serve.local_routers import LocalRouters, RouterCommand
 from twinpool.cluster.serve.preflight import ServePlan
-from twinpool.cluster.serve.router_probe import RouterProbe
+from twinpool.cluster.serve.router_services import RouterCommand, RouterReplica, RouterServices
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.cluster_secret import SECRET_VARIABLE
@@ -63,10 +62,10 @@ class ClusterServices:
         self._table = folder.temporary / f"kv-index.{self._build}"
         self.endpoint = self._local.endpoints
         """Where the controllers are reached, ``host:port``, several with commas."""
-        self._controllers = KeptControllers(
+        self._controllers = ControllerServices(
             self._local, prepared.config, self._settings, clock, say, words, self._service, state
         )
-        self._routers = LocalRouters(prepared, folder, clock, say, words, self._service, state)
+        self._routers = RouterServices(prepared, folder, clock, say, words, self._service, state)
 
     def start(self, stack: ExitStack) -> None:
         """Start all services, or take over those that run; they end with `stack`."""
@@ -91,9 +90,8 @@ class ClusterServices:
         self._routers.start(routers, stack)
 
     @property
-    def routers(self) -> list[tuple[KeptService, RouterProbe]]:
-        """Each router with the probe that asks it."""
-        return self._routers.services()
+    def routers(self) -> list[RouterReplica]:
+        return self._routers.replicas()
 
     def change(self, prepared: ServePlan) -> None:
         """Go by another plan: what reads other settings then is replaced, routers and controllers one by one."""
@@ -102,11 +100,12 @@ class ClusterServices:
         self._routers.change(prepared)
         self._controllers.change(prepared.config)
 
-    def behind(self) -> tuple[int, str]:
-        """How many routers and controllers have other settings than the plan's still, and what keeps them so."""
-        routers, trouble = self._routers.behind()
-        controllers, no_controller = self._controllers.behind()
-        return routers + controllers, no_controller or trouble
+    def stale(self) -> tuple[int, str]:
+        """The number of routers and controllers with other settings than the plan's, and the obstacle to replacing
+        them, if any."""
+        routers, obstacle = self._routers.stale()
+        controllers, first = self._controllers.stale()
+        return routers + controllers, first or obstacle
 
     def probe(self) -> None:
         """Ask the routers from now on whether they live."""
@@ -114,7 +113,7 @@ class ClusterServices:
 
     def check(self) -> None:
         """Raise `PartFailed` where a service has ended, which it may not while the cluster starts."""
-        for kept in (*self._controllers.services(), *(router for router, _ in self.routers)):
+        for kept in (*self._controllers.services(), *self._routers.services()):
             if (how := kept.service.ended()) is not None:
                 raise PartFailed(f"the {kept.service.name} ended ({how}){self._words(kept.service.name)}")
 

@@ -355,7 +355,7 @@ class ServeCluster:
             self._keep_plan,
             self._running,
             free_bytes,
-            behind=self._services.behind,
+            stale=self._services.stale,
             arenas=bool(self._arena),
         )
         rooms = RoomReports(lambda: self._prepared, free_bytes, self._clock)
@@ -456,14 +456,14 @@ class ServeCluster:
                     # Others may have waited for their turn to start.
                     deadline = self._clock.now() + self._prepared.config.cluster.start_timeout_s
                     self._terminal.step("worker", f"{view.record.name} on {view.record.node}")
-        for router, _ in self._services.routers:
-            while not router.service.listening(POLL_S):
-                self._round(deadline, f"the {router.service.name}")
-            self._terminal.step(router.service.name, "listening")
+        for router in self._services.routers:
+            while not router.kept.service.listening(POLL_S):
+                self._round(deadline, f"the {router.name}")
+            self._terminal.step(router.name, "listening")
         deadline = self._clock.now() + HEALTHY_S
-        for router, probe in self._services.routers:
-            while not probe.healthy():
-                self._round(deadline, f"the {router.service.name} to reach the workers")
+        for router in self._services.routers:
+            while not router.probe.healthy():
+                self._round(deadline, f"the {router.name} to reach the workers")
 
     def _round(self, deadline: float, what: str) -> None:
         self._check_stop()

@@ -12,7 +12,7 @@ import pytest
 from twinpool.cluster.arena.local_agent import LocalArenaAgent
 from twinpool.cluster.processes.restart_policy import RestartHistory
 from twinpool.cluster.serve.kept_service import KeptService, PartFailed
-from twinpool.cluster.serve.local_routers import LocalRouters, ServingRouter
+from twinpool.cluster.serve.router_services import RouterReplica, RouterServices
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig, Config
 
@@ -91,16 +91,16 @@ def keep_alive(router: Router, clock: ManualClock, hangs: bool = False) -> list[
     lines: list[str] = []
     kept: Any = KeptService(router, CONFIG, clock, lines.append, lambda *mark: None, lambda name: "")  # type: ignore[arg-type]
     probe: Any = type("P", (Probe,), {"hangs": hangs})()
-    routers: Any = LocalRouters.__new__(LocalRouters)
+    routers: Any = RouterServices.__new__(RouterServices)
     routers.__dict__ |= {
         "_prepared": types.SimpleNamespace(config=Config(cluster=CONFIG)),
-        "_say": lines.append,
+        "_report": lines.append,
         "_leaving": {},
-        "_trouble": "",
+        "_obstacle": "",
         "_build": "a build",
         "_successor": None,
     }
-    routers._routers = [ServingRouter(kept, probe, routers._mark, "a build")]
+    routers._replicas = [RouterReplica(kept, routers.mark, "a build", probe)]
     while len(router.started) <= router.most:
         clock.advance(0.1)
         routers.tend()

@@ -36,7 +36,7 @@ class Keeper:
     def __init__(self, plan: ServePlan, workers: list[tuple[WorkerName, Role]] | None = None, free: int = GIB) -> None:
         self.plan, self.kept = plan, 0
         self.changer = SettingsChanger(
-            lambda: self.plan, self._keep, lambda: workers or [], lambda: free, behind=lambda: (2, "why"), arenas=True
+            lambda: self.plan, self._keep, lambda: workers or [], lambda: free, stale=lambda: (2, "why"), arenas=True
         )
 
     def _keep(self, plan: ServePlan) -> None:
@@ -189,7 +189,7 @@ def test_a_change_that_fails_in_a_way_that_nobody_foresaw_is_refused_and_ends_no
 
     keeper = Keeper(plan())
     keeper.changer = SettingsChanger(
-        lambda: keeper.plan, keeper._keep, broken, lambda: GIB, behind=lambda: (0, ""), arenas=True
+        lambda: keeper.plan, keeper._keep, broken, lambda: GIB, stale=lambda: (0, ""), arenas=True
     )
     answer = keeper.change(prefill={"chunk_tokens": 64})
     assert answer.refusal == "it can't be made: ZeroDivisionError: division by zero"

@@ -18,10 +18,10 @@ from tests.serving import until
 from twinpool.cluster.processes.process_ids import same_process, start_time
 from twinpool.cluster.processes.run_folder import RunFolder
 from twinpool.cluster.serve.detached_state import DetachedState, ServiceProcess
-from twinpool.cluster.serve.local_routers import LocalRouters, RouterCommand
 from twinpool.cluster.serve.preflight import ServePlan
+from twinpool.cluster.serve.rolling_services import REPLACE_S
 from twinpool.cluster.serve.router_probe import RouterProbe
-from twinpool.cluster.serve.service_successor import REPLACE_S
+from twinpool.cluster.serve.router_services import RouterCommand, RouterServices
 
 STALL_S = 15.0
 ROUTER = """
@@ -70,12 +70,12 @@ class Scene:
         self.clock, self.said = make.clock, make.said
         run = RunFolder.__new__(RunFolder)
         run.temporary, run.logs = folder, folder
-        self.routers = LocalRouters(prepared, run, self.clock, self.said.append, lambda name: "", make, self.state)
+        self.routers = RouterServices(prepared, run, self.clock, self.said.append, lambda name: "", make, self.state)
 
     def start(self) -> None:
         command = RouterCommand((sys.executable, "-c", ROUTER), dict(os.environ), "127.0.0.1:1", self.settings, None)
         self.routers.start(command, self.stack)
-        for kept, _ in self.routers.services():
+        for kept in self.routers.services():
             assert kept.service.listening(60.0)
 
     def change(self, **router: float) -> None:
@@ -87,10 +87,10 @@ class Scene:
 
     def tended(self) -> tuple[int, str]:
         self.routers.tend()
-        return self.routers.behind()
+        return self.routers.stale()
 
     def pids(self) -> list[int]:
-        return [kept.service.process[0] for kept, _ in self.routers.services()]
+        return [kept.service.process[0] for kept in self.routers.services()]
 
 
 @pytest.fixture
@@ -104,8 +104,8 @@ def test_one_that_hangs_is_killed_by_whoever_supervises_then(scene: Scene, old: 
     scene.start()
     scene.routers.probe()
     scene.clock.advance(STALL_S - 1)
-    for _, probe in scene.routers.services():
-        probe.started_again()
+    for router in scene.routers.replicas():
+        router.probe.started_again()
     scene.routers.tend()
     assert lives(old)
     scene.clock.advance(1.0)
@@ -125,7 +125,7 @@ def test_those_that_are_replaced_are_asked_whether_they_live_as_the_others_are(
     scene.state.leaves("router-0.another", old)
     scene.start()
     scene.routers.probe()
-    mark = scene.routers._mark
+    mark = scene.routers.mark
     assert sorted(asked) == sorted(["router-0.another.live", f"router-0.{mark}.live", f"router-1.{mark}.live"])
 
 
@@ -134,7 +134,8 @@ def test_those_that_are_replaced_are_asked_whether_they_live_as_the_others_are(
 def test_the_silence_of_one_that_was_started_again_is_its_own(scene: Scene, deaths: int) -> None:
     """Of one that is started at once, in place of one that hung, and of one that has to wait after quick deaths."""
     scene.start()
-    (first, probe), (_, other) = scene.routers.services()
+    one, two = scene.routers.replicas()
+    first, probe, other = one.kept, one.probe, two.probe
     for _ in range(deaths):
         first.service.kill()
         scene.routers.tend()
@@ -175,18 +176,18 @@ def test_routers_with_other_settings_are_replaced_one_after_the_other(scene: Sce
     scene.start()
     before = scene.pids()
     scene.change(worker_wait_s=77.0)
-    assert scene.routers.behind() == (2, "")
+    assert scene.routers.stale() == (2, "")
     scene.routers.tend()  # The first successor is started.
-    assert scene.routers.behind() == (2, "")
+    assert scene.routers.stale() == (2, "")
     until(lambda: scene.tended() == (0, ""), "both to be replaced")
     after = scene.pids()
     assert set(after).isdisjoint(before)
     assert {one.pid for one in scene.state.leaving.values()} == set(before), "they finish their answers"
-    assert [scene.state.marks[f"router-{number}"] for number in range(2)] == [scene.routers._mark] * 2
-    arguments = scene.routers._routers[0].kept.service._command
+    assert [scene.state.marks[f"router-{number}"] for number in range(2)] == [scene.routers.mark] * 2
+    arguments = scene.routers.replicas()[0].kept.service._command
     assert "--take-over" in arguments
     scene.change(worker_wait_s=77.0)
-    assert scene.routers.behind() == (0, ""), "nothing has changed"
+    assert scene.routers.stale() == (0, ""), "nothing has changed"
 
 
 @pytest.mark.slow
@@ -210,12 +211,12 @@ def test_a_router_stays_where_its_successor_does_not_serve(scene: Scene, how: st
     scene.routers.tend()
     if how == "never listens":
         scene.routers.tend()
-        assert scene.routers.behind() == (2, "")
+        assert scene.routers.stale() == (2, "")
         scene.clock.advance(REPLACE_S + 0.1)
-        for _, probe in scene.routers.services():
+        for probe in [router.probe for router in scene.routers.replicas()]:
             probe.started_again()
     until(lambda: scene.tended()[1] != "", "the trouble")
-    behind, trouble = scene.routers.behind()
+    behind, trouble = scene.routers.stale()
     assert behind == 2
     assert trouble.endswith("; the one before goes on")
     assert scene.pids() == before
@@ -240,5 +241,5 @@ def test_the_next_supervisor_goes_on_replacing(
         third = Scene(tmp_path, changed, stack)
         third.start()
         assert set(third.pids()).isdisjoint(before)
-        assert third.routers.behind() == (0, "")
+        assert third.routers.stale() == (0, "")
         assert {one.pid for one in third.state.leaving.values()} == set(before)

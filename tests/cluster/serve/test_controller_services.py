@@ -17,13 +17,13 @@ from tests.cluster.serve.services import Services
 from tests.cluster.serve.test_detached_state import plan, state
 from tests.serving import until
 from twinpool.cluster.processes.process_ids import same_process
-from twinpool.cluster.serve import kept_controllers
+from twinpool.cluster.serve import controller_services
+from twinpool.cluster.serve.controller_services import ControllerServices
 from twinpool.cluster.serve.detached_state import DetachedState
-from twinpool.cluster.serve.kept_controllers import KeptControllers
 from twinpool.cluster.serve.kept_service import PartFailed
 from twinpool.cluster.serve.local_controllers import LocalControllers
 from twinpool.cluster.serve.preflight import ServePlan
-from twinpool.cluster.serve.service_successor import REPLACE_S
+from twinpool.cluster.serve.rolling_services import REPLACE_S
 from twinpool.contracts.config.cluster_config import ClusterConfig
 
 CONTROLLER = """
@@ -68,7 +68,7 @@ class Scene:
         make = Services(folder, self.state)
         self.clock, self.said = make.clock, make.said
         local = LocalControllers(ClusterConfig(name="c"), "127.0.0.1", (1, 2)[:controllers], folder / "ledger")
-        self.controllers = KeptControllers(
+        self.controllers = ControllerServices(
             local, self.config, self.settings, self.clock, self.said.append, lambda name: "", make, self.state
         )
 
@@ -86,7 +86,7 @@ class Scene:
 
     def tended(self) -> tuple[int, str]:
         self.controllers.tend()
-        return self.controllers.behind()
+        return self.controllers.stale()
 
     def has_read(self, pid: int) -> bool:
         """Whether the controller of this process knows what it is to do."""
@@ -104,7 +104,7 @@ def stack() -> Iterator[ExitStack]:
 
 @pytest.fixture(autouse=True)
 def fake_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_controllers, "CONTROLLER", (sys.executable, "-c", CONTROLLER))
+    monkeypatch.setattr(controller_services, "CONTROLLER", (sys.executable, "-c", CONTROLLER))
 
 
 @pytest.mark.slow
@@ -125,7 +125,7 @@ def test_those_with_other_settings_are_replaced_one_after_the_other(
         zip(("controller", "controller-standby-1"), [pid for pid, _ in scene.processes()], strict=True)
     )
     scene.change(17)
-    assert scene.controllers.behind() == (0, ""), "nothing has changed"
+    assert scene.controllers.stale() == (0, ""), "nothing has changed"
 
 
 @pytest.mark.slow
@@ -238,7 +238,7 @@ def test_the_next_supervisor_replaces_those_of_other_settings_and_takes_others_o
     third.change(17)
     third.start()
     assert set(third.processes()).isdisjoint(before)
-    assert third.controllers.behind() == (0, "")
+    assert third.controllers.stale() == (0, "")
 
 
 @pytest.mark.slow
