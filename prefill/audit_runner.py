@@ -15,8 +15,10 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
+from twinpool.cache.allocation.allocation import Allocation
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from twinpool.contracts.config.cluster_config import Config
@@ -26,13 +28,70 @@ from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, InvalidatePrefix
 from twinpool.contracts.messages.worker_events import Audited, AuditEnd, Event
 from twinpool.contracts.sampling_params import TokenDifference
+from twinpool.contracts.state_table import StateTable
 from twinpool.engine.runner.batch import NONFINITE, BatchRow, KnownAnswer
 from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.runner.sampling.token_mask import TokenMask
 from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
 from twinpool.engine.structured_output.grammar_engine import GrammarError
-from twinpool.prefill.audit_state import AUDITS, AuditRun, AuditRunEvent, AuditRunState
 from twinpool.worker.grammar_gate import GrammarGate
+
+
+class AuditRunState(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    OVER = "over"
+
+
+class AuditRunEvent(StrEnum):
+    ADMIT = "admit"
+    DONE = "done"
+    PREEMPT = "preempt"
+    REFUSE = "refuse"
+
+
+AUDITS = StateTable[AuditRunState, AuditRunEvent](
+    "audit",
+    {
+        AuditRunState.WAITING: {
+            AuditRunEvent.ADMIT: AuditRunState.RUNNING,
+            AuditRunEvent.PREEMPT: AuditRunState.OVER,
+            AuditRunEvent.REFUSE: AuditRunState.OVER,
+        },
+        AuditRunState.RUNNING: {
+            AuditRunEvent.DONE: AuditRunState.OVER,
+            AuditRunEvent.PREEMPT: AuditRunState.OVER,
+            AuditRunEvent.REFUSE: AuditRunState.OVER,
+        },
+    },
+)
+
+
+@dataclass(eq=False)
+class AuditRun:
+    """One audit on this worker: its command, its state, and the result so far."""
+
+    session: SessionId
+    audit: Audit
+    grammar: AnswerGrammar | None = None
+    """What the answer follows."""
+    state: AuditRunState = AuditRunState.WAITING
+    allocation: Allocation | None = None
+    committed: int = 0
+    """Positions whose state is computed."""
+    checked: int = 0
+    """Tokens of the answer that were drawn again."""
+    differing: int = 0
+    """How many of those came out differently."""
+    differences: list[TokenDifference] = field(default_factory=list)
+    """The first of those, for the report."""
+
+    @property
+    def held(self) -> Allocation:
+        """The allocation, for callers that know by the state that there is one."""
+        assert self.allocation is not None, f"{self.state} without an allocation"
+        return self.allocation
+
 
 log = logging.getLogger("twinpool.prefill")
 MAX_WAITING = 4

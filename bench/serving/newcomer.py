@@ -30,8 +30,7 @@ from bench.common.bench_cluster import serving
 from bench.common.child_server import child_server, free_port
 from bench.common.machine import headline
 from bench.common.section_figures import write_figures
-from twinpool.cluster.models.cache_folder import VARIABLE
-from twinpool.cluster.models.wheel_model import SMOLLM2
+from twinpool.cluster.models.wheel_model import SMOLLM2, VARIABLE
 
 _PROSE = Path(__file__).parents[1] / "demo_model" / "heldout.txt"
 _CHAT = {

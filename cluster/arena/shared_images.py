@@ -3,17 +3,58 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import logging
+import mmap
 import os
 import socket
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from twinpool.cluster.arena.arena_agent import IMAGE_SEALS
 from twinpool.cluster.arena.arena_client import ArenaLoan, ask, reach
-from twinpool.cluster.arena.huge_pages import collapse, map_shared
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.interfaces.model_images import ImageUnfit, WritableImage
+
+HUGE_PAGE = 1 << 21
+"""Bytes: of x86-64, and of arm64 with pages of 4 KiB. Where they are larger, mappings are of small pages."""
+_MADV_COLLAPSE = 25
+_MAP_FIXED = 0x10
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def map_shared(fd: int, nbytes: int) -> memoryview:
+    """A file in memory, mapped whole and read-only at a multiple of a huge page's size, for as long as the view is
+    kept. Raises `OSError` and `ValueError`."""
+    room = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+    address = np.frombuffer(room, np.uint8).ctypes.data
+    begin = -address % HUGE_PAGE
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE | _MAP_FIXED
+    place = _libc().mmap(address + begin, nbytes, mmap.PROT_READ, flags, fd, 0)
+    if place == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return memoryview(room)[begin : begin + nbytes]  # `room` unmaps what lies in it, too.
+
+
+def collapse(memory: memoryview) -> bool:
+    """Have the pages of a file that is mapped by `map_shared` moved together into huge ones, for all who map it, now or
+    later. Says whether the system did so; it doesn't where it is older, has none, or memory is too fragmented."""
+    whole = len(memory) - len(memory) % HUGE_PAGE
+    if not whole:
+        return False
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    return int(_libc().madvise(address, whole, _MADV_COLLAPSE)) == 0
+
+
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
+
 
 log = logging.getLogger("twinpool.arena")
 

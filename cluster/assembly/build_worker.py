@@ -2,32 +2,68 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+
+import torch
 
 from twinpool.cache.device.device_port import Device
 from twinpool.cluster.arena.arena_client import ArenaProvider
 from twinpool.cluster.assembly.build_parts import WorkerParts, build_parts, numerics_class_of
-from twinpool.cluster.assembly.captured_steps import capture_steps
 from twinpool.cluster.ranks.rendezvous import RankGroup
 from twinpool.colocate import decode_class_for
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.checkpoint.tokenizer_files import read_tokenizer_files
 from twinpool.contracts.clock import Clock, SystemClock
 from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.grammar import GRAMMAR_ENGINE
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import Worker
 from twinpool.contracts.messages.fingerprint import numerics_class
 from twinpool.decode.worker import DecodeWorker
+from twinpool.engine.runner.graphs.graph_capture import Capture, CudaCapture
+from twinpool.engine.runner.graphs.step_graphs import DraftedSteps
 from twinpool.engine.runner.load_model import KeptModel
+from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.structured_output.grammar_engine import GrammarEngine
 from twinpool.prefill.worker import PrefillWorker
 from twinpool.transfer.net.zmq_channel import ZmqControlTransport
 from twinpool.transfer.rooms.compatibility import fingerprint as fingerprint_of
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
+
+log = logging.getLogger("twinpool.engine")
+_PART_OF_START = 0.4
+"""The part of `cluster.start_timeout_s` in which graphs may be begun: weights were loaded before."""
+
+
+def capture_steps(
+    engine: ModelRunner, config: Config, context: int, make: Callable[[torch.device], Capture] = CudaCapture
+) -> None:
+    """Capture the steps of a worker with contexts of up to `context` positions, before it serves.
+
+    With ``auto`` a worker whose steps can't be captured launches them kernel by kernel, and logs why; with ``on`` that
+    is a `ConfigError`.
+    """
+    wanted, device = config.engine.graphs, engine.device.torch_device
+    if wanted == "off":
+        return
+    if device.type != "cuda":
+        if wanted == "on":
+            raise ConfigError("engine.graphs=on needs a GPU: a CPU has nothing to capture; set engine.graphs=auto")
+        return
+    try:
+        within_s = config.cluster.start_timeout_s * _PART_OF_START
+        decode = config.decode
+        drafted = DraftedSteps(decode.draft_requests, decode.drafts) if decode.drafts else None
+        engine.capture(make(device), rows=decode.max_batch_tokens, context=context, within_s=within_s, drafted=drafted)
+    except (ConfigError, RuntimeError) as error:
+        if wanted == "on":
+            raise ConfigError(f"engine.graphs=on: {error!s:.300}; set engine.graphs=auto to go on without") from error
+        log.warning("steps are launched kernel by kernel, slower for small batches reason=%s", f"{error!s:.300}")
 
 
 def build_worker(

@@ -17,11 +17,55 @@ A need that asks for one more is counted from the workers that serve: it asks fo
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from twinpool.cluster.autoscaling.load_window import MeasuredLoad
-from twinpool.cluster.autoscaling.queue_formula import workers_needed
 from twinpool.contracts.config.autoscaling_config import AutoscalingConfig
+
+HALVINGS = 40
+"""Halvings of an interval within which a load is looked for."""
+
+
+def waiting_share(workers: int, offered: float, service_s: float, limit_s: float) -> float:
+    """The share of requests that wait longer than `limit_s`, where `offered` workers' time is asked for in a second and
+    a request takes one `service_s` seconds; 1 where the queue only grows."""
+    if offered <= 0:
+        return 0.0
+    if offered >= workers:
+        return 1.0
+    loss = 1.0
+    for count in range(1, workers + 1):
+        loss = offered * loss / (count + offered * loss)
+    waits = loss / (1 - (offered / workers) * (1 - loss))
+    return waits * math.exp(-(workers - offered) * limit_s / service_s)
+
+
+def workers_needed(offered: float, service_s: float, limit_s: float, share: float) -> float:
+    """Workers with which at most `share` of the requests wait longer than `limit_s`.
+
+    A fraction: between the greatest loads that two neighbouring numbers of workers bear, in proportion.
+    """
+    if offered <= 0:
+        return 0.0
+    workers = math.floor(offered) + 1
+    while waiting_share(workers, offered, service_s, limit_s) > share:
+        workers += 1
+    less, more = (_bearable(count, service_s, limit_s, share) for count in (workers - 1, workers))
+    return workers - 1 + min(1.0, max(0.0, (offered - less) / (more - less)))
+
+
+def _bearable(workers: int, service_s: float, limit_s: float, share: float) -> float:
+    """The greatest load, in workers, at which at most `share` wait longer than `limit_s`."""
+    low, high = 0.0, float(workers)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        if waiting_share(workers, middle, service_s, limit_s) > share:
+            high = middle
+        else:
+            low = middle
+    return low
+
 
 SEVERAL = 2.0
 """Requests that a decode worker runs, from which fewer would be quicker."""

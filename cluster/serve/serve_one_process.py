@@ -8,18 +8,25 @@ operator reads why, and /health fails.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import secrets
 import signal
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from typing import TextIO
 
 from twinpool.cluster.assembly.build_worker import build_worker
+from twinpool.cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
+from twinpool.cluster.dashboard.dashboard_feed import DashboardFeed, TooManyWatch
+from twinpool.cluster.dashboard.event_log import EventKind
+from twinpool.cluster.dashboard.request_rows import SHOWN
+from twinpool.cluster.dashboard.worker_rates import WorkerSample
 from twinpool.cluster.processes.run_file import START_REPORT
 from twinpool.cluster.processes.run_folder import RunFolder
-from twinpool.cluster.serve.local_dashboard import LocalDashboard
 from twinpool.cluster.serve.local_directory import LocalDirectory
 from twinpool.cluster.serve.preflight import ServePlan
 from twinpool.cluster.serve.ready_banner import summary, ways_in
@@ -28,17 +35,66 @@ from twinpool.cluster.serve.shutdown_signal import ASKED, FAILED, ShutdownSignal
 from twinpool.cluster.serve.terminal import Terminal, show_failure, urls_of
 from twinpool.cluster.worker_process.worker_plan import node_name, on_card
 from twinpool.cluster.worker_process.worker_thread import WorkerEnd, WorkerThread
-from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.build_id import build_id
+from twinpool.contracts.clock import Clock, SystemClock
 from twinpool.contracts.config.setting_effects import routers_digest
 from twinpool.contracts.errors import TwinpoolError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
-from twinpool.contracts.messages.router_report import RouterIdentity
+from twinpool.contracts.messages.request_record import RequestRecord
+from twinpool.contracts.messages.router_report import RouterIdentity, RouterReport
 from twinpool.contracts.messages.worker_status import WorkerRecord
 from twinpool.router.api.app import create_admin_app, create_app
 from twinpool.router.api.router_server import AdminListener, RouterListeners, RouterServer
 from twinpool.router.main import listen, listen_for_operators
 from twinpool.router.service.controller_ports import ControllerPorts
 from twinpool.router.service.router_service import RouterService
+
+TICK_S = 0.1
+
+
+class LocalDashboard:
+    """Implements `router.service.dashboard_source.DashboardSource` over the workers of this process; on the router's
+    loop."""
+
+    def __init__(self, directory: LocalDirectory, name: str, clock: Clock) -> None:
+        """`name`: the cluster's."""
+        self._directory, self._clock = directory, clock
+        frames = ClusterFrames(name, secrets.token_hex(8), build_id(), clock.now())
+        frames.log.add(time.time(), EventKind.CONTROL, "router and workers run in one process: none is started again")
+        self._feed = DashboardFeed(frames, self._state, clock, time.time)
+        self._timer: asyncio.TimerHandle | None = None
+        self.recent: Callable[[int], Sequence[RequestRecord]] = lambda count: ()
+        """Returns the router's latest records; set once there is a router."""
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        try:
+            async with contextlib.aclosing(self._feed.watch()) as watched:  # type: ignore[type-var]
+                async for frame in watched:
+                    yield frame
+        except TooManyWatch as error:
+            raise ConnectionError(str(error)) from None
+
+    async def past(self) -> bytes:
+        return self._feed.past()
+
+    async def routers(self) -> list[RouterReport]:
+        return self._feed.routers()
+
+    async def report(self, report: RouterReport) -> float:
+        if self._timer is None:  # The first report comes once the router's loop runs.
+            self._tick()
+        return self._feed.report(report)
+
+    def _tick(self) -> None:
+        self._feed.tick()
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    def _state(self) -> ClusterState:
+        now = self._clock.now()
+        views = self._directory.views()
+        dead = sum(view.status.state == "dead" for view in views)
+        return ClusterState([WorkerSample(view, now) for view in views], deaths=dead, requests=self.recent(SHOWN))
+
 
 log = logging.getLogger("twinpool.serve")
 

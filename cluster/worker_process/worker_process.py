@@ -15,15 +15,17 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from dataclasses import dataclass
 
 from twinpool.cluster.processes.log_files import log_to_file
 from twinpool.cluster.processes.priority import LEASES, may_raise
 from twinpool.cluster.processes.process_ids import die_with_parent
 from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
-from twinpool.cluster.worker_process.hang_fault import HangFault, hang_at
+from twinpool.cluster.worker_process.grpc_service import LINK_TIMEOUT_S, ServiceServer, WorkerService
 from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper
 from twinpool.cluster.worker_process.planned_workers import PlannedWorkers, free_memory
 from twinpool.cluster.worker_process.processor_use import processor_use
+from twinpool.cluster.worker_process.router_streams import RouterStreams
 from twinpool.cluster.worker_process.sigterm_drain import TERMINATED
 from twinpool.cluster.worker_process.worker_plan import (
     BuildWorker,
@@ -32,14 +34,84 @@ from twinpool.cluster.worker_process.worker_plan import (
     node_name,
     write_exit,
 )
-from twinpool.cluster.worker_process.worker_server import serve_worker
 from twinpool.cluster.worker_process.worker_thread import WorkerEnd, WorkerThread
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.clock import SystemClock
-from twinpool.contracts.errors import TwinpoolError
+from twinpool.contracts.credentials.certificate_files import CertificateFiles
+from twinpool.contracts.errors import ConfigError, TwinpoolError
+from twinpool.contracts.ids import Incarnation, WorkerName
 from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL
 from twinpool.contracts.messages.worker_status import WorkerRecord
+from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
 from twinpool.transfer.net.fault_injection import via_proxy
+
+START_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerServer:
+    """The servers of one worker, and their addresses."""
+
+    loop: AsyncioThread
+    calls: ServiceServer
+    streams: RouterStreams
+    endpoint: str
+    """``host:port`` of the gRPC service."""
+    stream: str
+    """``host:port`` of the streams."""
+
+    def stop(self, grace_s: float) -> None:
+        """Let streams flush for `grace_s`, and calls end in as much, then end them. Idempotent."""
+        self.loop.run(self.streams.stop(grace_s), grace_s + 2.0)
+        self.calls.stop(grace_s)
+
+
+def serve_worker(
+    loop: AsyncioThread,
+    host: WorkerThread,
+    incarnation: int,
+    address: str,
+    secret: str = "",
+    link_timeout_s: float = LINK_TIMEOUT_S,
+    certificate: CertificateFiles | None = None,
+) -> WorkerServer:
+    """Serve the worker thread `host` on free ports of `address`.
+
+    Raises `OSError` when it can't be bound, `ConfigError` when the certificate can't be used.
+    """
+    streams = RouterStreams(host, incarnation, secret, link_timeout_s, certificate)
+    stream = f"{address}:{loop.run(streams.start(address), START_S)}"
+    calls = ServiceServer(loop, f"{address}:0", secret, link_timeout_s, certificate=certificate)
+    port = calls.start(pb_grpc.add_WorkerServicer_to_server, WorkerService(host, incarnation))
+    return WorkerServer(loop, calls, streams, f"{address}:{port}", stream)
+
+
+FIRST = Incarnation(1)
+"""Only the first incarnation of a worker hangs, so that the next one can show that it serves."""
+
+
+def hang_at(faults: str, name: WorkerName, incarnation: Incarnation) -> int | None:
+    """The number of steps after which this incarnation hangs, or None. Raises `ConfigError` where `faults` isn't
+    NAME:STEP, several with commas."""
+    steps: dict[str, int] = {}
+    for part in filter(None, faults.split(",")):
+        worker, _, step = part.strip().rpartition(":")
+        if not worker or not step.isdigit() or not int(step):
+            raise ConfigError(f"config key faults.hang takes WORKER:STEP, as in decode-0:20; got {part!r}")
+        steps[worker] = int(step)
+    return steps.get(name) if incarnation == FIRST else None
+
+
+class HangFault:
+    """Hangs the thread that calls it, for ever, once `step` steps have ended; None: never."""
+
+    def __init__(self, step: int | None) -> None:
+        self._step = step
+
+    def __call__(self, steps: int) -> None:
+        if self._step is not None and steps >= self._step:
+            threading.Event().wait()
+
 
 log = logging.getLogger("twinpool.worker")
 

@@ -23,9 +23,22 @@ from twinpool.contracts.checkpoint.safetensors_headers import FLOATS, TensorHead
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import CheckpointError, ConfigError
 from twinpool.engine.tensors.gguf_blocks import read_gguf_tensor
-from twinpool.engine.tensors.mxfp4 import GROUP, unpacked
 from twinpool.engine.tensors.row_exact_linear import HeadLinear, RowExactLinear
 from twinpool.engine.tensors.shard import WHOLE, Shard, ShardAxis
+
+GROUP = 32
+"""Elements that share a scale."""
+_BIAS = 127
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Unpack blocks [..., groups, 16] with scales [..., groups], both uint8, to [..., groups * 32] float32."""
+    values = torch.tensor((*_VALUES, *(-value for value in _VALUES)), device=blocks.device)
+    pairs = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    exponents = scales.to(torch.int32).sub_(_BIAS).unsqueeze(-1)
+    return torch.ldexp(values[pairs.long()], exponents).flatten(-2)
+
 
 _ROOTS = {
     "model.": ("model.language_model.", "language_model.model.", "model.text_model.", "backbone.", "model."),
@@ -171,7 +184,7 @@ class Weights:
         return taken
 
     def mxfp4(self, name: str, *shape: int | ShardAxis) -> Tensor:
-        """`tensor` for one that is stored as ``name_blocks`` and ``name_scales`` (see `engine.tensors.mxfp4`)."""
+        """`tensor` for one that is stored as ``name_blocks`` and ``name_scales`` (see `unpacked`)."""
         *rows, columns = _axes(shape)
         first, last = columns.first // GROUP, -(-(columns.first + columns.count) // GROUP)
         groups = ShardAxis(-(-columns.whole // GROUP), first, last - first)

@@ -7,24 +7,137 @@ work of the router on it. docs/metrics.md, which is made from here, lists every 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 
 from twinpool.contracts.build_id import build_id, package_version
 from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.contracts.damage import DamageSite
 from twinpool.router.core.local_prefill import LocalReason
 from twinpool.router.core.router_core import RouterCore
 from twinpool.router.metrics.cache_metrics import tier_metrics
-from twinpool.router.metrics.draft_metrics import draft_metrics
-from twinpool.router.metrics.link_metrics import link_metrics
 from twinpool.router.metrics.request_tally import RequestTally
 from twinpool.router.metrics.scrapes import Scrapes
-from twinpool.router.metrics.verification_metrics import verification_metrics
 from twinpool.router.metrics.vllm_aliases import VllmAliases
 from twinpool.router.metrics.worker_metrics import worker_metrics
-from twinpool.router.verification.stream_watch import StreamWatch
+from twinpool.router.state.worker_table import WorkerEntry
+from twinpool.router.verification.audit_cases import AuditResult
+from twinpool.router.verification.audits import Audits
+from twinpool.router.verification.damage_totals import DamageTotals
+from twinpool.router.verification.stream_watch import FlagReason, StreamWatch
+
+
+def verification_metrics(damage: DamageTotals, audits: Audits, watch: StreamWatch | None) -> Iterator[Metric]:
+    """Yield all families; audit results and reasons of flags that never occurred are there as 0."""
+    found = CounterMetricFamily(
+        "twinpool_state_damage",
+        "State that a check found not to be what it should be; dropped and computed again (an audit's was served)",
+        labels=["worker", "role", "where"],
+    )
+    for sample in damage.samples():
+        found.add_metric([sample.worker, sample.role, sample.where], sample.count)
+    for (worker, role), count in sorted(audits.counts.damage.items()):
+        found.add_metric([worker, role, DamageSite.AUDIT], count)
+    yield found
+    yield from _of_audits(audits)
+    if watch is not None:
+        yield from _of_streams(watch)
+
+
+def _of_audits(audits: Audits) -> Iterator[Metric]:
+    counts = audits.counts
+    answers = CounterMetricFamily(
+        "twinpool_audit_answers", "Answers chosen for an audit, by what became of them", labels=["result"]
+    )
+    for result in AuditResult:
+        answers.add_metric([result], counts.results[result])
+    yield answers
+    yield CounterMetricFamily("twinpool_audit_tokens", "Tokens of answers drawn again by audits", value=counts.tokens)
+    yield CounterMetricFamily(
+        "twinpool_audit_damaged_tokens", "Tokens of damaged answers that came out otherwise", value=counts.differing
+    )
+    yield GaugeMetricFamily(
+        "twinpool_audit_damage_ratio",
+        "Damaged answers among those with a clear result, since the start",
+        value=counts.damage_rate,
+    )
+    yield GaugeMetricFamily("twinpool_audits_waiting", "Answers that wait for an idle worker", value=audits.queued)
+
+
+def _of_streams(watch: StreamWatch) -> Iterator[Metric]:
+    flagged = CounterMetricFamily("twinpool_streams_flagged", "Streams that look broken, by why", labels=["reason"])
+    for why in FlagReason:
+        flagged.add_metric([why], watch.flagged[why])
+    yield flagged
+    yield CounterMetricFamily("twinpool_streams_watched", "Streams watched to their end", value=watch.ended)
+    text = "Share of rare tokens in what the model says lately"
+    yield GaugeMetricFamily("twinpool_rare_token_ratio", text, value=watch.rare_rate)
+
+
+_COUNTERS = {
+    "writes": ("twinpool_link_writes", "Writes of pages that a worker sent to another"),
+    "bytes": ("twinpool_link_bytes", "Bytes of pages that a worker sent to another"),
+    "busy_s": ("twinpool_link_busy_seconds", "Seconds in which a worker was sending pages to another"),
+    "waited_s": ("twinpool_link_waited_seconds", "Seconds from the post of each write until it had landed, summed"),
+    "opened": ("twinpool_link_opened", "Connections for pages that were opened; all but the first ones are retries"),
+}
+_GAUGES = {
+    "under_way": ("twinpool_link_under_way", "Writes that are under way, and those that wait"),
+    "waiting": ("twinpool_link_waiting", "Writes that wait until fewer bytes are under way to the same worker"),
+    "in_flight_bytes": ("twinpool_link_in_flight_bytes", "Bytes of pages that are under way"),
+}
+_PLANE = "plane_"
+MAX_LINKS = 1024
+"""With more links than this, those of each worker are summed into one sample, with an empty `to`: links are as many as
+prefill workers times decode workers."""
+
+
+def link_metrics(workers: Iterable[WorkerEntry]) -> Iterator[Metric]:
+    """Yield the families, with a sample for each link between workers that are there, or for each worker."""
+    workers = list(workers)
+    summed = sum(key.startswith("link_writes:") for entry in workers for key in entry.status.counters) > MAX_LINKS
+    labels = ["worker", "to"]
+    families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {
+        **{what: CounterMetricFamily(*named, labels=labels) for what, named in _COUNTERS.items()},
+        **{what: GaugeMetricFamily(*named, labels=labels) for what, named in _GAUGES.items()},
+    }
+    planes = GaugeMetricFamily(
+        "twinpool_link_info", "1, by the data plane that a link takes", labels=[*labels, "plane"]
+    )
+    for entry in workers:
+        sums: dict[str, float] = {}
+        for key, value in entry.status.counters.items():
+            what, _, to = key.removeprefix("link_").partition(":")
+            if not key.startswith("link_") or not to:
+                continue
+            if what in families and summed:
+                sums[what] = sums.get(what, 0.0) + value
+            elif what in families:
+                families[what].add_metric([str(entry.record.name), to], value)
+            elif what.startswith(_PLANE) and not summed:
+                planes.add_metric([str(entry.record.name), to, what.removeprefix(_PLANE)], value)
+        for what, value in sums.items():
+            families[what].add_metric([str(entry.record.name), ""], value)
+    yield from families.values()
+    yield planes
+
+
+_FAMILIES = {
+    "tokens_drafted": ("twinpool_draft_tokens", "Tokens that were drafted"),
+    "drafts_accepted": ("twinpool_draft_tokens_accepted", "Drafted tokens that were drawn"),
+}
+
+
+def draft_metrics(workers: Iterable[WorkerEntry]) -> Iterator[Metric]:
+    """Yield the families, with samples for each worker that runs decode."""
+    families = {key: CounterMetricFamily(*named, labels=["worker"]) for key, named in _FAMILIES.items()}
+    for entry in workers:
+        for key, family in families.items():
+            if key in entry.status.counters:
+                family.add_metric([str(entry.record.name)], entry.status.counters[key])
+    yield from families.values()
 
 
 class PrometheusMetrics:

@@ -21,7 +21,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from twinpool.contracts.config.load_config import config_from_dict
@@ -30,7 +30,7 @@ from twinpool.contracts.ids import RequestId, Role, WorkerName
 from twinpool.contracts.messages.worker_events import LegReport
 from twinpool.contracts.sampling_params import TokenLogprob
 from twinpool.router.core.router_actions import EndRequest
-from twinpool.sim.fabric.hash_engine import recite
+from twinpool.sim.fabric.hash_engine import ExpectedAnswer, recite
 from twinpool.sim.fabric.plane_faults import StoreFaults, WireDamage
 from twinpool.sim.fabric.sim_arena import SimArenas
 from twinpool.sim.fabric.sim_channel import SimSwitch
@@ -42,8 +42,26 @@ from twinpool.sim.nodes.sim_controller import SimControl
 from twinpool.sim.nodes.sim_router import SimRouter
 from twinpool.sim.run.fault_schedule import schedule
 from twinpool.sim.run.run_counts import count, kinds_of
-from twinpool.sim.run.sim_client import SimClient
 from twinpool.sim.scenario.scenario import Scenario, ScenarioRequest, pool_set
+
+
+@dataclass
+class SimClient:
+    """One request as its client sees it."""
+
+    ask: ScenarioRequest
+    expected: ExpectedAnswer
+    request_id: RequestId | None = None
+    router: SimRouter | None = None
+    """The one that it has asked last."""
+    tries: int = 0
+    asked: float = 0.0
+    """When it was asked last."""
+    got: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    scores: tuple[TokenLogprob, ...] | None = None
+    over: bool = False
+
 
 GRACE_S = 180.0
 _LINK_TIMEOUT_S = 3.0

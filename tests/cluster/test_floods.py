@@ -22,7 +22,7 @@ from twinpool.cluster.controller.controller_ledger import MemoryLedger
 from twinpool.cluster.controller.controller_server import ControllerServer
 from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
 from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper
-from twinpool.cluster.worker_process.worker_server import serve_worker
+from twinpool.cluster.worker_process.worker_process import serve_worker
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig

@@ -22,8 +22,7 @@ from twinpool.cluster.controller.controller_server import ControllerServer
 from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
 from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper, LeaseRefused
 from twinpool.cluster.worker_process.worker_plan import WorkerPlan
-from twinpool.cluster.worker_process.worker_process import WorkerProcess
-from twinpool.cluster.worker_process.worker_server import serve_worker
+from twinpool.cluster.worker_process.worker_process import WorkerProcess, serve_worker
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.clock import ManualClock, SystemClock
 from twinpool.contracts.config.cluster_config import ClusterConfig, Config

@@ -10,7 +10,7 @@ import pytest
 from tests.cluster.fake_worker import FakeWorker, submit
 from tests.proxy import Proxy, Relay, proxying
 from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
-from twinpool.cluster.worker_process.worker_server import serve_worker
+from twinpool.cluster.worker_process.worker_process import serve_worker
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.stream_end import StreamEnd

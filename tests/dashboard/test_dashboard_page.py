@@ -17,8 +17,8 @@ from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import DEMO, Server, serving
 from tests.serving import until
 from twinpool.cluster.assembly.build_worker import build_worker
-from twinpool.cluster.serve.local_dashboard import LocalDashboard
 from twinpool.cluster.serve.local_directory import LocalDirectory
+from twinpool.cluster.serve.serve_one_process import LocalDashboard
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.clock import SystemClock

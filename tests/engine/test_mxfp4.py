@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from twinpool.engine.tensors.mxfp4 import unpacked
+from twinpool.engine.tensors.weight_loader import unpacked
 
 
 def test_every_element_and_scale_is_what_transformers_reads() -> None:

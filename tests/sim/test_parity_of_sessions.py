@@ -24,7 +24,7 @@ from tests.proxy import proxying
 from tests.rooms import SimWaiter
 from twinpool.cluster.controller.controller_actions import LeaseGrant
 from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
-from twinpool.cluster.worker_process.worker_server import serve_worker
+from twinpool.cluster.worker_process.worker_process import serve_worker
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import Incarnation, RequestId, Role, WorkerName

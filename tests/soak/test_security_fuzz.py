@@ -19,7 +19,7 @@ import pytest
 from tests.serving import Access, Serving, family, serving
 from tests.socket_fuzz import abstract_sockets, mutated, targets, visit, visit_abstract
 from twinpool.cli.certs_command import new_certificates
-from twinpool.cli.keys_command import new_key
+from twinpool.cli.tool_commands import new_key
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow]
 

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.serving import Access, serving, until
-from twinpool.cli.keys_command import new_key
+from twinpool.cli.tool_commands import new_key
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow]
 

@@ -17,7 +17,7 @@ from tests.router.fake_worker import FakeCluster, FakeWorker
 from tests.router.grpc_fakes import ControllerFake, WorkerFake, start, start_worker
 from tests.router.http_server import eventually
 from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
-from twinpool.cluster.worker_process.worker_server import serve_worker
+from twinpool.cluster.worker_process.worker_process import serve_worker
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role

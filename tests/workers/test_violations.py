@@ -29,7 +29,7 @@ from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.decode.migration.migration_state import MigrationStage, OutgoingMigration
 from twinpool.decode.request.request import DecodeRequest
 from twinpool.decode.worker import DecodeWorker
-from twinpool.prefill.audit_state import AuditRun, AuditRunState
+from twinpool.prefill.audit_runner import AuditRun, AuditRunState
 from twinpool.prefill.worker import PrefillWorker
 from twinpool.router.api.app import create_app
 from twinpool.router.api.router_server import RouterServer

@@ -12,8 +12,7 @@ import torch
 
 from tests.checkpoints import make_checkpoint
 from tests.pair import counts_for
-from twinpool.cluster.assembly.build_worker import build_worker
-from twinpool.cluster.assembly.captured_steps import capture_steps
+from twinpool.cluster.assembly.build_worker import build_worker, capture_steps
 from twinpool.cluster.serve.preflight import on_device
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.clock import SystemClock

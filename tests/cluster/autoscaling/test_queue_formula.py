@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from twinpool.cluster.autoscaling.queue_formula import waiting_share, workers_needed
+from twinpool.cluster.autoscaling.pool_need import waiting_share, workers_needed
 
 
 def simulated(workers: int, offered: float, limit_s: float, count: int = 60_000) -> float:

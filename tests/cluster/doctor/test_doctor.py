@@ -33,7 +33,7 @@ from tests.serving import ROOT
 from twinpool.cli import command_line
 from twinpool.cli import commands as cli
 from twinpool.cli.doctor_command import CheckProgress
-from twinpool.cli.keys_command import new_key
+from twinpool.cli.tool_commands import new_key
 from twinpool.cluster.assembly.device_cards import CardFacts
 from twinpool.cluster.doctor.doctor_case import DoctorCase, DoctorHost
 from twinpool.cluster.doctor.examine import BESIDE, CHECKS, examine, exit_code

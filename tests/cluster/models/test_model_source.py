@@ -18,7 +18,7 @@ from twinpool.cluster.models.hub_model import HubModel, HubName
 from twinpool.cluster.models.model_source import DEMO, ModelSource, find_model, path_on_this_node
 from twinpool.cluster.models.wheel_model import WheelModel
 from twinpool.cluster.serve.changed_settings import replanned
-from twinpool.cluster.serve.kept_plan import plan_from_tree, plan_to_tree
+from twinpool.cluster.serve.detached_state import plan_from_tree, plan_to_tree
 from twinpool.cluster.serve.preflight import ServeOptions, prepare
 from twinpool.cluster.worker_process.worker_plan import WorkerPlan
 from twinpool.contracts.config.cluster_config import Config

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from twinpool.cluster.models import cache_folder
+from twinpool.cluster.models import wheel_model as cache_folder
 from twinpool.cluster.models.wheel_model import FETCH_S, SMOLLM2, WheelModel
 from twinpool.contracts.errors import CheckpointError, ConfigError
 

@@ -74,7 +74,7 @@ def test_every_other_field_is_kept_and_the_file_is_its_owners(tmp_path: Path) ->
 
 
 def test_cards_and_nodes_are_kept_as_they_were_measured(tmp_path: Path) -> None:
-    from twinpool.cluster.serve.kept_plan import _facts_from_tree, _facts_to_tree
+    from twinpool.cluster.serve.detached_state import _facts_from_tree, _facts_to_tree
 
     card = CardFacts(index=1, name="a card", total=80, free=70, capability=90, peers=(0, 2))
     facts = NodeFacts("here", 8, 64, {Role.PREFILL: 1, Role.DECODE: 2}, "node-1", (card,), "no others")

@@ -13,7 +13,7 @@ import pytest
 from tests.cluster.fake_worker import FakeWorker, submit
 from tests.raw_frames import RawStream
 from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
-from twinpool.cluster.worker_process.worker_server import WorkerServer, serve_worker
+from twinpool.cluster.worker_process.worker_process import WorkerServer, serve_worker
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.cluster_secret import access_metadata
 from twinpool.contracts.proto import worker_pb2 as pb

@@ -10,8 +10,8 @@ from tests.cluster.fake_worker import FakeWorker, submit
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import KillWorker, StartWorker
 from twinpool.cluster.controller.controller_ledger import MemoryLedger
-from twinpool.cluster.worker_process.hang_fault import hang_at
 from twinpool.cluster.worker_process.step_watchdog import StepWatchdog, allowed_s
+from twinpool.cluster.worker_process.worker_process import hang_at
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig

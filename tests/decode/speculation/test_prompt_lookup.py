@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from twinpool.decode.speculation import prompt_lookup
-from twinpool.decode.speculation.prompt_lookup import NGRAM, PromptLookup
+from twinpool.decode.speculation import drafting as prompt_lookup
+from twinpool.decode.speculation.drafting import NGRAM, PromptLookup
 
 
 def looked_for(tokens: list[int], most: int) -> list[int]:

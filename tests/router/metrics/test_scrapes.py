@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from twinpool.router.metrics import exposition, scrapes
+from twinpool.router.metrics import scrapes
 from twinpool.router.metrics.scrapes import Scrapes
 
 pytestmark = pytest.mark.asyncio
@@ -62,11 +62,11 @@ async def test_other_work_has_its_turn_between_families(monkeypatch: pytest.Monk
 
 
 async def test_it_is_written_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    here, wrote = threading.get_ident(), []
+    here, wrote, expose = threading.get_ident(), [], scrapes.expose
 
     def watched(families: scrapes.Collected, *, opened: bool) -> tuple[bytes, str]:
         wrote.append(threading.get_ident())
-        return exposition.expose(families, opened=opened)
+        return expose(families, opened=opened)
 
     monkeypatch.setattr(scrapes, "expose", watched)
     await Scrapes(Source().collect).answer("")

@@ -26,7 +26,7 @@ from tests.router.tracing.otlp_server import attributes_of
 from tests.router.tracing.test_traces import PARENT, TRACE, Sender, collecting, traced
 from tests.serving import ROOT
 from twinpool.cli.explain_command import explained
-from twinpool.cli.keys_command import new_key
+from twinpool.cli.tool_commands import new_key
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.security_config import SecurityConfig
 from twinpool.contracts.config.tracing_config import TracingConfig
