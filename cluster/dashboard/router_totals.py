@@ -69,6 +69,9 @@ class RouterTotals:
         self._rate_window_s, self._latency_window_s = rate_window_s, latency_window_s
         self._known: dict[str, _Known] = {}
         self._gone: Counter[str] = Counter()
+        """What routers have counted that aren't told apart any more."""
+        self._forgotten: dict[str, Counter[str]] = {}
+        """Of the last of those, by router: one that reports again counts from where it was."""
         self._sums = NOTHING
         self._points: deque[_Point] = deque()
         self._last: _Point | None = None
@@ -79,8 +82,8 @@ class RouterTotals:
         if known is None:
             self._known[report.router] = _Known(report, deque([_Heard(now, Counter(), report.cpu_s)]))
             if len(self._known) > MAX_ROUTERS:
-                silent = min(self._known, key=lambda router: self._known[router].at)
-                self._gone.update(self._known.pop(silent).report.counters)
+                self._forget(min(self._known, key=lambda router: self._known[router].at))
+            self._gone.subtract(self._forgotten.pop(report.router, {}))
             return True
         before, known.report = known.report, report
         came = Counter({name: max(0, n - before.counters.get(name, 0)) for name, n in report.counters.items()})
@@ -92,6 +95,13 @@ class RouterTotals:
         grew = (grown(told, told_before) if told and told_before else () for told, told_before in pairs)
         self._sums = Latencies(*(added((had, came)) for had, came in zip(self._sums, grew, strict=True)))
         return False
+
+    def _forget(self, router: str) -> None:
+        counters = Counter(self._known.pop(router).report.counters)
+        self._gone.update(counters)
+        self._forgotten[router] = counters
+        if len(self._forgotten) > MAX_ROUTERS:
+            del self._forgotten[next(iter(self._forgotten))]
 
     def here(self, now: float) -> list[RouterReport]:
         """The last report of each router that is there."""

@@ -16,7 +16,7 @@ from twinpool.cluster.controller.controller_ledger import MemoryLedger
 from twinpool.cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
 from twinpool.cluster.dashboard.event_log import EventKind
 from twinpool.cluster.dashboard.history import COLUMNS, KEPT_S, SAMPLE_S
-from twinpool.cluster.dashboard.router_totals import MAX_ROUTERS
+from twinpool.cluster.dashboard.router_totals import MAX_ROUTERS, RouterTotals
 from twinpool.cluster.dashboard.worker_rates import WorkerSample
 from twinpool.cluster.dashboard.worker_rows import MAX_LINKS
 from twinpool.contracts.clock import ManualClock
@@ -431,3 +431,16 @@ def test_a_frame_is_bounded_however_large_the_cluster_is(frames: ClusterFrames) 
     for minute in range(400):
         frames.take(state(views, 60.0 * minute), 60.0 * minute, WALL + 60 * minute)
     assert len(compact_json(frames.past())) < 200_000
+
+
+def test_a_router_that_reports_again_after_it_was_forgotten_counts_once() -> None:
+    totals = RouterTotals(5.0, 60.0)
+    name = next(iter(COUNTERS))
+    totals.report(report("old", **{name: 10}), 0.0)
+    for number in range(MAX_ROUTERS):
+        totals.report(report(f"router-{number}", **{name: 1}), 1.0 + number)
+    assert totals.totals()[name] == 10 + MAX_ROUTERS, "it is among the sums alone"
+    totals.report(report("old", **{name: 12}), 1000.0)
+    assert totals.totals()[name] == 12 + MAX_ROUTERS
+    totals.report(report("old", **{name: 15}), 1001.0)
+    assert totals.totals()[name] == 15 + MAX_ROUTERS

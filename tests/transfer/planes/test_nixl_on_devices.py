@@ -181,6 +181,23 @@ def test_a_reader_that_names_no_memory_is_refused(
         writer.connect(described)
 
 
+def test_a_writer_that_comes_again_after_a_refused_registration_gets_an_agent_with_all_memory(
+    planes: tuple[NixlPlane, NixlPlane, PoolSet], package: FakeNixl
+) -> None:
+    writer, reader, target = planes
+    package.refuses = "DRAM"  # The pages are registered by then, and the metadata slots aren't.
+    with pytest.raises(ConfigError, match="DRAM can't be registered"):
+        reader.describe("a:1")
+    package.refuses = ""
+    link = writer.connect(reader.describe("a:1"))
+    link.post(WRITE).wait()
+    link.post(SlotWrite(TARGET, b"metadata")).wait()
+    link.close()
+    assert set(b"".join(entry(target, "full", 7))) == {7}
+    assert reader._slots is not None
+    assert bytes(reader._slots[1, :8].numpy()) == b"metadata"
+
+
 @pytest.mark.parametrize("reason", ["kinds", "registration"])
 def test_a_worker_whose_ucx_has_no_cuda_is_refused_as_it_starts(
     package: FakeNixl, gpus: dict[int, MemoryKind], reason: str

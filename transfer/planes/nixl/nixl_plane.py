@@ -31,7 +31,7 @@ from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.config.cluster_config import FaultsConfig
 from twinpool.contracts.config.worker_config import TransferConfig
-from twinpool.contracts.errors import LayoutMismatch
+from twinpool.contracts.errors import ConfigError, LayoutMismatch
 from twinpool.contracts.ids import RoomId
 from twinpool.transfer.net.curve_keys import CurveKeys, dial
 from twinpool.transfer.net.fault_injection import WriteFaults
@@ -100,10 +100,7 @@ class NixlPlane(OneSidedPlane):
         with self._using:
             agent = self._agents.get(peer)
             if agent is None:
-                agent = self._agents[peer] = NixlAgent()
-                agent.register(self._pools.region)
-                if self._slots is not None:
-                    agent.register(self._slots)
+                agent = self._agents[peer] = self._open_agent()
         if self._progress is None:
             self._progress = threading.Thread(target=self._run, name="kv-progress", daemon=True)
             self._progress.start()
@@ -119,6 +116,18 @@ class NixlPlane(OneSidedPlane):
             "endpoint": self._notices.endpoint,
         }
         return {"ranks": [mine]}
+
+    def _open_agent(self) -> NixlAgent:
+        """An agent with all memory that a writer may write to; none stays behind where that can't be registered."""
+        agent = NixlAgent()
+        try:
+            agent.register(self._pools.region)
+            if self._slots is not None:
+                agent.register(self._slots)
+        except ConfigError:
+            agent.close()
+            raise
+        return agent
 
     def sever(self, peer: str) -> None:
         with self._using:
