@@ -149,9 +149,8 @@ class ColocatedWorker(DecodeWorker):
     ) -> Iterable[Outcome]:  # fmt: skip
         if self._auditor.handle(session, command, grammar, busy=self._busy):
             return ()
-        there = len(self._request_table)
         told = super()._submit(session, command, grammar)
-        if len(self._request_table) > there:
+        if isinstance(command, commands.Submit) and len(self._request_table):
             self._auditor.preempt("a request came")
         return told
 

@@ -73,7 +73,7 @@ class SwapIn:
         self._table.open(allocation)
         try:
             return SwapInProgress(swapped, allocation, self._restore(swapped, allocation))
-        except RuntimeError:
+        except BaseException:
             self._table.free(allocation)
             raise
 

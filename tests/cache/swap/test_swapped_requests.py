@@ -7,12 +7,12 @@ import pytest
 from tests.cache.test_hazards_tiers import PAGE_TOKENS, PAGES, TOKENS, admitted, answer, visit, world_of
 from tests.cache_world import World
 from twinpool.cache.allocation.allocation import Allocation
-from twinpool.cache.manager.swap import swap_out
+from twinpool.cache.manager.swap import swap_in, swap_out
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from twinpool.cache.storage.storage_backend import ObjectName
 from twinpool.cache.swap import swap_storage
 from twinpool.cache.swap.swapped_state import SwappedState, SwapPlace
-from twinpool.contracts.errors import CapacityError
+from twinpool.contracts.errors import CapacityError, StaleLease
 
 SHARED = 2
 """Leading pages that the tree has on the host too."""
@@ -101,6 +101,32 @@ def test_a_copy_that_cannot_begin_takes_nothing_and_locks_nothing(
     (visitor,) = world.visitors
     world.leave(visitor)
     answer(world)
+    world.settle()
+
+
+@pytest.mark.parametrize("refused", [RuntimeError("the device refuses"), StaleLease("a page was given away")])
+def test_a_state_that_cannot_be_brought_back_now_takes_no_pages(
+    monkeypatch: pytest.MonkeyPatch, refused: Exception
+) -> None:
+    world = world_of("all")
+    swapped = swapped_out(world, *computed(world))
+    allocators = world.pools.allocators
+    before = len(world.manager.tree.locks), {pool: one.free for pool, one in allocators.items()}
+
+    def refuse(*_: object, **__: object) -> None:
+        raise refused
+
+    monkeypatch.setattr(swap_in.SwapIn, "_restore", refuse)
+    with pytest.raises(type(refused), match=str(refused)):
+        world.manager.swap_in.start(swapped, len(TOKENS) + 1)
+    answer(world)
+    assert (len(world.manager.tree.locks), {pool: one.free for pool, one in allocators.items()}) == before
+    monkeypatch.undo()
+    coming = world.manager.swap_in.start(swapped, len(TOKENS) + 1)
+    assert coming is not None
+    answer(world)
+    world.manager.table.free(coming.allocation)
+    world.manager.swap_out.drop(swapped)
     world.settle()
 
 
