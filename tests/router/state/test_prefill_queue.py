@@ -67,6 +67,18 @@ def test_a_prompt_longer_than_all_that_was_seen_is_not_refused_for_a_cost_that_n
     assert base + 10_000 * token == pytest.approx(1.0)
 
 
+def test_work_on_a_prompt_that_was_taken_back_is_no_part_of_the_next_ones() -> None:
+    """It was alone: the worker is idle from its end to the next one's arrival."""
+    queue = taught()
+    queue.add(RequestId("long"), 50_000, 0, 100.0)
+    queue.remove(RequestId("long"), 119.0)
+    queue.add(RequestId("short"), 100, 0, 500.0)
+    assert queue.first_worked == (100, 500.0)
+    queue.computed(RequestId("short"), 500.0 + cost(100))
+    for tokens in (1, 250, 10_000):
+        assert seconds(queue, tokens, 0, 600.0) == pytest.approx(cost(tokens))
+
+
 def test_a_worker_that_becomes_slower_is_believed_to_be_slower_soon() -> None:
     fit = PromptCost()
     for _ in range(200):
