@@ -231,3 +231,29 @@ async def test_a_worker_that_is_gone_while_it_is_connected_to_is_not_linked(monk
     assert not site.links.views
     assert site.links.known
     await site.links.close()
+
+
+@pytest.mark.asyncio
+async def test_a_stream_that_ends_before_its_opening_is_told_is_not_taken_for_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The worker's first frame and the end of its stream come in one turn of the loop."""
+    site = Site(monkeypatch)
+    site.tell((view(),))
+    await settle()
+    client = site.clients[0]
+    connect = client.connect
+
+    async def cut_at_once(on_events: Any, on_closed: Callable[[StreamEnd], None]) -> Session:
+        session = await connect(on_events, on_closed)
+        on_closed(StreamEnd("cut"))
+        return session
+
+    await site.goes(ConnectionError("not yet"))
+    client.connect = cut_at_once  # type: ignore[method-assign]
+    await site.goes(ConnectionError("not yet"), None)
+    assert (site.of("linked"), site.links.missing) == ([], 1), "nobody would ever be told of its end"
+    client.connect = connect  # type: ignore[method-assign]
+    await site.goes(None, None)
+    assert (site.of("linked"), site.links.missing) == ([key()], 0)
+    await site.links.close()
