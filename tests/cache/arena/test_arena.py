@@ -358,6 +358,23 @@ def test_state_that_several_in_a_row_died_with_is_left() -> None:
         settled.poll()
 
 
+def test_state_that_several_in_a_row_died_of_while_they_took_it_over_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    segment = segment_for("full")
+    visit(world_on(segment, "full"), TOKENS)
+    tries = []
+
+    def die(keeper: ArenaKeeper, roots: object) -> int:
+        tries.append(keeper)
+        raise MemoryError("it dies here")
+
+    monkeypatch.setattr(ArenaKeeper, "_hang_all", die)
+    for _ in range(MAX_TAKEN):
+        with pytest.raises(MemoryError):
+            world_on(segment, "full", 2)
+    assert world_on(segment, "full", 2).manager.stats()["arena_pages_adopted"] == 0
+    assert len(tries) == MAX_TAKEN
+
+
 def test_who_has_looked_at_all_that_it_took_over_settles_as_well() -> None:
     """However little there was to look at: the next ones take it over without end."""
     segment = segment_for("full")

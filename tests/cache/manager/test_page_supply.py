@@ -40,6 +40,23 @@ def test_where_evicted_pages_are_still_being_read_others_are_evicted_too() -> No
     assert not parts.supply.coming_back
 
 
+def test_what_was_leased_of_one_pool_is_given_back_where_another_one_turns_out_too_small() -> None:
+    """By the count there is room, but a copy still reads what is evicted."""
+    parts = Parts("full+window")
+    prefix = parts.prefix(6)
+    parts.share(prefix)
+    full, window = parts.pools.allocators["full"], parts.pools.allocators["window"]
+    pages = [i for node, _ in parts.tree.walked(prefix) for i in node.parts[Tier.DEVICE]["full"].lease.indices]
+    pin = full.pin(pages, "a copy")
+    needs = {"window": 1, "full": full.free + 1}
+    assert parts.supply.free_pages("full") >= needs["full"]
+    before = window.free, window.leases
+    assert parts.supply.lease_all(needs, "a request") is None
+    assert (window.free, window.leases) == before
+    pin.release()
+    assert parts.supply.lease_all(needs, "a request") is not None
+
+
 def test_nothing_is_evicted_for_what_it_makes_no_room_for() -> None:
     parts = Parts("full")
     prefix = parts.prefix(6)

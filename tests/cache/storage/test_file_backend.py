@@ -347,6 +347,21 @@ def test_what_is_no_file_is_not_read_nor_followed_nor_waited_for(file_rig: FileR
     backend.close()
 
 
+def test_what_cannot_be_deleted_still_takes_its_room(file_rig: FileRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard of another user's, say: the folder would grow beyond its bound, until the disk is full."""
+    backend = file_rig.open(3 * stored_bytes(64))
+    assert all(outcome.ok for outcome in backend.write([item(1), item(2), item(3)]))
+    monkeypatch.setattr(file, "remove", lambda path: False)
+    for number in (4, 5):
+        assert backend.write([item(number)])[0].verdict is ObjectVerdict.REFUSED
+    assert (backend.capacity().objects, backend.capacity().used_bytes) == (3, 3 * stored_bytes(64))
+    assert (len(file_rig.objects()), backend.counts().evicted) == (3, 0)
+    monkeypatch.undo()
+    assert backend.write([item(4)])[0].verdict is ObjectVerdict.STORED
+    assert backend.counts().evicted > 0
+    backend.close()
+
+
 def test_a_folder_that_is_deleted_under_a_worker_is_a_cold_cache(file_rig: FileRig) -> None:
     backend = file_rig.open()
     backend.write([item(1)])
