@@ -248,6 +248,33 @@ def test_a5_nothing_lands_of_a_room_revoked_while_its_slice_waited_for_the_lock(
         assert image(pools) == before
 
 
+def test_a5_a_slice_that_gets_the_lock_once_revoke_has_passed_it_stores_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`revoke` waits for one connection after the other: the first may go on before it returns."""
+    size = SPEC.unit_bytes("full")
+    with reader() as (plane, pools), writing(plane) as writer:
+        listener = plane._listener
+        assert listener is not None
+        until(lambda: listener._connections, "the connection")
+        (connection,) = listener._connections
+        held = HeldUp(connection.landing, connection._thread)
+        connection.landing = held  # type: ignore[assignment]
+        writer.begin(msgpack.packb((ROOM, TICKET, [("full", 2, 1)], *ALONE)), size)
+        writer.socket.sendall(b"\1" * size)
+        assert held.waits.wait(20)
+        before, settle = image(pools), listener.settle
+
+        def settle_and_go_on() -> None:
+            settle()
+            held.go.set()
+            until(lambda: (plane.poll(), plane.dropped)[1] == 1, "the write to be dropped")
+
+        monkeypatch.setattr(listener, "settle", settle_and_go_on)
+        plane.revoke(ROOM)
+        assert image(pools) == before
+
+
 def test_who_does_not_know_the_secret_gets_no_connection() -> None:
     with reader() as (plane, pools), writing(plane) as writer:
         stranger = RawWriter(plane, secret=bytes(32))
