@@ -212,6 +212,27 @@ def test_one_that_starts_has_its_own_time_however_long_the_one_before_took(drain
     assert cluster.clock() == pytest.approx(45.0, abs=1.0)
 
 
+def test_a_router_whose_table_is_older_makes_no_worker_look_as_if_it_had_not_restarted() -> None:
+    """Each look may go to another router: one of them shows decode-0 as it was once more, after it has come back."""
+    with router_stub(Cluster()) as cluster:
+        shown: list[dict[str, Any]] = []
+
+        def lagging(method: str, path: str) -> tuple[int, dict[str, Any]]:
+            before = dict(cluster.workers["decode-0"])
+            status, body = Cluster.answer(cluster, method, path)
+            if path.endswith("restart/decode-0"):
+                shown[:] = [before, dict(cluster.workers["decode-0"])]
+            elif path.endswith("status") and shown:
+                late = shown.pop()
+                body = body | {"workers": [late if w["name"] == "decode-0" else w for w in body["workers"]]}
+            return status, body
+
+        cluster.answer = lagging  # type: ignore[method-assign]
+        Scene(cluster.url, {}).run()
+        assert not shown, "both looks were taken"
+        assert [order for order in cluster.orders if "decode" in order] == ["restart/decode-0", "restart/decode-1"]
+
+
 def test_routers_with_settings_of_their_own_are_named() -> None:
     with router_stub(Cluster()) as cluster:
         one = {"name": "router-0", "node": "host-a", "address": "h:1", "build": "b", "settings": "s2", "kept": True}

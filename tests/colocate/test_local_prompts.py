@@ -12,6 +12,7 @@ from tests.poolsets import NAMES, pool_sets
 from tests.random_pairs import run_colocated_seed
 from twinpool.cache.allocation.allocation import Allocation
 from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId
 from twinpool.contracts.sampling_params import SamplingParams
 
@@ -88,6 +89,16 @@ def test_what_was_prefetched_for_a_prompt_is_let_go_with_its_hand_over() -> None
         assert (len(prefetcher), prefetcher.locks) == (0, 0)
         (answer,) = both.run(again)
         assert answer.list == recite(spec, [*prompt, 7], 40)
+
+
+def test_damage_that_the_commit_of_prompts_hears_of_reaches_the_answer_whose_page_it_is() -> None:
+    """That commit polls for loads as well, and takes care of prompts alone: the worker goes by the allocations' marks."""
+    with hash_colocated("full", 200, prefill={"chunk_tokens": 8}) as both:
+        request = both.submit(list(range(1, 50)), greedy(60))
+        running(both, request).invalid = True
+        (answer,) = both.run(request)
+        assert answer.done is not None
+        assert answer.done.error is ErrorKind.DAMAGED
 
 
 def test_a_prompt_of_a_tenant_that_has_none_here_takes_the_place_of_one_of_who_has_several() -> None:

@@ -394,6 +394,21 @@ def test_each_penalty_counts_alone_where_no_row_has_another(penalty: dict[str, A
     assert want != logits.argmax(-1).tolist(), "it changes some of them"
 
 
+@pytest.mark.parametrize("penalty", [{"presence_penalty": 2.5}, {"frequency_penalty": 2.5}])
+@pytest.mark.parametrize("begun", [0, 1])
+def test_an_answer_that_goes_on_is_penalised_beside_one_that_begins_whichever_is_longer(
+    begun: int, penalty: dict[str, Any]
+) -> None:
+    params = replace(PLAIN, temperature=0.0, **penalty)
+    draws = [TokenDraw(params, (5,) * 12, 12), TokenDraw(params, (5,) * 12, 12)]
+    draws[begun] = TokenDraw(params, (5, 6, 7, 7), 2)
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 7], logits[:, 9] = 2.0, 1.0
+    found = [drawn.token for drawn in draw_tokens(logits, draws)]
+    assert found[begun] == 9, "it has had 7, and the other one hasn't"
+    assert found[1 - begun] == 7
+
+
 @pytest.mark.parametrize(("vocab", "longest"), [(50, 400), (300, 40)])
 def test_rows_with_penalties_are_looked_at_together_as_far_as_memory_allows(
     vocab: int, longest: int, monkeypatch: pytest.MonkeyPatch
