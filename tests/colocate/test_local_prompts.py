@@ -92,7 +92,8 @@ def test_what_was_prefetched_for_a_prompt_is_let_go_with_its_hand_over() -> None
 
 
 def test_damage_that_the_commit_of_prompts_hears_of_reaches_the_answer_whose_page_it_is() -> None:
-    """That commit polls for loads as well, and takes care of prompts alone: the worker goes by the allocations' marks."""
+    """That commit polls for loads as well, and takes care of prompts alone: the worker goes by the allocations'
+    marks."""
     with hash_colocated("full", 200, prefill={"chunk_tokens": 8}) as both:
         request = both.submit(list(range(1, 50)), greedy(60))
         running(both, request).invalid = True
