@@ -21,7 +21,7 @@ from typing import Any
 from PIL import Image
 
 from bench.common.bench_cluster import serving
-from bench.common.browser import Browser, Tab, browsing
+from tests.support.browser import Browser, Tab, browsing
 
 FOLDER = Path(__file__).parent / "dashboard"
 MAX_BYTES = 150_000

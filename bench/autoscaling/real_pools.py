@@ -34,6 +34,7 @@ from rich.table import Table
 from bench.autoscaling.phased_replay import Lengths, Phase, Replayed, asks_in_phases, replay_phases, spread
 from bench.common import machine
 from bench.common.bench_cluster import serving
+from bench.common.bench_report import flag_parser
 from twinpool.cli.own_cluster import ClusterFailed
 from twinpool.cli.replay.openai_client import EndpointError, Outcome
 from twinpool.cli.replay.replay_figures import is_good, ttft_of, wrongness
@@ -206,9 +207,7 @@ def pairs(text: str) -> list[tuple[int, int]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    out = flag_parser(__doc__)
     out.add_argument("--part", choices=("burst", "shift", "all"), default="all")
     out.add_argument("--trace", type=Path, default=TRACE)
     out.add_argument("--groups", action="store_true", help="requests of one time all at once, as the trace has them")
@@ -220,7 +219,6 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--together", type=int, default=4, help="workers in all of the shift")
     out.add_argument("--fixed", type=pairs, default=pairs("1+1,2+2,3+3"), help="sizes beside the burst")
     out.add_argument("--quick", action="store_true", help="a short run beside one fixed size, to see that it runs")
-    out.add_argument("--json", type=Path, help="write the figures to this file")
     return out
 
 

@@ -14,7 +14,6 @@ ways together, without and with the digests that are taken on either side.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -28,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common import machine
+from bench.common.bench_report import flag_parser
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
 from twinpool.cache.memory.memory_layout import LayoutOrder
@@ -208,14 +208,11 @@ def table(shape: Shape, results: dict[str, dict[str, list[float]]]) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    flags = flag_parser(__doc__)
     flags.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="default: all")
     flags.add_argument("--mib", type=int, default=64, help="copied at a time (default: %(default)s)")
     flags.add_argument("--rounds", type=int, default=5)
     flags.add_argument("--threads", type=int, default=1, help="torch's threads")
-    flags.add_argument("--json", type=Path, help="write all figures to this file")
     args = flags.parse_args(argv)
     if min(args.mib, args.rounds, args.threads) < 1:
         flags.error("all numbers must be 1 or more")

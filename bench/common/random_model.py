@@ -8,7 +8,6 @@ It has the demo's tokenizer, so a cluster can serve it; what it says is noise.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from bench.common.bench_report import flag_parser
 from bench.common.family_models import FAMILIES, LARGE, config_of
 
 DEMO = Path(__file__).parents[2] / "cluster" / "demo"
@@ -83,9 +83,7 @@ def make(folder: Path, name: str, seed: int = 0, device: str = "cpu") -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flag_parser(__doc__, json_file=False)
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()

@@ -34,6 +34,7 @@ from rich.table import Table
 
 from bench.common import bench_clock as clock
 from bench.common import family_models, machine, random_model
+from bench.common.bench_report import flag_parser
 from bench.common.engines_compared import Answer, ContinuousBatching, Generate, Side, Twinpool
 from bench.rivals.rival_engine import PACKAGES, Rival
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
@@ -133,9 +134,7 @@ def profile(side: Twinpool, scenario: SpeedScenario, vocab: int) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    out = flag_parser(__doc__)
     which = out.add_mutually_exclusive_group()
     which.add_argument("--model", type=Path, default=random_model.DEMO, help="checkpoint folder (default: the demo)")
     which.add_argument("--make", choices=random_model.NAMES, help="make this one with random weights")
@@ -157,7 +156,6 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--repeats", type=int, default=5)
     out.add_argument("--clock", choices=clock.CLOCKS, default="wall", help="cpu: of the processor, for busy machines")
     out.add_argument("--profile", action="store_true", help="print where the time of our largest batch goes")
-    out.add_argument("--json", type=Path, help="write all figures to this file")
     return out
 
 

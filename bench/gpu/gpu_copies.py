@@ -11,17 +11,16 @@ ended it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
+from bench.common.bench_report import flag_parser
 from twinpool.cache.device.device_backends import CpuDevice, CudaDevice
 from twinpool.cache.device.device_port import Completion, Device, DeviceOp, DeviceStream
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
@@ -202,12 +201,9 @@ def beside_products(pair: TierPair, size: int, rounds: int) -> dict[str, dict[st
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    flags = flag_parser(__doc__)
     flags.add_argument("--mib", type=int, default=512, help="copied at a time (default: %(default)s)")
     flags.add_argument("--rounds", type=int, default=5)
-    flags.add_argument("--json", type=Path, help="write all figures to this file")
     flags.add_argument("--rehearse", action="store_true", help="on the CPU, in small")
     args = flags.parse_args(argv)
     if min(args.mib, args.rounds) < 1:

@@ -1,17 +1,12 @@
 """The tables of docs/benchmarks.md from what `bench.gpu` wrote: each figure beside what the GPU would allow.
 
-    python -m bench.gpu.gpu_tables gpu.json
-
-A section that has no figures, or not all of them, has a table of what there is; what wasn't run is said below it.
+A section that has no figures, or not all of them, has a table of what there is.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 
@@ -21,7 +16,7 @@ def tables(written: Mapping[str, Any]) -> str:
     where = f"{gpu['name']}, CUDA {gpu['cuda']}" if gpu and not written["rehearsal"] else "A rehearsal on a CPU"
     parts = [f"{where}: `python -m bench.gpu`."]
     for name, section in written["sections"].items():
-        passed = section["ok"] and section.get("complete", True)
+        passed = section["ok"]
         parts.append(f"### {name}: {'passed' if passed else section['ended']}, {section['seconds']:.0f} s")
         if section["figures"] is not None:
             parts += [block for block in _SECTIONS[name](section["figures"]) if block]
@@ -40,22 +35,21 @@ def _kernels(figures: Mapping[str, Any]) -> Iterator[str]:
     wrong = [f"{one['claim']} ({one['dtype']})" for one in checks if not one["ok"]]
     yield f"{len(checks) - len(wrong)} checks passed" + (f"; WRONG: {', '.join(wrong)}." if wrong else ".")
     yield table(
-        ("attention", "Triton, µs", "SDPA", "FlexAttention", "reached"),
+        ("attention", "Triton, µs", "SDPA", "reached"),
         (
             (
                 f"{one['what']} {one['dtype']}, {one['batch']} x {one['context']}, {one['queries']} queries",
                 f"{one['triton_us']:.0f}",
                 f"{one['torch_us']:.0f}",
-                one["flex_note"] or ("" if one["flex_us"] is None else f"{one['flex_us']:.0f}"),
                 f"{one['rate']:.0f} {'GB/s' if one['queries'] == 1 else 'TFLOP/s'}",
             )
             for one in figures.get("timings", ())
         ),
     )
     yield table(
-        ("kernel", "Triton, µs", "torch", "FlexAttention", "reached"),
+        ("kernel", "Triton, µs", "torch", "reached"),
         (
-            (one["what"], f"{one['triton_us']:.0f}", f"{one['torch_us']:.0f}", one["flex"],
+            (one["what"], f"{one['triton_us']:.0f}", f"{one['torch_us']:.0f}",
              f"{one['rate']:.0f} {one['unit']}")
             for one in figures.get("row_timings", ())
         ),
@@ -151,13 +145,7 @@ def _serving(figures: Mapping[str, Any]) -> Iterator[str]:
         ),
     )
     notes = [f"{side}: not run: {one['not_run']}" for side, one in goodput.items() if isinstance(one, dict)]
-    notes += [f"{part}: not run: {why}" for part, why in figures.get("not_run", {}).items()]
     yield "\n".join(f"- {note}" for note in notes)
-    costs = [(n, c) for n, c in figures.get("verification", {}).items() if n.startswith("all lacks of ")]
-    yield table(
-        ("verification: what all checks lack of the rate with", "median"),
-        ((name.removeprefix("all lacks of "), f"{statistics.median(found):.2%}") for name, found in costs),
-    )
 
 
 _SECTIONS = {
@@ -168,15 +156,3 @@ _SECTIONS = {
     "engine": _engine,
     "serving": _serving,
 }
-
-
-def main(argv: Sequence[str]) -> int:
-    if len(argv) != 1 or argv[0].startswith("-"):
-        print(__doc__)
-        return 2
-    print(tables(json.loads(Path(argv[0]).read_text(encoding="utf-8"))), end="")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

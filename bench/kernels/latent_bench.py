@@ -1,7 +1,7 @@
 """Latent and sparse attention and the indexer at GLM-5's shapes, for `attention_bench`.
 
 64 heads over latents of 512 + 64, 32 index heads of 128, 2,048 positions selected. torch's side is attention with the
-latents as keys and values of one head (`scaled_dot_product_attention`; FlexAttention where it takes the shape), and for
+latents as keys and values of one head (`scaled_dot_product_attention`), and for
 the indexer its own operations, all over contexts that lie contiguously.
 """
 
@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.common.listed_plans import listed_plan
-from bench.kernels.flex_bench import flex_call
 from bench.kernels.rows_bench import RowCheck, RowTiming, median_us
+from tests.support.listed_plans import listed_plan
 from twinpool.engine.attention.attention_plan import AttentionPlan
 from twinpool.engine.attention.latent_backend import IndexKeys, LatentBackend, SparseSelection
 from twinpool.engine.attention.torch_backend.torch_attention import TorchAttention
@@ -25,8 +24,6 @@ from twinpool.engine.tensors.row_exact_linear import FAST
 
 PAGE_TOKENS = 64
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}
-_FLEX_CONTEXT = 32768
-"""Contexts of one sequence for which FlexAttention is asked: it takes seconds to compile."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +148,7 @@ def _timed(backend: LatentBackend, context: Context) -> Iterator[RowTiming]:
     ours = median_us(lambda: backend.attend(q_thd, context.latents, plan, context.scale, value_dim))
     read, work = batch * length * dim * 2, 2 * batch * queries * length * shape.heads * (dim + value_dim)
     torch_us = median_us(torchs) * -(-queries // some)
-    flex = _flex(context, keys, value) if batch == 1 and length <= _FLEX_CONTEXT else ""
-    yield _timing(f"latent attention, {name}", ours, torch_us, queries, read, work, flex)
+    yield _timing(f"latent attention, {name}", ours, torch_us, queries, read, work)
 
     index_q, weights = context.packed(context.index_q, rows), context.packed(context.weights, rows)
     selecting = median_us(lambda: _selected(backend, context, plan, index_q, weights).slots_sk)
@@ -177,12 +173,6 @@ def _timed(backend: LatentBackend, context: Context) -> Iterator[RowTiming]:
     yield _timing(f"sparse attention (beside dense), {name}", sparse, ours, queries, read, work)
 
 
-def _flex(context: Context, keys: Tensor, value: Tensor) -> str:
-    """What FlexAttention takes for this, or why it doesn't."""
-    call = flex_call(context.q.transpose(1, 2), keys, value, context.length - context.queries, context.scale)
-    return call if isinstance(call, str) else f"{median_us(call):.1f} us"
-
-
 def _selected(
     backend: LatentBackend, context: Context, plan: AttentionPlan, index_q: Tensor, weights: Tensor
 ) -> SparseSelection:
@@ -191,8 +181,8 @@ def _selected(
     return found
 
 
-def _timing(what: str, ours: float, torchs: float, queries: int, read: int, work: int, flex: str = "") -> RowTiming:
+def _timing(what: str, ours: float, torchs: float, queries: int, read: int, work: int) -> RowTiming:
     """Bytes that must be read for decode, operations for extends; a step of queries reads shared keys once."""
     if queries == 1:
-        return RowTiming(what, ours, torchs, read / ours / 1e3, "GB/s", flex)
-    return RowTiming(what, ours, torchs, work / ours / 1e6, "TFLOP/s", flex)
+        return RowTiming(what, ours, torchs, read / ours / 1e3, "GB/s")
+    return RowTiming(what, ours, torchs, work / ours / 1e6, "TFLOP/s")

@@ -42,8 +42,6 @@ class RowTiming:
     torch_us: float
     rate: float
     unit: str
-    flex: str = ""
-    """What FlexAttention takes, or why it doesn't."""
 
 
 class Mixture:

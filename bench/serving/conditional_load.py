@@ -17,7 +17,6 @@ once where this process is late. Figures are always / conditional.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -34,6 +33,7 @@ from rich.table import Table
 
 from bench.common import machine
 from bench.common.bench_cluster import serving
+from bench.common.bench_report import flag_parser
 from bench.common.random_model import DEMO
 from twinpool.cli.replay.openai_client import Endpoint, Outcome, stream
 
@@ -151,16 +151,13 @@ def table(seen: dict[tuple[str, str], Seen]) -> Table:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flag_parser(__doc__)
     parser.add_argument("--model", type=Path, default=DEMO, help="checkpoint folder (default: the demo)")
     parser.add_argument("--probes", type=int, default=25, help="of a scene, mode and round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--streams", type=int, default=3, help="answers that stream all along")
     parser.add_argument("--scenes", nargs="*", default=list(SCENES), choices=SCENES)
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for both clusters")
-    parser.add_argument("--json", type=Path, help="file for all figures")
     args = parser.parse_args(argv)
     console = Console()
     console.print(machine.headline())

@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -32,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common.bench_cluster import serving
+from bench.common.bench_report import flag_parser
 from twinpool.cli.own_cluster import ClusterFailed
 from twinpool.cli.replay.openai_client import Endpoint, EndpointError
 
@@ -191,9 +191,7 @@ def table(found: dict[str, Any]) -> Table:
 
 
 def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    out = flag_parser(__doc__)
     out.add_argument("--url", help="a running cluster (default: one is started for this)")
     out.add_argument("--model", default="demo", help="checkpoint folder, or demo")
     out.add_argument("--prefill", type=int, default=1, help="prefill workers of the cluster that is started")
@@ -205,7 +203,6 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--output-tokens", type=int, default=300)
     out.add_argument("--after-tokens", type=int, default=20, help="tokens that every stream has had at the drain")
     out.add_argument("--seed", type=int, default=1)
-    out.add_argument("--json", type=Path, help="write settings and figures to this file")
     return out
 
 

@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import httpx
 from rich.console import Console
@@ -28,6 +27,7 @@ from rich.table import Table
 
 from bench.common import machine
 from bench.common.bench_cluster import serving
+from bench.common.bench_report import flag_parser
 from bench.common.workload import LengthRange, synthetic
 from twinpool.cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
 from twinpool.cli.replay.trace_prompts import Ask, Content
@@ -174,9 +174,7 @@ def table(results: Sequence[Goodput]) -> Table:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flag_parser(__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.8, 2.0])
     parser.add_argument("--slo-ms", type=int, default=1000)
@@ -185,7 +183,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--input-tokens", default="64:1600", help="of prompts: N or LOW:HIGH")
     parser.add_argument("--output-tokens", default="1:4")
     parser.add_argument("--warm-up", type=int, default=40, help="requests before anything is measured")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     print(machine.headline())
     with serving(args.model) as url:

@@ -10,7 +10,6 @@ Sampling is seeded and no grammar is involved, so every answer must be the undis
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -22,7 +21,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -30,6 +28,7 @@ import numpy as np
 
 from bench.common import machine
 from bench.common.bench_cluster import serving
+from bench.common.bench_report import flag_parser
 
 BACK_S = 120.0
 LOOK_S = 0.02
@@ -197,9 +196,7 @@ class Failover:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flag_parser(__doc__)
     parser.add_argument("--model", default="demo", help="checkpoint folder, or demo")
     parser.add_argument("--url", help="a cluster on this machine with two workers a role, rather than one started here")
     parser.add_argument("--rounds", type=int, default=8, help="workers killed, of each role")
@@ -209,7 +206,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocab", type=int, default=2000, help="prompts are of tokens below this")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for the cluster")
-    parser.add_argument("--json", type=Path, help="write figures to this file")
     args = parser.parse_args(arguments)
     load = Load(args.streams, args.prompt_tokens, args.answer_tokens, args.vocab, args.seed)
     settings = ["cluster.restart_limit=100000", *args.set]

@@ -10,7 +10,6 @@ pages, has answered. Rounds go over all ways in turns; medians are shown. All by
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import statistics
@@ -29,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common import machine
+from bench.common.bench_report import flag_parser
 from bench.serving.transfer_ways import (
     BETWEEN_PROCESSES,
     DISTINCT,
@@ -228,9 +228,7 @@ def table(shape: Shape, results: dict[str, Measured]) -> Table:
 
 
 def main(argv: list[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    flags = flag_parser(__doc__)
     flags.add_argument("--layers", type=int, default=28)
     flags.add_argument("--kv-heads", type=int, default=8)
     flags.add_argument("--head-dim", type=int, default=128)
@@ -241,7 +239,6 @@ def main(argv: list[str] | None = None) -> int:
     )
     flags.add_argument("--rounds", type=int, default=5)
     flags.add_argument("--threads", type=int, default=1, help="torch's threads in either process")
-    flags.add_argument("--json", type=Path, help="write all figures to this file")
     args = flags.parse_args(argv)
     if min(v for v in vars(args).values() if isinstance(v, int)) < 1:
         flags.error("all numbers must be 1 or more")

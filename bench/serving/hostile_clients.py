@@ -36,6 +36,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from bench.common.bench_cluster import serving
+from bench.common.bench_report import flag_parser
 from bench.common.random_model import DEMO
 
 STREAMS = 8
@@ -418,15 +419,12 @@ def show(seen: Seen, still: Seen) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flag_parser(__doc__)
     parser.add_argument("--cluster", action="store_true", help="a whole cluster of the demo model")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each harm")
     parser.add_argument("--nice", type=int, default=0, help="niceness of those who do harm, beside this process's")
     parser.add_argument("--salts", type=int, default=1000, help="requests with a salt of their own, in all")
     parser.add_argument("--only", help="one kind of harm")
-    parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--do", help=argparse.SUPPRESS)
     parser.add_argument("--host", help=argparse.SUPPRESS)
     parser.add_argument("--ports", help=argparse.SUPPRESS)

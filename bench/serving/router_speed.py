@@ -40,6 +40,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common import machine
+from bench.common.bench_report import flag_parser
 from twinpool.contracts.proto import worker_pb2 as pb
 from twinpool.contracts.wire.frame_connection import FrameConnection
 from twinpool.contracts.wire.shared_frames import EVENTS_BYTES
@@ -322,9 +323,7 @@ def table(results: Sequence[RouterCost]) -> Table:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flag_parser(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "cluster" / "demo")
     parser.add_argument("--rival", help="a Python that has sglang-router")
     parser.add_argument("--connections", type=int, default=16)
@@ -335,7 +334,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--idle", type=int, default=0, help="streams that wait; 0: not measured")
     parser.add_argument("--idle-s", type=float, default=20.0, help="for how long they are watched")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     print(machine.headline())
     found: dict[str, list[RouterCost]] = {}

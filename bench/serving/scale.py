@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common import machine
+from bench.common.bench_report import flag_parser
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.sim.scale.cluster_model import ClusterModel
 from twinpool.sim.scale.cluster_plan import ClusterPlan, DecodePool, LatencyTarget, PrefillPool
@@ -171,9 +172,7 @@ PARTS = {"hour": hour, "routing": routing, "burst": burst}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flag_parser(__doc__)
     parser.add_argument("--part", choices=(*PARTS, "all"), default="all")
     parser.add_argument("--workers", type=int, default=1000, help="of `hour`; the most of `burst`")
     parser.add_argument("--prefill-part", type=float, default=0.6, help="of the workers")
@@ -192,7 +191,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ttft", type=float, default=5.0, help="seconds to the first token within which it is good")
     parser.add_argument("--tpot", type=float, default=0.1, help="and from token to token")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 180)
     console.print(machine.headline())

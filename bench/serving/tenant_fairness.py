@@ -41,6 +41,7 @@ from rich.table import Table
 
 from bench.common import machine
 from bench.common.bench_cluster import serving
+from bench.common.bench_report import flag_parser
 from bench.common.workload import LengthRange, synthetic
 from twinpool.cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
 from twinpool.cli.replay.trace_prompts import Ask, Content
@@ -231,9 +232,7 @@ def write_keys(path: Path, weights: Sequence[int]) -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flag_parser(__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--weights", type=int, nargs="+", default=[1, 8], help="of the quiet tenant")
     parser.add_argument("--ways", nargs="+", metavar="WAY", help="only these; by default all")
@@ -246,7 +245,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as for serve")
     parser.add_argument("--one-router", action="store_true")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     print(machine.headline())
     ways = args.ways or [*UNFLOODED, *(f"weight {n}" for n in args.weights), "fcfs"]
