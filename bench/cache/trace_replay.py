@@ -14,7 +14,6 @@ eviction policy, beside a plain LRU of pages and the unlimited bound, both found
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from rich.table import Table
 
 from bench.cache.trace_bounds import Ask, Trace, load, plain_lru, unlimited
 from bench.common import machine
-from bench.common.bench_report import flag_parser
+from bench.common.bench_report import flag_parser, write_report
 from twinpool.cache.allocation.allocation import CachedTokens
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
@@ -277,10 +276,8 @@ def main(argv: list[str] | None = None) -> int:
     console.print(f"{len(trace.asks) * (len(alone) + len(tiers)) / seconds:,.0f} requests/s replayed")
     if args.plot is not None:
         plot(args.plot, trace, alone, tiers, bound)
-    if args.json is not None:
-        figures = {"machine": machine.describe(), "trace": str(args.trace), "tokens": trace.tokens, "unlimited": bound}
-        figures |= {"plain_lru": plain, "runs": [run.as_dict() for run in [*alone, *tiers]]}
-        args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    runs = [run.as_dict() for run in [*alone, *tiers]]
+    write_report(args, tokens=trace.tokens, unlimited=bound, plain_lru=plain, runs=runs)
     return 0
 
 

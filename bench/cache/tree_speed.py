@@ -13,7 +13,6 @@ filled. The tiers are measured through a KV cache manager, whole allocations at 
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import sys
 import time
@@ -32,7 +31,7 @@ from bench.cache import tier_speed as tiers
 from bench.cache.plain_trie import Trie
 from bench.cache.tree_workload import DOCUMENT_PAGES, PAGE_TOKENS, Clients, Samples, TreeSide, fill
 from bench.common import machine
-from bench.common.bench_report import flag_parser
+from bench.common.bench_report import figure_table, flag_parser, write_report
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from twinpool.contracts.block_hash import block_hashes
 
@@ -198,12 +197,8 @@ def measure_prefixes(repeats: int) -> dict[str, Timing]:
 
 def tree_table(trees: Sequence[Side], tries: Sequence[Side]) -> Table:
     """Microseconds by size; the trie's at the largest, and what it takes more."""
-    out = Table(pad_edge=False, title="tree: microseconds, p50 (p99)")
-    out.add_column("")
-    for side in trees:
-        out.add_column(f"{side.pages:,} pages", justify="right")
-    out.add_column(f"trie, {tries[-1].pages:,}", justify="right")
-    out.add_column("trie / tree", justify="right")
+    heads = [*(f"{side.pages:,} pages" for side in trees), f"trie, {tries[-1].pages:,}", "trie / tree"]
+    out = figure_table("tree: microseconds, p50 (p99)", ("", *heads))
     for name, last in trees[-1].timings.items():
         theirs = tries[-1].timings[name]
         cells = [f"{s.timings[name].p50_us:.1f} ({s.timings[name].p99_us:.1f})" for s in trees]
@@ -218,10 +213,8 @@ def tree_table(trees: Sequence[Side], tries: Sequence[Side]) -> Table:
 
 
 def prefix_table(timings: dict[str, Timing]) -> Table:
-    out = Table("", "microseconds, p50", "p99", pad_edge=False, title="before the tree")
-    for name, timing in timings.items():
-        out.add_row(name, f"{timing.p50_us:.0f}", f"{timing.p99_us:.0f}")
-    return out
+    rows = ((name, f"{timing.p50_us:.0f}", f"{timing.p99_us:.0f}") for name, timing in timings.items())
+    return figure_table("before the tree", ("", "microseconds, p50", "p99"), rows)
 
 
 def measure_trees(console: Console, sizes: Sequence[int], repeats: int, deep: int) -> dict[str, Any]:
@@ -258,13 +251,12 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     console = Console()
     console.print(machine.headline())
-    figures: dict[str, Any] = {"machine": machine.describe()}
+    figures: dict[str, Any] = {}
     if "tree" not in args.without:
         figures |= measure_trees(console, sizes, repeats, DOCUMENT_PAGES // 8 if args.quick else DOCUMENT_PAGES)
     if "tiers" not in args.without:
         figures["tiers"] = tiers.run(console, tiers.QUICK if args.quick else tiers.SHAPES, repeats, args.folder)
-    if args.json is not None:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    write_report(args, **figures)
     return 0
 
 

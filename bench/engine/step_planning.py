@@ -12,7 +12,6 @@ counts is their ratio.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from bench.common import machine
-from bench.common.bench_report import flag_parser
+from bench.common.bench_report import flag_parser, write_report
 from bench.common.random_model import DEMO
 from twinpool.cache.allocation.block_table import BlockTable, TableSlice
 from twinpool.cache.device.device_backends import CpuDevice
@@ -125,8 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"are freed; {ms['again']:6.2f} ms with all tables brought again, {ms['again'] / ms['now']:.1f} times; "
             f"{ms['named']:7.2f} ms with pages named, too"
         )
-    if args.json is not None:
-        args.json.write_text(json.dumps({"machine": machine.describe(), "steps": found}, indent=1))
+    write_report(args, steps=found)
     return 0
 
 

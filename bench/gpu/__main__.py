@@ -13,9 +13,8 @@ processes on one card, every byte compared), `engine` (prefill and decode of mod
 transformers on the same GPU, and whether the tokens agree), `serving` (whole workers: exposed time of the hand-over,
 goodput of two pools and of a colocated worker beside transformers' continuous batching). Each is a process of its own
 with a deadline, its part of what is left (`WEIGHTS`): one that fails or hangs costs the others nothing, and one whose
-time is over leaves what it had by then. What each printed and its figures go into one file, and its tables for
-docs/benchmarks.md, with what the GPU would allow beside each figure, into one beside it (gpu.md). Exit code 1 when a
-section failed or was not done in its time.
+time is over leaves what it had by then. What each printed, with what the GPU would allow beside each figure, and all
+figures go into one file. Exit code 1 when a section failed or was not done in its time.
 
 Needs torch with CUDA, triton, transformers, msgpack, grpcio, xxhash, psutil and rich, and neither ray nor a network.
 Without pyzmq workers tell each other of rooms by queues (`tests/support/process_sockets.py`), and what is between
@@ -44,7 +43,6 @@ import torch
 
 from bench.common import machine
 from bench.common.bench_report import flag_parser, write_figures
-from bench.gpu.gpu_tables import tables
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = {
@@ -187,10 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             results.append(result)
             print(f"== {section}: {result.ended}, {result.seconds:.0f} s")
             print("\n".join(result.output.splitlines()[-_TAIL_LINES:]), flush=True)
-            written = {**about, "sections": {r.section: asdict(r) for r in results}}
-            write_figures(args.out, written)
-            if args.out is not None:
-                args.out.with_suffix(".md").write_text(tables(written), encoding="utf-8")
+            write_figures(args.out, {**about, "sections": {r.section: asdict(r) for r in results}})
 
     run_in_turn(run, left, 60 * args.minutes, at_once)
     for result in results:

@@ -11,7 +11,6 @@ ended it.
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import sys
@@ -20,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from bench.common.bench_report import flag_parser
+from bench.common.bench_report import flag_parser, write_figures
 from twinpool.cache.device.device_backends import CpuDevice, CudaDevice
 from twinpool.cache.device.device_port import Completion, Device, DeviceOp, DeviceStream
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
@@ -227,9 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         beside[title] = beside_products(pair, 64 if args.rehearse else 8192, rounds)
         for name, kept in beside[title].items():
             print(f"  {name:24} beside products keeps {kept['copy']:.0%} of its rate, products {kept['products']:.0%}")
-        if args.json is not None:
-            out = {"gb_per_s": figures, "beside_products": beside, "wrong": wrong}
-            args.json.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
+        write_figures(args.json, {"gb_per_s": figures, "beside_products": beside, "wrong": wrong})
     for one in wrong:
         print(f"WRONG {one}")
     return 1 if wrong else 0

@@ -9,7 +9,6 @@ without a name stands for CUDA IPC. `nixl` is among them where it can be importe
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -20,7 +19,7 @@ from dataclasses import asdict
 import torch
 
 import bench.gpu
-from bench.common.bench_report import flag_parser
+from bench.common.bench_report import flag_parser, write_figures
 from bench.serving.handover_speed import Measured, Way
 from bench.serving.transfer_ways import DISTINCT, Memory, Shape
 from twinpool.cache.device.device_copies import zeroed
@@ -101,9 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, measured in results.items():
         each = statistics.median(measured.chunk_ms)
         print(f"  {name:20} {measured.rate:8.2f} GB/s, {each:8.3f} ms a chunk, {measured.rate / base:.3f} of one block")
-    if args.json is not None:
-        figures = {name: asdict(m) | {"median_gb_per_s": m.rate} for name, m in results.items()}
-        args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    write_figures(args.json, {name: asdict(m) | {"median_gb_per_s": m.rate} for name, m in results.items()})
     return 0
 
 

@@ -18,7 +18,6 @@ once where this process is late. Figures are always / conditional.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import statistics
 import sys
@@ -33,7 +32,7 @@ from rich.table import Table
 
 from bench.common import machine
 from bench.common.bench_cluster import serving
-from bench.common.bench_report import flag_parser
+from bench.common.bench_report import flag_parser, write_report
 from bench.common.random_model import DEMO
 from twinpool.cli.replay.openai_client import Endpoint, Outcome, stream
 
@@ -179,8 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     console.print(table(seen))
     failed = sum(one.failed for one in seen.values())
     console.print(f"{failed} requests failed" if failed else "no request failed")
-    if args.json:
-        args.json.write_text(json.dumps({f"{scene} {mode}": asdict(one) for (scene, mode), one in seen.items()}))
+    write_report(args, scenes={f"{scene} {mode}": asdict(one) for (scene, mode), one in seen.items()})
     return int(failed > 0)
 
 

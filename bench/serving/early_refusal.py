@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import sys
 import time
@@ -27,7 +26,7 @@ from rich.table import Table
 
 from bench.common import machine
 from bench.common.bench_cluster import serving
-from bench.common.bench_report import flag_parser
+from bench.common.bench_report import flag_parser, write_report
 from bench.common.workload import LengthRange, synthetic
 from twinpool.cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
 from twinpool.cli.replay.trace_prompts import Ask, Content
@@ -190,9 +189,7 @@ def main(argv: list[str] | None = None) -> int:
         capacity, results = asyncio.run(measure(Client(url, model, args.slo_ms), args))
     print(f"capacity: {capacity:.1f} requests/s; first tokens in time within {args.slo_ms} ms")
     Console(width=140).print(table(results))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"capacity": capacity, "ways": [asdict(one) for one in results]}, indent=1))
+    write_report(args, capacity=capacity, ways=[asdict(one) for one in results])
     return 0
 
 

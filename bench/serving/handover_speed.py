@@ -10,7 +10,6 @@ pages, has answered. Rounds go over all ways in turns; medians are shown. All by
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import statistics
 import sys
@@ -20,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common import machine
-from bench.common.bench_report import flag_parser
+from bench.common.bench_report import figure_table, flag_parser, write_report
 from bench.serving.transfer_ways import (
     BETWEEN_PROCESSES,
     DISTINCT,
@@ -217,9 +215,8 @@ def measure(shape: Shape, chunks: int, rounds: int, threads: int) -> dict[str, M
 
 def table(shape: Shape, results: dict[str, Measured]) -> Table:
     """Medians, and each way over memcpy and over the bare socket."""
-    out = Table(title=f"chunks of {shape.chunk_bytes / 2**20:.1f} MiB in {shape.chunk_pages} pages")
-    for name in ("", "GB/s", "chunk, ms", "CPU s/GB", "/ memcpy", "/ tcp socket", "/ bare nixl"):
-        out.add_column(name, justify="left" if not name else "right")
+    title = f"chunks of {shape.chunk_bytes / 2**20:.1f} MiB in {shape.chunk_pages} pages"
+    out = figure_table(title, ("", "GB/s", "chunk, ms", "CPU s/GB", *(f"/ {base}" for base in BASES)))
     for name, measured in results.items():
         ratios = [f"{measured.rate / results[base].rate:.2f}" for base in BASES]
         cpu, each = statistics.median(measured.cpu_s_per_gb), statistics.median(measured.chunk_ms)
@@ -248,11 +245,7 @@ def main(argv: list[str] | None = None) -> int:
     console.print(machine.headline())
     results = measure(shape, -(-args.chunks // DISTINCT) * DISTINCT, args.rounds, args.threads)
     console.print(table(shape, results))
-    if args.json is not None:
-        settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
-        figures = {name: asdict(m) | {"median_gb_per_s": m.rate} for name, m in results.items()}
-        out = {"settings": settings, "machine": machine.describe(), "ways": figures}
-        args.json.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
+    write_report(args, ways={name: asdict(m) | {"median_gb_per_s": m.rate} for name, m in results.items()})
     return 0
 
 

@@ -36,7 +36,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from bench.common.bench_cluster import serving
-from bench.common.bench_report import flag_parser
+from bench.common.bench_report import flag_parser, write_report
 from bench.common.random_model import DEMO
 
 STREAMS = 8
@@ -444,8 +444,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for kind in ("nothing", *kinds):
             phases.append(asyncio.run(phase(target, kind, options, answers)))
             exceeded += show(phases[-1], phases[0])
-    if options.json:
-        options.json.write_text(json.dumps([asdict(p) for p in phases]))
+    write_report(options, phases=[asdict(p) for p in phases])
     print(f"{exceeded} of the bounds exceeded: /live p99 {LIVE_MS:g} ms, {GAP_MS:g} ms beyond undisturbed, memory")
     return 0 if not exceeded else 1
 

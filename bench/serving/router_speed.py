@@ -40,7 +40,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common import machine
-from bench.common.bench_report import flag_parser
+from bench.common.bench_report import flag_parser, write_report
 from twinpool.contracts.proto import worker_pb2 as pb
 from twinpool.contracts.wire.frame_connection import FrameConnection
 from twinpool.contracts.wire.shared_frames import EVENTS_BYTES
@@ -352,8 +352,7 @@ def main(argv: list[str] | None = None) -> int:
         each = (with_them - before) / args.idle * 1024
         print(f"{args.idle} idle streams: {before:.0f} MiB before, {with_them:.0f} with them ({each:.1f} KiB each), "
               f"{after:.0f} after {args.idle_s:g} s")  # fmt: skip
-    if args.json:
-        args.json.write_text(json.dumps([asdict(one) for one in results], indent=1))
+    write_report(args, routers=[asdict(one) for one in results])
     return 0
 
 

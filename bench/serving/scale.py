@@ -15,7 +15,6 @@ runs on the machine doesn't count.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 import time
@@ -30,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common import machine
-from bench.common.bench_report import flag_parser
+from bench.common.bench_report import figure_table, flag_parser, write_report
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.sim.scale.cluster_model import ClusterModel
 from twinpool.sim.scale.cluster_plan import ClusterPlan, DecodePool, LatencyTarget, PrefillPool
@@ -142,13 +141,11 @@ def burst(args: argparse.Namespace) -> list[ScaleFigures]:
 
 
 def shown(title: str, found: Sequence[ScaleFigures]) -> Table:
-    table = Table(title=title)
     heads = (
         "run", "answered", "hits", "TTFT p50, ms", "p99", "ITL p50", "p99", "good", "good a second", "worker-s",
         "reversals", "CPU, s", "us a request", "MiB",
     )  # fmt: skip
-    for head in heads:
-        table.add_column(head, justify="left" if head == "run" else "right")
+    table = figure_table(title, heads)
     for one in found:
         told = one.report
         table.add_row(
@@ -194,14 +191,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 180)
     console.print(machine.headline())
-    out: dict[str, object] = {"machine": machine.describe()}
+    out: dict[str, object] = {}
     for part, run in PARTS.items():
         if args.part in (part, "all"):
             found = run(args)
             console.print(shown(part, found))
             out[part] = [asdict(one) for one in found]
-    if args.json is not None:
-        args.json.write_text(json.dumps(out, indent=1) + "\n")
+    write_report(args, **out)
     return 0
 
 

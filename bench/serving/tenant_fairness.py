@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -41,7 +40,7 @@ from rich.table import Table
 
 from bench.common import machine
 from bench.common.bench_cluster import serving
-from bench.common.bench_report import flag_parser
+from bench.common.bench_report import flag_parser, write_report
 from bench.common.workload import LengthRange, synthetic
 from twinpool.cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
 from twinpool.cli.replay.trace_prompts import Ask, Content
@@ -265,9 +264,7 @@ def main(argv: list[str] | None = None) -> int:
         f"{len(urls)} routers; {args.flood} prompts of {args.flood_tokens} tokens in flight beside the quiet tenant's"
     )
     Console(width=120).print(table(results))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps([asdict(one) for one in results], indent=1))
+    write_report(args, ways=[asdict(one) for one in results])
     return 0
 
 
