@@ -20,7 +20,6 @@ from bench.gpu import __main__ as gpu
 from bench.gpu import gpu_copies, gpu_engine, gpu_handover
 from bench.gpu.goodput import Goodput, Load, Slo
 from bench.gpu.gpu_limits import Ceilings, ModelCost
-from bench.gpu.gpu_tables import tables
 from bench.gpu.process_cluster import Served
 from bench.serving.transfer_ways import Shape
 from tests.family_scenes import Family
@@ -72,36 +71,6 @@ def test_a_rehearsal_writes_every_section_and_says_that_it_was_one(rehearsed: di
     assert all(set(kept) == {"copy", "products"} for ways in figures["copies"]["beside_products"].values()
                for kept in ways.values())  # fmt: skip
     assert all(check["ok"] for group in ("checks", "row_checks") for check in figures["kernels"][group])
-
-
-@pytest.mark.slow
-def test_a_rehearsal_has_a_table_of_each_section_with_limits_beside_figures(rehearsed: dict[str, Any]) -> None:
-    text = tables(rehearsed)
-    lines = text.splitlines()
-    assert [line.split(":")[0] for line in lines if line.startswith("###")] == [
-        f"### {n}" for n in rehearsed["sections"]
-    ]
-    heads = [line for line in lines if "limit" in line and line.startswith("|")]
-    assert len(heads) == 2 + 1 + 1 + 2, "copies by shape, hand-over, one model, and both of serving"
-    widths = {line.count("|") for line in lines[lines.index(heads[0]) : lines.index(heads[0]) + 3]}
-    assert len(widths) == 1
-    for part in ("two pools, 20", "colocated, 20", "decode, batch 2", "layers up", "cuda_ipc, rehearsed"):
-        assert f"| {part} |" in text
-
-
-def test_tables_say_what_failed_and_what_was_not_run() -> None:
-    section = {"section": "engine", "ok": False, "seconds": 3.0, "ended": "not done after 3 s", "output": ""}
-    limits = {"bytes_per_s": 1e12, "flops_per_s": 1e15}
-    scenario = {"twinpool, fast": {"median": 50.0}, "predicted limit": 200.0}
-    model = {"tokens_per_s": {"decode, batch 1": scenario}, "left_out": {"decode, batch 4": "no time was left"}}
-    figures = {"ceilings": limits, "models": {"small": model, "large": {"failed": "no memory"}}}
-    card = {"name": "a card", "cuda": "13.0"}
-    sections = {"engine": {**section, "figures": figures}, "copies": {**section, "section": "copies", "figures": None}}
-    text = tables({"rehearsal": False, "gpu": card, "sections": sections})
-    assert "### engine: not done after 3 s" in text
-    assert "| decode, batch 1 | 50 (25%) | 200 |" in text
-    assert "- decode, batch 4: no time was left" in text
-    assert "- no memory" in text
 
 
 class GraphedSide:
