@@ -1,9 +1,9 @@
-"""Measure the data planes beside a plain copy, a bare TCP socket, bare pyzmq and bare NIXL, in the same run.
+"""Measure the data planes beside a plain copy, a bare TCP socket and bare NIXL, in the same run.
 
     python -m bench.serving.handover_speed
     python -m bench.serving.handover_speed --layers 4 --kv-heads 2 --head-dim 48    # the demo's state
 
-`shm`, `zmq`, `staged`, `nixl`, the socket, pyzmq and NIXL go between two processes, `local` stays in one. Throughput is
+`shm`, `zmq`, `staged`, `nixl`, the socket and NIXL go between two processes, `local` stays in one. Throughput is
 with some chunks under way at once, the time of a chunk with one: from the post until the reader, having it in its
 pages, has answered. Rounds go over all ways in turns; medians are shown. All bytes that arrived are compared.
 """

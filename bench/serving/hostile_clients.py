@@ -37,6 +37,7 @@ import psutil
 
 from bench.common.bench_cluster import serving
 from bench.common.bench_report import flag_parser, write_report
+from bench.common.child_server import ROOT, child, first_line, free_port, wait_ready
 from bench.common.random_model import DEMO
 
 STREAMS = 8
@@ -50,9 +51,6 @@ SALTERS = 8
 """Connections that salted requests come over, a process."""
 FIRST_SALTS = 1500
 """They fill the demo's pools, whose memory the system gives page by page as it is first written."""
-
-
-ROOT = Path(__file__).parents[2]
 
 
 BEGINNINGS = (b"", b"\xff\x00\x00\x00\x00\x00\x00\x01\x7f", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
@@ -272,18 +270,8 @@ async def phase(target: Target, kind: str, options: argparse.Namespace, answers:
     if kind == "nothing":
         await asyncio.sleep(options.seconds)
     else:
-        command = [
-            "nice",
-            "-n",
-            str(options.nice),
-            sys.executable,
-            "-m",
-            "bench.serving.hostile_clients",
-            "--do",
-            kind,
-            "--host",
-            target.host,
-        ]
+        command = ["nice", "-n", str(options.nice), sys.executable, "-m", "bench.serving.hostile_clients"]
+        command += ["--do", kind, "--host", target.host]
         command += ["--ports", ",".join(map(str, target.ports)), "--seconds", str(options.seconds)]
         command += ["--context", str(target.context), "--salts", str(options.salts)]
         count = {"bodies": 3, "garbage": 2}.get(kind, 1)
@@ -330,13 +318,8 @@ def listening(pids: Sequence[int]) -> set[int]:
 
 
 def stream_body(tokens: int) -> dict[str, Any]:
-    return {
-        "prompt": [300, 301, 302],
-        "max_tokens": tokens,
-        "stream": True,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
+    asked = {"prompt": [300, 301, 302], "max_tokens": tokens, "ignore_eos": True}
+    return {**asked, "stream": True, "return_token_ids": True}
 
 
 @contextmanager
@@ -350,30 +333,14 @@ def router_alone(context: int) -> Iterator[Target]:
                 (model / path.name).symlink_to(path.absolute())
         shape = json.loads((Path(DEMO) / "config.json").read_text())
         (model / "config.json").write_text(json.dumps({**shape, "max_position_embeddings": context}))
-        workers = subprocess.Popen(
-            [sys.executable, "-m", "bench.common.stand_in_workers", "--context", str(context)],
-            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert workers.stdout is not None
-        controller = workers.stdout.readline().strip()
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        router = subprocess.Popen(
-            [
-                *("/bin/sh", "-c", f'ulimit -n {DESCRIPTORS} && exec "$@"', "sh"),
-                *(sys.executable, "-m", "twinpool.router.main", "--model", str(model), "--controller", controller),
-                *("--port", str(port)),
-            ],
-            cwd=ROOT,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            wait_healthy("127.0.0.1", port)
-            yield Target("127.0.0.1", (port,), (router.pid,), context, stream_body(150))
-        finally:
-            for process in (router, workers):
-                process.kill()
-                process.wait()
+        stand_ins = [sys.executable, "-m", "bench.common.stand_in_workers", "--context", str(context)]
+        with child(stand_ins) as workers:
+            controller, port = first_line(workers), free_port()
+            router = [sys.executable, "-m", "twinpool.router.main", "--model", str(model), "--controller", controller]
+            limited = ("/bin/sh", "-c", f'ulimit -n {DESCRIPTORS} && exec "$@"', "sh")
+            with child([*limited, *router, "--port", str(port)], stderr=subprocess.DEVNULL) as process:
+                wait_ready(f"http://127.0.0.1:{port}/health", process)
+                yield Target("127.0.0.1", (port,), (process.pid,), context, stream_body(150))
 
 
 @contextmanager
@@ -385,17 +352,6 @@ def whole_cluster() -> Iterator[Target]:
         mine = [p.pid for p in psutil.Process().children(recursive=False)]
         others = sorted(listening(mine) - {where.port})
         yield Target(where.hostname, (where.port, *others), tuple(mine), 2048, stream_body(150))
-
-
-def wait_healthy(host: str, port: int) -> None:
-    deadline = time.monotonic() + ANSWER_S
-    while time.monotonic() < deadline:
-        with suppress(OSError), socket.create_connection((host, port), timeout=1.0) as client:
-            client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-            if client.recv(15).startswith(b"HTTP/1.1 200"):
-                return
-        time.sleep(0.05)
-    raise RuntimeError("the router did not become healthy")
 
 
 def show(seen: Seen, still: Seen) -> int:

@@ -20,8 +20,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -40,7 +38,8 @@ from rich.table import Table
 
 from bench.common import machine
 from bench.common.bench_cluster import serving
-from bench.common.bench_report import flag_parser, write_report
+from bench.common.bench_report import figure_table, flag_parser, write_report
+from bench.common.child_server import child_server, free_port
 from bench.common.workload import LengthRange, synthetic
 from twinpool.cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
 from twinpool.cli.replay.trace_prompts import Ask, Content
@@ -48,8 +47,6 @@ from twinpool.contracts.key_file import KeyFile, TenantLimits, mint_key, write_k
 
 TIMEOUT_S = 300.0
 SETTLE_S = 0.3
-START_S = 60.0
-STOP_S = 20.0
 TOKENS = (300, 900)
 """Ids of ordinary tokens, of the demo's vocabulary and of most."""
 FLOOD = "flood"
@@ -82,26 +79,11 @@ def second_router(url: str) -> Iterator[str]:
     command = first.cmdline()
     ready = command.index("--ready-fd")
     del command[ready : ready + 2]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        command[command.index("--port") + 1] = str(free.getsockname()[1])
-    own = f"http://127.0.0.1:{command[command.index('--port') + 1]}"
-    with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(command, env=first.environ(), cwd=first.cwd(), stdout=said, stderr=said)
-        try:
-            deadline = time.monotonic() + START_S
-            while not _ready(own):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    said.seek(0)
-                    raise RuntimeError(f"the second router did not become ready; it said:\n{said.read().decode()}")
-                time.sleep(0.2)
-            yield own
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    own = free_port()
+    command[command.index("--port") + 1] = str(own)
+    url = f"http://127.0.0.1:{own}"
+    with child_server(command, f"{url}/health", first.environ(), first.cwd()):
+        yield url
 
 
 @contextmanager
@@ -113,13 +95,6 @@ def computing() -> Iterator[None]:
     finally:
         process.kill()
         process.wait()
-
-
-def _ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health").status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 class Clients:
@@ -209,14 +184,16 @@ def waits(way: str, outcomes: Sequence[Outcome], flood_tokens_s: float) -> Wait:
 
 
 def table(results: Sequence[Wait]) -> Table:
-    shown = Table("way", "sent", "failed", "p50 ms", "p90 ms", "p99 ms", "p99 / alone", "flood, tokens/s")
+    heads = ("way", "sent", "failed", "p50 ms", "p90 ms", "p99 ms", "p99 / alone", "flood, tokens/s")
     alone = next(one.p99_ms for one in results if one.way == "alone")
-    for one in results:
-        shown.add_row(
+    rows = (
+        (
             one.way, str(one.sent), str(one.failed), f"{one.p50_ms:.0f}", f"{one.p90_ms:.0f}", f"{one.p99_ms:.0f}",
             f"{one.p99_ms / alone:.2f}", f"{one.flood_tokens_s:,.0f}",
-        )  # fmt: skip
-    return shown
+        )
+        for one in results
+    )  # fmt: skip
+    return figure_table(None, heads, rows)
 
 
 def write_keys(path: Path, weights: Sequence[int]) -> dict[str, str]:
