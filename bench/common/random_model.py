@@ -26,24 +26,12 @@ SIZES: dict[str, dict[str, int]] = {
     "60m": {"hidden": 512, "layers": 16, "heads": 8, "kv_heads": 4, "head_dim": 64, "inner": 1792, "vocab": 4096},
     "445m": {"hidden": 1024, "layers": 28, "heads": 16, "kv_heads": 8, "head_dim": 128, "inner": 3072, "vocab": 4096},
     "qwen3-445m": {
-        "hidden": 1024,
-        "layers": 28,
-        "heads": 16,
-        "kv_heads": 8,
-        "head_dim": 64,
-        "inner": 3072,
-        "vocab": 32768,
+        "hidden": 1024, "layers": 28, "heads": 16, "kv_heads": 8, "head_dim": 64, "inner": 3072, "vocab": 32768,
     },
     "qwen3-8b-cut": {
-        "hidden": 4096,
-        "layers": 12,
-        "heads": 32,
-        "kv_heads": 8,
-        "head_dim": 128,
-        "inner": 12288,
-        "vocab": 151936,
+        "hidden": 4096, "layers": 12, "heads": 32, "kv_heads": 8, "head_dim": 128, "inner": 12288, "vocab": 151936,
     },
-}
+}  # fmt: skip
 """445m is Qwen3-0.6B with a small vocabulary; qwen3-445m has narrower heads, a larger vocabulary and 386 M parameters,
 as its embedding is tied. qwen3-8b-cut has a third of Qwen3-8B's layers (2.9 B parameters)."""
 

@@ -34,6 +34,7 @@ from bench.common import machine
 from bench.common.bench_cluster import serving
 from bench.common.bench_report import flag_parser, write_report
 from bench.common.random_model import DEMO
+from bench.common.workload import greedy_completion
 from twinpool.cli.replay.openai_client import Endpoint, Outcome, stream
 
 MODES = ("always", "conditional")
@@ -71,10 +72,7 @@ class Load:
         return [self._rng.randrange(*TOKENS) for _ in range(tokens)]
 
     async def ask(self, prompt: Sequence[int], tokens: int) -> Outcome:
-        body = {
-            "model": self._model, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
-            "stream": True, "stream_options": {"include_usage": True},
-        }  # fmt: skip
+        body = greedy_completion(self._model, prompt, tokens, stream_options={"include_usage": True})
         outcome = Outcome(0.0, 0.0, len(prompt), tokens)
         return await stream(self.endpoint, self.endpoint.encode("/v1/completions", body), outcome, TIMEOUT_S)
 

@@ -27,7 +27,7 @@ from rich.table import Table
 from bench.common import machine
 from bench.common.bench_cluster import serving
 from bench.common.bench_report import flag_parser, write_report
-from bench.common.workload import LengthRange, synthetic
+from bench.common.workload import LengthRange, greedy_completion, synthetic
 from twinpool.cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
 from twinpool.cli.replay.trace_prompts import Ask, Content
 
@@ -69,10 +69,7 @@ class Client:
         self._hurried = Endpoint.parse(url, [("x-slo-ttft-ms", str(slo_ms))])
 
     async def one(self, ask: Ask, way: str, start: float) -> Outcome:
-        body = {
-            "model": self.model, "prompt": list(ask.tokens), "max_tokens": ask.output_tokens, "temperature": 0.0,
-            "ignore_eos": True, "stream": True,
-        }  # fmt: skip
+        body = greedy_completion(self.model, ask.tokens, ask.output_tokens)
         endpoint = self._hurried if way == "slo" else self._plain
         request = endpoint.encode("/v1/completions", body)
         await asyncio.sleep(max(0.0, start + ask.at_s - time.perf_counter()))

@@ -40,7 +40,7 @@ from bench.common import machine
 from bench.common.bench_cluster import serving
 from bench.common.bench_report import figure_table, flag_parser, write_report
 from bench.common.child_server import child_server, free_port
-from bench.common.workload import LengthRange, synthetic
+from bench.common.workload import LengthRange, greedy_completion, synthetic
 from twinpool.cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
 from twinpool.cli.replay.trace_prompts import Ask, Content
 from twinpool.contracts.key_file import KeyFile, TenantLimits, mint_key, write_key_file
@@ -111,10 +111,7 @@ class Clients:
         """Prompt tokens of the flood that were answered."""
 
     async def one(self, who: str, router: int, ask: Ask) -> Outcome:
-        body = {
-            "model": self._model, "prompt": list(ask.tokens), "max_tokens": ask.output_tokens, "temperature": 0.0,
-            "ignore_eos": True, "stream": True,
-        }  # fmt: skip
+        body = greedy_completion(self._model, ask.tokens, ask.output_tokens)
         endpoint = self._at[who][router % len(self._urls)]
         request = endpoint.encode("/v1/completions", body)
         return await stream(endpoint, request, Outcome(ask.at_s, 0.0, len(ask.tokens), ask.output_tokens), TIMEOUT_S)
