@@ -29,18 +29,19 @@ test-all: .venv/.installed-dev ## run all tests but the soak, as CI does; those 
 test-numerics: .venv/.installed-dev ## run the tests of numerics as other processors would: each level below this one that it can show
 	@.ci/numerics $(ARGS)
 
-check: .venv/.installed-dev ## lint, format, types, import layers, unused code
+check: .venv/.installed-dev ## lint, format, types, import layers, unused code, sizes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/unused.py
+	$(BIN)/python .ci/house_numbers.py
 
 format: .venv/.installed-dev ## put the code into its format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: .venv/.installed-dev ## measure the engine, the data planes and the demo cluster; ARGS="serve --long"
+bench: .venv/.installed-dev ## measure the engine, the data planes and the demo cluster; ARGS="serve --long", ARGS=--list
 	@$(BIN)/python -m bench $(ARGS)
 
 mutants: .venv/.installed-dev ## show that tests fail when a hazard's rule is broken or a likely mistake is made; ARGS="a1 b" for some

@@ -1,6 +1,8 @@
-"""house_numbers.py [ROOT]: how large the production code's folders, files, functions and classes are.
+"""house_numbers.py [ROOT]: how large the code's folders, files, functions and classes are, and whether that may be.
 
-A look at the tree, and no test: it fails on nothing. Lines are those of the file, of a function from its first
+Prints a table of the production code's sizes, then each number that has a bound beside its goal. Exit code 1 where a
+number is above its bound. Bounds are in `.ci/house_bounds.toml`: the goal where it is reached, else what the number was
+when its bound was last written, so that it can only go down. Lines are those of the file, of a function from its first
 decorator or `def` to its end. Generated code is left out, and so is an `__init__.py` from the counts of files.
 """
 
@@ -9,14 +11,18 @@ from __future__ import annotations
 import ast
 import statistics
 import sys
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 GENERATED = "contracts/proto"
-FOLDER, FILE, METHODS, PARAMETERS = 10, 250, 20, 8
-"""What CONTRIBUTING has as about the most."""
+FOLDER, THIN, FILE, FUNCTION, METHODS, PARAMETERS = 10, 40, 500, 70, 20, 8
+"""A file is worth opening: a small face over much. One below `THIN` lines is part of another's idea, one beyond `FILE`
+has several."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Size = tuple[int, str]
+"""How large, and what."""
 
 
 def sources(root: Path) -> Iterator[Path]:
@@ -26,8 +32,16 @@ def sources(root: Path) -> Iterator[Path]:
                 yield path.relative_to(root)
 
 
-def lines(node: ast.AST) -> int:
-    assert isinstance(node, Function | ast.ClassDef)
+def definitions(node: ast.AST) -> Iterator[Function | ast.ClassDef]:
+    """Functions and classes, nested ones as well. Only statements are gone through: an expression has none."""
+    for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for below in getattr(node, part, ()):
+            if isinstance(below, Function | ast.ClassDef):
+                yield below
+            yield from definitions(below)
+
+
+def lines(node: Function) -> int:
     first = min([node.lineno, *(mark.lineno for mark in node.decorator_list)])
     return (node.end_lineno or first) - first + 1
 
@@ -45,42 +59,99 @@ def taken_by(node: ast.ClassDef) -> int:
     return 0
 
 
-def spread(title: str, sizes: Sequence[tuple[int, str]], most: int | None = None) -> str:
+def spread(title: str, sizes: Sequence[Size], most: int | None = None) -> str:
     """Median, largest, and how many are above `most`."""
-    counts = [size for size, _ in sizes]
-    size, name = max(sizes)
-    above = f"{sum(count > most for count in counts)} over {most}" if most is not None else ""
-    return f"| {title} | {len(sizes)} | {statistics.median(counts):g} | {size} (`{name}`) | {above} |"
+    size, name = max(sizes, default=(0, "none"))
+    median = statistics.median([count for count, _ in sizes]) if sizes else 0
+    above = f"{over(sizes, most)} over {most}" if most is not None else ""
+    return f"| {title} | {len(sizes)} | {median:g} | {size} (`{name}`) | {above} |"
+
+
+def over(sizes: Sequence[Size], most: int) -> int:
+    return sum(count > most for count, _ in sizes)
 
 
 def twice(names: Iterable[str]) -> list[str]:
     return sorted(name for name, count in Counter(names).items() if count > 1)
 
 
-def report(root: Path) -> Iterator[str]:
-    paths = list(sources(root))
-    trees = {path: ast.parse((root / path).read_text()) for path in paths}
-    files = [path for path in paths if path.name != "__init__.py"]
-    nodes = [(path, node) for path in paths for node in ast.walk(trees[path])]
-    functions = [(lines(node), f"{path}::{node.name}") for path, node in nodes if isinstance(node, Function)]
-    classes = [(f"{path}::{node.name}", node) for path, node in nodes if isinstance(node, ast.ClassDef)]
-    folders: dict[Path, int] = defaultdict(int)
-    for path in files:
-        folders[path.parent] += 1
-    sizes = [(len((root / path).read_text().splitlines()), path.as_posix()) for path in files]
-    methods = [(sum(isinstance(part, Function) for part in node.body), name) for name, node in classes]
-    taken = [(count, name) for name, node in classes if (count := taken_by(node))]
-    yield "| | how many | median | largest | |"
-    yield "|---|---|---|---|---|"
-    yield spread("files a folder", [(count, folder.as_posix()) for folder, count in folders.items()], FOLDER)
-    yield spread("lines a file", sizes, FILE)
-    yield spread("lines a function", functions)
-    yield spread("methods a class", methods, METHODS)
-    yield spread("parameters of `__init__`", taken, PARAMETERS)
-    yield ""
-    yield f"Class names of several meanings: {', '.join(twice(node.name for _, node in classes)) or 'none'}."
-    yield f"Names of files that occur twice: {', '.join(twice(path.name for path in files)) or 'none'}."
+class House:
+    """The sizes of the code below a folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.files: list[Size] = []
+        self.functions: list[Size] = []
+        self.methods: list[Size] = []
+        self.taken: list[Size] = []
+        folders: dict[Path, int] = defaultdict(int)
+        classes, names = list[str](), list[str]()
+        for path in sources(root):
+            text = (root / path).read_text(encoding="utf-8")
+            if path.name != "__init__.py":
+                folders[path.parent] += 1
+                names.append(path.name)
+                self.files.append((len(text.splitlines()), path.as_posix()))
+            for node in definitions(ast.parse(text)):
+                name = f"{path}::{node.name}"
+                if isinstance(node, ast.ClassDef):
+                    classes.append(node.name)
+                    self.methods.append((sum(isinstance(part, Function) for part in node.body), name))
+                    self.taken += [(count, name)] if (count := taken_by(node)) else []
+                else:
+                    self.functions.append((lines(node), name))
+        self.folders = [(count, folder.as_posix()) for folder, count in folders.items()]
+        self.classes_twice, self.names_twice = twice(classes), twice(names)
+        self.bench = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (root / "bench").rglob("*.py"))
+
+    def numbers(self) -> dict[str, int]:
+        """Those that have a bound."""
+        return {
+            "lines of Python in bench/": self.bench,
+            f"folders of more than {FOLDER} files": over(self.folders, FOLDER),
+            "files": len(self.files),
+            f"files of less than {THIN} lines": sum(count < THIN for count, _ in self.files),
+            f"files of more than {FILE} lines": over(self.files, FILE),
+            f"functions of more than {FUNCTION} lines": over(self.functions, FUNCTION),
+            f"classes of more than {METHODS} methods": over(self.methods, METHODS),
+            f"constructors of more than {PARAMETERS} parameters": over(self.taken, PARAMETERS),
+            "class names of several meanings": len(self.classes_twice),
+            "file names that occur twice": len(self.names_twice),
+        }
+
+    def report(self) -> Iterator[str]:
+        yield "| | how many | median | largest | |"
+        yield "|---|---|---|---|---|"
+        yield spread("files a folder", self.folders, FOLDER)
+        yield spread("lines a file", self.files, FILE)
+        yield spread("lines a function", self.functions, FUNCTION)
+        yield spread("methods a class", self.methods, METHODS)
+        yield spread("parameters of `__init__`", self.taken, PARAMETERS)
+        yield ""
+        yield f"Class names of several meanings: {', '.join(self.classes_twice) or 'none'}."
+        yield f"Names of files that occur twice: {', '.join(self.names_twice) or 'none'}."
+
+
+def judge(numbers: dict[str, int], bounds: dict[str, dict[str, int]]) -> tuple[list[str], bool]:
+    """A line for each number, and whether all are within their bounds. Raises `KeyError` for a number without one."""
+    said, well = list[str](), True
+    for name, number in numbers.items():
+        goal, bound = bounds[name]["goal"], bounds[name]["bound"]
+        if number > bound:
+            verdict, well = f"ABOVE ITS BOUND of {bound}", False
+        elif number < bound and bound > goal:
+            verdict = f"the bound of {bound} can be lowered to {max(number, goal)}"
+        else:
+            verdict = f"bound {bound}"
+        said.append(f"{name}: {number} (goal {goal}); {verdict}")
+    return said, well
+
+
+def main(root: Path) -> int:
+    house = House(root)
+    said, well = judge(house.numbers(), tomllib.loads((root / ".ci" / "house_bounds.toml").read_text("utf-8")))
+    sys.stdout.write("\n".join([*house.report(), "", *said]) + "\n")
+    return 0 if well else 1
 
 
 if __name__ == "__main__":
-    sys.stdout.write("\n".join(report(Path(sys.argv[1] if len(sys.argv) > 1 else "."))) + "\n")
+    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else ".")))

@@ -1,45 +1,87 @@
-"""All benches in their short forms, on this machine: some minutes. Figures go to the screen and, as JSON, to a folder.
+"""All benches, by the question that each answers; figures go to the screen and, as JSON, to a folder.
 
-    python -m bench                       # all
-    python -m bench serve                 # one of them
-    python -m bench --model DIR --long    # another checkpoint, five times the repetitions
+    python -m bench                               # the short ones, in their short forms: some minutes
+    python -m bench --list                        # every question, and the command that answers it
+    python -m bench serve engine                  # some of them; --long for five times the repetitions
+    python -m bench drain -- --streams 24         # one of them, with flags of its own
+    python -m bench drain -- --help               # which these are
 
-`engine` measures the engine beside transformers, `steps` what planning a decode step costs the host, `copies` what
-moves between tiers beside a memcpy, `cache` the prefix tree by its size and the tiers through a KV cache manager,
-`replay` hit rates of a real trace by cache size, `handover` the data planes beside a copy and a socket, `arrival` what
-decode loses while state comes, `serve` a cluster that it starts (or the one at `--url`): one request at a time, many at
-once, and arrivals of a real trace; `failover` how long streams pause when a worker of a cluster is killed. Each bench
-has more flags of its own: `python -m bench.engine.engine_speed --help`, and so on.
+What needs a GPU, other projects' engines or hours has a command of its own: `python -m bench.gpu`, `bench.kernels`,
+`bench.rivals`, `bench.demo_model.train`.
 """
 
 from __future__ import annotations
 
-import argparse
+import importlib
 import os
 import shlex
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
-from bench.cache import copy_speed as copies
-from bench.cache import trace_replay as trace_cache
-from bench.cache import tree_speed as cache
-from bench.common.bench_cluster import serving
-from bench.common.random_model import DEMO
-from bench.engine import engine_speed as engine
-from bench.engine import step_planning as steps
-from bench.serving import arrival_cost as arrival
-from bench.serving import failover_pause as failover
-from bench.serving import handover_speed as handover
-from bench.serving import serve_load as serve
+from bench.common.bench_report import flag_parser
 
-BENCHES = ("engine", "steps", "copies", "cache", "replay", "handover", "arrival", "serve", "failover")
 TRACE = os.path.relpath(Path(__file__).parent / "traces" / "conversation_200.jsonl")
 SLO = ("--slo-ttft-ms", "500", "--slo-tpot-ms", "50")
 
 
+@dataclass(frozen=True)
+class Bench:
+    """One question."""
+
+    question: str
+    module: str
+    short: Callable[[int], str] | None = None
+    """The flags of its short form, by how many times the repetitions; None: it isn't one of the short ones."""
+
+
+BENCHES = {
+    "engine": Bench(
+        "How fast is the engine beside transformers?",
+        "bench.engine.engine_speed",
+        lambda n: f"--threads 1 --repeats {3 * n}",
+    ),
+    "steps": Bench(
+        "What does planning a decode step cost the host?", "bench.engine.step_planning", lambda n: f"--rounds {15 * n}"
+    ),
+    "copies": Bench("How fast are copies between tiers?", "bench.cache.copy_speed", lambda n: f"--rounds {3 * n}"),
+    "handover": Bench("How fast are the data planes?", "bench.serving.handover_speed", lambda n: f"--rounds {3 * n}"),
+    "cache": Bench(
+        "What do the prefix tree and the tiers cost, by their size?",
+        "bench.cache.tree_speed",
+        lambda n: f"--pages 10000 100000 {'1000000' * (n > 1)} --repeats {3 * n}",
+    ),
+    "replay": Bench(
+        "What share of a trace does a cache of some size find?",
+        "bench.cache.trace_replay",
+        lambda n: shlex.quote(TRACE),
+    ),
+    "serve": Bench("What do clients of a cluster see under load?", "bench.serving.serve_load", lambda n: ""),
+    "failover": Bench(
+        "How long does a stream pause when its worker dies?",
+        "bench.serving.failover_pause",
+        lambda n: f"--rounds {2 * n}",
+    ),
+    "drain": Bench("How long does a stream pause when its worker is drained?", "bench.serving.drain_cost"),
+    "router": Bench("What does a router cost, per request and per token?", "bench.serving.router_speed"),
+    "hostile": Bench("What harm can hostile clients do?", "bench.serving.hostile_clients"),
+    "tenants": Bench("What does a tenant see while another floods?", "bench.serving.tenant_fairness"),
+    "overload": Bench("What does early refusal gain under overload?", "bench.serving.early_refusal"),
+    "conditional": Bench("What do prompts that decode computes itself gain?", "bench.serving.conditional_load"),
+    "colocated": Bench("What do two pools gain over one worker of both roles?", "bench.serving.colocated_load"),
+    "scaling": Bench("Do real pools follow their load?", "bench.autoscaling.real_pools"),
+    "simulated": Bench(
+        "What do routing policies, sizes and autoscaling gain with a thousand simulated workers?", "bench.serving.scale"
+    ),
+}
+OF_THE_MODEL = ("engine", "failover")
+"""Those that `--model` is for."""
+
+
 def loads(times: int) -> dict[str, list[str]]:
-    """What the cluster is put under, by name; about ten seconds each for the demo."""
+    """What the cluster of `serve` is put under, by name; about ten seconds each for the demo."""
     short, long = "--input-tokens 128 --output-tokens 64", "--input-tokens 768 --output-tokens 64 --shared-prefix 640"
     mixed, scaled = "--input-tokens 64:512 --output-tokens 48", "--scale-lengths 0.02 --speed 3 --max-context 1024"
     flags = {
@@ -55,63 +97,59 @@ def loads(times: int) -> dict[str, list[str]]:
 
 def serve_all(url: str | None, model: str, times: int, settings: list[str], out: Path) -> int:
     """Every load on one cluster."""
+    from bench.common.bench_cluster import serving
+    from bench.serving import serve_load
+
     worst = 0
     with ExitStack() as stack:
         target = url or stack.enter_context(serving(model, settings))
         for name, flags in loads(times).items():
             print(f"\n== serve, {name}: {shlex.join(flags)}", flush=True)
             json_file = str(out / f"serve-{name}.json")
-            worst = max(worst, serve.main(["--url", target, *flags, *SLO, "--json", json_file]))
+            worst = max(worst, serve_load.main(["--url", target, *flags, *SLO, "--json", json_file]))
     return worst
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("benches", nargs="*", metavar="BENCH", help=f"of {', '.join(BENCHES)} (default: all)")
-    parser.add_argument("--model", type=Path, default=DEMO, help="checkpoint folder (default: the demo)")
-    parser.add_argument("--url", help="measure this cluster rather than one started here")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for that cluster")
-    parser.add_argument("--threads", type=int, default=1, help="torch's threads of the engine's bench")
-    parser.add_argument("--long", action="store_true", help="five times the repetitions")
-    parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for JSON")
-    args = parser.parse_args()
-    chosen = args.benches or list(BENCHES)
+def run(bench: Bench, flags: Sequence[str]) -> int:
+    """The exit code of a bench's own program."""
+    code: int = importlib.import_module(bench.module).main(list(flags))
+    return code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    own = words[words.index("--") + 1 :] if "--" in words else None
+    flags = flag_parser(__doc__, json_file=False)
+    flags.add_argument("benches", nargs="*", metavar="BENCH", help=f"of {', '.join(BENCHES)} (default: the short ones)")
+    flags.add_argument("--list", action="store_true", help="print every question and its command")
+    flags.add_argument("--model", help="checkpoint folder (default: the demo)")
+    flags.add_argument("--url", help="of `serve`: measure this cluster rather than one started here")
+    flags.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for that cluster")
+    flags.add_argument("--long", action="store_true", help="five times the repetitions")
+    flags.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for JSON")
+    args = flags.parse_args(words[: words.index("--")] if "--" in words else words)
+    if args.list:
+        for name, bench in BENCHES.items():
+            print(f"{bench.question}\n    python -m bench {name}")
+        return 0
+    chosen = args.benches or [name for name, bench in BENCHES.items() if bench.short is not None]
     if unknown := set(chosen) - set(BENCHES):
-        parser.error(f"no bench named {', '.join(sorted(unknown))}; there are {', '.join(BENCHES)}")
+        flags.error(f"no bench named {', '.join(sorted(unknown))}; there are {', '.join(BENCHES)}")
+    if own is not None:
+        if len(args.benches) != 1:
+            flags.error("flags behind -- are those of one bench: name it")
+        return run(BENCHES[chosen[0]], own)
     args.out.mkdir(parents=True, exist_ok=True)
     times, worst = (5 if args.long else 1), 0
-    if "engine" in chosen:
-        print("== engine", flush=True)
-        flags = ["--model", str(args.model), "--threads", str(args.threads), "--repeats", str(3 * times)]
-        worst = max(worst, engine.main([*flags, "--json", str(args.out / "engine.json")]))
-    if "steps" in chosen:
-        print("\n== steps", flush=True)
-        worst = max(worst, steps.main(["--rounds", str(15 * times), "--json", str(args.out / "steps.json")]))
-    if "copies" in chosen:
-        print("\n== copies", flush=True)
-        worst = max(worst, copies.main(["--rounds", str(3 * times), "--json", str(args.out / "copies.json")]))
-    if "handover" in chosen:
-        print("\n== handover", flush=True)
-        worst = max(worst, handover.main(["--rounds", str(3 * times), "--json", str(args.out / "handover.json")]))
-    if "arrival" in chosen:
-        print("\n== arrival", flush=True)
-        worst = max(worst, arrival.main(["--rounds", str(3 * times), "--json", str(args.out / "arrival.json")]))
-    if "cache" in chosen:
-        print("\n== cache", flush=True)
-        sizes = ["10000", "100000", *(["1000000"] if args.long else [])]
-        flags = ["--pages", *sizes, "--repeats", str(3 * times)]
-        worst = max(worst, cache.main([*flags, "--json", str(args.out / "cache.json")]))
-    if "replay" in chosen:
-        print("\n== replay", flush=True)
-        worst = max(worst, trace_cache.main([TRACE, "--json", str(args.out / "replay.json")]))
-    if "serve" in chosen:
-        worst = max(worst, serve_all(args.url, str(args.model), times, args.set, args.out))
-    if "failover" in chosen:
-        print("\n== failover", flush=True)
-        flags = ["--model", str(args.model), "--rounds", str(2 * times), "--json", str(args.out / "failover.json")]
-        worst = max(worst, failover.main(flags))
+    for name in chosen:
+        bench = BENCHES[name]
+        print(f"\n== {name}: {bench.question}", flush=True)
+        if name == "serve":
+            worst = max(worst, serve_all(args.url, args.model or "demo", times, args.set, args.out))
+            continue
+        given = shlex.split(bench.short(times)) if bench.short is not None else []
+        given += ["--model", args.model] if args.model and name in OF_THE_MODEL else []
+        worst = max(worst, run(bench, [*given, "--json", str(args.out / f"{name}.json")]))
     return worst
 
 

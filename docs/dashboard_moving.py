@@ -18,7 +18,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from bench.common.browser import browsing
+from tests.support.browser import browsing
 
 FILE = Path(__file__).parent / "dashboard" / "moving.webp"
 WIDTH, HEIGHT = 1180, 860

@@ -2,7 +2,7 @@
 
     python docs/dashboard_screenshots.py [FOLDER]
 
-Where a picture has more workers than a machine of ours, they are simulated (`bench.serving.simulated_dashboard`); else
+Where a picture has more workers than a machine of ours, they are simulated (`docs.simulated_dashboard`); else
 it is of a real cluster that serves the demo, under a trace's load. Workers that are simulated compute in virtual time;
 what decides, tells and shows is what runs in a real one.
 """
@@ -21,7 +21,7 @@ from typing import Any
 from PIL import Image
 
 from bench.common.bench_cluster import serving
-from bench.common.browser import Browser, Tab, browsing
+from tests.support.browser import Browser, Tab, browsing
 
 FOLDER = Path(__file__).parent / "dashboard"
 MAX_BYTES = 150_000
@@ -42,7 +42,7 @@ CLIP = """(() => {{ const boxes = {names}.map((one) => document.querySelector(on
 @contextmanager
 def simulated(prefill: int, decode: int, routers: int) -> Iterator[str]:
     """Serve a simulated cluster; yields the page's URL."""
-    command = [sys.executable, "-m", "bench.serving.simulated_dashboard", "--prefill", str(prefill)]
+    command = [sys.executable, "-m", "docs.simulated_dashboard", "--prefill", str(prefill)]
     command += ["--decode", str(decode), "--routers", str(routers)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

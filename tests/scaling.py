@@ -1,4 +1,4 @@
-"""Loads and configurations for tests of the autoscaler against a queueing model (`bench.autoscaling.queue_model`)."""
+"""Loads and configurations for tests of the autoscaler against `tests.support.autoscaling_queue_model`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from bench.autoscaling.queue_model import AutoscalingModel, ModelAsk, ModelCosts
+from tests.support.autoscaling_queue_model import AutoscalingModel, ModelAsk, ModelCosts
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import Role

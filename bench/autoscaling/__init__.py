@@ -1,1 +1,1 @@
-"""Benches of the autoscaler: pools that follow the load, of a model and of real workers."""
+"""The autoscaler on real workers: pools that follow their load, beside fixed sizes."""

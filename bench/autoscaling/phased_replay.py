@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from bench.autoscaling.pool_watch import PoolWatch
+from bench.common.workload import greedy_completion
 from twinpool.cli.replay.open_loop import OpenLoop
 from twinpool.cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
 from twinpool.cli.replay.trace_prompts import Ask, Content, asks_of
@@ -102,10 +103,8 @@ async def replay_phases(url: str, asks: Sequence[Ask], until_s: float) -> Replay
     watch = PoolWatch(until_s)
 
     def encode(ask: Ask, number: int) -> bytes:
-        body = {
-            "model": model, "prompt": list(ask.tokens), "max_tokens": ask.output_tokens, "temperature": 0,
-            "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True,
-        }  # fmt: skip
+        more = {"stream_options": {"include_usage": True}, "return_token_ids": True}
+        body = greedy_completion(model, ask.tokens, ask.output_tokens, **more)
         return endpoint.encode("/v1/completions", body)
 
     async def send(request: bytes, outcome: Outcome) -> Outcome:

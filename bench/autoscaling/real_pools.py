@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -34,6 +33,7 @@ from rich.table import Table
 from bench.autoscaling.phased_replay import Lengths, Phase, Replayed, asks_in_phases, replay_phases, spread
 from bench.common import machine
 from bench.common.bench_cluster import serving
+from bench.common.bench_report import figure_table, flag_parser, write_report
 from twinpool.cli.own_cluster import ClusterFailed
 from twinpool.cli.replay.openai_client import EndpointError, Outcome
 from twinpool.cli.replay.replay_figures import is_good, ttft_of, wrongness
@@ -142,9 +142,7 @@ def table(title: str, figures: Sequence[ClusterFigures]) -> Table:
         "workers", f"first in {TARGET.ttft_s:g} s", f"next in {1000 * TARGET.tpot_s:g} ms", "good/s", "worker-s",
         "grown", "shrunk", "roles", "turns", "failed", "load",
     )  # fmt: skip
-    out = Table(title=title)
-    for head in heads:
-        out.add_column(head, justify="left" if head == "workers" else "right")
+    out = figure_table(title, heads)
     for one in figures:
         met = f"{one.first_met:.1%}", f"{one.gaps_met:.1%}", f"{one.goodput:.2f}", f"{one.worker_s:,.0f}"
         counts = one.grown, one.shrunk, one.role_changes, len(one.turns), sum(one.failed.values())
@@ -206,9 +204,7 @@ def pairs(text: str) -> list[tuple[int, int]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    out = flag_parser(__doc__)
     out.add_argument("--part", choices=("burst", "shift", "all"), default="all")
     out.add_argument("--trace", type=Path, default=TRACE)
     out.add_argument("--groups", action="store_true", help="requests of one time all at once, as the trace has them")
@@ -220,7 +216,6 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--together", type=int, default=4, help="workers in all of the shift")
     out.add_argument("--fixed", type=pairs, default=pairs("1+1,2+2,3+3"), help="sizes beside the burst")
     out.add_argument("--quick", action="store_true", help="a short run beside one fixed size, to see that it runs")
-    out.add_argument("--json", type=Path, help="write the figures to this file")
     return out
 
 
@@ -231,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     console.print(machine.headline())
     seconds = 30.0 if args.quick else args.seconds
-    out: dict[str, Any] = {"machine": machine.describe(), "settings": [*WORKERS, *SCALING]}
+    out: dict[str, Any] = {"cluster": [*WORKERS, *SCALING]}
     well = True
     try:
         lines = read_trace(args.trace)
@@ -252,8 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             def save(found: list[ClusterFigures], part: str = part) -> None:
                 out[part] = [asdict(one) for one in found]
-                if args.json is not None:
-                    args.json.write_text(json.dumps(out, indent=1) + "\n")
+                write_report(args, **out)
 
             well = compare(plan, console, save) and well
     except (ClusterFailed, EndpointError, OSError, ValueError) as error:

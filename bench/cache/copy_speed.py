@@ -14,20 +14,18 @@ ways together, without and with the digests that are taken on either side.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from bench.common import machine
+from bench.common.bench_report import figure_table, flag_parser, write_report
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
 from twinpool.cache.memory.memory_layout import LayoutOrder
@@ -193,11 +191,8 @@ def measure(shape: Shape, nbytes: int, rounds: int) -> dict[str, dict[str, list[
 def table(shape: Shape, results: dict[str, dict[str, list[float]]]) -> Table:
     """Each way's best, and that over memcpy's."""
     unit = shape.spec.unit_bytes(shape.pool.name)
-    out = Table(title=f"{shape.title}: {unit / 1024:.0f} KiB each")
-    out.add_column("", no_wrap=True)
-    for pattern in PATTERNS:
-        out.add_column(f"{pattern}, GB/s", justify="right")
-        out.add_column("/ memcpy", justify="right")
+    heads = [head for pattern in PATTERNS for head in (f"{pattern}, GB/s", "/ memcpy")]
+    out = figure_table(f"{shape.title}: {unit / 1024:.0f} KiB each", ("", *heads))
     for name, by_pattern in results.items():
         cells = []
         for pattern in PATTERNS:
@@ -208,14 +203,11 @@ def table(shape: Shape, results: dict[str, dict[str, list[float]]]) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    flags = flag_parser(__doc__)
     flags.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="default: all")
     flags.add_argument("--mib", type=int, default=64, help="copied at a time (default: %(default)s)")
     flags.add_argument("--rounds", type=int, default=5)
     flags.add_argument("--threads", type=int, default=1, help="torch's threads")
-    flags.add_argument("--json", type=Path, help="write all figures to this file")
     args = flags.parse_args(argv)
     if min(args.mib, args.rounds, args.threads) < 1:
         flags.error("all numbers must be 1 or more")
@@ -226,10 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in args.shapes:
         measured[name] = measure(SHAPES[name], args.mib * 2**20, args.rounds)
         console.print(table(SHAPES[name], measured[name]))
-    if args.json is not None:
-        settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
-        out = {"settings": settings, "machine": machine.describe(), "gb_per_s": measured}
-        args.json.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
+    write_report(args, gb_per_s=measured)
     return 0
 
 

@@ -14,7 +14,6 @@ eviction policy, beside a plain LRU of pages and the unlimited bound, both found
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from rich.table import Table
 
 from bench.cache.trace_bounds import Ask, Trace, load, plain_lru, unlimited
 from bench.common import machine
+from bench.common.bench_report import flag_parser, write_report
 from twinpool.cache.allocation.allocation import CachedTokens
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
@@ -246,9 +246,7 @@ def plot(path: Path, trace: Trace, alone: Sequence[Hits], tiers: Sequence[Hits],
 
 
 def main(argv: list[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    flags = flag_parser(__doc__)
     flags.add_argument("trace", type=Path, help="JSON lines")
     flags.add_argument("--sizes", type=amount, nargs="+", help="tokens: 250000, 250k, 0.25M (default: doubling)")
     flags.add_argument("--policies", nargs="+", choices=sorted(POLICIES), default=list(POLICIES))
@@ -256,7 +254,6 @@ def main(argv: list[str] | None = None) -> int:
     flags.add_argument("--page-tokens", type=int, default=TRACE_BLOCK_TOKENS, help="a divisor of 512")
     flags.add_argument("--requests", type=int, help="only the first ones")
     flags.add_argument("--plot", type=Path, help="draw the curves into this SVG file")
-    flags.add_argument("--json", type=Path, help="write all figures to this file")
     args = flags.parse_args(argv)
     torch.set_num_threads(1)
     console = Console()
@@ -279,10 +276,8 @@ def main(argv: list[str] | None = None) -> int:
     console.print(f"{len(trace.asks) * (len(alone) + len(tiers)) / seconds:,.0f} requests/s replayed")
     if args.plot is not None:
         plot(args.plot, trace, alone, tiers, bound)
-    if args.json is not None:
-        figures = {"machine": machine.describe(), "trace": str(args.trace), "tokens": trace.tokens, "unlimited": bound}
-        figures |= {"plain_lru": plain, "runs": [run.as_dict() for run in [*alone, *tiers]]}
-        args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    runs = [run.as_dict() for run in [*alone, *tiers]]
+    write_report(args, tokens=trace.tokens, unlimited=bound, plain_lru=plain, runs=runs)
     return 0
 
 

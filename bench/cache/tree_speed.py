@@ -2,21 +2,17 @@
 
     python -m bench.cache.tree_speed  # trees of 10,000, 100,000 and 1,000,000 pages, then the tiers
     python -m bench.cache.tree_speed --quick  # small and short
-    python -m bench.cache.tree_speed --pages 3000000 --without costs tiers
+    python -m bench.cache.tree_speed --pages 3000000 --without tiers
 
 The tree stands beside a trie of plain dictionaries with a node a page (`bench/cache/plain_trie.py`), grown from the
 same dialogues (`bench/cache/tree_workload.py`) in the same run. Times are processor time, medians over many calls:
 waiting for a neighbour's turn on a shared machine isn't in them. Memory is what Python allocated while a side was
 filled. The tiers are measured through a KV cache manager, whole allocations at a time (`bench/cache/tier_speed.py`).
-Between them come operations that must not cost more for what clients send (deep paths, salts, long leaves), each at two
-sizes (`bench/cache/tree_costs.py`).
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
 import sys
 import time
@@ -32,10 +28,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.cache import tier_speed as tiers
-from bench.cache import tree_costs
 from bench.cache.plain_trie import Trie
 from bench.cache.tree_workload import DOCUMENT_PAGES, PAGE_TOKENS, Clients, Samples, TreeSide, fill
 from bench.common import machine
+from bench.common.bench_report import figure_table, flag_parser, write_report
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from twinpool.contracts.block_hash import block_hashes
 
@@ -201,12 +197,8 @@ def measure_prefixes(repeats: int) -> dict[str, Timing]:
 
 def tree_table(trees: Sequence[Side], tries: Sequence[Side]) -> Table:
     """Microseconds by size; the trie's at the largest, and what it takes more."""
-    out = Table(pad_edge=False, title="tree: microseconds, p50 (p99)")
-    out.add_column("")
-    for side in trees:
-        out.add_column(f"{side.pages:,} pages", justify="right")
-    out.add_column(f"trie, {tries[-1].pages:,}", justify="right")
-    out.add_column("trie / tree", justify="right")
+    heads = [*(f"{side.pages:,} pages" for side in trees), f"trie, {tries[-1].pages:,}", "trie / tree"]
+    out = figure_table("tree: microseconds, p50 (p99)", ("", *heads))
     for name, last in trees[-1].timings.items():
         theirs = tries[-1].timings[name]
         cells = [f"{s.timings[name].p50_us:.1f} ({s.timings[name].p99_us:.1f})" for s in trees]
@@ -221,10 +213,8 @@ def tree_table(trees: Sequence[Side], tries: Sequence[Side]) -> Table:
 
 
 def prefix_table(timings: dict[str, Timing]) -> Table:
-    out = Table("", "microseconds, p50", "p99", pad_edge=False, title="before the tree")
-    for name, timing in timings.items():
-        out.add_row(name, f"{timing.p50_us:.0f}", f"{timing.p99_us:.0f}")
-    return out
+    rows = ((name, f"{timing.p50_us:.0f}", f"{timing.p99_us:.0f}") for name, timing in timings.items())
+    return figure_table("before the tree", ("", "microseconds, p50", "p99"), rows)
 
 
 def measure_trees(console: Console, sizes: Sequence[int], repeats: int, deep: int) -> dict[str, Any]:
@@ -246,16 +236,13 @@ def measure_trees(console: Console, sizes: Sequence[int], repeats: int, deep: in
 
 
 def main(argv: list[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    flags = flag_parser(__doc__)
     flags.add_argument("--pages", type=int, nargs="+", help="sizes of the trees (default: 10,000 to 1,000,000)")
     flags.add_argument("--quick", action="store_true", help="trees up to 8,000 pages, tiers of some MiB, once")
     flags.add_argument("--repeats", type=int, default=5)
-    flags.add_argument("--without", choices=("tree", "costs", "tiers"), nargs="+", default=[], help="leave a part out")
+    flags.add_argument("--without", choices=("tree", "tiers"), nargs="+", default=[], help="leave a part out")
     flags.add_argument("--folder", type=Path, help="where the file backend and the plain files go (default: temporary)")
     flags.add_argument("--threads", type=int, default=1, help="torch's threads")
-    flags.add_argument("--json", type=Path, help="write all figures to this file")
     args = flags.parse_args(argv)
     sizes = args.pages or ([1_000, 8_000] if args.quick else list(SIZES))
     if min(*sizes, args.repeats, args.threads) < 1:
@@ -264,15 +251,12 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     console = Console()
     console.print(machine.headline())
-    figures: dict[str, Any] = {"machine": machine.describe()}
+    figures: dict[str, Any] = {}
     if "tree" not in args.without:
         figures |= measure_trees(console, sizes, repeats, DOCUMENT_PAGES // 8 if args.quick else DOCUMENT_PAGES)
-    if "costs" not in args.without:
-        figures["costs"] = tree_costs.run(console, args.quick, repeats)
     if "tiers" not in args.without:
         figures["tiers"] = tiers.run(console, tiers.QUICK if args.quick else tiers.SHAPES, repeats, args.folder)
-    if args.json is not None:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    write_report(args, **figures)
     return 0
 
 

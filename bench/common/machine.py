@@ -6,11 +6,11 @@ import os
 import platform
 from pathlib import Path
 
-import torch
-
 
 def describe() -> dict[str, object]:
     """Processor, usable cores, versions, torch's threads and the load of the last minute: not idle means noisy."""
+    import torch  # Stand-ins for workers, which import this file as well, need none.
+
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -8,7 +8,6 @@ It has the demo's tokenizer, so a cluster can serve it; what it says is noise.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from bench.common.bench_report import flag_parser
 from bench.common.family_models import FAMILIES, LARGE, config_of
 
 DEMO = Path(__file__).parents[2] / "cluster" / "demo"
@@ -26,24 +26,12 @@ SIZES: dict[str, dict[str, int]] = {
     "60m": {"hidden": 512, "layers": 16, "heads": 8, "kv_heads": 4, "head_dim": 64, "inner": 1792, "vocab": 4096},
     "445m": {"hidden": 1024, "layers": 28, "heads": 16, "kv_heads": 8, "head_dim": 128, "inner": 3072, "vocab": 4096},
     "qwen3-445m": {
-        "hidden": 1024,
-        "layers": 28,
-        "heads": 16,
-        "kv_heads": 8,
-        "head_dim": 64,
-        "inner": 3072,
-        "vocab": 32768,
+        "hidden": 1024, "layers": 28, "heads": 16, "kv_heads": 8, "head_dim": 64, "inner": 3072, "vocab": 32768,
     },
     "qwen3-8b-cut": {
-        "hidden": 4096,
-        "layers": 12,
-        "heads": 32,
-        "kv_heads": 8,
-        "head_dim": 128,
-        "inner": 12288,
-        "vocab": 151936,
+        "hidden": 4096, "layers": 12, "heads": 32, "kv_heads": 8, "head_dim": 128, "inner": 12288, "vocab": 151936,
     },
-}
+}  # fmt: skip
 """445m is Qwen3-0.6B with a small vocabulary; qwen3-445m has narrower heads, a larger vocabulary and 386 M parameters,
 as its embedding is tied. qwen3-8b-cut has a third of Qwen3-8B's layers (2.9 B parameters)."""
 
@@ -83,9 +71,7 @@ def make(folder: Path, name: str, seed: int = 0, device: str = "cpu") -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flag_parser(__doc__, json_file=False)
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()

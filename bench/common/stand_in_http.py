@@ -8,7 +8,6 @@ token, as workers that such routers stand in front of send them.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -17,6 +16,8 @@ from typing import ClassVar, cast
 
 import httptools
 import uvloop
+
+from bench.common.bench_report import flag_parser
 
 _EVENT = (
     b'data: {"id":"c","object":"text_completion","created":1,"model":"m","choices":[{"index":0,"text":" the",'
@@ -101,9 +102,7 @@ async def serve(token_s: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flag_parser(__doc__, json_file=False)
     parser.add_argument("--token-ms", type=float, default=20.0, help="between two tokens of a stream")
     uvloop.run(serve(parser.parse_args().token_ms / 1000))
 

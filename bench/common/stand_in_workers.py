@@ -8,7 +8,6 @@ What the router does for a request is the same as in front of real workers; prom
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import socket
@@ -19,6 +18,7 @@ from typing import Any
 
 import grpc.aio
 
+from bench.common.bench_report import flag_parser
 from twinpool.contracts.ids import PAIR, Incarnation, RequestId, Role, WorkerName
 from twinpool.contracts.messages.worker_events import Done, Event, LegReport, Tokens
 from twinpool.contracts.messages.worker_status import WorkerStatus
@@ -178,9 +178,7 @@ async def serve(context: int, token_s: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flag_parser(__doc__, json_file=False)
     parser.add_argument("--context", type=int, default=200_000, help="positions that a worker holds")
     parser.add_argument("--token-ms", type=float, default=20.0, help="between two tokens of a stream")
     options = parser.parse_args()

@@ -5,7 +5,9 @@ Prompts are made of blocks, as those of traces are (`cli.replay.trace_prompts`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -59,3 +61,9 @@ def synthetic(
         if rate is not None:
             at_s += float(gaps.exponential(1 / rate))
     return asks
+
+
+def greedy_completion(model: str, tokens: Sequence[int], output_tokens: int, **more: Any) -> dict[str, Any]:
+    """The JSON of a streamed completion of exactly so many greedy tokens, with fields more."""
+    asked = {"model": model, "prompt": list(tokens), "max_tokens": output_tokens, "temperature": 0}
+    return {**asked, "ignore_eos": True, "stream": True, **more}

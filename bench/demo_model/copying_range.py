@@ -9,7 +9,6 @@ the training data. The distance is the number of tokens between the two places.
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import json
 import urllib.request
@@ -20,6 +19,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from bench.common.bench_report import flag_parser
 from bench.demo_model.made_up_names import THINGS, held_out_names
 
 DISTANCES = (50, 100, 200, 300, 400, 500, 600, 700)
@@ -167,9 +167,7 @@ def table(points: list[Point]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flag_parser(__doc__, json_file=False)
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--url", help="address of an OpenAI-compatible server")
     target.add_argument("--local", type=Path, help="model folder to load with transformers")

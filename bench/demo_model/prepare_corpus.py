@@ -8,7 +8,6 @@ downloads the packages with apt (no installation), unpacks them into a temporary
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import re
 import struct
@@ -18,6 +17,8 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from bench.common.bench_report import flag_parser
 
 _CHARSXP = 9
 _STRSXP = 16
@@ -198,9 +199,7 @@ def prepare(output: Path, notes: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flag_parser(__doc__, json_file=False)
     parser.add_argument("--output", type=Path, required=True, help="folder for train.txt and heldout.txt")
     parser.add_argument("--notes", type=Path, help="folder for SOURCES.md and licences/ (default: --output)")
     arguments = parser.parse_args()

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
+from bench.common.bench_report import flag_parser
 from bench.demo_model.copying_range import FILLER, Prompt, build_prompts
 from bench.demo_model.corpus_data import EARLY, LATE, MIDDLE, Mix, Mixture
 from bench.demo_model.export import export
@@ -207,9 +208,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flag_parser(__doc__, json_file=False)
     parser.add_argument("--corpus", type=Path, required=True, help="folder that prepare.py wrote")
     parser.add_argument("--work", type=Path, required=True, help="folder for the training state")
     parser.add_argument("--output", type=Path, required=True, help="folder for the model")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import sys
@@ -34,6 +33,7 @@ from rich.table import Table
 
 from bench.common import bench_clock as clock
 from bench.common import family_models, machine, random_model
+from bench.common.bench_report import figure_table, flag_parser, write_report
 from bench.common.engines_compared import Answer, ContinuousBatching, Generate, Side, Twinpool
 from bench.rivals.rival_engine import PACKAGES, Rival
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
@@ -114,10 +114,7 @@ def measure(sides: Sequence[Side], scenarios: Sequence[SpeedScenario], vocab: in
 def table(results: Results, title: str, figure: Callable[[Sequence[float]], float]) -> Table:
     """One figure of all repetitions, and in brackets the first side over the others."""
     names = list(next(iter(results.values())))
-    out = Table(title=f"tokens/s, {title} (first column over this one)", title_justify="left")
-    out.add_column("")
-    for name in names:
-        out.add_column(name, justify="right")
+    out = figure_table(f"tokens/s, {title} (first column over this one)", ("", *names))
     for scenario, by_side in results.items():
         ours, *others = (figure(by_side[name].rates) for name in names)
         out.add_row(scenario, f"{ours:.1f}", *(f"{other:.1f} ({ours / other:.2f})" for other in others))
@@ -133,9 +130,7 @@ def profile(side: Twinpool, scenario: SpeedScenario, vocab: int) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    out = flag_parser(__doc__)
     which = out.add_mutually_exclusive_group()
     which.add_argument("--model", type=Path, default=random_model.DEMO, help="checkpoint folder (default: the demo)")
     which.add_argument("--make", choices=random_model.NAMES, help="make this one with random weights")
@@ -157,7 +152,6 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--repeats", type=int, default=5)
     out.add_argument("--clock", choices=clock.CLOCKS, default="wall", help="cpu: of the processor, for busy machines")
     out.add_argument("--profile", action="store_true", help="print where the time of our largest batch goes")
-    out.add_argument("--json", type=Path, help="write all figures to this file")
     return out
 
 
@@ -242,11 +236,8 @@ def run(args: argparse.Namespace, console: Console) -> None:
     console.print(table(results, "best of each, for busy machines", max))
     for side, share in agreement.items():
         console.print(f"{side}: the tokens of the first column in {share:.0%} of sequences")
-    if args.json is not None:
-        settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
-        figures = {s: {n: asdict(m) | {"median": m.median} for n, m in by.items()} for s, by in results.items()}
-        out = {"settings": settings, "machine": machine.describe(), "tokens_per_s": figures, "same_tokens": agreement}
-        args.json.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
+    figures = {s: {n: asdict(m) | {"median": m.median} for n, m in by.items()} for s, by in results.items()}
+    write_report(args, tokens_per_s=figures, same_tokens=agreement)
 
 
 def _line(scenario: str, by_side: dict[str, Measured]) -> str:

@@ -12,19 +12,17 @@ counts is their ratio.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.common import machine
+from bench.common.bench_report import flag_parser, write_report
 from bench.common.random_model import DEMO
 from twinpool.cache.allocation.block_table import BlockTable, TableSlice
 from twinpool.cache.device.device_backends import CpuDevice
@@ -106,14 +104,11 @@ def measure(contexts: Sequence[int], rounds: int) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flag_parser(__doc__)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768, 131072])
     parser.add_argument("--beside", type=int, default=131072, help="a long context beside short ones; 0: none")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="write the figures here too")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     print(machine.headline())
@@ -129,8 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"are freed; {ms['again']:6.2f} ms with all tables brought again, {ms['again'] / ms['now']:.1f} times; "
             f"{ms['named']:7.2f} ms with pages named, too"
         )
-    if args.json is not None:
-        args.json.write_text(json.dumps({"machine": machine.describe(), "steps": found}, indent=1))
+    write_report(args, steps=found)
     return 0
 
 

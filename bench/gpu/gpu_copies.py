@@ -11,17 +11,15 @@ ended it.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
+from bench.common.bench_report import flag_parser, write_figures
 from twinpool.cache.device.device_backends import CpuDevice, CudaDevice
 from twinpool.cache.device.device_port import Completion, Device, DeviceOp, DeviceStream
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
@@ -202,12 +200,9 @@ def beside_products(pair: TierPair, size: int, rounds: int) -> dict[str, dict[st
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    flags = flag_parser(__doc__)
     flags.add_argument("--mib", type=int, default=512, help="copied at a time (default: %(default)s)")
     flags.add_argument("--rounds", type=int, default=5)
-    flags.add_argument("--json", type=Path, help="write all figures to this file")
     flags.add_argument("--rehearse", action="store_true", help="on the CPU, in small")
     args = flags.parse_args(argv)
     if min(args.mib, args.rounds) < 1:
@@ -231,9 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         beside[title] = beside_products(pair, 64 if args.rehearse else 8192, rounds)
         for name, kept in beside[title].items():
             print(f"  {name:24} beside products keeps {kept['copy']:.0%} of its rate, products {kept['products']:.0%}")
-        if args.json is not None:
-            out = {"gb_per_s": figures, "beside_products": beside, "wrong": wrong}
-            args.json.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
+        write_figures(args.json, {"gb_per_s": figures, "beside_products": beside, "wrong": wrong})
     for one in wrong:
         print(f"WRONG {one}")
     return 1 if wrong else 0

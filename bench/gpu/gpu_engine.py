@@ -29,8 +29,8 @@ import torch
 import transformers
 
 from bench.common import random_model
+from bench.common.bench_report import flag_parser, write_figures
 from bench.common.engines_compared import Answer, Generate, Prompts, Side, Twinpool
-from bench.common.section_figures import NO_TIME, NOT_COMPLETE, known_figures, write_figures
 from bench.engine.engine_speed import Measured, SpeedScenario
 from bench.gpu.gpu_limits import Ceilings, ModelCost, measure_ceilings
 from twinpool.cache.device.device_backends import CpuDevice, CudaDevice
@@ -48,35 +48,18 @@ MODELS = ["qwen3-8b-cut", "deepseek-v3.2-cut", "qwen3-445m"]
 
 
 class EngineRun:
-    """The figures so far, written as they come, and the time that is left."""
+    """The figures so far, written as they come."""
 
     def __init__(self, args: argparse.Namespace, device: Device, ceilings: Ceilings) -> None:
         self.args, self.device, self.ceilings = args, device, ceilings
-        self._ends_at: float = time.monotonic() + args.seconds
-        self.models: dict[str, Any] = _kept(known_figures(args.json, args.resume).get("models", {}))
-        """By name. What failed before, and what there was no time for, isn't kept."""
-
-    @property
-    def over(self) -> bool:
-        return time.monotonic() > self._ends_at
+        self.models: dict[str, Any] = {}
 
     def write(self) -> None:
         write_figures(self.args.json, {"ceilings": asdict(self.ceilings), "models": self.models})
 
-    @property
-    def complete(self) -> bool:
-        return not any(NO_TIME in model.get("left_out", {}).values() for model in self.models.values())
-
 
 _CHECKS = ("failed", "differing_in_a_batch", "differing_when_replayed")
 """What of a model's figures says, if there is anything, that the section failed."""
-
-
-def _kept(models: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: model for name, model in models.items() if not any(model.get(check) for check in _CHECKS)}
-    for model in kept.values():
-        model["left_out"] = {what: why for what, why in model["left_out"].items() if why != NO_TIME}
-    return {name: model for name, model in kept.items() if "tokens_per_s" in model}
 
 
 def alone_and_in_a_batch(side: Twinpool, vocab: int, batch: int, context: int) -> int:
@@ -171,8 +154,8 @@ def measure_model(run: EngineRun, folder: Path, name: str, scenarios: Sequence[S
     ours = [Twinpool(model, config, tokens, max(args.batches), device=device) for config in configs]
     for side in ours:
         side.chunk_tokens = args.chunk_tokens
-    into = run.models.setdefault(name, {"tokens_per_s": {}, "left_out": {}})
-    scenarios = [scenario for scenario in scenarios if scenario.name not in into["tokens_per_s"]]
+    into: dict[str, Any] = {"tokens_per_s": {}, "left_out": {}}
+    run.models[name] = into
     sides: list[Side] = [*ours]
     longest = max(s.prompt_tokens + max(s.output_tokens, _CHECKED_TOKENS) for s in scenarios)
     into["graphs"] = {side.name: capture_steps(run, side, longest) for side in ours}
@@ -194,10 +177,6 @@ def measure_model(run: EngineRun, folder: Path, name: str, scenarios: Sequence[S
     run.write()
     cost = cost_of(spec, model, ours[0].pools.spec.page_bytes / ours[0].pools.spec.page_tokens)
     for scenario in scenarios:
-        if run.over:
-            into["left_out"][scenario.name] = NO_TIME
-            print(f"{name}, {scenario.name}: not run, no time is left", flush=True)
-            continue
         found, left_out = run_scenario(sides, scenario, vocab, args.repeats)
         limit = run.ceilings.predicted(scenario, cost)
         figures: dict[str, Any] = {side: asdict(m) | {"median": m.median} for side, m in found.items()}
@@ -223,15 +202,6 @@ def _say(
 def measure_all(run: EngineRun, scenarios: Sequence[SpeedScenario]) -> None:
     """All models, each in a folder of its own; one that fails costs the others nothing."""
     for name in run.args.models:
-        known = run.models.get(name, {}).get("tokens_per_s", {})
-        if all(scenario.name in known for scenario in scenarios):
-            print(f"{name}: measured before", flush=True)
-            continue
-        if run.over:
-            run.models.setdefault(name, {"left_out": {}})["left_out"]["all"] = NO_TIME
-            run.write()
-            print(f"{name}: not run, no time is left", flush=True)
-            continue
         try:
             with tempfile.TemporaryDirectory(prefix="twinpool-gpu-") as folder:
                 measure_model(run, Path(folder), name, scenarios)
@@ -247,9 +217,7 @@ def measure_all(run: EngineRun, scenarios: Sequence[SpeedScenario]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    flags = flag_parser(__doc__)
     flags.add_argument("--models", nargs="+", choices=random_model.NAMES, default=MODELS, help="default: %(default)s")
     flags.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
     flags.add_argument("--prefill-tokens", type=int, default=2048)
@@ -257,17 +225,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.add_argument("--context", type=int, default=512, help="prompt tokens before decode")
     flags.add_argument("--output-tokens", type=int, default=33, help="of a decode run, the first uncounted")
     flags.add_argument("--repeats", type=int, default=2)
-    flags.add_argument("--seconds", type=float, default=600.0, help="after which no scenario is begun")
-    flags.add_argument("--json", type=Path, help="write all figures to this file, after every scenario")
-    flags.add_argument("--resume", action="store_true", help="keep what is in --json's file")
     flags.add_argument("--rehearse", action="store_true", help="on the CPU, in small")
     args = flags.parse_args(argv)
     if args.rehearse:
         args.models, args.batches, args.prefill_tokens, args.context, args.output_tokens = ["4m"], [1, 2], 24, 12, 3
         args.repeats = 1
     least = min(*args.batches, args.prefill_tokens, args.chunk_tokens, args.context, args.repeats)
-    if least < 1 or args.output_tokens < 2 or args.seconds <= 0:
-        flags.error("batches, tokens, seconds and repeats must be 1 or more, --output-tokens 2 or more")
+    if least < 1 or args.output_tokens < 2:
+        flags.error("batches, tokens and repeats must be 1 or more, --output-tokens 2 or more")
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     device: Device = CpuDevice() if args.rehearse else CudaDevice()
@@ -278,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = EngineRun(args, device, ceilings)
     measure_all(run, scenarios)
     bad = [name for name, model in run.models.items() if any(model.get(check) for check in _CHECKS)]
-    return 1 if bad else 0 if run.complete else NOT_COMPLETE
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":

@@ -9,19 +9,17 @@ without a name stands for CUDA IPC. `nixl` is among them where it can be importe
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
 import bench.gpu
+from bench.common.bench_report import flag_parser, write_figures
 from bench.serving.handover_speed import Measured, Way
 from bench.serving.transfer_ways import DISTINCT, Memory, Shape
 from twinpool.cache.device.device_copies import zeroed
@@ -79,11 +77,8 @@ def measure(shape: Shape, planes: Sequence[str], device: str, chunks: int, round
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    flags = flag_parser(__doc__)
     flags.add_argument("--rounds", type=int, default=5)
-    flags.add_argument("--json", type=Path, help="write all figures to this file")
     flags.add_argument("--rehearse", action="store_true", help="on the CPU, in small")
     args = flags.parse_args(argv)
     if args.rounds < 1:
@@ -105,9 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, measured in results.items():
         each = statistics.median(measured.chunk_ms)
         print(f"  {name:20} {measured.rate:8.2f} GB/s, {each:8.3f} ms a chunk, {measured.rate / base:.3f} of one block")
-    if args.json is not None:
-        figures = {name: asdict(m) | {"median_gb_per_s": m.rate} for name, m in results.items()}
-        args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    write_figures(args.json, {name: asdict(m) | {"median_gb_per_s": m.rate} for name, m in results.items()})
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Whole workers on one card, in this process: the hand-over's exposed time, what verification costs, and goodput.
+"""Whole workers on one card, in this process: the hand-over's exposed time, and goodput.
 
     python -m bench.gpu.gpu_serving [--model qwen3-8b-cut] [--rates 4 8 16 32] [--json FILE]
 
@@ -7,17 +7,14 @@ continuous batching where it can run, one after the other. There is no router an
 
 1. Hand-over: prompts one at a time; what of their transfer ran beside the computation and what could be seen, beside
    the time that the card takes to copy as many bytes in one block. And both ways give the same tokens.
-2. Verification: whole requests through both workers with and without digests, and comparing epochs, in turns in one
-   run; what all checks lack of the rate without.
-3. Goodput within TTFT 1 s and ITL 40 ms at each rate, beside the rate at which products alone would fill the card.
+2. Goodput within TTFT 1 s and ITL 40 ms at each rate, beside the rate at which products alone would fill the card.
    What two pools hand over, a colocated worker saves.
 
-What there is so far is written after each part. What the time doesn't suffice for is told as not run.
+What there is so far is written after each figure.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import sys
@@ -34,8 +31,7 @@ import transformers
 
 import bench.gpu
 from bench.common import random_model
-from bench.common.section_figures import NO_TIME, NOT_COMPLETE, known_figures, write_figures
-from bench.engine.verification_cost import SIDES, Shape, Workers, side
+from bench.common.bench_report import flag_parser, write_figures
 from bench.gpu.goodput import Goodput, Load, ServingSide, Slo, run_load
 from bench.gpu.gpu_limits import Ceilings, measure_ceilings
 from bench.gpu.process_cluster import ProcessCluster
@@ -46,8 +42,6 @@ from twinpool.contracts.ids import PAIR, Role
 _POOLS: dict[str, Sequence[Role]] = {"two pools": PAIR, "colocated": (Role.COLOCATED,)}
 _WARM_S = 120.0
 _ANSWER_S = 60.0
-_VERIFICATION_S = 20.0
-"""What the last part takes."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,7 @@ class Setting:
     pool_tokens: int
     chunk_tokens: int
     rows: int
-    """Of a decode step, and requests of verification's part."""
+    """Of a decode step."""
 
     @property
     def sections(self) -> dict[str, dict[str, Any]]:
@@ -84,38 +78,16 @@ REHEARSAL = Setting("4m", "cpu", (24, 40), 1, (8, 24), 4, (20.0,), 0.3, 2048, 32
 
 
 class SectionRun:
-    """The figures so far, written after each of them, and the time that is left."""
+    """The figures so far, written after each of them."""
 
-    def __init__(self, seconds: float, file: Path | None, resume: bool = False) -> None:
-        """`resume`: keep what `file` has, unless something of it was wrong."""
-        self._ends_at, self._file = time.monotonic() + seconds, file
-        known = known_figures(file, resume)
-        self.figures: dict[str, Any] = {} if known.get("wrong") else known
-        self.figures.pop("wrong", None)
-        self.figures.pop("not_run", None)
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self.figures: dict[str, Any] = {}
         self.wrong: list[str] = []
-        self.complete = True
-        """Whether the time sufficed for all of it, so far."""
-
-    def left(self) -> float:
-        return self._ends_at - time.monotonic()
 
     def add(self, part: str, name: str, figures: object) -> None:
         self.figures.setdefault(part, {})[name] = figures
         write_figures(self._file, {**self.figures, "wrong": self.wrong})
-
-    def over(self, what: str) -> None:
-        """Say that no time is left for this."""
-        self.complete = False
-        print(f"{what}: not run, no time is left", flush=True)
-
-    def done(self, part: str) -> bool:
-        """Whether a part was complete in an earlier run."""
-        return part in self.figures.get("done", {})
-
-    def end(self, part: str) -> None:
-        """Note that a part is complete."""
-        self.add("done", part, True)
 
 
 def warmed(cluster: ServingSide, setting: Setting, vocab: int) -> None:
@@ -172,49 +144,18 @@ def measure_handover(run: SectionRun, folder: Path, setting: Setting, ceilings: 
         run.wrong.append("a prompt got other tokens from two pools than from a colocated worker")
 
 
-def measure_verification(run: SectionRun, folder: Path, setting: Setting, vocab: int) -> None:
-    """Rates with and without checks, in turns; round 0 warms up."""
-    shape = Shape(min(setting.rows, 32), setting.prompt_tokens[1], setting.output_tokens)
-    workers = Workers(folder, shape, 1, host=False, device=setting.device)
-    random = np.random.default_rng(1)
-    rates: dict[str, list[float]] = {name: [] for name in SIDES}
-    try:
-        for number in range(setting.rounds + 1):
-            for name, (tags, epochs) in SIDES.items():
-                ids = random.integers(vocab // 2, vocab, (shape.requests, shape.prompt_tokens)).tolist()
-                with side(workers, tags=tags, epochs=epochs):
-                    began = time.perf_counter()
-                    workers.ask(ids, shape.output_tokens)
-                    took = time.perf_counter() - began
-                workers.forget()
-                if number:
-                    rates[name].append(shape.requests * (shape.prompt_tokens + shape.output_tokens) / took)
-    finally:
-        workers.close()
-    for name in SIDES:
-        if name == "all":
-            continue
-        costs = [1 - ours / other for ours, other in zip(rates["all"], rates[name], strict=True)]
-        run.add("verification", f"all lacks of {name}", costs)
-        print(f"verification: all checks lack {statistics.median(costs):.2%} of the rate with {name}", flush=True)
-    run.add("verification", "tokens_per_s", rates)
-
-
 def measure_goodput(
     run: SectionRun, made: dict[str, Callable[[], Any]], setting: Setting, slo: Slo, limit: float, vocab: int
 ) -> None:
     """All rates on one side after the other; a side that doesn't get through a rate isn't asked at a higher one."""
-    made = {name: make for name, make in made.items() if not run.done(f"goodput, {name}")}
-    for number, (name, make) in enumerate(made.items()):
-        until = run.left() - max(0.0, run.left() - _VERIFICATION_S) / (len(made) - number)
+    for name, make in made.items():
         try:
             cluster = make()
         except Exception as error:  # What a rival raises where it can't run here is its own.
             _not_run(run, name, error)
             continue
         try:
-            if _rates(run, name, cluster, setting, slo, limit, vocab, until):
-                run.end(f"goodput, {name}")
+            _rates(run, name, cluster, setting, slo, limit, vocab)
         except Exception as error:
             _not_run(run, name, error)
         finally:
@@ -232,19 +173,13 @@ def _not_run(run: SectionRun, name: str, error: Exception) -> None:
     print(f"goodput, {name}: not run: {error}", flush=True)
 
 
-def _rates(
-    run: SectionRun, name: str, cluster: Any, setting: Setting, slo: Slo, limit: float, vocab: int, until: float
-) -> bool:
-    """All rates on one side; returns whether the time sufficed. `until`: of the run's time, what must be left for those
-    behind."""
+def _rates(run: SectionRun, name: str, cluster: Any, setting: Setting, slo: Slo, limit: float, vocab: int) -> None:
+    """All rates on one side."""
     began = time.monotonic()
     warmed(cluster, setting, vocab)
     print(f"goodput, {name}: warm after {time.monotonic() - began:.1f} s", flush=True)
     found: list[dict[str, Any]] = []
     for rate in setting.rates:
-        if run.left() < until + setting.load_s:
-            run.over(f"goodput, {name}, {rate:g} requests/s")
-            return False
         load = Load(rate, setting.load_s, setting.prompt_tokens, setting.output_tokens)
         came, over = run_load(cluster, load, vocab, slo)
         found.append(asdict(came) | {"limit_per_s": limit})
@@ -254,7 +189,6 @@ def _rates(
             break
     if name in _POOLS and found and not any(one["failed"] for one in found):
         run.wrong += [f"{name}: {line}" for line in cluster.check()] if over else []
-    return True
 
 
 def _say(name: str, came: Goodput, limit: float) -> None:
@@ -289,49 +223,32 @@ def run_parts(run: SectionRun, folder: Path, setting: Setting, parts: Sequence[s
     todo: dict[str, Callable[[], None]] = {
         "handover": lambda: measure_handover(run, folder, setting, ceilings, vocab),
         "goodput": lambda: measure_goodput(run, sides, setting, slo, limit, vocab),
-        "verification": lambda: measure_verification(run, folder, setting, vocab),
     }
     for part in parts:
-        if run.done(part):
-            print(f"{part}: measured before", flush=True)
-            continue
-        if run.left() <= 0:
-            run.add("not_run", part, NO_TIME)
-            run.over(part)
-            continue
-        others, run.complete = run.complete, True
         todo[part]()
-        if run.complete:
-            run.end(part)
-        run.complete &= others
         gc.collect()
         if not small:
             torch.cuda.empty_cache()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parts = ["handover", "goodput", "verification"]
+    flags = flag_parser(__doc__)
+    parts = ["handover", "goodput"]
     flags.add_argument("--parts", nargs="+", choices=parts, default=parts, help="default: all, in this order")
     flags.add_argument("--model", choices=random_model.NAMES, help=f"default: {CARD.model}")
     flags.add_argument("--rates", type=float, nargs="+", help="of arrivals, requests a second")
     flags.add_argument("--ttft-s", type=float, default=Slo().ttft_s)
     flags.add_argument("--itl-s", type=float, default=Slo().itl_s)
-    flags.add_argument("--seconds", type=float, default=150.0, help="after which nothing more is begun")
-    flags.add_argument("--json", type=Path, help="write all figures to this file, after every part")
-    flags.add_argument("--resume", action="store_true", help="keep what is in --json's file")
     flags.add_argument("--rehearse", action="store_true", help="on the CPU, in small")
     args = flags.parse_args(argv)
-    if min(args.ttft_s, args.itl_s, args.seconds, *(args.rates or [1.0])) <= 0:
-        flags.error("rates and seconds must be more than 0")
+    if min(args.ttft_s, args.itl_s, *(args.rates or [1.0])) <= 0:
+        flags.error("rates and limits must be more than 0")
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     setting = REHEARSAL if args.rehearse else CARD
     changes = {"model": args.model, "rates": args.rates and tuple(args.rates)}
     setting = replace(setting, **{name: value for name, value in changes.items() if value})
-    run, began = SectionRun(args.seconds, args.json, args.resume), time.monotonic()
+    run, began = SectionRun(args.json), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="twinpool-gpu-") as made:
         kind = torch.device(setting.device).type
         folder = random_model.make(Path(made) / setting.model, setting.model, device=kind)
@@ -339,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_parts(run, folder, setting, args.parts, Slo(args.ttft_s, args.itl_s))
     for one in run.wrong:
         print(f"WRONG {one}")
-    return 1 if run.wrong else 0 if run.complete else NOT_COMPLETE
+    return 1 if run.wrong else 0
 
 
 if __name__ == "__main__":

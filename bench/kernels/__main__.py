@@ -4,7 +4,6 @@
     python -m bench.kernels --compiled [--chip 90 ...]  # the table of compiled code, on any machine
     python -m bench.kernels --compiled --only "Gemma 3" # of some kernels or models
     python -m bench.kernels --tune                      # on a GPU: fill the table of warps and stages (tune_launches)
-    python -m bench.kernels.draw_bench                  # on a GPU: the draw of tokens alone, more of it
 
 `--compiled` launches every kernel as production does, on tensors without contents, and compiles it for GPUs that need
 not be there: registers, spills, shared memory, how many blocks a multiprocessor runs at once, and which loops copy
@@ -13,31 +12,26 @@ asynchronously. Exit code 1 where a kernel is as none may be (`compiled_table.Ta
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import triton
 
-from bench.kernels import attention_bench, compiled_table, tune_launches
-from bench.kernels.chip_limits import CHIPS
+from bench.common.bench_report import flag_parser
+from bench.kernels import attention_bench, tune_launches
+from tests.support.launches import compiled_table
+from tests.support.launches.chip_limits import CHIPS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    flags = flag_parser(__doc__)
     flags.add_argument("--compiled", action="store_true", help="the table of compiled code; needs no GPU")
     flags.add_argument("--tune", action="store_true", help="measure options on this GPU, and write their table")
     flags.add_argument(
         "--chip", type=int, nargs="+", choices=sorted(CHIPS), default=[90], help="compute capability * 10"
     )
     flags.add_argument("--only", default="", help="kernels or models with this in their name")
-    flags.add_argument("--json", type=Path, help="write all results to this file")
-    flags.add_argument("--resume", action="store_true", help="keep the parts that --json's file has all of")
-    flags.add_argument("--seconds", type=float, default=600.0, help="after which nothing more is timed")
     args = flags.parse_args(argv)
     interpreted = bool(triton.knobs.runtime.interpret)
     if args.compiled:
@@ -52,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    return attention_bench.main(args.json, interpreted, args.seconds, args.resume)
+    return attention_bench.main(args.json, interpreted)
 
 
 if __name__ == "__main__":

@@ -1,34 +1,27 @@
 """The Triton kernels on a GPU: are they right, are they invariant, and how fast beside torch's own attention?
 
-Checks first, in float32, float16 and bfloat16: against softmax attention in float64, a decoded row against the same
-row of an extend, a row alone against a row in a crowd, and the store kernel. The last two must be bitwise. Then it
-times decode and extend beside `scaled_dot_product_attention` over keys that lie contiguously, which is what paging
-gives up, and in bfloat16 beside FlexAttention, where torch has it. Products are beside the vendor's library; the other
-kernels by row (norms, activations; norm, rope and store; the draw of tokens), of experts, and of latent and sparse
-attention are checked and timed beside their torch twins. Needs torch 2.11, triton 3.6 and an NVIDIA GPU. What there is
-so far is written after each group; nothing is timed once its time is over. With
-``TRITON_INTERPRET=1`` the checks run on a CPU in small shapes and nothing is timed: that shows that this script works,
-and says nothing about a GPU.
+Checks first, in float32, float16 and bfloat16: against softmax attention in float64, a decoded row against the same row
+of an extend, a row alone against a row in a crowd, and the store kernel. The last two must be bitwise. Then it times
+decode and extend beside `scaled_dot_product_attention` over keys that lie contiguously, which is what paging gives up.
+Products are beside the vendor's library; the other kernels by row (norms, activations; norm, rope and store; the draw
+of tokens), of experts, and of latent and sparse attention are checked and timed beside their torch twins. Needs torch
+2.11, triton 3.6 and an NVIDIA GPU. With ``TRITON_INTERPRET=1`` the checks run on a CPU in small shapes and nothing is
+timed: that shows that this script works, and says nothing about a GPU.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.common.listed_plans import listed_plan
-from bench.common.section_figures import NOT_COMPLETE, known_figures, write_figures
-from bench.kernels import latent_bench as kernels_latent
-from bench.kernels import rows_bench as kernels_rows
-from bench.kernels.flex_bench import flex_call
+from bench.kernels import latent_bench, rows_bench
+from bench.kernels.kernel_results import KernelCheck, KernelsRun, KernelTiming, median_us
+from tests.support.listed_plans import listed_plan
 from twinpool.engine.attention.attention_backend import ScoreOptions
 from twinpool.engine.attention.attention_plan import AttentionPlan
 from twinpool.engine.attention.triton_backend.triton_attention import TritonAttention
@@ -42,32 +35,6 @@ class Heads:
     heads: int
     kv_heads: int
     dim: int
-
-
-@dataclass(frozen=True)
-class Verdict:
-    claim: str
-    dtype: str
-    heads: Heads
-    ok: bool
-    worst: float
-    """Largest absolute difference."""
-
-
-@dataclass(frozen=True)
-class Timing:
-    what: str
-    dtype: str
-    batch: int
-    context: int
-    queries: int
-    triton_us: float
-    torch_us: float
-    flex_us: float | None
-    """None: not asked for, or `flex_note` says why not."""
-    flex_note: str
-    rate: float
-    """GB/s of keys and values read for decode, TFLOP/s for extend."""
 
 
 class Paged:
@@ -117,7 +84,7 @@ class Paged:
 
 def check(
     attention: TritonAttention, heads: Heads, dtype: torch.dtype, length: int, device: torch.device
-) -> list[Verdict]:
+) -> list[KernelCheck]:
     """All claims for one shape and dtype."""
     paged = Paged(3, length, heads, dtype, device)
     tail = min(length, 70)
@@ -131,9 +98,8 @@ def check(
     chunks = [paged.attend(attention, everyone, a, b - a) for a, b in ((start, cut), (cut, length))]
     stored = paged.k_pages[torch.tensor(paged.tables[0], device=device)].flatten(0, 1)[:length]
 
-    def verdict(claim: str, got: Tensor, want: Tensor, tolerance: float = 0.0) -> Verdict:
-        worst = float((got.double() - want.double()).abs().max())
-        return Verdict(claim, str(dtype).removeprefix("torch."), heads, worst <= tolerance, worst)
+    def verdict(claim: str, got: Tensor, want: Tensor, tolerance: float = 0.0) -> KernelCheck:
+        return KernelCheck.of(f"{heads.heads}/{heads.kv_heads}x{heads.dim} {claim}", dtype, got, want, tolerance)
 
     return [
         verdict("extend is softmax attention", extended, paged.want(start, tail), TOLERANCE[dtype]),
@@ -147,10 +113,9 @@ def check(
 
 
 def measure(
-    attention: TritonAttention, heads: Heads, dtype: torch.dtype, batch: int, context: int, queries: int, flex: bool
-) -> Timing:
-    """Median times of one call over `context` positions of which the last `queries` are new. `flex`: FlexAttention's as
-    well, which takes seconds to compile."""
+    attention: TritonAttention, heads: Heads, dtype: torch.dtype, batch: int, context: int, queries: int
+) -> KernelTiming:
+    """Median times of one call over `context` positions of which the last `queries` are new."""
     paged = Paged(batch, context, heads, dtype, torch.device("cuda"))
     start = context - queries
     plan, q_thd = paged.plan(range(batch), start, queries), paged.packed(range(batch), start, queries)
@@ -165,96 +130,13 @@ def measure(
         causal = queries == context and queries > 1
         return scaled_dot_product_attention(q_bhqd, k_bhnd, v_bhnd, mask, is_causal=causal, enable_gqa=True)
 
-    triton_us, torch_us = median_us(ours), median_us(torchs)
-    if queries == 1:
-        rate = batch * context * heads.kv_heads * heads.dim * 2 * dtype.itemsize / triton_us / 1e3
-    else:
-        pairs = queries * (start + (queries + 1) / 2)
-        rate = batch * heads.heads * pairs * heads.dim * 4 / triton_us / 1e6
     what, name = "decode" if queries == 1 else "extend", str(dtype).removeprefix("torch.")
-    call = flex_call(q_bhqd, k_bhnd, v_bhnd, start, paged.scale) if flex else ""
-    flex_us = None if isinstance(call, str) else median_us(call)
-    note = call if isinstance(call, str) else ""
-    return Timing(what, name, batch, context, queries, triton_us, torch_us, flex_us, note, rate)
-
-
-def median_us(call: Callable[[], Tensor]) -> float:
-    return float(triton.testing.do_bench(call, warmup=50, rep=200, return_mode="median")) * 1e3
-
-
-_CHECKS = ("checks", "row_checks")
-
-
-class KernelsRun:
-    """The results so far, written after each group of them, and the time that is left for timings."""
-
-    def __init__(self, file: Path | None, seconds: float, interpreted: bool, resume: bool = False) -> None:
-        """`resume`: keep the parts that `file` has all of, unless a check failed."""
-        where = "interpreter" if interpreted else torch.cuda.get_device_name()
-        self._setting = {"torch": torch.__version__, "triton": triton.__version__, "device": where}
-        self._file, self._ends_at = file, time.monotonic() + seconds
-        known = known_figures(file, resume)
-        checked = [one["ok"] for group in _CHECKS for one in known.get(group, [])]
-        self.complete: list[str] = known.get("complete", []) if all(checked) else []
-        """The parts that are complete: ``checks``, of all kernels, and groups of timings."""
-        parts = {"checks": _CHECKS, "row_timings": ("row_timings",), "timings": ("timings",)}
-        self._known = {group: known[group] for part in self.complete for group in parts[part]}
-        self.groups: dict[str, list[Any]] = {}
-
-    @property
-    def outcomes(self) -> list[bool]:
-        """What came of each check, those of an earlier run included."""
-        before = [one["ok"] for group in _CHECKS for one in self._known.get(group, [])]
-        return before + [one.ok for group in _CHECKS for one in self.groups.get(group, [])]
-
-    def end(self, part: str) -> None:
-        """Note that a part is complete, if there was time for all of it."""
-        if part == "checks" or not self.over:
-            self.complete.append(part)
-            self._write()
-
-    @property
-    def over(self) -> bool:
-        return time.monotonic() > self._ends_at
-
-    def add(self, group: str, found: Iterable[Any], say: Callable[[Any], str]) -> None:
-        """Take in results one by one, as long as there is time for timings; says each."""
-        into = self.groups.setdefault(group, [])
-        for one in found:
-            into.append(one)
-            print(say(one), flush=True)
-            if self.over and group.endswith("timings"):
-                print(f"{group}: no time is left for more", flush=True)
-                break
-        self._write()
-
-    def _write(self) -> None:
-        groups = {name: [asdict(one) for one in some] for name, some in self.groups.items()}
-        write_figures(self._file, {"setting": self._setting, "complete": self.complete, **self._known, **groups})
-
-
-def _verdict(one: Any) -> str:
-    shape = f" {one.heads.heads}/{one.heads.kv_heads}x{one.heads.dim}" if isinstance(one, Verdict) else ""
-    return f"{'ok   ' if one.ok else 'WRONG'} {one.dtype:9}{shape} {one.claim} (worst {one.worst:.1e})"
-
-
-def _timing(one: Timing) -> str:
-    flex = (
-        f"flex {one.flex_us:9.1f} us, " if one.flex_us is not None else f"flex {one.flex_note}, " * bool(one.flex_note)
-    )
-    return (
-        f"{one.what} {one.dtype:9} batch {one.batch:4} context {one.context:6} queries {one.queries:5}: "
-        f"triton {one.triton_us:9.1f} us, torch {one.torch_us:9.1f} us, {flex}"
-        f"ratio {one.torch_us / one.triton_us:.2f}, {one.rate:.0f} {'GB/s' if one.queries == 1 else 'TFLOP/s'}"
-    )
-
-
-def _row_timing(one: kernels_rows.RowTiming) -> str:
-    flex = f"flex {one.flex}, " if one.flex else ""
-    return (
-        f"{one.what}: triton {one.triton_us:9.1f} us, torch {one.torch_us:9.1f} us, {flex}"
-        f"ratio {one.torch_us / one.triton_us:.2f}, {one.rate:.0f} {one.unit}"
-    )
+    what = f"{what} {name:9} batch {batch:4} context {context:6} queries {queries:5}"
+    if queries == 1:
+        read = batch * context * heads.kv_heads * heads.dim * 2 * dtype.itemsize
+        return KernelTiming.of(what, median_us(ours), median_us(torchs), read=read)
+    pairs = queries * (start + (queries + 1) / 2)
+    return KernelTiming.of(what, median_us(ours), median_us(torchs), work=batch * heads.heads * pairs * heads.dim * 4)
 
 
 _TIMED = (
@@ -262,45 +144,29 @@ _TIMED = (
     (1, 512, 512), (1, 4096, 4096), (1, 8192, 512), (4, 2048, 512),
 )  # fmt: skip
 """Batch, context, and queries of it."""
-_FLEX = ((1, 16384, 1), (32, 4096, 1), (1, 4096, 4096), (1, 8192, 512))
 
 
-def _timings(attention: TritonAttention) -> Iterator[Timing]:
-    """The dtypes of models first; FlexAttention last, as it takes seconds to compile for each shape."""
-    heads = Heads(32, 8, 128)
+def _timings(attention: TritonAttention) -> Iterator[KernelTiming]:
+    """The dtypes of models first."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for batch, context, queries in _TIMED:
-            yield measure(attention, heads, dtype, batch, context, queries, flex=False)
+            yield measure(attention, Heads(32, 8, 128), dtype, batch, context, queries)
             torch.cuda.empty_cache()
-    for batch, context, queries in _FLEX:
-        yield measure(attention, heads, torch.bfloat16, batch, context, queries, flex=True)
-        torch.cuda.empty_cache()
 
 
-def main(json_file: Path | None, interpreted: bool, seconds: float = 600.0, resume: bool = False) -> int:
-    """All checks, and on a GPU all timings. Returns 1 where a check failed, `NOT_COMPLETE` where time ran out."""
+def main(json_file: Path | None, interpreted: bool) -> int:
+    """All checks, and on a GPU all timings. Returns 1 where a check failed."""
     device = torch.device("cpu" if interpreted else "cuda")
     attention = TritonAttention()
-    run = KernelsRun(json_file, seconds, interpreted, resume)
-    if "checks" not in run.complete:
-        _check_all(run, attention, device, interpreted)
-        run.end("checks")
-    timed: dict[str, Callable[[], None]] = {
-        "row_timings": lambda: _time_rows(run, attention, device),
-        "timings": lambda: run.add("timings", _timings(attention), _timing),
-    }
-    for part in () if interpreted else [part for part in timed if part not in run.complete]:
-        timed[part]()
-        run.end(part)
-    wrong = run.outcomes.count(False)
-    print(f"{len(run.outcomes) - wrong} checks passed, {wrong} failed")
-    complete = interpreted or {*timed} <= {*run.complete}
-    return 1 if wrong else 0 if complete else NOT_COMPLETE
-
-
-def _time_rows(run: KernelsRun, attention: TritonAttention, device: torch.device) -> None:
-    run.add("row_timings", kernels_rows.timings(device), _row_timing)
-    run.add("row_timings", kernels_latent.timings(attention.latent, device), _row_timing)
+    run = KernelsRun(json_file, interpreted)
+    _check_all(run, attention, device, interpreted)
+    if not interpreted:
+        run.add(rows_bench.timings(device))
+        run.add(latent_bench.timings(attention.latent, device))
+        run.add(_timings(attention))
+    wrong = sum(not one.ok for one in run.checks)
+    print(f"{len(run.checks) - wrong} checks passed, {wrong} failed")
+    return 1 if wrong else 0
 
 
 def _check_all(run: KernelsRun, attention: TritonAttention, device: torch.device, interpreted: bool) -> None:
@@ -309,6 +175,6 @@ def _check_all(run: KernelsRun, attention: TritonAttention, device: torch.device
     for dtype in dtypes:
         for heads in shapes:
             for length in [40] if interpreted else [100, 3001, 9001]:
-                run.add("checks", check(attention, heads, dtype, length, device), _verdict)
-        run.add("row_checks", kernels_rows.checks(dtype, device, interpreted), _verdict)
-        run.add("row_checks", kernels_latent.checks(attention.latent, dtype, device, interpreted), _verdict)
+                run.add(check(attention, heads, dtype, length, device))
+        run.add(rows_bench.checks(dtype, device, interpreted))
+        run.add(latent_bench.checks(attention.latent, dtype, device, interpreted))

@@ -1,8 +1,8 @@
 """Latent and sparse attention and the indexer at GLM-5's shapes, for `attention_bench`.
 
 64 heads over latents of 512 + 64, 32 index heads of 128, 2,048 positions selected. torch's side is attention with the
-latents as keys and values of one head (`scaled_dot_product_attention`; FlexAttention where it takes the shape), and for
-the indexer its own operations, all over contexts that lie contiguously.
+latents as keys and values of one head (`scaled_dot_product_attention`), and for the indexer its own operations, all
+over contexts that lie contiguously.
 """
 
 from __future__ import annotations
@@ -15,18 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.common.listed_plans import listed_plan
-from bench.kernels.flex_bench import flex_call
-from bench.kernels.rows_bench import RowCheck, RowTiming, median_us
+from bench.kernels.kernel_results import TOLERANCE, KernelCheck, KernelTiming, median_us
+from tests.support.listed_plans import listed_plan
 from twinpool.engine.attention.attention_plan import AttentionPlan
 from twinpool.engine.attention.latent_backend import IndexKeys, LatentBackend, SparseSelection
 from twinpool.engine.attention.torch_backend.torch_attention import TorchAttention
 from twinpool.engine.tensors.row_exact_linear import FAST
 
 PAGE_TOKENS = 64
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}
-_FLEX_CONTEXT = 32768
-"""Contexts of one sequence for which FlexAttention is asked: it takes seconds to compile."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +86,14 @@ class Context:
         return backend.attend_selected(q_thd, self.latents, plan, selection, self.scale, self.shape.latent)
 
 
-def checks(backend: LatentBackend, dtype: torch.dtype, device: torch.device, small: bool) -> Iterator[RowCheck]:
+def checks(backend: LatentBackend, dtype: torch.dtype, device: torch.device, small: bool) -> Iterator[KernelCheck]:
     """All claims for one dtype; `small` shapes for Triton's interpreter."""
     shape, length, queries = (SMALL, 40, 5) if small else (GLM5, 5003, 70)
     twin = TorchAttention(FAST).latent
     context = Context(shape, 2, length, queries, dtype, device)
 
-    def check(claim: str, got: Tensor, want: Tensor, tolerance: float = 0.0) -> RowCheck:
-        worst = float((got.double() - want.double()).abs().max())
-        return RowCheck(claim, str(dtype).removeprefix("torch."), worst <= tolerance, worst)
+    def check(claim: str, got: Tensor, want: Tensor, tolerance: float = 0.0) -> KernelCheck:
+        return KernelCheck.of(claim, dtype, got, want, tolerance)
 
     for name in ("dense", "sparse"):
         attend: Any = getattr(context, name)
@@ -118,10 +113,10 @@ def checks(backend: LatentBackend, dtype: torch.dtype, device: torch.device, sma
     here = got.positions_sk[want.rows_s]
     differing = sum(len(set(a) - set(b)) for a, b in zip(here.tolist(), want.positions_sk.tolist(), strict=True))
     part = differing / want.positions_sk.numel()
-    yield RowCheck("positions are selected as by the twin", str(dtype).removeprefix("torch."), part < 1e-3, part)
+    yield KernelCheck("positions are selected as by the twin", str(dtype).removeprefix("torch."), part < 1e-3, part)
 
 
-def timings(backend: LatentBackend, device: torch.device) -> Iterator[RowTiming]:
+def timings(backend: LatentBackend, device: torch.device) -> Iterator[KernelTiming]:
     """In bfloat16: decode at 32k and 128k, dense and sparse, and extends of 512."""
     for batch, length, queries in ((1, 32768, 1), (32, 32768, 1), (8, 131072, 1), (1, 32768, 512), (1, 131072, 512)):
         context = Context(GLM5, batch, length, queries, torch.bfloat16, device)
@@ -130,7 +125,7 @@ def timings(backend: LatentBackend, device: torch.device) -> Iterator[RowTiming]
         torch.cuda.empty_cache()
 
 
-def _timed(backend: LatentBackend, context: Context) -> Iterator[RowTiming]:
+def _timed(backend: LatentBackend, context: Context) -> Iterator[KernelTiming]:
     shape, batch, length, queries = context.shape, context.batch, context.length, context.queries
     rows, plan, name = range(batch), context.plan(range(batch)), f"batch {batch}, context {length}, queries {queries}"
     dim, value_dim = shape.latent + shape.turning, shape.latent
@@ -151,8 +146,7 @@ def _timed(backend: LatentBackend, context: Context) -> Iterator[RowTiming]:
     ours = median_us(lambda: backend.attend(q_thd, context.latents, plan, context.scale, value_dim))
     read, work = batch * length * dim * 2, 2 * batch * queries * length * shape.heads * (dim + value_dim)
     torch_us = median_us(torchs) * -(-queries // some)
-    flex = _flex(context, keys, value) if batch == 1 and length <= _FLEX_CONTEXT else ""
-    yield _timing(f"latent attention, {name}", ours, torch_us, queries, read, work, flex)
+    yield _timing(f"latent attention, {name}", ours, torch_us, queries, read, work)
 
     index_q, weights = context.packed(context.index_q, rows), context.packed(context.weights, rows)
     selecting = median_us(lambda: _selected(backend, context, plan, index_q, weights).slots_sk)
@@ -177,12 +171,6 @@ def _timed(backend: LatentBackend, context: Context) -> Iterator[RowTiming]:
     yield _timing(f"sparse attention (beside dense), {name}", sparse, ours, queries, read, work)
 
 
-def _flex(context: Context, keys: Tensor, value: Tensor) -> str:
-    """What FlexAttention takes for this, or why it doesn't."""
-    call = flex_call(context.q.transpose(1, 2), keys, value, context.length - context.queries, context.scale)
-    return call if isinstance(call, str) else f"{median_us(call):.1f} us"
-
-
 def _selected(
     backend: LatentBackend, context: Context, plan: AttentionPlan, index_q: Tensor, weights: Tensor
 ) -> SparseSelection:
@@ -191,8 +179,6 @@ def _selected(
     return found
 
 
-def _timing(what: str, ours: float, torchs: float, queries: int, read: int, work: int, flex: str = "") -> RowTiming:
+def _timing(what: str, ours: float, torchs: float, queries: int, read: int, work: int) -> KernelTiming:
     """Bytes that must be read for decode, operations for extends; a step of queries reads shared keys once."""
-    if queries == 1:
-        return RowTiming(what, ours, torchs, read / ours / 1e3, "GB/s", flex)
-    return RowTiming(what, ours, torchs, work / ours / 1e6, "TFLOP/s", flex)
+    return KernelTiming.of(what, ours, torchs, read=read if queries == 1 else 0, work=work)

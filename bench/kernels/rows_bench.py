@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
+from bench.kernels.kernel_results import TOLERANCE, KernelCheck, KernelTiming, median_us
 from twinpool.contracts.checkpoint.rope_spec import RopeSpec
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.engine.gpu.gpu_kernels import GpuKernels
@@ -22,28 +21,7 @@ from twinpool.engine.runner.sampling import sampler as sampling
 from twinpool.engine.runner.sampling import triton_draw
 from twinpool.engine.tensors.row_exact_linear import FAST, RowExactLinear
 
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}
 PARAMS = SamplingParams(max_tokens=1, temperature=0.8, top_k=50, top_p=0.95)
-
-
-@dataclass(frozen=True)
-class RowCheck:
-    claim: str
-    dtype: str
-    ok: bool
-    worst: float
-    """Largest absolute difference."""
-
-
-@dataclass(frozen=True)
-class RowTiming:
-    what: str
-    triton_us: float
-    torch_us: float
-    rate: float
-    unit: str
-    flex: str = ""
-    """What FlexAttention takes, or why it doesn't."""
 
 
 class Mixture:
@@ -98,12 +76,11 @@ class Heads:
         return q
 
 
-def checks(dtype: torch.dtype, device: torch.device, small: bool) -> Iterator[RowCheck]:
+def checks(dtype: torch.dtype, device: torch.device, small: bool) -> Iterator[KernelCheck]:
     """All claims for one dtype; `small` shapes for Triton's interpreter."""
 
-    def check(claim: str, got: Tensor, want: Tensor, tolerance: float = 0.0) -> RowCheck:
-        worst = float((got.double() - want.double()).abs().max())
-        return RowCheck(claim, str(dtype).removeprefix("torch."), worst <= tolerance, worst)
+    def check(claim: str, got: Tensor, want: Tensor, tolerance: float = 0.0) -> KernelCheck:
+        return KernelCheck.of(claim, dtype, got, want, tolerance)
 
     mixture = Mixture(4, 40, 24, dtype, device) if small else Mixture(16, 1000, 376, dtype, device)
     for tokens in (1, 7) if small else (1, 7, 300):
@@ -127,8 +104,8 @@ def checks(dtype: torch.dtype, device: torch.device, small: bool) -> Iterator[Ro
 
 
 def _layer_checks(
-    dtype: torch.dtype, device: torch.device, small: bool, check: Callable[..., RowCheck]
-) -> Iterator[RowCheck]:
+    dtype: torch.dtype, device: torch.device, small: bool, check: Callable[..., KernelCheck]
+) -> Iterator[KernelCheck]:
     """Products, norms and activations against float64, and rows alone against rows among others."""
     kernels, source = GpuKernels(), torch.Generator(device).manual_seed(9)
     rows, inner, width = (5, 80, 40) if small else (200, 3000, 1000)
@@ -156,7 +133,7 @@ def _layer_checks(
     yield check("gated activations are float64's", kernels.silu_product(x), want, 4 * TOLERANCE[dtype])
 
 
-def _layer_timings(device: torch.device) -> Iterator[RowTiming]:
+def _layer_timings(device: torch.device) -> Iterator[KernelTiming]:
     """Products beside the vendor's, at the shapes of Qwen3-8B, and a norm beside torch's."""
     kernels, dtype = GpuKernels(), torch.bfloat16
     for width, inner in ((24576, 4096), (4096, 12288)):
@@ -166,18 +143,16 @@ def _layer_timings(device: torch.device) -> Iterator[RowTiming]:
             x = torch.randn(rows, inner, device=device).to(dtype)
             triton_us = median_us(lambda: ours(x))  # noqa: B023
             torch_us = median_us(lambda: torch.nn.functional.linear(x, weight))  # noqa: B023
-            if rows <= 64:
-                rate, unit = weight.nbytes / triton_us / 1e3, "GB/s"
-            else:
-                rate, unit = 2 * rows * width * inner / triton_us / 1e6, "TFLOP/s"
-            yield RowTiming(f"product {inner} x {width}, {rows} rows", triton_us, torch_us, rate, unit)
+            read, work = weight.nbytes if rows <= 64 else 0, 2 * rows * width * inner
+            what = f"product {inner} x {width}, {rows} rows"
+            yield KernelTiming.of(what, triton_us, torch_us, read=read, work=work)
     x, norm = torch.randn(2048, 4096, device=device).to(dtype), torch.rand(4096, device=device).to(dtype)
     ours_us = median_us(lambda: kernels.rms_norm(x, norm, 1e-6))
     torch_us = median_us(lambda: torch.nn.functional.rms_norm(x, (4096,), norm, 1e-6))
-    yield RowTiming("norm, 2048 rows of 4096", ours_us, torch_us, 2 * x.nbytes / ours_us / 1e3, "GB/s")
+    yield KernelTiming.of("norm, 2048 rows of 4096", ours_us, torch_us, read=2 * x.nbytes)
 
 
-def timings(device: torch.device) -> Iterator[RowTiming]:
+def timings(device: torch.device) -> Iterator[KernelTiming]:
     """At the shapes of Qwen3-8B, and of a model of 30 B parameters with 128 experts, 8 of them a token, in bfloat16."""
     yield from _layer_timings(device)
     mixture = Mixture(128, 2048, 768, torch.bfloat16, device)
@@ -186,23 +161,16 @@ def timings(device: torch.device) -> Iterator[RowTiming]:
         ours = median_us(lambda x=x, routes=routes: mixture.kernels(x, routes))  # type: ignore[misc]
         torchs = median_us(lambda x=x, routes=routes: mixture.torchs(x, routes, FAST))  # type: ignore[misc]
         chosen = int(routes.experts_mk.flatten().bincount().count_nonzero())
-        if tokens <= 64:
-            rate, unit = chosen * mixture.expert_elements * 2 / ours / 1e3, "GB/s"
-        else:
-            rate, unit = tokens * 8 * mixture.expert_elements * 2 / ours / 1e6, "TFLOP/s"
-        yield RowTiming(f"experts, {tokens} tokens", ours, torchs, rate, unit)
+        read, work = (n * mixture.expert_elements * 2 for n in (chosen if tokens <= 64 else 0, tokens * 8))
+        yield KernelTiming.of(f"experts, {tokens} tokens", ours, torchs, read=read, work=work)
     for tokens in (32, 8192):
         heads = Heads(tokens, 32, 8, 128, torch.bfloat16, device)
         ours, torchs = median_us(heads.by_kernel), median_us(heads.by_torch)
-        yield RowTiming(f"norm, rope, store, {tokens} tokens", ours, torchs, heads.qkv.nbytes * 2 / ours / 1e3, "GB/s")
+        yield KernelTiming.of(f"norm, rope, store, {tokens} tokens", ours, torchs, read=heads.qkv.nbytes * 2)
     for rows in (1, 32):
         logits = 3 * torch.randn(rows, 151936, device=device)
         many: Sequence[SamplingParams] = [PARAMS] * rows
         uniforms = [0.5] * rows
         ours = median_us(lambda: triton_draw.sample(logits, many, uniforms))  # noqa: B023
         torchs = median_us(lambda: sampling._sample(logits, many, uniforms))  # noqa: B023
-        yield RowTiming(f"top-k/top-p draw, {rows} rows of 151,936", ours, torchs, logits.nbytes / ours / 1e3, "GB/s")
-
-
-def median_us(call: Callable[[], Tensor]) -> float:
-    return float(triton.testing.do_bench(call, warmup=50, rep=200, return_mode="median")) * 1e3
+        yield KernelTiming.of(f"top-k/top-p draw, {rows} rows of 151,936", ours, torchs, read=logits.nbytes)

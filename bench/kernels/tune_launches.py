@@ -21,10 +21,10 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from bench.kernels.compiled_kernels import compiled
-from bench.kernels.compiled_table import TableRow
-from bench.kernels.production_launches import Rig, scenes
-from bench.kernels.recorded_launches import RecordedLaunch, Run, intercepted, recorded
+from tests.support.launches.compiled_kernel import compiled
+from tests.support.launches.compiled_table import TableRow
+from tests.support.launches.production_launches import Rig, scenes
+from tests.support.launches.recorded_launches import RecordedLaunch, Run, intercepted, recorded
 from twinpool.engine.attention.triton_backend.triton_attention import TritonAttention
 from twinpool.engine.gpu.gpu_capability import device_capability
 from twinpool.engine.tensors import tuned_options

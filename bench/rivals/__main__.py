@@ -9,10 +9,10 @@ offer a CPU build of torch (see .ci/install).
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 
+from bench.common.bench_report import flag_parser
 from bench.rivals.rival_engine import ENVIRONMENTS, PACKAGES, UNWANTED, python_of
 
 
@@ -27,9 +27,7 @@ def install(name: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flag_parser(__doc__, json_file=False)
     parser.add_argument("--install", nargs="*", choices=sorted(PACKAGES), required=True, help="which; none: all")
     for name in parser.parse_args().install or sorted(PACKAGES):
         install(name)

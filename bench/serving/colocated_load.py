@@ -9,13 +9,13 @@ number of threads: two pools have two that compute, the others one.
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 from bench.common.bench_cluster import serving
+from bench.common.bench_report import flag_parser
 from bench.common.random_model import DEMO
 from bench.common.transformers_server import SERVE_LOAD_FLAGS, missing, transformers_serving
 from bench.serving import serve_load
@@ -36,9 +36,7 @@ def flags_of(load: str, requests: int) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flag_parser(__doc__, json_file=False)
     parser.add_argument("--model", type=Path, default=DEMO, help="checkpoint folder (default: the demo)")
     parser.add_argument("--requests", type=int, default=16, help="of the load `alone`; the others have 2 to 4 times it")
     parser.add_argument("--rounds", type=int, default=3)

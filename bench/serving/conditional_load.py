@@ -17,9 +17,7 @@ once where this process is late. Figures are always / conditional.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
 import statistics
 import sys
@@ -34,7 +32,9 @@ from rich.table import Table
 
 from bench.common import machine
 from bench.common.bench_cluster import serving
+from bench.common.bench_report import flag_parser, write_report
 from bench.common.random_model import DEMO
+from bench.common.workload import greedy_completion
 from twinpool.cli.replay.openai_client import Endpoint, Outcome, stream
 
 MODES = ("always", "conditional")
@@ -72,10 +72,7 @@ class Load:
         return [self._rng.randrange(*TOKENS) for _ in range(tokens)]
 
     async def ask(self, prompt: Sequence[int], tokens: int) -> Outcome:
-        body = {
-            "model": self._model, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
-            "stream": True, "stream_options": {"include_usage": True},
-        }  # fmt: skip
+        body = greedy_completion(self._model, prompt, tokens, stream_options={"include_usage": True})
         outcome = Outcome(0.0, 0.0, len(prompt), tokens)
         return await stream(self.endpoint, self.endpoint.encode("/v1/completions", body), outcome, TIMEOUT_S)
 
@@ -151,16 +148,13 @@ def table(seen: dict[tuple[str, str], Seen]) -> Table:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flag_parser(__doc__)
     parser.add_argument("--model", type=Path, default=DEMO, help="checkpoint folder (default: the demo)")
     parser.add_argument("--probes", type=int, default=25, help="of a scene, mode and round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--streams", type=int, default=3, help="answers that stream all along")
     parser.add_argument("--scenes", nargs="*", default=list(SCENES), choices=SCENES)
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for both clusters")
-    parser.add_argument("--json", type=Path, help="file for all figures")
     args = parser.parse_args(argv)
     console = Console()
     console.print(machine.headline())
@@ -182,8 +176,7 @@ def main(argv: list[str] | None = None) -> int:
     console.print(table(seen))
     failed = sum(one.failed for one in seen.values())
     console.print(f"{failed} requests failed" if failed else "no request failed")
-    if args.json:
-        args.json.write_text(json.dumps({f"{scene} {mode}": asdict(one) for (scene, mode), one in seen.items()}))
+    write_report(args, scenes={f"{scene} {mode}": asdict(one) for (scene, mode), one in seen.items()})
     return int(failed > 0)
 
 

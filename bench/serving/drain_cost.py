@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -32,6 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common.bench_cluster import serving
+from bench.common.bench_report import figure_table, flag_parser, write_report
+from bench.common.followed_streams import FollowedStream, follow
 from twinpool.cli.own_cluster import ClusterFailed
 from twinpool.cli.replay.openai_client import Endpoint, EndpointError
 
@@ -41,69 +41,18 @@ LOW, HIGH = 300, 2000
 
 
 @dataclass
-class Stream:
-    """One answer as a client saw it."""
-
-    tokens: list[int] = field(default_factory=list)
-    at_s: list[float] = field(default_factory=list)
-    """When each token arrived, of `time.perf_counter`."""
-    migrations: int = 0
-    attempts: int = 1
-    decode: str = ""
-    """Who served it last."""
-    error: str = ""
-
-    def longest_gap_s(self, since_s: float) -> float:
-        """Between two tokens, the second of them after `since_s`."""
-        return max((b - a for a, b in pairwise(self.at_s) if b >= since_s), default=0.0)
-
-    def had(self, now_s: float) -> int:
-        """Tokens that had come by `now_s`."""
-        return sum(at <= now_s for at in self.at_s)
-
-
-@dataclass
 class Round:
     """All streams of one run, and the drain in it."""
 
-    streams: list[Stream]
+    streams: list[FollowedStream]
     drained_at_s: float = 0.0
     left_s: float = 0.0
     """From the drain until the victim had left."""
 
 
-async def follow(client: httpx.AsyncClient, body: dict[str, Any], stream: Stream) -> None:
-    """One streamed completion; what goes wrong is in `stream.error`."""
-    try:
-        async with client.stream("POST", "/v1/completions", json=body, headers={"X-Twinpool-Timeline": "1"}) as answer:
-            if answer.status_code != 200:
-                stream.error = f"http {answer.status_code}: {(await answer.aread())[:200]!r}"
-                return
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    _take(stream, json.loads(line[6:]))
-                elif line == "data: [DONE]":
-                    return
-        stream.error = stream.error or "the stream broke off"
-    except httpx.HTTPError as error:
-        stream.error = f"{type(error).__name__}: {error}"
-
-
-def _take(stream: Stream, event: dict[str, Any]) -> None:
-    if "error" in event:
-        stream.error = json.dumps(event["error"])
-    for choice in event.get("choices") or ():
-        tokens = choice.get("token_ids") or ()
-        stream.tokens += tokens
-        stream.at_s += [time.perf_counter()] * len(tokens)
-    if seen := event.get("twinpool"):
-        stream.migrations, stream.attempts = seen["migrations"], seen["attempts"]
-        stream.decode = seen["decode_worker"] or ""
-
-
 async def run(url: str, bodies: Sequence[dict[str, Any]], victim: str, after_tokens: int) -> Round:
     """All streams at once; with a `victim`, it is drained when each has had `after_tokens`."""
-    streams = [Stream() for _ in bodies]
+    streams = [FollowedStream() for _ in bodies]
     limits = httpx.Limits(max_connections=len(bodies) + 4)
     async with httpx.AsyncClient(base_url=url, timeout=DRAIN_TIMEOUT_S, limits=limits, trust_env=False) as client:
         tasks = [asyncio.create_task(follow(client, b, s)) for b, s in zip(bodies, streams, strict=True)]
@@ -111,9 +60,9 @@ async def run(url: str, bodies: Sequence[dict[str, Any]], victim: str, after_tok
         if victim:
             while any(len(s.tokens) < after_tokens and not t.done() for s, t in zip(streams, tasks, strict=True)):
                 await asyncio.sleep(0.005)
-            out.drained_at_s = time.perf_counter()
+            out.drained_at_s = time.monotonic()
             await _drain(client, victim)
-            out.left_s = time.perf_counter() - out.drained_at_s
+            out.left_s = time.monotonic() - out.drained_at_s
         await asyncio.gather(*tasks)
     return out
 
@@ -183,17 +132,15 @@ def _quantile(values: Sequence[float], share: float) -> float:
 
 
 def table(found: dict[str, Any]) -> Table:
-    out = Table("what", "value", title="drain under load")
+    rows = []
     for name, value in found.items():
         shown = f"{1e3 * value:.1f} ms" if name.endswith("_s") and value < 10 else f"{value:.1f} s"
-        out.add_row(name.removesuffix("_s").replace("_", " "), shown if name.endswith("_s") else str(value))
-    return out
+        rows.append((name.removesuffix("_s").replace("_", " "), shown if name.endswith("_s") else str(value)))
+    return figure_table("drain under load", ("what", "value"), rows)
 
 
 def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    out = flag_parser(__doc__)
     out.add_argument("--url", help="a running cluster (default: one is started for this)")
     out.add_argument("--model", default="demo", help="checkpoint folder, or demo")
     out.add_argument("--prefill", type=int, default=1, help="prefill workers of the cluster that is started")
@@ -205,7 +152,6 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--output-tokens", type=int, default=300)
     out.add_argument("--after-tokens", type=int, default=20, help="tokens that every stream has had at the drain")
     out.add_argument("--seed", type=int, default=1)
-    out.add_argument("--json", type=Path, help="write settings and figures to this file")
     return out
 
 
@@ -231,9 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(table(found))
     for reason in sorted({s.error for s in drained.streams if s.error}):
         console.print(f"failed: {reason}")
-    if args.json:
-        settings = {name: value for name, value in vars(args).items() if name != "json"}
-        args.json.write_text(json.dumps({"settings": settings, "figures": found}, indent=2) + "\n")
+    write_report(args, figures=found)
     return 1 if found["failed"] or found["altered"] else 0
 
 

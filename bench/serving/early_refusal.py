@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import httpx
 from rich.console import Console
@@ -28,7 +26,8 @@ from rich.table import Table
 
 from bench.common import machine
 from bench.common.bench_cluster import serving
-from bench.common.workload import LengthRange, synthetic
+from bench.common.bench_report import flag_parser, write_report
+from bench.common.workload import LengthRange, greedy_completion, synthetic
 from twinpool.cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
 from twinpool.cli.replay.trace_prompts import Ask, Content
 
@@ -70,10 +69,7 @@ class Client:
         self._hurried = Endpoint.parse(url, [("x-slo-ttft-ms", str(slo_ms))])
 
     async def one(self, ask: Ask, way: str, start: float) -> Outcome:
-        body = {
-            "model": self.model, "prompt": list(ask.tokens), "max_tokens": ask.output_tokens, "temperature": 0.0,
-            "ignore_eos": True, "stream": True,
-        }  # fmt: skip
+        body = greedy_completion(self.model, ask.tokens, ask.output_tokens)
         endpoint = self._hurried if way == "slo" else self._plain
         request = endpoint.encode("/v1/completions", body)
         await asyncio.sleep(max(0.0, start + ask.at_s - time.perf_counter()))
@@ -174,9 +170,7 @@ def table(results: Sequence[Goodput]) -> Table:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flag_parser(__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.8, 2.0])
     parser.add_argument("--slo-ms", type=int, default=1000)
@@ -185,7 +179,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--input-tokens", default="64:1600", help="of prompts: N or LOW:HIGH")
     parser.add_argument("--output-tokens", default="1:4")
     parser.add_argument("--warm-up", type=int, default=40, help="requests before anything is measured")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     print(machine.headline())
     with serving(args.model) as url:
@@ -193,9 +186,7 @@ def main(argv: list[str] | None = None) -> int:
         capacity, results = asyncio.run(measure(Client(url, model, args.slo_ms), args))
     print(f"capacity: {capacity:.1f} requests/s; first tokens in time within {args.slo_ms} ms")
     Console(width=140).print(table(results))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"capacity": capacity, "ways": [asdict(one) for one in results]}, indent=1))
+    write_report(args, capacity=capacity, ways=[asdict(one) for one in results])
     return 0
 
 

@@ -10,19 +10,15 @@ Sampling is seeded and no grammar is involved, so every answer must be the undis
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import json
 import os
 import random
 import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import pairwise
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import httpx
@@ -30,28 +26,14 @@ import numpy as np
 
 from bench.common import machine
 from bench.common.bench_cluster import serving
+from bench.common.bench_report import flag_parser, write_report
+from bench.common.followed_streams import FollowedStream, follow
 
 BACK_S = 120.0
 LOOK_S = 0.02
 TRIES = 40
 AHEAD = 8
 """Tokens that a stream has before its decode worker is killed."""
-
-
-@dataclass
-class Stream:
-    """One answer, with the moments of its tokens (seconds of `time.monotonic`)."""
-
-    tokens: list[int] = field(default_factory=list)
-    at: list[float] = field(default_factory=list)
-    attempts: int = 1
-    workers: dict[str, str] = field(default_factory=dict)
-
-    def pause_s(self, killed: float) -> float:
-        """From the kill to the token that ended the longest silence after it."""
-        edges = [killed, *(t for t in self.at if t > killed)]
-        gaps = [later - before for before, later in pairwise(edges)]
-        return edges[1 + gaps.index(max(gaps))] - killed
 
 
 @dataclass(frozen=True)
@@ -113,16 +95,18 @@ class Failover:
             while kills < rounds and number < TRIES * rounds:
                 number += 1
                 bodies = self._load.bodies(number)
-                whole = await asyncio.gather(*(self._stream(client, body, Stream()) for body in bodies))
+                whole = await asyncio.gather(*(follow(client, body, FollowedStream()) for body in bodies))
                 # Another salt: the second time nothing of it is found in a cache.
                 again = [body | {"cache_salt": f"again-{role}-{number}"} for body in bodies]
-                streams = [Stream() for _ in again]
+                streams = [FollowedStream() for _ in again]
                 tasks = [
-                    asyncio.create_task(self._stream(client, body, stream))
+                    asyncio.create_task(follow(client, body, stream))
                     for body, stream in zip(again, streams, strict=True)
                 ]
                 killed = await self._kill(client, role, streams)
                 await asyncio.gather(*tasks)
+                if failed := [s.error for s in (*whole, *streams) if s.error]:
+                    raise RuntimeError(f"an answer failed: {failed[0]}")
                 kills += killed is not None and any(s.attempts > 1 for s in streams)
                 struck = [s for s in streams if s.attempts > 1]
                 pauses += [s.pause_s(killed) for s in struck] if killed is not None else []
@@ -130,26 +114,7 @@ class Failover:
                 await self._all_back(client)
         return Result.of(role, kills, kills * self._load.streams, pauses, same)
 
-    async def _stream(self, client: httpx.AsyncClient, body: dict[str, Any], out: Stream) -> Stream:
-        headers = {"X-Twinpool-Timeline": "1"}
-        async with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
-            if response.status_code != 200:
-                raise RuntimeError(f"an answer was refused: {(await response.aread()).decode()}")
-            async for line in response.aiter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    raise RuntimeError(f"an answer failed: {event['error']}")
-                for choice in event["choices"]:
-                    fresh = choice.get("token_ids") or []
-                    out.tokens += fresh
-                    out.at += [time.monotonic()] * len(fresh)
-                if told := event.get("twinpool"):
-                    out.attempts = told["attempts"]
-        return out
-
-    async def _kill(self, client: httpx.AsyncClient, role: str, streams: Sequence[Stream]) -> float | None:
+    async def _kill(self, client: httpx.AsyncClient, role: str, streams: Sequence[FollowedStream]) -> float | None:
         """Kill a worker of `role` that has work, once streams run (decode), or as soon as one has (prefill).
 
         A prefill worker may have finished before the signal comes. So it is stopped first, and killed when a stream
@@ -172,7 +137,9 @@ class Failover:
             await asyncio.sleep(LOOK_S if role == "decode" else 0)
         raise RuntimeError(f"no {role} worker was found at work within {BACK_S:g} s")
 
-    async def _caught(self, client: httpx.AsyncClient, victim: dict[str, Any], streams: Sequence[Stream]) -> bool:
+    async def _caught(
+        self, client: httpx.AsyncClient, victim: dict[str, Any], streams: Sequence[FollowedStream]
+    ) -> bool:
         """Stop a prefill worker; whether a stream waits for it then. One that nobody waits for goes on."""
         with contextlib.suppress(ProcessLookupError):  # Its lease may end meanwhile, and it with it.
             os.kill(victim["pid"], signal.SIGSTOP)
@@ -197,9 +164,7 @@ class Failover:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flag_parser(__doc__)
     parser.add_argument("--model", default="demo", help="checkpoint folder, or demo")
     parser.add_argument("--url", help="a cluster on this machine with two workers a role, rather than one started here")
     parser.add_argument("--rounds", type=int, default=8, help="workers killed, of each role")
@@ -209,7 +174,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocab", type=int, default=2000, help="prompts are of tokens below this")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for the cluster")
-    parser.add_argument("--json", type=Path, help="write figures to this file")
     args = parser.parse_args(arguments)
     load = Load(args.streams, args.prompt_tokens, args.answer_tokens, args.vocab, args.seed)
     settings = ["cluster.restart_limit=100000", *args.set]
@@ -218,16 +182,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         with serving(args.model, settings, ["--prefill", "2", "--decode", "2"]) as url:
             results = _both(url, load, args.rounds)
-    about = machine.describe()
     print(machine.headline())
     for r in results:
         figures = (
             "-" if r.p50_ms is None else f"p50 {r.p50_ms:.0f} ms, p99 {r.p99_ms:.0f} ms, worst {r.worst_ms:.0f} ms"
         )
         print(f"{r.role}: {r.kills} killed, {r.struck} of {r.streams} streams struck: {figures}; same: {r.same_tokens}")
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"machine": about, "results": [asdict(r) for r in results]}, indent=1))
+    write_report(args, results=[asdict(r) for r in results])
     return 0 if all(r.same_tokens for r in results) else 1
 
 

@@ -1,17 +1,15 @@
-"""Measure the data planes beside a plain copy, a bare TCP socket, bare pyzmq and bare NIXL, in the same run.
+"""Measure the data planes beside a plain copy, a bare TCP socket and bare NIXL, in the same run.
 
     python -m bench.serving.handover_speed
     python -m bench.serving.handover_speed --layers 4 --kv-heads 2 --head-dim 48    # the demo's state
 
-`shm`, `zmq`, `staged`, `nixl`, the socket, pyzmq and NIXL go between two processes, `local` stays in one. Throughput is
+`shm`, `zmq`, `staged`, `nixl`, the socket and NIXL go between two processes, `local` stays in one. Throughput is
 with some chunks under way at once, the time of a chunk with one: from the post until the reader, having it in its
 pages, has answered. Rounds go over all ways in turns; medians are shown. All bytes that arrived are compared.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import statistics
 import sys
@@ -21,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common import machine
+from bench.common.bench_report import figure_table, flag_parser, write_report
 from bench.serving.transfer_ways import (
     BETWEEN_PROCESSES,
     DISTINCT,
@@ -217,9 +215,8 @@ def measure(shape: Shape, chunks: int, rounds: int, threads: int) -> dict[str, M
 
 def table(shape: Shape, results: dict[str, Measured]) -> Table:
     """Medians, and each way over memcpy and over the bare socket."""
-    out = Table(title=f"chunks of {shape.chunk_bytes / 2**20:.1f} MiB in {shape.chunk_pages} pages")
-    for name in ("", "GB/s", "chunk, ms", "CPU s/GB", "/ memcpy", "/ tcp socket", "/ bare nixl"):
-        out.add_column(name, justify="left" if not name else "right")
+    title = f"chunks of {shape.chunk_bytes / 2**20:.1f} MiB in {shape.chunk_pages} pages"
+    out = figure_table(title, ("", "GB/s", "chunk, ms", "CPU s/GB", *(f"/ {base}" for base in BASES)))
     for name, measured in results.items():
         ratios = [f"{measured.rate / results[base].rate:.2f}" for base in BASES]
         cpu, each = statistics.median(measured.cpu_s_per_gb), statistics.median(measured.chunk_ms)
@@ -228,9 +225,7 @@ def table(shape: Shape, results: dict[str, Measured]) -> Table:
 
 
 def main(argv: list[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    flags = flag_parser(__doc__)
     flags.add_argument("--layers", type=int, default=28)
     flags.add_argument("--kv-heads", type=int, default=8)
     flags.add_argument("--head-dim", type=int, default=128)
@@ -241,7 +236,6 @@ def main(argv: list[str] | None = None) -> int:
     )
     flags.add_argument("--rounds", type=int, default=5)
     flags.add_argument("--threads", type=int, default=1, help="torch's threads in either process")
-    flags.add_argument("--json", type=Path, help="write all figures to this file")
     args = flags.parse_args(argv)
     if min(v for v in vars(args).values() if isinstance(v, int)) < 1:
         flags.error("all numbers must be 1 or more")
@@ -251,11 +245,7 @@ def main(argv: list[str] | None = None) -> int:
     console.print(machine.headline())
     results = measure(shape, -(-args.chunks // DISTINCT) * DISTINCT, args.rounds, args.threads)
     console.print(table(shape, results))
-    if args.json is not None:
-        settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
-        figures = {name: asdict(m) | {"median_gb_per_s": m.rate} for name, m in results.items()}
-        out = {"settings": settings, "machine": machine.describe(), "ways": figures}
-        args.json.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
+    write_report(args, ways={name: asdict(m) | {"median_gb_per_s": m.rate} for name, m in results.items()})
     return 0
 
 

@@ -36,6 +36,8 @@ from urllib.parse import urlsplit
 import psutil
 
 from bench.common.bench_cluster import serving
+from bench.common.bench_report import flag_parser, write_report
+from bench.common.child_server import ROOT, child, first_line, free_port, wait_ready
 from bench.common.random_model import DEMO
 
 STREAMS = 8
@@ -49,9 +51,6 @@ SALTERS = 8
 """Connections that salted requests come over, a process."""
 FIRST_SALTS = 1500
 """They fill the demo's pools, whose memory the system gives page by page as it is first written."""
-
-
-ROOT = Path(__file__).parents[2]
 
 
 BEGINNINGS = (b"", b"\xff\x00\x00\x00\x00\x00\x00\x01\x7f", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
@@ -271,18 +270,8 @@ async def phase(target: Target, kind: str, options: argparse.Namespace, answers:
     if kind == "nothing":
         await asyncio.sleep(options.seconds)
     else:
-        command = [
-            "nice",
-            "-n",
-            str(options.nice),
-            sys.executable,
-            "-m",
-            "bench.serving.hostile_clients",
-            "--do",
-            kind,
-            "--host",
-            target.host,
-        ]
+        command = ["nice", "-n", str(options.nice), sys.executable, "-m", "bench.serving.hostile_clients"]
+        command += ["--do", kind, "--host", target.host]
         command += ["--ports", ",".join(map(str, target.ports)), "--seconds", str(options.seconds)]
         command += ["--context", str(target.context), "--salts", str(options.salts)]
         count = {"bodies": 3, "garbage": 2}.get(kind, 1)
@@ -329,13 +318,8 @@ def listening(pids: Sequence[int]) -> set[int]:
 
 
 def stream_body(tokens: int) -> dict[str, Any]:
-    return {
-        "prompt": [300, 301, 302],
-        "max_tokens": tokens,
-        "stream": True,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
+    asked = {"prompt": [300, 301, 302], "max_tokens": tokens, "ignore_eos": True}
+    return {**asked, "stream": True, "return_token_ids": True}
 
 
 @contextmanager
@@ -349,30 +333,14 @@ def router_alone(context: int) -> Iterator[Target]:
                 (model / path.name).symlink_to(path.absolute())
         shape = json.loads((Path(DEMO) / "config.json").read_text())
         (model / "config.json").write_text(json.dumps({**shape, "max_position_embeddings": context}))
-        workers = subprocess.Popen(
-            [sys.executable, "-m", "bench.common.stand_in_workers", "--context", str(context)],
-            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert workers.stdout is not None
-        controller = workers.stdout.readline().strip()
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        router = subprocess.Popen(
-            [
-                *("/bin/sh", "-c", f'ulimit -n {DESCRIPTORS} && exec "$@"', "sh"),
-                *(sys.executable, "-m", "twinpool.router.main", "--model", str(model), "--controller", controller),
-                *("--port", str(port)),
-            ],
-            cwd=ROOT,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            wait_healthy("127.0.0.1", port)
-            yield Target("127.0.0.1", (port,), (router.pid,), context, stream_body(150))
-        finally:
-            for process in (router, workers):
-                process.kill()
-                process.wait()
+        stand_ins = [sys.executable, "-m", "bench.common.stand_in_workers", "--context", str(context)]
+        with child(stand_ins) as workers:
+            controller, port = first_line(workers), free_port()
+            router = [sys.executable, "-m", "twinpool.router.main", "--model", str(model), "--controller", controller]
+            limited = ("/bin/sh", "-c", f'ulimit -n {DESCRIPTORS} && exec "$@"', "sh")
+            with child([*limited, *router, "--port", str(port)], stderr=subprocess.DEVNULL) as process:
+                wait_ready(f"http://127.0.0.1:{port}/health", process)
+                yield Target("127.0.0.1", (port,), (process.pid,), context, stream_body(150))
 
 
 @contextmanager
@@ -384,17 +352,6 @@ def whole_cluster() -> Iterator[Target]:
         mine = [p.pid for p in psutil.Process().children(recursive=False)]
         others = sorted(listening(mine) - {where.port})
         yield Target(where.hostname, (where.port, *others), tuple(mine), 2048, stream_body(150))
-
-
-def wait_healthy(host: str, port: int) -> None:
-    deadline = time.monotonic() + ANSWER_S
-    while time.monotonic() < deadline:
-        with suppress(OSError), socket.create_connection((host, port), timeout=1.0) as client:
-            client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-            if client.recv(15).startswith(b"HTTP/1.1 200"):
-                return
-        time.sleep(0.05)
-    raise RuntimeError("the router did not become healthy")
 
 
 def show(seen: Seen, still: Seen) -> int:
@@ -418,15 +375,12 @@ def show(seen: Seen, still: Seen) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flag_parser(__doc__)
     parser.add_argument("--cluster", action="store_true", help="a whole cluster of the demo model")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each harm")
     parser.add_argument("--nice", type=int, default=0, help="niceness of those who do harm, beside this process's")
     parser.add_argument("--salts", type=int, default=1000, help="requests with a salt of their own, in all")
     parser.add_argument("--only", help="one kind of harm")
-    parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--do", help=argparse.SUPPRESS)
     parser.add_argument("--host", help=argparse.SUPPRESS)
     parser.add_argument("--ports", help=argparse.SUPPRESS)
@@ -446,8 +400,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for kind in ("nothing", *kinds):
             phases.append(asyncio.run(phase(target, kind, options, answers)))
             exceeded += show(phases[-1], phases[0])
-    if options.json:
-        options.json.write_text(json.dumps([asdict(p) for p in phases]))
+    write_report(options, phases=[asdict(p) for p in phases])
     print(f"{exceeded} of the bounds exceeded: /live p99 {LIVE_MS:g} ms, {GAP_MS:g} ms beyond undisturbed, memory")
     return 0 if not exceeded else 1
 

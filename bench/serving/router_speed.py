@@ -21,13 +21,11 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -40,12 +38,12 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common import machine
+from bench.common.bench_report import figure_table, flag_parser, write_report
+from bench.common.child_server import ROOT, child, first_line, free_port, wait_ready
 from twinpool.contracts.proto import worker_pb2 as pb
 from twinpool.contracts.wire.frame_connection import FrameConnection
 from twinpool.contracts.wire.shared_frames import EVENTS_BYTES
 
-ROOT = Path(__file__).parents[2]
-START_S = 60.0
 DONE = b"data: [DONE]"
 LIMITS = {"router": {"max_connections": 16_000, "max_queue": 16_000, "request_timeout_s": 600.0}}
 
@@ -236,50 +234,13 @@ async def idle(router: RouterUnderTest, streams: int, seconds: float) -> list[fl
 
 
 @contextmanager
-def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A process that ends with its standard input, or is ended."""
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.communicate(timeout=20)
-
-
-def said(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    line = process.stdout.readline().strip()
-    if not line:
-        raise RuntimeError(f"{process.args!r} ended before it served")
-    return line
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        return int(bound.getsockname()[1])
-
-
-def wait_for(port: int, path: str) -> None:
-    deadline = time.monotonic() + START_S
-    while True:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=2) as answer:
-                if answer.status == 200:
-                    return
-        except OSError:
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"no router serves on port {port}") from None
-        time.sleep(0.1)
-
-
-@contextmanager
 def own_router(model: Path, token_ms: float) -> Iterator[RouterUnderTest]:
     with ExitStack() as stack:
         workers = [sys.executable, "-m", "bench.common.stand_in_workers", "--token-ms", str(token_ms)]
         with child(workers) as alone:
-            said(alone)
-            worker_ms = uvloop.run(ask_worker(said(alone), 500))
-        controller = said(stack.enter_context(child(workers)))
+            first_line(alone)
+            worker_ms = uvloop.run(ask_worker(first_line(alone), 500))
+        controller = first_line(stack.enter_context(child(workers)))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (folder / "config.json").write_text(json.dumps(LIMITS))
         port = free_port()
@@ -288,7 +249,7 @@ def own_router(model: Path, token_ms: float) -> Iterator[RouterUnderTest]:
             "--port", str(port), "--config-json", str(folder / "config.json"),
         ]  # fmt: skip
         process = stack.enter_context(child(command, stderr=subprocess.DEVNULL))
-        wait_for(port, "/health")
+        wait_ready(f"http://127.0.0.1:{port}/health", process)
         yield RouterUnderTest("twinpool", process.pid, port, model.name, worker_ms)
 
 
@@ -296,7 +257,7 @@ def own_router(model: Path, token_ms: float) -> Iterator[RouterUnderTest]:
 def rival_router(python: str, token_ms: float) -> Iterator[RouterUnderTest]:
     with ExitStack() as stack:
         workers = [sys.executable, "-m", "bench.common.stand_in_http", "--token-ms", str(token_ms)]
-        worker = said(stack.enter_context(child(workers)))
+        worker = first_line(stack.enter_context(child(workers)))
         port, metrics = free_port(), free_port()
         command = [
             python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port), "--worker-urls",
@@ -304,27 +265,27 @@ def rival_router(python: str, token_ms: float) -> Iterator[RouterUnderTest]:
             "error", "--max-concurrent-requests", "16000",
         ]  # fmt: skip
         process = stack.enter_context(child(command, stderr=subprocess.DEVNULL))
-        wait_for(port, "/readiness")
+        wait_ready(f"http://127.0.0.1:{port}/readiness", process)
         (one,) = uvloop.run(ask(RouterUnderTest("worker", 0, int(worker), "m"), {**PROMPT, "max_tokens": 1}, 1, 500))
         yield RouterUnderTest("sglang-router", process.pid, port, "m", statistics.median(one.took_s) * 1000)
 
 
 def table(results: Sequence[RouterCost]) -> Table:
-    shown = Table(
+    heads = (
         "router", "requests/s", "µs a request", "a core's requests/s", "ms at one", "added", "µs a token", "tokens/s"
-    )
-    for one in results:
-        shown.add_row(
+    )  # fmt: skip
+    rows = (
+        (
             one.router, f"{one.requests_per_s:,.0f}", f"{one.request_us:.0f}", f"{1e6 / one.request_us:,.0f}",
             f"{one.one_ms:.2f}", f"{one.added_ms:.2f}", f"{one.token_us:.1f}", f"{1e6 / one.token_us:,.0f}",
-        )  # fmt: skip
-    return shown
+        )
+        for one in results
+    )  # fmt: skip
+    return figure_table(None, heads, rows)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flag_parser(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "cluster" / "demo")
     parser.add_argument("--rival", help="a Python that has sglang-router")
     parser.add_argument("--connections", type=int, default=16)
@@ -335,7 +296,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--idle", type=int, default=0, help="streams that wait; 0: not measured")
     parser.add_argument("--idle-s", type=float, default=20.0, help="for how long they are watched")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     print(machine.headline())
     found: dict[str, list[RouterCost]] = {}
@@ -354,8 +314,7 @@ def main(argv: list[str] | None = None) -> int:
         each = (with_them - before) / args.idle * 1024
         print(f"{args.idle} idle streams: {before:.0f} MiB before, {with_them:.0f} with them ({each:.1f} KiB each), "
               f"{after:.0f} after {args.idle_s:g} s")  # fmt: skip
-    if args.json:
-        args.json.write_text(json.dumps([asdict(one) for one in results], indent=1))
+    write_report(args, routers=[asdict(one) for one in results])
     return 0
 
 

@@ -15,7 +15,6 @@ runs on the machine doesn't count.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 import time
@@ -30,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common import machine
+from bench.common.bench_report import figure_table, flag_parser, write_report
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.sim.scale.cluster_model import ClusterModel
 from twinpool.sim.scale.cluster_plan import ClusterPlan, DecodePool, LatencyTarget, PrefillPool
@@ -141,13 +141,11 @@ def burst(args: argparse.Namespace) -> list[ScaleFigures]:
 
 
 def shown(title: str, found: Sequence[ScaleFigures]) -> Table:
-    table = Table(title=title)
     heads = (
         "run", "answered", "hits", "TTFT p50, ms", "p99", "ITL p50", "p99", "good", "good a second", "worker-s",
         "reversals", "CPU, s", "us a request", "MiB",
     )  # fmt: skip
-    for head in heads:
-        table.add_column(head, justify="left" if head == "run" else "right")
+    table = figure_table(title, heads)
     for one in found:
         told = one.report
         table.add_row(
@@ -171,9 +169,7 @@ PARTS = {"hour": hour, "routing": routing, "burst": burst}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flag_parser(__doc__)
     parser.add_argument("--part", choices=(*PARTS, "all"), default="all")
     parser.add_argument("--workers", type=int, default=1000, help="of `hour`; the most of `burst`")
     parser.add_argument("--prefill-part", type=float, default=0.6, help="of the workers")
@@ -192,18 +188,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ttft", type=float, default=5.0, help="seconds to the first token within which it is good")
     parser.add_argument("--tpot", type=float, default=0.1, help="and from token to token")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 180)
     console.print(machine.headline())
-    out: dict[str, object] = {"machine": machine.describe()}
+    out: dict[str, object] = {}
     for part, run in PARTS.items():
         if args.part in (part, "all"):
             found = run(args)
             console.print(shown(part, found))
             out[part] = [asdict(one) for one in found]
-    if args.json is not None:
-        args.json.write_text(json.dumps(out, indent=1) + "\n")
+    write_report(args, **out)
     return 0
 
 

@@ -26,6 +26,7 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from bench.common.bench_report import flag_parser
 from bench.common.latency_report import Slo, Summary, ratios, summarize, table
 from bench.common.workload import LengthRange, synthetic
 from twinpool.cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
@@ -172,9 +173,7 @@ async def measure(args: argparse.Namespace, console: Console) -> list[Target]:
 
 def parser() -> argparse.ArgumentParser:
     """All flags, checked by `check` as a whole."""
-    out = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    out = flag_parser(__doc__)
     where = out.add_argument_group("where")
     where.add_argument("--url", required=True, help="an OpenAI endpoint: http://HOST:PORT")
     where.add_argument("--baseline-url", help="another one, under the same load in turns")
@@ -208,7 +207,6 @@ def parser() -> argparse.ArgumentParser:
     shown = out.add_argument_group("shown")
     shown.add_argument("--slo-ttft-ms", type=float, help="good requests have their first token within this")
     shown.add_argument("--slo-tpot-ms", type=float, help="and later tokens at this or less on average")
-    shown.add_argument("--json", type=Path, help="write settings and figures to this file")
     shown.add_argument("--records", action="store_true", help="with --json: also each request")
     return out
 

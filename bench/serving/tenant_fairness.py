@@ -19,10 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
-import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -41,15 +38,15 @@ from rich.table import Table
 
 from bench.common import machine
 from bench.common.bench_cluster import serving
-from bench.common.workload import LengthRange, synthetic
+from bench.common.bench_report import figure_table, flag_parser, write_report
+from bench.common.child_server import child_server, free_port
+from bench.common.workload import LengthRange, greedy_completion, synthetic
 from twinpool.cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
 from twinpool.cli.replay.trace_prompts import Ask, Content
 from twinpool.contracts.key_file import KeyFile, TenantLimits, mint_key, write_key_file
 
 TIMEOUT_S = 300.0
 SETTLE_S = 0.3
-START_S = 60.0
-STOP_S = 20.0
 TOKENS = (300, 900)
 """Ids of ordinary tokens, of the demo's vocabulary and of most."""
 FLOOD = "flood"
@@ -82,26 +79,11 @@ def second_router(url: str) -> Iterator[str]:
     command = first.cmdline()
     ready = command.index("--ready-fd")
     del command[ready : ready + 2]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        command[command.index("--port") + 1] = str(free.getsockname()[1])
-    own = f"http://127.0.0.1:{command[command.index('--port') + 1]}"
-    with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(command, env=first.environ(), cwd=first.cwd(), stdout=said, stderr=said)
-        try:
-            deadline = time.monotonic() + START_S
-            while not _ready(own):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    said.seek(0)
-                    raise RuntimeError(f"the second router did not become ready; it said:\n{said.read().decode()}")
-                time.sleep(0.2)
-            yield own
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    own = free_port()
+    command[command.index("--port") + 1] = str(own)
+    url = f"http://127.0.0.1:{own}"
+    with child_server(command, f"{url}/health", first.environ(), first.cwd()):
+        yield url
 
 
 @contextmanager
@@ -113,13 +95,6 @@ def computing() -> Iterator[None]:
     finally:
         process.kill()
         process.wait()
-
-
-def _ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health").status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 class Clients:
@@ -136,10 +111,7 @@ class Clients:
         """Prompt tokens of the flood that were answered."""
 
     async def one(self, who: str, router: int, ask: Ask) -> Outcome:
-        body = {
-            "model": self._model, "prompt": list(ask.tokens), "max_tokens": ask.output_tokens, "temperature": 0.0,
-            "ignore_eos": True, "stream": True,
-        }  # fmt: skip
+        body = greedy_completion(self._model, ask.tokens, ask.output_tokens)
         endpoint = self._at[who][router % len(self._urls)]
         request = endpoint.encode("/v1/completions", body)
         return await stream(endpoint, request, Outcome(ask.at_s, 0.0, len(ask.tokens), ask.output_tokens), TIMEOUT_S)
@@ -209,14 +181,16 @@ def waits(way: str, outcomes: Sequence[Outcome], flood_tokens_s: float) -> Wait:
 
 
 def table(results: Sequence[Wait]) -> Table:
-    shown = Table("way", "sent", "failed", "p50 ms", "p90 ms", "p99 ms", "p99 / alone", "flood, tokens/s")
+    heads = ("way", "sent", "failed", "p50 ms", "p90 ms", "p99 ms", "p99 / alone", "flood, tokens/s")
     alone = next(one.p99_ms for one in results if one.way == "alone")
-    for one in results:
-        shown.add_row(
+    rows = (
+        (
             one.way, str(one.sent), str(one.failed), f"{one.p50_ms:.0f}", f"{one.p90_ms:.0f}", f"{one.p99_ms:.0f}",
             f"{one.p99_ms / alone:.2f}", f"{one.flood_tokens_s:,.0f}",
-        )  # fmt: skip
-    return shown
+        )
+        for one in results
+    )  # fmt: skip
+    return figure_table(None, heads, rows)
 
 
 def write_keys(path: Path, weights: Sequence[int]) -> dict[str, str]:
@@ -231,9 +205,7 @@ def write_keys(path: Path, weights: Sequence[int]) -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flag_parser(__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--weights", type=int, nargs="+", default=[1, 8], help="of the quiet tenant")
     parser.add_argument("--ways", nargs="+", metavar="WAY", help="only these; by default all")
@@ -246,7 +218,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as for serve")
     parser.add_argument("--one-router", action="store_true")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     print(machine.headline())
     ways = args.ways or [*UNFLOODED, *(f"weight {n}" for n in args.weights), "fcfs"]
@@ -267,9 +238,7 @@ def main(argv: list[str] | None = None) -> int:
         f"{len(urls)} routers; {args.flood} prompts of {args.flood_tokens} tokens in flight beside the quiet tenant's"
     )
     Console(width=120).print(table(results))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps([asdict(one) for one in results], indent=1))
+    write_report(args, ways=[asdict(one) for one in results])
     return 0
 
 

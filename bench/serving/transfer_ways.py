@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-import zmq
 
 from twinpool.cache.device.device_port import Completion
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
@@ -275,50 +274,6 @@ class SocketWriter:
         self._socket.close()
 
 
-class MessageReader:
-    """Bare pyzmq: takes frames and keeps the last ones; nothing is stored in pages."""
-
-    def __init__(self) -> None:
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
-        self._socket.set(zmq.RCVHWM, 0)
-        port: int = self._socket.bind_to_random_port(f"tcp://{HOST}")
-        self._endpoint = f"tcp://{HOST}:{port}"
-        self._frames: dict[int, zmq.Frame] = {}
-        self._number = 0
-
-    def describe(self) -> Any:
-        return self._endpoint
-
-    def receive(self) -> int:
-        if not self._socket.poll(_POLL_MS):
-            return 0
-        self._frames[self._number % DISTINCT] = self._socket.recv(copy=False)
-        self._number += 1
-        return 1
-
-    def sums(self) -> list[int]:
-        return [zlib.crc32(self._frames[n].buffer) for n in range(DISTINCT)]
-
-    def close(self) -> None:
-        self._socket.close(linger=0)
-
-
-class MessageWriter:
-    def __init__(self, memory: Memory, description: Any) -> None:
-        self._chunks = [raw(memory.packed(n)) for n in range(DISTINCT)]
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-        self._socket.set(zmq.SNDHWM, 0)
-        self._socket.connect(description)
-
-    def send(self, number: int) -> None:
-        self._socket.send(self._chunks[number % DISTINCT], copy=False)
-
-    def finish(self) -> None: ...
-
-    def close(self) -> None:
-        self._socket.close(linger=0)
-
-
 class NixlReader:
     """Bare NIXL: one agent with a thread of its own, and pages scattered as on the planes."""
 
@@ -381,7 +336,7 @@ class NixlWriter:
             handle.release()
 
 
-BETWEEN_PROCESSES: Sequence[str] = ("shm", "zmq", "staged", "nixl", "tcp socket", "pyzmq", "bare nixl")
+BETWEEN_PROCESSES: Sequence[str] = ("shm", "zmq", "staged", "nixl", "tcp socket", "bare nixl")
 
 
 def make_reader(way: str, shape: Shape, device: str = "cpu") -> Reader:
@@ -389,7 +344,7 @@ def make_reader(way: str, shape: Shape, device: str = "cpu") -> Reader:
         return NixlReader(shape)
     if way == "tcp socket":
         return SocketReader(shape)
-    return MessageReader() if way == "pyzmq" else PlaneReader(way, shape, device)
+    return PlaneReader(way, shape, device)
 
 
 def make_writer(way: str, memory: Memory, description: Any) -> Writer:
@@ -397,4 +352,4 @@ def make_writer(way: str, memory: Memory, description: Any) -> Writer:
         return NixlWriter(memory, description)
     if way == "tcp socket":
         return SocketWriter(memory, description)
-    return MessageWriter(memory, description) if way == "pyzmq" else PlaneWriter(way, memory, description)
+    return PlaneWriter(way, memory, description)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,18 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-from bench.common.section_figures import NOT_COMPLETE, known_figures, write_figures
+from bench.common.bench_report import write_figures
 from bench.engine.engine_speed import SpeedScenario
 from bench.gpu import __main__ as gpu
-from bench.gpu import gpu_copies, gpu_engine, gpu_families, gpu_handover, gpu_serving
+from bench.gpu import gpu_copies, gpu_engine, gpu_handover
 from bench.gpu.goodput import Goodput, Load, Slo
 from bench.gpu.gpu_limits import Ceilings, ModelCost
-from bench.gpu.gpu_tables import tables
 from bench.gpu.process_cluster import Served
-from bench.gpu.process_sockets import NothingThere, ProcessPoller, ProcessSocket, ProcessSocketError
-from bench.kernels.flex_bench import flex_call
 from bench.serving.transfer_ways import Shape
 from tests.family_scenes import Family
+from tests.support import gpu_families
+from tests.support.process_sockets import NothingThere, ProcessPoller, ProcessSocket, ProcessSocketError
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.contracts.errors import ConfigError
 
@@ -73,37 +70,7 @@ def test_a_rehearsal_writes_every_section_and_says_that_it_was_one(rehearsed: di
         assert {"one block up", "pieces down, digested", "layers up"} <= set(rates)
     assert all(set(kept) == {"copy", "products"} for ways in figures["copies"]["beside_products"].values()
                for kept in ways.values())  # fmt: skip
-    assert all(check["ok"] for group in ("checks", "row_checks") for check in figures["kernels"][group])
-
-
-@pytest.mark.slow
-def test_a_rehearsal_has_a_table_of_each_section_with_limits_beside_figures(rehearsed: dict[str, Any]) -> None:
-    text = tables(rehearsed)
-    lines = text.splitlines()
-    assert [line.split(":")[0] for line in lines if line.startswith("###")] == [
-        f"### {n}" for n in rehearsed["sections"]
-    ]
-    heads = [line for line in lines if "limit" in line and line.startswith("|")]
-    assert len(heads) == 2 + 1 + 1 + 2, "copies by shape, hand-over, one model, and both of serving"
-    widths = {line.count("|") for line in lines[lines.index(heads[0]) : lines.index(heads[0]) + 3]}
-    assert len(widths) == 1
-    for part in ("two pools, 20", "colocated, 20", "decode, batch 2", "layers up", "cuda_ipc, rehearsed"):
-        assert f"| {part} |" in text
-
-
-def test_tables_say_what_failed_and_what_was_not_run() -> None:
-    section = {"section": "engine", "ok": False, "seconds": 3.0, "ended": "not done after 3 s", "output": ""}
-    limits = {"bytes_per_s": 1e12, "flops_per_s": 1e15}
-    scenario = {"twinpool, fast": {"median": 50.0}, "predicted limit": 200.0}
-    model = {"tokens_per_s": {"decode, batch 1": scenario}, "left_out": {"decode, batch 4": "no time was left"}}
-    figures = {"ceilings": limits, "models": {"small": model, "large": {"failed": "no memory"}}}
-    card = {"name": "a card", "cuda": "13.0"}
-    sections = {"engine": {**section, "figures": figures}, "copies": {**section, "section": "copies", "figures": None}}
-    text = tables({"rehearsal": False, "gpu": card, "sections": sections})
-    assert "### engine: not done after 3 s" in text
-    assert "| decode, batch 1 | 50 (25%) | 200 |" in text
-    assert "- decode, batch 4: no time was left" in text
-    assert "- no memory" in text
+    assert all(check["ok"] for check in figures["kernels"]["checks"])
 
 
 class GraphedSide:
@@ -175,7 +142,6 @@ def test_serving_is_rehearsed_and_a_colocated_worker_hands_nothing_over(rehearse
         assert rate["failed"] == []
         assert (rate["transfer_bytes"] > 0) == (side == "two pools")
     assert "transformers continuous" in figures["goodput"]
-    assert {f"all lacks of {name}" for name in ("no tags", "no epochs", "none")} < set(figures["verification"])
 
 
 def test_a_scene_that_fails_is_told_with_its_reason_and_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +157,7 @@ def test_a_scene_that_fails_is_told_with_its_reason_and_the_next_one_runs(monkey
 def test_what_passed_is_not_run_again_and_what_failed_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, ran = tmp_path / "gpu.json", list[str]()
 
-    def run(section: str, extra: object, deadline_s: float, env: object, parts: object) -> gpu.SectionResult:
+    def run(section: str, extra: object, deadline_s: float, env: object) -> gpu.SectionResult:
         ran.append(section)
         return gpu.SectionResult(section, section != "copies" or len(ran) > 2, 1.0, "exit code", "", {"of": len(ran)})
 
@@ -210,112 +176,13 @@ def test_what_passed_is_not_run_again_and_what_failed_is(tmp_path: Path, monkeyp
         gpu.main(["--rehearse", "--out", str(out), "--resume"])
 
 
-_SECTION = """
-import json, os, signal, sys
-from pathlib import Path
-out = Path(sys.argv[sys.argv.index("--json") + 1])
-known = json.loads(out.read_text())["rounds"] if "--resume" in sys.argv else []
-out.write_text(json.dumps({{"rounds": [*known, len(known)]}}))
-{end}
-"""
-
-
-def sections_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> list[str]:
-    """A section that measures one figure more each time, and ends so; returns the command's arguments."""
-    (tmp_path / "counts.py").write_text(_SECTION.format(end=end))
-    monkeypatch.setattr(gpu, "MODULES", {"kernels": "counts"})
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(gpu, "ROOT", tmp_path)
-    return ["--rehearse", "--at-once", "1", "--only", "kernels", "--out", str(tmp_path / "gpu.json")]
-
-
-@pytest.mark.slow
-def test_a_section_for_which_time_ran_out_is_gone_on_with_until_it_is_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    once = sections_that(tmp_path, monkeypatch, f"sys.exit({NOT_COMPLETE} if len(known) < 2 else 0)")
-    for figures in ([0], [0, 1], [0, 1, 2], [0, 1, 2]):
-        assert gpu.main(once if figures == [0] else [*once, "--resume"]) == 0
-        section = json.loads((tmp_path / "gpu.json").read_text())["sections"]["kernels"]
-        assert (section["ok"], section["complete"]) == (True, len(figures) > 2)
-        assert section["figures"]["rounds"] == figures
-    said = capsys.readouterr().out
-    assert said.count("kernels is not complete; --resume") == 2
-    assert gpu.main(once) == 0, "without --resume it begins anew"
-    assert json.loads((tmp_path / "gpu.json").read_text())["sections"]["kernels"]["figures"]["rounds"] == [0]
-
-
-@pytest.mark.slow
-def test_a_section_that_failed_goes_on_from_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    once = sections_that(tmp_path, monkeypatch, "sys.exit(0 if known else 3)")
-    assert gpu.main(once) == 1
-    assert gpu.main([*once, "--resume"]) == 0
-    assert json.loads((tmp_path / "gpu.json").read_text())["sections"]["kernels"]["figures"]["rounds"] == [0, 1]
-
-
-@pytest.mark.slow
-def test_figures_of_the_section_under_way_survive_when_the_whole_command_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    killed = "os.kill(os.getppid(), signal.SIGKILL)"
-    once = sections_that(tmp_path, monkeypatch, f"{killed} if not known else None")
-    begun = f"gpu.MODULES, gpu.ROOT = {{'kernels': 'counts'}}, gpu.Path({str(tmp_path)!r})"
-    told = f"from bench.gpu import __main__ as gpu\n{begun}\ngpu.main({once})"
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[2])])
-    ran = subprocess.run([sys.executable, "-c", told], env={**os.environ, "PYTHONPATH": path}, check=False)
-    assert ran.returncode == -signal.SIGKILL
-    assert not (tmp_path / "gpu.json").exists()
-    assert gpu.main([*once, "--resume"]) == 0
-    assert json.loads((tmp_path / "gpu.json").read_text())["sections"]["kernels"]["figures"]["rounds"] == [0, 1]
-
-
 def test_a_half_written_file_is_never_seen(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     write_figures(file, {"a": 1})
     with pytest.raises(TypeError):
         write_figures(file, {"a": object()})
-    assert known_figures(file, True) == {"a": 1}
-    assert known_figures(file, False) == known_figures(tmp_path / "none", True) == {}
-
-
-def test_an_engine_goes_on_with_the_scenarios_it_had_no_time_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "engine.json"
-    measured: list[str] = []
-
-    def scenario(sides: object, one: SpeedScenario, *rest: object) -> tuple[dict[str, Any], dict[str, str]]:
-        measured.append(one.name)
-        return {}, {}
-
-    monkeypatch.setattr(gpu_engine, "run_scenario", scenario)
-    command = ["--rehearse", "--json", str(file)]
-    over = iter([False, False])
-    monkeypatch.setattr(gpu_engine.EngineRun, "over", property(lambda run: next(over, True)))
-    assert gpu_engine.main(command) == NOT_COMPLETE
-    assert len(measured) == 1
-    monkeypatch.setattr(gpu_engine.EngineRun, "over", property(lambda run: False))
-    assert gpu_engine.main([*command, "--resume"]) == 0
-    assert len(measured) == len(set(measured)) == 3
-    model = json.loads(file.read_text())["models"]["4m"]
-    assert set(model["tokens_per_s"]) == set(measured)
-    assert gpu_engine.main([*command, "--resume"]) == 0
-    assert len(measured) == 3
-
-
-def test_serving_keeps_the_parts_that_were_complete_and_nothing_of_what_was_wrong(tmp_path: Path) -> None:
-    file = tmp_path / "serving.json"
-    first = gpu_serving.SectionRun(60.0, file)
-    first.add("handover", "two pools", {})
-    first.end("handover")
-    first.over("goodput, two pools, 8 requests/s")
-    assert not first.complete
-    second = gpu_serving.SectionRun(60.0, file, resume=True)
-    assert (second.done("handover"), second.done("goodput"), second.complete) == (True, False, True)
-    assert not gpu_serving.SectionRun(60.0, file).done("handover")
-    second.wrong.append("other tokens")
-    second.add("verification", "all", [])
-    assert not gpu_serving.SectionRun(60.0, file, resume=True).figures
+    assert json.loads(file.read_text()) == {"a": 1}
+    write_figures(None, {"a": 1})
 
 
 def test_a_hand_over_goes_on_without_nixl_where_it_is_not_there_or_takes_no_memory_of_the_card(
@@ -339,29 +206,6 @@ def test_a_hand_over_goes_on_without_nixl_where_it_is_not_there_or_takes_no_memo
     broken = "staged"
     with pytest.raises(RuntimeError, match="UCX has no CUDA"):
         gpu_handover.measure(shape, ["staged", "nixl"], "cpu", 1, 1)
-
-
-@pytest.mark.slow
-def test_families_keep_the_scenes_that_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, ran = tmp_path / "families.json", list[str]()
-    monkeypatch.setattr(gpu_families, "SCENES", {name: lambda family: None for name in gpu_families.SCENES})
-    run = gpu_families.run_scene
-
-    def counted(family: Family, scene: str) -> gpu_families.SceneResult:
-        ran.append(scene)
-        result = run(family, scene)
-        return replace(result, ended="failed") if len(ran) == 2 else result
-
-    monkeypatch.setattr(gpu_families, "run_scene", counted)
-    monkeypatch.setattr(gpu_families, "MAKERS", [])
-    command = ["--rehearse", "--processes", "1", "--json", str(file)]
-    assert gpu_families.main([*command, "--seconds", "60"]) == 1
-    first, ran[:] = list(ran), []
-    assert gpu_families.main([*command, "--resume", "--seconds", "1e-9"]) == NOT_COMPLETE
-    assert not ran, "what failed has no time left"
-    ran += ["before"] * 2
-    assert gpu_families.main([*command, "--resume", "--seconds", "60"]) == 0
-    assert ran[2:] == [first[1]]
 
 
 @pytest.mark.slow
@@ -474,12 +318,13 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 import bench.gpu
 assert bench.gpu.STANDS_IN
-from bench.gpu import __main__, gpu_families, gpu_handover
+from bench.gpu import __main__, gpu_handover
+from tests.support import gpu_families
 for module in __main__.MODULES.values():
     importlib.import_module(module if module != "bench.kernels" else "bench.kernels.attention_bench")
 assert not MISSING & {{name.split(".")[0] for name, found in sys.modules.items() if getattr(found, "__spec__", None)}}
 assert gpu_handover.main(["--rehearse"]) == __main__.NOT_RUN
-sys.exit(gpu_families.main(["--rehearse", "--seconds", "60"]))
+sys.exit(gpu_families.main(["--rehearse"]))
 """
 
 
@@ -526,7 +371,7 @@ def test_queues_carry_messages_in_order_to_whom_they_are_for_and_wake_who_polls(
 def test_what_can_not_be_run_here_is_told_and_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run(section: str, extra: object, deadline_s: float, env: object, parts: object) -> gpu.SectionResult:
+    def run(section: str, extra: object, deadline_s: float, env: object) -> gpu.SectionResult:
         return gpu.SectionResult(section, False, 1.0, "not run", "pyzmq isn't installed\n", None)
 
     monkeypatch.setattr(gpu, "run_section", run)
@@ -534,16 +379,3 @@ def test_what_can_not_be_run_here_is_told_and_is_no_failure(
     assert gpu.main(["--rehearse", "--only", "handover", "--out", str(out)]) == 0
     assert "handover was not run: pyzmq isn't installed" in capsys.readouterr().out
     assert not json.loads(out.read_text())["sections"]["handover"]["ok"]
-
-
-def test_flex_attention_is_asked_for_the_same_attention() -> None:
-    """Uncompiled, as torch computes it on any CPU; its compiler is a GPU's."""
-    torch.manual_seed(1)
-    q, k, v = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 40, 16), torch.randn(2, 2, 40, 8)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # It says that it is slow uncompiled.
-        call = flex_call(q, k, v, 35, 0.25, compiled=False)
-    assert not isinstance(call, str), call
-    seen = torch.arange(40) <= torch.arange(35, 40)[:, None]
-    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=0.25, enable_gqa=True)
-    assert torch.allclose(call(), want, atol=1e-5)

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from bench.kernels import __main__ as bench
-from bench.kernels import draw_bench, production_launches, tune_launches
-from bench.kernels.chip_limits import CHIPS, blocks_at_once
-from bench.kernels.compiled_kernels import addition_orders, product_loops
-from bench.kernels.recorded_launches import RecordedLaunch, intercepted, recording
+from bench.kernels import tune_launches
+from tests.support.launches import production_launches
+from tests.support.launches.chip_limits import CHIPS, blocks_at_once
+from tests.support.launches.compiled_kernel import addition_orders, product_loops
+from tests.support.launches.recorded_launches import RecordedLaunch, intercepted, recording
 from twinpool.engine.attention.triton_backend.triton_attention import TritonAttention
 from twinpool.engine.tensors import tuned_options
 
@@ -75,7 +76,7 @@ def test_the_table_is_printed_and_written_and_a_fault_fails_the_command(
     assert row["code"]["registers"] > 0
     assert row["faults"] == []
     assert "| epoch_check | epochs |" in capsys.readouterr().out
-    monkeypatch.setattr("bench.kernels.compiled_table.SPILL_LIMIT", -1)
+    monkeypatch.setattr("tests.support.launches.compiled_table.SPILL_LIMIT", -1)
     assert bench.main(["--compiled", "--only", "epoch_check"]) == 1
     assert "FAULT: epoch_check_kernel spills 0 bytes" in capsys.readouterr().err
 
@@ -84,11 +85,9 @@ def test_what_needs_a_gpu_says_so(capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.main(["--tune"]) == 2
     assert bench.main([]) == 2
-    assert draw_bench.main() == 2
     said = capsys.readouterr().err
     assert "--tune measures on a GPU" in said
     assert "--compiled needs none" in said
-    assert "draw_bench: torch sees no GPU" in said
 
 
 @pytest.mark.slow

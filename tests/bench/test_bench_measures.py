@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -53,19 +51,6 @@ def test_planes_are_measured_between_two_processes(tmp_path: Path, monkeypatch: 
     ways = json.loads(out.read_text())["ways"]
     assert set(ways) == {"memcpy", "local", "tags (digest)", "shm"}
     assert all(len(w["gb_per_s"]) == len(w["chunk_ms"]) == 2 and w["median_gb_per_s"] > 0 for w in ways.values())
-
-
-@pytest.mark.slow
-def test_what_decode_loses_is_measured_beside_a_writer(tmp_path: Path) -> None:
-    """In a process of its own: threads are moved to other cores."""
-    out, one = tmp_path / "out.json", ["--model", "4m", "--batch", "1", "--context", "8", "--steps", "12"]
-    flags = [*one, "--rounds", "1", "--planes", "shm", "--rates", "60", "--json", str(out)]
-    subprocess.run([sys.executable, "-m", "bench.serving.arrival_cost", *flags], check=True, timeout=120, cwd=ROOT)
-    copy, shm = json.loads(out.read_text())["results"]
-    assert (copy["way"], shm["way"]) == ("copy", "shm")
-    for result in (copy, shm):
-        assert min(result["rate"], result["p50"], result["quiet_p50"], result["share"]) > 0
-        assert result["p99"] >= result["p50"]
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from bench.common.browser import Tab
+from tests.support.browser import Tab
 
 TOTALS = {
     "requests_submitted": "twinpool_requests_submitted_total",

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.common.listed_plans import listed_plan
 from tests.engine.harness import Bench, MakeCheckpoint
 from tests.engine.native import BUILDS, PRODUCTS, has_products, kernels_or_skip
+from tests.support.listed_plans import listed_plan
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.engine.attention.attention_backend import ScoreOptions

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.common.listed_plans import listed_plan
 from tests.families import FAMILIES
+from tests.support.listed_plans import listed_plan
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.engine.attention.attention_plan import AttentionPlan

@@ -1,6 +1,6 @@
 """Compile every kernel as production launches it, for compute capability 9.0; run by `test_compiled_kernels.py`.
 
-Prints one JSON object: under ``rows`` those of the table (`bench.kernels.compiled_table`).
+Prints one JSON object: under ``rows`` those of the table (`tests.support.launches.compiled_table`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import sys
 from dataclasses import asdict
 
-from bench.kernels import compiled_table
+from tests.support.launches import compiled_table
 
 
 def main(capability: int) -> None:

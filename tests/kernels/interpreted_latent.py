@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.common.listed_plans import listed_plan
+from tests.support.listed_plans import listed_plan
 
 os.environ["TRITON_INTERPRET"] = "1"
 

@@ -6,7 +6,7 @@ import os
 import random
 from itertools import pairwise
 
-from bench.common.listed_plans import listed_slots
+from tests.support.listed_plans import listed_slots
 
 os.environ["TRITON_INTERPRET"] = "1"
 

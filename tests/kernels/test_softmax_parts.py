@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.kernels import production_launches
-from bench.kernels.recorded_launches import recording
+from tests.support.launches import production_launches
+from tests.support.launches.recorded_launches import recording
 from twinpool.engine.attention.triton_backend.softmax_parts import Parts, waves
 from twinpool.engine.attention.triton_backend.triton_attention import TritonAttention
 

@@ -95,6 +95,22 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def anchors(page: Path) -> set[str]:
+    """What a link may name of a page behind ``#``, as GitHub makes it of headings."""
+    shown = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", shown, re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_what_a_link_names_of_a_page_is_a_heading_of_it(page: Path) -> None:
+    for target, heading in re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", page.read_text()):
+        there = page.parent / target if target else page
+        if there.suffix == ".md":
+            assert heading in anchors(there), f"{page.name} links to {target}#{heading}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_and_modules_that_a_page_names_are_there(page: Path) -> None:
     """Modules and classes by dots, but for keys of the configuration. Pages of parts have a test of their own."""

@@ -15,9 +15,9 @@ from urllib.parse import urlparse
 
 import pytest
 
-from bench.common.browser import Tab, browsing, chromium
 from tests.dashboard.page_numbers import differences, numbers
 from tests.serving import Serving, family, serving, until
+from tests.support.browser import Tab, browsing, chromium
 
 pytestmark = [
     pytest.mark.soak,

@@ -13,8 +13,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bench.kernels.chip_limits import CHIPS, blocks_at_once
-from bench.kernels.recorded_launches import RecordedLaunch
+from tests.support.launches.chip_limits import CHIPS, blocks_at_once
+from tests.support.launches.recorded_launches import RecordedLaunch
 
 SPILL_LIMIT = 32
 """Bytes that a kernel may move from registers to local memory."""

@@ -4,7 +4,7 @@ The page, the router that serves it, the controller, its autoscaler and the fram
 they compute are models, in virtual time that keeps pace with the clock (`sim.scale.cluster_model`). For looking at the
 page with more workers than a machine has, and for its pictures in docs/:
 
-    python -m bench.serving.simulated_dashboard --prefill 32 --decode 32 --port 8390
+    python -m docs.simulated_dashboard --prefill 32 --decode 32 --port 8390
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from bench.serving import simulated_dashboard
-from bench.serving.simulated_dashboard import SimulatedCluster, SimulatedDashboard
+from docs import simulated_dashboard
+from docs.simulated_dashboard import SimulatedCluster, SimulatedDashboard
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.messages.latency_shape import percentile
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import triton
 
-from bench.kernels.chip_limits import CHIPS
-from bench.kernels.compiled_kernels import RACING, SPILL_LIMIT, CompiledKernel, compiled
-from bench.kernels.production_launches import Scene, scenes
-from bench.kernels.recorded_launches import RecordedLaunch, recording
+from tests.support.launches.chip_limits import CHIPS
+from tests.support.launches.compiled_kernel import RACING, SPILL_LIMIT, CompiledKernel, compiled
+from tests.support.launches.production_launches import Scene, scenes
+from tests.support.launches.recorded_launches import RecordedLaunch, recording
 from twinpool.engine.attention.triton_backend.softmax_parts import SCRATCH_BYTES
 
 HEADER = (

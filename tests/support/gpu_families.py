@@ -1,13 +1,12 @@
 """Every family through both workers on a GPU, against transformers: correctness, before anything is measured.
 
-    python -m bench.gpu.gpu_families [--families llama qwen3_next] [--json FILE]
+    python -m tests.support.gpu_families [--families llama qwen3_next] [--json FILE]
 
 The scenes are those of the tests, with workers whose pools and steps are on the GPU: prefill, hand-over (within a
 process and through bounce buffers), pools too small for the state so that it goes over all tiers, retraction and
 resuming, migration, and damage to each buffer that has to be found. Each prints what it came to; one that fails is
-told and the next one runs. A scene that the time doesn't suffice for, or that needs pyzmq where that isn't installed,
-is told as not run. Families are divided among processes on the same GPU, since most of the time goes into compiling
-kernels, on one core each.
+told and the next one runs. A scene that needs pyzmq where that isn't installed is told as not run. Families are divided
+among processes on the same GPU, since most of the time goes into compiling kernels, on one core each.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ import transformers
 from packaging.version import Version
 
 import bench.gpu
-from bench.common.section_figures import NO_TIME, NOT_COMPLETE, known_figures, write_figures
+from bench.common.bench_report import write_figures
 from tests.default_device import MAKERS
 from tests.families import FAMILIES
 from tests.family_scenes import Family, expect_answers, expect_damage_is_caught, expect_tiers, make_family
@@ -74,7 +73,7 @@ class SceneResult:
     family: str
     scene: str
     ended: str
-    """``passed``, ``failed``, ``not run`` as it can't be run here, or ``no time was left``."""
+    """``passed``, ``failed``, or ``not run`` as it can't be run here."""
     seconds: float
     why: str = ""
 
@@ -96,22 +95,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     flags.add_argument("--families", nargs="+", choices=list(FAMILIES), help="default: all, in a rehearsal one")
     flags.add_argument("--scenes", nargs="+", choices=list(SCENES), default=list(SCENES), help="default: all")
-    flags.add_argument("--seconds", type=float, default=240.0, help="after which no scene is begun")
     flags.add_argument("--processes", type=int, default=6, help="side by side (default: %(default)s)")
     flags.add_argument("--json", type=Path, help="write what came of each scene to this file, after every one")
-    flags.add_argument("--resume", action="store_true", help="keep the scenes that passed in --json's file")
     flags.add_argument("--rehearse", action="store_true", help="on the CPU")
     args = flags.parse_args(argv)
-    if args.processes < 1 or args.seconds <= 0:
-        flags.error("--processes and --seconds must be more than 0")
+    if args.processes < 1:
+        flags.error("--processes must be more than 0")
     args.families = args.families or list(FAMILIES)[: 1 if args.rehearse else None]
     if args.processes > 1 and len(args.families) > 1:
         return _divided(args)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     MAKERS.append(AsyncCpuDevice if args.rehearse else CudaDevice)
-    ends_at, results = time.monotonic() + args.seconds, list[SceneResult]()
-    passed = {(one["family"], one["scene"]): SceneResult(**one) for one in _passed(args)}
+    results = list[SceneResult]()
     with tempfile.TemporaryDirectory(prefix="twinpool-gpu-") as folder:
         families = [make_family(name, Path(folder)) for name in args.families]
         # Scene by scene, so that time that runs out costs the last scenes and no family.
@@ -122,33 +118,21 @@ def main(argv: Sequence[str] | None = None) -> int:
                     result = SceneResult(family.name, scene, "not run", 0.0)
                 elif scene in _ORACLE_READS and Version(transformers.__version__) < Version(needs):
                     result = SceneResult(family.name, scene, "not run", 0.0, f"it needs transformers {needs}")
-                elif (family.name, scene) in passed:
-                    result = passed[family.name, scene]
-                elif time.monotonic() > ends_at:
-                    result = SceneResult(family.name, scene, NO_TIME, 0.0)
                 else:
                     result = run_scene(family, scene)
                 results.append(result)
                 print(f"{result.family:14} {result.scene:32} {result.ended}, {result.seconds:.1f} s", flush=True)
                 if result.why:
                     print(result.why, flush=True)
-                told = {(one.family, one.scene): asdict(one) for one in (*passed.values(), *results)}
-                write_figures(args.json, {"scenes": list(told.values())})
+                write_figures(args.json, {"scenes": [asdict(one) for one in results]})
     return _summary([result.ended for result in results])
 
 
 def _summary(ended: Sequence[str]) -> int:
     """Says how many scenes came to what; returns the exit code."""
-    failed, late = ended.count("failed"), ended.count(NO_TIME)
-    left = ended.count("not run") + late
+    failed, left = ended.count("failed"), ended.count("not run")
     print(f"{len(ended) - failed - left} scenes passed, {failed} failed, {left} not run", flush=True)
-    return 1 if failed else NOT_COMPLETE if late else 0
-
-
-def _passed(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The scenes of these families that an earlier run of the section passed."""
-    scenes = known_figures(args.json, args.resume).get("scenes", [])
-    return [one for one in scenes if one["ended"] == "passed" and one["family"] in args.families]
+    return 1 if failed else 0
 
 
 def _divided(args: argparse.Namespace) -> int:
@@ -159,14 +143,21 @@ def _divided(args: argparse.Namespace) -> int:
     codes: list[int] = []
     with tempfile.TemporaryDirectory(prefix="twinpool-gpu-") as folder, ExitStack() as stack:
         parts = [Path(folder) / f"{number}.json" for number in range(len(groups))]
-        known = _passed(args)
         children = []
         for group, part in zip(groups, parts, strict=True):
-            chosen = ["--families", *group, "--scenes", *args.scenes, "--seconds", str(args.seconds)]
+            chosen = ["--families", *group, "--scenes", *args.scenes]
             chosen += ["--rehearse"] if args.rehearse else []
-            write_figures(part, {"scenes": [one for one in known if one["family"] in group]})
-            chosen += ["--resume"]
-            command = [sys.executable, "-m", "bench.gpu.gpu_families", *chosen, "--processes", "1", "--json", str(part)]
+            write_figures(part, {"scenes": []})
+            command = [
+                sys.executable,
+                "-m",
+                "tests.support.gpu_families",
+                *chosen,
+                "--processes",
+                "1",
+                "--json",
+                str(part),
+            ]
             children.append(subprocess.Popen(command, env=env))
             stack.callback(_ended, children[-1])
         while len(codes) < len(children):
