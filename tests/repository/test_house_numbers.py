@@ -36,12 +36,12 @@ SMALLEST = {"lines of Python in bench/": 3, "files": 1}
 """What the smallest tree has; of all else it has none."""
 
 
-def judged(root: Path, files: dict[str, str], **bounds: dict[str, int]) -> tuple[int, list[str]]:
+def judged(root: Path, tree: dict[str, str], **bounds: dict[str, int]) -> tuple[int, list[str]]:
     """The exit code and what it says of a tree whose bounds are what the smallest one has, unless given."""
     zero = {name: {"goal": 0, "bound": SMALLEST.get(name, 0)} for name in BOUNDS} | bounds
     written = "".join(f'"{name}" = {{ goal = {b["goal"]}, bound = {b["bound"]} }}\n' for name, b in zero.items())
     smallest = {"pond/__init__.py": "", "pond/main.py": "x = 1\n" * 40, "bench/__init__.py": "x = 1\n" * 3}
-    for name, text in {**smallest, ".ci/house_bounds.toml": written, **files}.items():
+    for name, text in {**smallest, ".ci/house_bounds.toml": written, **tree}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     (root / "twinpool").mkdir()

@@ -435,11 +435,11 @@ def test_a_frame_is_bounded_however_large_the_cluster_is(frames: ClusterFrames) 
 
 def test_a_router_that_reports_again_after_it_was_forgotten_counts_once() -> None:
     totals = RouterTotals(5.0, 60.0)
-    totals.report(report("old", requests=10), 0.0)
+    totals.report(report("old", requests_submitted=10), 0.0)
     for number in range(MAX_ROUTERS):
-        totals.report(report(f"router-{number}", requests=1), 1.0 + number)
-    assert totals.totals()["requests"] == 10 + MAX_ROUTERS, "it is among the sums alone"
-    totals.report(report("old", requests=12), 1000.0)
-    assert totals.totals()["requests"] == 12 + MAX_ROUTERS
-    totals.report(report("old", requests=15), 1001.0)
-    assert totals.totals()["requests"] == 15 + MAX_ROUTERS
+        totals.report(report(f"router-{number}", requests_submitted=1), 1.0 + number)
+    assert totals.totals()["requests_submitted"] == 10 + MAX_ROUTERS, "it is among the sums alone"
+    totals.report(report("old", requests_submitted=12), 1000.0)
+    assert totals.totals()["requests_submitted"] == 12 + MAX_ROUTERS
+    totals.report(report("old", requests_submitted=15), 1001.0)
+    assert totals.totals()["requests_submitted"] == 15 + MAX_ROUTERS
