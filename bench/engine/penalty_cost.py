@@ -11,9 +11,9 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
+from msgspec.structs import replace
 
 from bench.common import machine
 from bench.engine.step_planning import Host

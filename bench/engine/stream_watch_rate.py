@@ -21,10 +21,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
