@@ -23,7 +23,12 @@ Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 """Neither NaN nor infinite."""
-TokenIds = Annotated[tuple[Uint32, ...], Meta(max_length=2**24)]
+POSITIONS = Meta(max_length=2**24)
+"""The most values of a sequence that has one for each position. Bounds are checked before there is memory for a
+length."""
+SOME = Meta(max_length=2**16)
+"""The most values of anything else."""
+TokenIds = Annotated[tuple[Uint32, ...], POSITIONS]
 """Token ids of one sequence."""
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from twinpool.contracts.message_types import Finite, Int32, Message, TokenIds, Uint32, Uint64
+from typing import Annotated
+
+from twinpool.contracts.message_types import POSITIONS, SOME, Finite, Int32, Message, TokenIds, Uint32, Uint64
 
 
 class SamplingParams(Message, frozen=True):
@@ -23,7 +25,7 @@ class SamplingParams(Message, frozen=True):
     repetition_penalty: Finite = 1.0
     presence_penalty: Finite = 0.0
     frequency_penalty: Finite = 0.0
-    logit_bias: tuple[tuple[Uint32, Finite], ...] = ()
+    logit_bias: Annotated[tuple[tuple[Uint32, Finite], ...], SOME] = ()
     allowed_token_ids: TokenIds = ()
     """The tokens that may be drawn, sorted; empty: all."""
     grammar: str = ""
@@ -52,8 +54,12 @@ class TokenLogprob(Message, frozen=True):
 
     token: Uint32
     logprob: float
-    top: tuple[tuple[Uint32, float], ...] = ()
+    top: Annotated[tuple[tuple[Uint32, float], ...], SOME] = ()
     """The best (token, log-probability) pairs, best first."""
+
+
+TokenLogprobs = Annotated[tuple[TokenLogprob, ...], POSITIONS]
+"""Of one sequence, one for each of its tokens."""
 
 
 class TokenDifference(Message, frozen=True):

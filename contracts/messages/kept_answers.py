@@ -8,9 +8,11 @@ there is of them.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from twinpool.contracts.ids import RequestId
-from twinpool.contracts.message_types import Finite, Message, TokenIds, Uint32, Uint64
-from twinpool.contracts.sampling_params import TokenLogprob
+from twinpool.contracts.message_types import SOME, Finite, Message, TokenIds, Uint32, Uint64
+from twinpool.contracts.sampling_params import TokenLogprobs
 
 
 class AnswerName(Message, frozen=True):
@@ -26,7 +28,7 @@ class AnswerName(Message, frozen=True):
     """When the answer was created, as its client was told: seconds since 1970."""
     cached_tokens: Uint32 | None = None
     """Prompt tokens that prefill found in its cache in an earlier attempt; None: no attempt has said so yet."""
-    logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: TokenLogprobs = ()
     """Of the tokens that earlier attempts have emitted, where the client asked for them."""
 
 
@@ -43,7 +45,7 @@ class KeptAnswer(Message, frozen=True):
     """Seconds until the request's deadline."""
     tokens: TokenIds = ()
     """The answer so far."""
-    logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: TokenLogprobs = ()
     """One for each token where the client asked for them, else empty."""
     cached_tokens: Uint32 | None = None
     running: bool = False
@@ -92,7 +94,7 @@ class Attached(Message, frozen=True, tag="attached"):
     attempt: Uint32
     other_body: bool = False
     """Whether the key belongs to another body; then nothing is handed over."""
-    answers: tuple[KeptAnswer, ...] = ()
+    answers: Annotated[tuple[KeptAnswer, ...], SOME] = ()
     contested: Uint64 = 0
     """The newest claim of another router that has one of the requests; then nothing is handed over, and the question is
     open until it is asked again. 0: there is no such claim."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Generic, TypeVar
 
 from twinpool.contracts.ids import Incarnation
-from twinpool.contracts.message_types import UNSIGNED, Message, Uint32
+from twinpool.contracts.message_types import SOME, UNSIGNED, Message, Uint32
 
 MessageT = TypeVar("MessageT")
 """A `Command` or an `Event`; `msgspec.Raw` where each is encoded or decoded by itself."""
@@ -29,7 +29,7 @@ class StreamOpening(Message, frozen=True):
 class RouterFrame(Message, Generic[MessageT], frozen=True):
     """Commands, in order."""
 
-    commands: tuple[MessageT, ...]
+    commands: Annotated[tuple[MessageT, ...], SOME]
 
 
 class StreamEnd(Message, frozen=True):
@@ -45,6 +45,6 @@ class WorkerFrame(Message, Generic[MessageT], frozen=True):
 
     incarnation: Annotated[Incarnation, UNSIGNED]
     """The worker's own."""
-    events: tuple[MessageT, ...] = ()
+    events: Annotated[tuple[MessageT, ...], SOME] = ()
     end: StreamEnd | None = None
     """Why the worker ends the stream; in its last frame alone."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 from msgspec import field
 
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role, WorkerName
-from twinpool.contracts.message_types import Finite, Message, TokenIds, Uint32, Uint64
+from twinpool.contracts.message_types import SOME, Finite, Message, TokenIds, Uint32, Uint64
 from twinpool.contracts.messages.kept_answers import Attached
-from twinpool.contracts.sampling_params import TokenDifference, TokenLogprob
+from twinpool.contracts.sampling_params import TokenDifference, TokenLogprobs
 
 # ---------------------------------------------------------------- worker -> router
 
@@ -22,7 +23,7 @@ class Tokens(Message, frozen=True, tag="tokens"):
     attempt: Uint32
     position: Uint32
     tokens: TokenIds
-    logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: TokenLogprobs = ()
     """One for each token when the client asked for them, else empty."""
 
 
@@ -32,7 +33,7 @@ class PromptScores(Message, frozen=True, tag="prompt_scores"):
 
     request_id: RequestId
     attempt: Uint32
-    scores: tuple[TokenLogprob, ...]
+    scores: TokenLogprobs
 
 
 class LegNote(Message, frozen=True):
@@ -72,7 +73,7 @@ class LegReport(Message, frozen=True, tag="leg_report"):
     """Bytes of state received and verified. Only decode reports them, as it is sent only the state that it lacks."""
     cached_by_tier: dict[str, Uint32] = field(default_factory=dict)
     """`cached_tokens` by the tier that held them: ``device``, ``host``, ``storage``."""
-    notes: tuple[LegNote, ...] = ()
+    notes: Annotated[tuple[LegNote, ...], SOME] = ()
     """What has happened to the leg since its last report, in order."""
 
 
@@ -181,7 +182,7 @@ class Audited(Message, frozen=True, tag="audited"):
     """Tokens of the answer that were drawn again."""
     differing: Uint32 = 0
     """Tokens among the checked ones that were drawn differently."""
-    differences: tuple[TokenDifference, ...] = ()
+    differences: Annotated[tuple[TokenDifference, ...], SOME] = ()
     """The first of the differing tokens, in order of position."""
     exact: bool = True
     """Whether every difference is damage; else (numerics: fast) only a difference with a gap above `audit.margin`."""

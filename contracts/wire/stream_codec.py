@@ -9,6 +9,7 @@ Choices of one long prompt share its tokens: they are encoded once, and copied i
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar, get_args
 
@@ -41,7 +42,15 @@ class _Kind(msgspec.Struct, array_like=True):
     kind: str
 
 
-_ENCODER = Encoder()
+def _plain(value: object) -> object:
+    """A number or text of a type of its own, such as NumPy's, as Python's."""
+    for kind in (float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return operator.index(value)  # type: ignore[arg-type]
+
+
+_ENCODER = Encoder(enc_hook=_plain)
 _OPENING = Decoder(StreamOpening)
 _COMMANDS, _RAW_COMMANDS = Decoder(RouterFrame[Command]), Decoder(RouterFrame[Raw])
 _EVENTS, _RAW_EVENTS = Decoder(WorkerFrame[Event]), Decoder(WorkerFrame[Raw])
@@ -157,7 +166,16 @@ def _known(decoder: Decoder[T], messages: Sequence[Raw]) -> tuple[T, ...]:
         try:
             values.append(decoder.decode(raw))
         except _UNREADABLE as error:
-            # A value that an enum hasn't got, which msgspec has no class of its own for, is a newer build's, too.
-            if _decoded(_KIND, raw).kind in _KINDS and not str(error).startswith("Invalid enum value"):
+            if not _is_newer(raw, error):
                 raise WireError(f"message {number}: {error}") from None
     return tuple(values)
+
+
+def _is_newer(raw: Raw, error: Exception) -> bool:
+    """Whether a message that can't be decoded, as `error` says, is one that a newer build may send."""
+    try:
+        kind = _KIND.decode(raw).kind
+    except _UNREADABLE:
+        return False
+    # `msgspec` has no class of its own for the error of a value that an enum hasn't got.
+    return kind not in _KINDS or str(error).startswith("Invalid enum value")

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgpack
 import msgspec
+import numpy as np
 import pytest
 
 from tests.wire.instances import fields_of, full, is_struct, union
@@ -23,7 +24,7 @@ from twinpool.contracts.messages.router_commands import Cancel, Command, PeerRef
 from twinpool.contracts.messages.stream_frames import StreamEnd, StreamOpening
 from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL
 from twinpool.contracts.messages.worker_events import Done, Event, Tokens
-from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
 from twinpool.contracts.wire.stream_codec import (
     FrameWriter,
     decode_commands,
@@ -236,6 +237,15 @@ def test_numbers_and_names_have_bounds(
             decode(changed(values, path, value))
 
 
+def test_numbers_of_other_libraries_travel_as_pythons_and_what_is_none_is_refused_by_its_sender() -> None:
+    odd: Any = Tokens(RequestId("r"), np.int64(1), np.uint32(2), (np.int32(3),), (TokenLogprob(4, np.float64(-0.5)),))  # type: ignore[arg-type]
+    (got,) = decode_events(encode_events(Incarnation(1), [odd]))[0].events
+    assert got == Tokens(RequestId("r"), 1, 2, (3,), (TokenLogprob(4, -0.5),))
+    for wrong in (1j, object(), np.float32(1.5)):
+        with pytest.raises(TypeError):
+            encode_events(Incarnation(1), [msgspec.structs.replace(odd, position=wrong)])
+
+
 def test_an_integer_that_no_message_can_carry_is_refused_by_its_sender() -> None:
     for tokens in ((2**64,), (-(2**63) - 1,)):
         with pytest.raises(OverflowError):
@@ -258,6 +268,16 @@ def test_d9_bytes_that_are_no_frame_are_refused(data: bytes) -> None:
         decode_events(b"\x93\x01" + data[1:] + b"\xc0" if data[:1] == b"\x91" else data)
     with pytest.raises(WireError):
         decode_opening(data)
+
+
+def test_a_frame_has_so_many_messages() -> None:
+    """One byte each is enough to claim them; read one by one they would take a hundred."""
+    for count, words in ((2**16, "message 0: Expected `array`"), (2**16 + 1, "length <= 65536")):
+        junk = b"\xdd" + count.to_bytes(4, "big") + b"\xc0" * count
+        with pytest.raises(WireError, match=words):
+            decode_commands(b"\x91" + junk)
+        with pytest.raises(WireError, match=words):
+            decode_events(b"\x92\x01" + junk)
 
 
 def test_a_sequence_has_so_many_tokens() -> None:
