@@ -62,9 +62,9 @@ class ErrorKind(StrEnum):
         return self in (ErrorKind.INVALID, ErrorKind.TOO_LONG, ErrorKind.GRAMMAR)
 
     @classmethod
-    def of(cls, said: str) -> ErrorKind:
-        """The kind of that name. A name that only a newer build knows counts as `WORKER`, which is retryable."""
-        return cls(said) if said in tuple(cls) else cls.WORKER
+    def _missing_(cls, value: object) -> ErrorKind | None:
+        """A name that only a newer build knows counts as `WORKER`, which is retryable."""
+        return cls.WORKER if isinstance(value, str) else None
 
 
 class TwinpoolError(Exception):

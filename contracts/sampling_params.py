@@ -2,44 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated
+
+from twinpool.contracts.message_types import POSITIONS, SOME, Finite, Int32, Message, TokenIds, Uint32, Uint64
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(Message, frozen=True):
     """How the tokens of one choice are drawn.
 
     The draw at absolute position `p` depends on (`seed`, `choice`, `p`) and on the logits alone, so any worker
     continues any request from its tokens.
     """
 
-    max_tokens: int
+    max_tokens: Uint32
     """Tokens to generate at most, counted from the end of the prompt; 0 only scores the prompt."""
-    temperature: float = 1.0
+    temperature: Finite = 1.0
     """0 is greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
+    top_p: Finite = 1.0
+    top_k: Int32 = 0
     """0 or less: no limit."""
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()
+    min_p: Finite = 0.0
+    repetition_penalty: Finite = 1.0
+    presence_penalty: Finite = 0.0
+    frequency_penalty: Finite = 0.0
+    logit_bias: Annotated[tuple[tuple[Uint32, Finite], ...], SOME] = ()
+    allowed_token_ids: TokenIds = ()
     """The tokens that may be drawn, sorted; empty: all."""
     grammar: str = ""
     """What the answer must follow, as the text that the structured-output engine compiles (`contracts.grammar`); empty:
     nothing. It outranks `min_tokens` and `logit_bias`."""
-    seed: int = 0
+    seed: Uint64 = 0
     """64 bits, minted by the router when the client sends none."""
-    choice: int = 0
-    min_tokens: int = 0
+    choice: Uint32 = 0
+    min_tokens: Uint32 = 0
     """No stop token may be drawn before this many generated tokens."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: TokenIds = ()
     """Tokens that end the answer, the model's end tokens included unless `ignore_eos`."""
-    logprobs: int | None = None
+    logprobs: Uint32 | None = None
     """None: none. n: the log-probability of each drawn token, and the n best at its position."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Uint32 | None = None
     """None: none. n: the log-probability of each prompt token, and the n best; disables prefix reuse for the
     request."""
 
@@ -48,23 +49,25 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(Message, frozen=True):
     """Natural log-probabilities at one position, of the unmodified distribution (before penalties and temperature)."""
 
-    token: int
+    token: Uint32
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top: Annotated[tuple[tuple[Uint32, float], ...], SOME] = ()
     """The best (token, log-probability) pairs, best first."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDifference:
+TokenLogprobs = Annotated[tuple[TokenLogprob, ...], POSITIONS]
+"""Of one sequence, one for each of its tokens."""
+
+
+class TokenDifference(Message, frozen=True):
     """A token of an answer that was drawn differently when an audit computed the answer again."""
 
-    position: int
+    position: Uint32
     """Absolute, counted from the prompt's first token."""
-    drawn: int
+    drawn: Uint32
     """The token that the audit drew there, after the same tokens."""
     gap: float
     """By how much every logit would have to be off for the answer's token to be drawn; 0 where that can't be told."""

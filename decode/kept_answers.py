@@ -6,7 +6,9 @@ log-probabilities are estimated to take; and by time. What is beyond a bound is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.worker_config import DecodeConfig

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from twinpool.cache.allocation.allocation import Allocation
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
@@ -326,7 +328,7 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         name, told = request.submit.name, request.told(self._clock.now())
         if name is not None and told is not None and told.tokens:
             others = self._unowned - (request.session == UNOWNED)
-            self._kept.keep(name, replace(told, running=False, reason=reason, stop_token=stop_token), others)
+            self._kept.keep(name, structs.replace(told, running=False, reason=reason, stop_token=stop_token), others)
 
     def _attach(self, session: SessionId, command: Attach) -> Iterator[Outcome]:
         """Hand all that has this key to the router that asks, but not what another router claimed later than it knows;

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from tests.default_device import default_device
 from twinpool.cache.device.device_port import Device
 from twinpool.cluster.assembly.build_worker import build_worker
@@ -196,7 +198,7 @@ def together(before: LegReport | None, report: LegReport) -> LegReport:
     """What a leg has said in all."""
     if before is None:
         return report
-    return replace(
+    return structs.replace(
         report,
         marks=before.marks | report.marks,
         cached_tokens=before.cached_tokens + report.cached_tokens,

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import ssl
 import struct
-from collections.abc import Sequence
+from typing import Any
+
+import msgspec
 
 from twinpool.contracts.credentials.certificate_files import NODE_NAME
+from twinpool.contracts.ids import Incarnation
 from twinpool.contracts.messages.router_commands import Command
-from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.wire.command_protobuf import command_to_proto
+from twinpool.contracts.messages.stream_frames import RouterFrame, StreamOpening, WorkerFrame
+from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL
+from twinpool.contracts.messages.worker_events import Event
 
 WAIT_S = 20.0
 
@@ -25,6 +29,10 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
 
 def framed(raw: bytes) -> bytes:
     return struct.pack(">I", len(raw)) + raw
+
+
+def opening(incarnation: int, access: str = "", protocol: int = STREAM_PROTOCOL) -> bytes:
+    return msgspec.msgpack.encode(StreamOpening(protocol, Incarnation(incarnation), access))
 
 
 class RawStream:
@@ -43,32 +51,33 @@ class RawStream:
     async def open(cls, address: str, incarnation: int, access: str = "") -> RawStream:
         """Connect and be admitted."""
         stream = await cls.connect(address)
-        stream.write(pb.StreamOpening(incarnation=incarnation, access=access).SerializeToString())
+        stream.write(opening(incarnation, access))
         first = await stream.read()
-        assert (first.incarnation, first.ended, len(first.events)) == (incarnation, "", 0), first
+        assert first == WorkerFrame(Incarnation(incarnation)), first
         return stream
 
     def write(self, raw: bytes) -> None:
         self.writer.write(framed(raw))
 
     def send(self, *commands: Command) -> None:
-        self.write_frame([command_to_proto(command) for command in commands])
+        self.write_frame(*commands)
 
-    def write_frame(self, commands: Sequence[pb.Command]) -> None:
-        self.write(pb.RouterFrame(commands=commands).SerializeToString())
+    def write_frame(self, *commands: Any) -> None:
+        """Commands, or whatever a peer says in their place."""
+        self.write(msgspec.msgpack.encode(RouterFrame(commands)))
 
-    async def read(self) -> pb.WorkerFrame:
+    async def read(self) -> WorkerFrame[Event]:
         async with asyncio.timeout(WAIT_S):
-            return pb.WorkerFrame.FromString(await read_frame(self.reader))
+            return msgspec.msgpack.decode(await read_frame(self.reader), type=WorkerFrame[Event])
 
     async def end(self) -> str:
         """Read on until the worker says why the stream ends, and the connection is closed."""
-        while not (frame := await self.read()).ended:
+        while (end := (await self.read()).end) is None:
             pass
         async with asyncio.timeout(WAIT_S):
             while await self.reader.read(65536):
                 pass
-        return frame.ended
+        return end.reason
 
     def abort(self) -> None:
         self.writer.transport.abort()

@@ -9,11 +9,11 @@ import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
 import psutil
 
-from tests.raw_frames import framed
+from tests.raw_frames import framed, opening
 from tests.serving import Serving, family
-from twinpool.contracts.proto import worker_pb2 as pb
 
 PATIENCE_S = 0.5
 """How long a stranger waits for an answer."""
@@ -44,19 +44,17 @@ HTTP_1 = (
     b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer tp-x\r\ncontent-type: application/json"
     b"\r\ncontent-length: 54\r\n\r\n" + b'{"model": "demo", "prompt": [5, 6, 7], "max_tokens": 4}'
 )
-STREAM = framed(pb.StreamOpening(incarnation=1).SerializeToString()) + framed(
-    pb.RouterFrame(
-        commands=[
-            pb.Command(
-                submit=pb.Submit(
-                    request_id="r", room="m", tokens=[5, 6, 7], prompt_len=3, deadline_s=5.0,
-                    peer=pb.Peer(name="prefill-0", incarnation=1, control="tcp://127.0.0.1:9"),
-                    sampling=pb.Sampling(max_tokens=4, top_p=1.0),
-                )
-            ),
-            pb.Command(cancel=pb.Cancel(request_id="r")),
+STREAM = framed(opening(1)) + framed(
+    msgspec.msgpack.encode(
+        [
+            [
+                [
+                    "submit", "r", 0, "m", [5, 6, 7], 3, [4, 1.0, 1.0], ["prefill-0", 1, "tcp://127.0.0.1:9"], "", 5.0,
+                ],
+                ["cancel", "r", 0],
+            ]
         ]
-    ).SerializeToString()
+    )
 )  # fmt: skip
 BEGINNINGS = (CLIENT_HELLO, ZMTP_GREETING, ZMTP_NULL, HTTP_2, HTTP_1, STREAM)
 

@@ -14,21 +14,26 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Union, get_args
 
 import grpc.aio
+import msgspec
 
 from bench.common.bench_report import flag_parser
-from twinpool.contracts.ids import PAIR, Incarnation, RequestId, Role, WorkerName
+from twinpool.contracts.ids import PAIR, Incarnation, RequestId, Role, RoomId, WorkerName
+from twinpool.contracts.message_types import Message
+from twinpool.contracts.messages.router_commands import Cancel, Command, Submit
+from twinpool.contracts.messages.stream_frames import RouterFrame
+from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL
 from twinpool.contracts.messages.worker_events import Done, Event, LegReport, Tokens
 from twinpool.contracts.messages.worker_status import WorkerStatus
 from twinpool.contracts.proto import worker_pb2 as pb
 from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
-from twinpool.contracts.wire.event_protobuf import event_to_proto
+from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.contracts.wire.frame_connection import FrameConnection
 from twinpool.contracts.wire.frame_listener import FrameListener
 from twinpool.contracts.wire.grpc_channels import server_options
-from twinpool.contracts.wire.shared_frames import COMMANDS_BYTES
+from twinpool.contracts.wire.stream_codec import COMMANDS_BYTES, encode_events
 from twinpool.contracts.wire.worker_protobuf import status_to_proto
 
 INCARNATION = Incarnation(1)
@@ -44,6 +49,22 @@ def drawn(position: int) -> int:
     return FIRST_TOKEN + position % TOKENS
 
 
+class Asked(Message, frozen=True, tag="submit"):
+    """A `Submit` whose tokens aren't decoded: a stand-in needs none, and a hundred long prompts would be what is
+    measured."""
+
+    request_id: RequestId
+    attempt: int
+    room: RoomId
+    tokens: msgspec.Raw
+    prompt_len: int
+    sampling: SamplingParams
+
+
+KINDS: Any = Union[tuple(Asked if kind is Submit else kind for kind in get_args(Command))]  # noqa: UP007
+COMMANDS: msgspec.msgpack.Decoder[RouterFrame[Any]] = msgspec.msgpack.Decoder(RouterFrame[KINDS])
+
+
 @dataclass
 class Leg:
     """What a stand-in knows of a request."""
@@ -55,8 +76,8 @@ class Leg:
     end: int
 
     @classmethod
-    def of(cls, m: pb.Submit) -> Leg:
-        return cls(RequestId(m.request_id), m.attempt, len(m.tokens), m.prompt_len + m.sampling.max_tokens)
+    def of(cls, m: Asked) -> Leg:
+        return cls(m.request_id, m.attempt, m.prompt_len, m.prompt_len + m.sampling.max_tokens)
 
 
 class StandIn(pb_grpc.WorkerServicer):
@@ -89,17 +110,14 @@ class StandIn(pb_grpc.WorkerServicer):
 
     def _send(self, events: list[Event]) -> None:
         assert self._connection is not None
-        frame = pb.WorkerFrame(incarnation=INCARNATION, events=[event_to_proto(e) for e in events])
-        self._connection.send(frame.SerializeToString())
+        self._connection.send(encode_events(INCARNATION, events))
 
     def _hear(self, frame: bytes) -> None:
-        for command in pb.RouterFrame.FromString(frame).commands:
-            if command.HasField("submit"):
-                # A stand-in needs no tokens, and to take a hundred long prompts out would be what is measured.
-                leg = Leg.of(command.submit)
-                self._running[leg.request_id] = leg
-            elif command.HasField("cancel"):
-                self._running.pop(RequestId(command.cancel.request_id), None)
+        for command in COMMANDS.decode(frame).commands:
+            if isinstance(command, Asked):
+                self._running[command.request_id] = Leg.of(command)
+            elif isinstance(command, Cancel):
+                self._running.pop(command.request_id, None)
         self._woken.set()
 
     async def work(self) -> None:
@@ -149,7 +167,7 @@ class Table(pb_grpc.ControllerServicer):
             registration = pb.Registration(
                 name=w.name, role=w.role, pid=os.getpid(), node="here", endpoint=w.endpoint, stream=w.stream,
                 control="tcp://127.0.0.1:9", max_positions=self._context, context=self._context,
-                incarnation=INCARNATION,
+                incarnation=INCARNATION, stream_protocol=STREAM_PROTOCOL,
             )  # fmt: skip
             views.append(pb.WorkerView(registration=registration, status=status_to_proto(w.status())))
         yield pb.ClusterView(workers=views)

@@ -24,7 +24,7 @@ from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import PAIR, Incarnation, RequestId, Role, RoomId, WorkerName
 from twinpool.contracts.interfaces.worker_interface import Worker
 from twinpool.contracts.messages.router_commands import PeerRef, Submit
-from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Done, Event, LegReport, Tokens
 from twinpool.contracts.sampling_params import SamplingParams
 

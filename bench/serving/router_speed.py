@@ -40,9 +40,14 @@ from rich.table import Table
 from bench.common import machine
 from bench.common.bench_report import figure_table, flag_parser, write_report
 from bench.common.child_server import ROOT, child, first_line, free_port, wait_ready
-from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.ids import Incarnation, RequestId, RoomId
+from twinpool.contracts.messages.router_commands import Submit
+from twinpool.contracts.messages.stream_frames import StreamOpening
+from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL
+from twinpool.contracts.messages.worker_events import Done, Event
+from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.contracts.wire.frame_connection import FrameConnection
-from twinpool.contracts.wire.shared_frames import EVENTS_BYTES
+from twinpool.contracts.wire.stream_codec import EVENTS_BYTES, FrameWriter, decode_events, encode_opening
 
 DONE = b"data: [DONE]"
 LIMITS = {"router": {"max_connections": 16_000, "max_queue": 16_000, "request_timeout_s": 600.0}}
@@ -198,17 +203,19 @@ async def ask_worker(address: str, times: int) -> float:
     host, _, port = address.rpartition(":")
     connection = FrameConnection(60.0)
     connection.max_bytes = EVENTS_BYTES
-    heard: asyncio.Queue[pb.WorkerFrame] = asyncio.Queue()
-    connection.on_frame = lambda frame: heard.put_nowait(pb.WorkerFrame.FromString(frame))
+    heard: asyncio.Queue[Sequence[Event]] = asyncio.Queue()
+    connection.on_frame = lambda frame: heard.put_nowait(decode_events(frame)[0].events)
     await loop.create_connection(lambda: connection, host, int(port))
-    connection.send(pb.StreamOpening(incarnation=1).SerializeToString())
+    connection.send(encode_opening(StreamOpening(STREAM_PROTOCOL, Incarnation(1))))
     await heard.get()
     took = []
     for number in range(times):
-        submit = pb.Submit(request_id=f"r{number}", tokens=range(12), prompt_len=12, sampling=pb.Sampling(max_tokens=1))
+        one = SamplingParams(max_tokens=1)
+        submit = Submit(RequestId(f"r{number}"), 0, RoomId("m"), tuple(range(12)), 12, one, None)
         began = time.perf_counter()
-        connection.send(pb.RouterFrame(commands=[pb.Command(submit=submit)]).SerializeToString())
-        while not any(event.HasField("done") for event in (await heard.get()).events):
+        for frame in FrameWriter().frames([submit]):
+            connection.send(frame)
+        while not any(isinstance(event, Done) for event in await heard.get()):
             pass
         took.append(time.perf_counter() - began)
     connection.abort()

@@ -20,7 +20,7 @@ from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.pool_changes import ChangedWorkers, PoolChange
 from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.settings_change import SettingsAnswer, SettingsChange
-from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerStatus, WorkerView
 

@@ -14,26 +14,28 @@ import asyncio
 import hmac
 import logging
 import socket
-from collections.abc import Sequence
-
-from google.protobuf.message import DecodeError
 
 from twinpool.cluster.worker_process.grpc_service import LINK_TIMEOUT_S
 from twinpool.cluster.worker_process.worker_thread import WorkerClosed, WorkerThread
 from twinpool.contracts.cluster_secret import access_token
 from twinpool.contracts.credentials.certificate_files import CertificateFiles
 from twinpool.contracts.credentials.node_tls import NodeTls
+from twinpool.contracts.errors import WireError
+from twinpool.contracts.ids import Incarnation
 from twinpool.contracts.interfaces.worker_interface import SessionId
-from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.stream_protocol import refusal
 from twinpool.contracts.messages.worker_events import Event
-from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.wire.command_protobuf import command_from_proto
-from twinpool.contracts.wire.event_protobuf import event_to_proto
 from twinpool.contracts.wire.frame_connection import FrameConnection
 from twinpool.contracts.wire.frame_listener import FrameListener
-from twinpool.contracts.wire.shared_frames import COMMANDS_BYTES
-from twinpool.contracts.wire.unknown_kinds import known
+from twinpool.contracts.wire.stream_codec import (
+    COMMANDS_BYTES,
+    decode_commands,
+    decode_opening,
+    encode_events,
+    opens_version_1,
+    refusal_of_version_1,
+)
 
 log = logging.getLogger("twinpool.service")
 
@@ -59,7 +61,10 @@ class RouterStream:
     def end(self, reason: str, left: bool = False) -> None:
         """End the stream, after what was sent; the router is told the reason, and whether the worker has left in order.
         Idempotent."""
-        self._connection.send(self._streams.frame(ended=reason, left=left))
+        self._close(encode_events(self._streams.incarnation, end=StreamEnd(reason, left)), reason)
+
+    def _close(self, last: bytes, reason: str) -> None:
+        self._connection.send(last)
         self._connection.close(LAST_FRAME_S)
         self._ended(reason)
 
@@ -72,8 +77,13 @@ class RouterStream:
 
     def _open(self, frame: bytes) -> None:
         """Take the first frame."""
-        if refusal := self._streams.refusal(frame):
-            self.end(refusal)
+        if opens_version_1(frame):
+            too_old = refusal("this router", 1)
+            log.warning("a router was refused: %s", too_old)
+            self._close(refusal_of_version_1(too_old), too_old)
+            return
+        if why_not := self._streams.refusal(frame):
+            self.end(why_not)
             return
         loop = asyncio.get_running_loop()
 
@@ -92,12 +102,12 @@ class RouterStream:
         self._streams.admitted(self, self._connection)
         self._connection.max_bytes = COMMANDS_BYTES
         self._connection.on_frame = self._commands
-        self._connection.send(self._streams.frame())
+        self._connection.send(encode_events(self._streams.incarnation))
 
     def _commands(self, frame: bytes) -> None:
         try:
-            commands, others = known(command_from_proto, pb.RouterFrame.FromString(frame).commands)
-        except Exception as error:  # What is wrong with its bytes comes as errors of many kinds.
+            commands, others = decode_commands(frame)
+        except WireError as error:
             log.warning("a router broke the protocol: %s", error)
             self.end(f"protocol error: a frame can't be read: {error}")
             return
@@ -115,8 +125,12 @@ class RouterStream:
             self.end(f"the router reads too slowly: {waiting} bytes wait for it")
             return
         try:
-            frame = self._streams.frame(events)
-        except (ValueError, TypeError) as error:  # A stream from which events are missing would hang its requests.
+            frame = encode_events(self._streams.incarnation, events)
+        except (
+            ValueError,
+            TypeError,
+            OverflowError,
+        ) as error:  # A stream from which events are missing would hang its requests.
             log.exception("events can't be sent")
             self.end(f"an event can't be sent: {error}")
             return
@@ -139,7 +153,7 @@ class RouterStreams:
         `link_timeout_s` counts as gone. `certificate`: this node's; with it only nodes of the cluster are served, None:
         without TLS. Raises `ConfigError` where it can't be used."""
         self.host, self.outbox_bytes = host, outbox_bytes
-        self._incarnation, self._link_timeout_s = incarnation, link_timeout_s
+        self.incarnation, self._link_timeout_s = Incarnation(incarnation), link_timeout_s
         self._access = access_token(secret)
         self._tls = NodeTls(certificate) if certificate is not None else None
         self._listener: FrameListener | None = None
@@ -176,14 +190,14 @@ class RouterStreams:
     def refusal(self, frame: bytes) -> str:
         """Return why a router with this first frame isn't admitted; empty where it is."""
         try:
-            opening = pb.StreamOpening.FromString(frame)
-        except DecodeError:
+            opening = decode_opening(frame)
+        except WireError:
             return "protocol error: the first frame can't be read"
         if self._access and not hmac.compare_digest(opening.access.encode(), self._access.encode()):
             log.warning("a router without the cluster's token was refused")
             return "this stream lacks the cluster's token"
-        if opening.incarnation != self._incarnation:
-            return f"this is incarnation {self._incarnation}, the call is for incarnation {opening.incarnation}"
+        if opening.incarnation != self.incarnation:
+            return f"this is incarnation {self.incarnation}, the call is for incarnation {opening.incarnation}"
         if too_old := refusal("this router", opening.protocol):
             log.warning("a router was refused: %s", too_old)
             return too_old
@@ -202,9 +216,3 @@ class RouterStreams:
         self._routers.discard(stream)
         if self._listener is not None:
             self._listener.release(connection)
-
-    def frame(self, events: Sequence[Event] = (), ended: str = "", left: bool = False) -> bytes:
-        """Return a frame of the worker's. Raises `ValueError` or `TypeError` for an event that has no bytes."""
-        messages = [event_to_proto(event) for event in events]
-        frame = pb.WorkerFrame(incarnation=self._incarnation, events=messages, ended=ended, left=left)
-        return frame.SerializeToString()

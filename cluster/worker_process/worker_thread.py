@@ -30,7 +30,7 @@ from twinpool.contracts.clock import Clock, SystemClock
 from twinpool.contracts.errors import TwinpoolError
 from twinpool.contracts.interfaces.worker_interface import SessionId, Worker
 from twinpool.contracts.messages.router_commands import Command
-from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerStatus
 

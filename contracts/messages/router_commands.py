@@ -1,25 +1,28 @@
 """Commands: the messages from a router to workers, as frozen values.
 
-Commands travel as protobuf (`contracts/proto/worker.proto`, `contracts/wire/command_protobuf.py`) between processes and
-as they are in one process. Each leg of a request gets one `Submit`; both are alike but for `peer`.
+Each leg of a request gets one `Submit`; both are alike but for `peer`. How they travel between processes is said by
+`contracts.message_types` and `contracts.wire.stream_frames`; in one process they are passed as they are.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from twinpool.contracts.ids import Incarnation, RequestId, RoomId, WorkerName
+from twinpool.contracts.key_file import TENANT_CHARS
+from twinpool.contracts.message_types import UNSIGNED, Finite, Int64, Message, TokenIds, Uint32
 from twinpool.contracts.messages.kept_answers import AnswerName, Attach, Detach
 from twinpool.contracts.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class PeerRef:
+class PeerRef(Message, frozen=True):
     """The other leg's worker, as the router knows it."""
 
     name: WorkerName
-    incarnation: Incarnation
+    incarnation: Annotated[Incarnation, UNSIGNED]
     control: str
     """Endpoint of its control socket (``tcp://host:port`` or ``inproc://name``)."""
 
@@ -27,17 +30,16 @@ class PeerRef:
 # ---------------------------------------------------------------- router -> worker
 
 
-@dataclass(frozen=True, slots=True)
-class Submit:
+class Submit(Message, frozen=True, tag="submit"):
     """One leg of one attempt at one request."""
 
     request_id: RequestId
-    attempt: int
+    attempt: Uint32
     """0 at first; a replay after a failure carries the next number, and the router drops events of older attempts."""
     room: RoomId
-    tokens: tuple[int, ...]
+    tokens: TokenIds
     """The prompt, then the tokens that earlier attempts have already emitted."""
-    prompt_len: int
+    prompt_len: Uint32
     """How many of `tokens` are the client's prompt; the rest are emitted tokens."""
     sampling: SamplingParams
     peer: PeerRef | None
@@ -45,20 +47,20 @@ class Submit:
     draw)."""
     salt: str = ""
     """Part of the prefix key: requests with different salts share nothing."""
-    deadline_s: float = 600.0
+    deadline_s: Finite = 600.0
     """Seconds from the arrival at the worker after which the worker fails the request."""
-    priority: int = 0
+    priority: Int64 = 0
     """Requests with a higher number are admitted first and retracted last; under ``cache.eviction=priority`` their
     state stays longer."""
-    first_token_s: float = 0.0
+    first_token_s: Finite = 0.0
     """Seconds from the arrival at the worker after which the prompt isn't begun any more; 0: it may always be."""
     migrating: bool = False
     """The request is paused on another decode worker until this one grants it: without room for it now it is
     refused."""
-    tenant: str = ""
+    tenant: Annotated[str, Meta(max_length=TENANT_CHARS)] = ""
     """Whose request it is; tenants have fair shares of a worker that not all can have at once. Empty: nobody's, where
     nobody needs a key."""
-    weight: int = 1
+    weight: Uint32 = 1
     """The share that the tenant's requests have beside those of others."""
     name: AnswerName | None = None
     """The name under which its decode worker keeps it when its router is gone; None: it is cancelled then."""
@@ -82,41 +84,37 @@ class Submit:
         return self.prompt_len + self.sampling.max_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(Message, frozen=True, tag="cancel"):
     """The router takes an attempt back: the client left, a stop string matched, or the other leg failed."""
 
     request_id: RequestId
-    attempt: int
+    attempt: Uint32
     keep: bool = False
     """Whether decode keeps the tokens of an answer with a name: it is whole."""
 
 
-@dataclass(frozen=True, slots=True)
-class PauseForMigration:
+class PauseForMigration(Message, frozen=True, tag="pause_for_migration"):
     """Stop this request at its next token and hold its state for `peer`, which will fetch it as `room`.
 
     Decode answers `MigrationPaused`, or `MigrationUndone` where it can't migrate the request.
     """
 
     request_id: RequestId
-    attempt: int
+    attempt: Uint32
     room: RoomId
     peer: PeerRef
     """The decode worker that takes over. Its control endpoint isn't needed, as that worker connects to this one."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResumeHere:
+class ResumeHere(Message, frozen=True, tag="resume_here"):
     """A migration is taken back: go on with the request where it was paused. A request that isn't held ends in an
     error."""
 
     request_id: RequestId
-    attempt: int
+    attempt: Uint32
 
 
-@dataclass(frozen=True, slots=True)
-class PushPrefix:
+class PushPrefix(Message, frozen=True, tag="push_prefix"):
     """Write the finished pages that the prefix cache has of these tokens to `peer`, which will ask for them as `room`.
 
     Decode answers `PushReady`. Running requests go on meanwhile.
@@ -124,31 +122,29 @@ class PushPrefix:
 
     request_id: RequestId
     """The running request whose pages they are, or the name of a `PrefixOffered`."""
-    attempt: int
+    attempt: Uint32
     room: RoomId
     peer: PeerRef
-    tokens: tuple[int, ...] = ()
+    tokens: TokenIds = ()
     """Empty: the tokens of the running request."""
     salt: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PullPrefix:
+class PullPrefix(Message, frozen=True, tag="pull_prefix"):
     """Receive the finished pages of these tokens from `peer` as `room`, for the prefix cache. Decode answers
     `PullDone`."""
 
     request_id: RequestId
-    attempt: int
+    attempt: Uint32
     room: RoomId
     peer: PeerRef
-    tokens: tuple[int, ...]
+    tokens: TokenIds
     salt: str = ""
     spare: bool = False
     """Take only free pages for them: evict nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Audit:
+class Audit(Message, frozen=True, tag="audit"):
     """Compute a finished answer again from its tokens alone, while the worker is idle. The worker answers `Audited`.
 
     No page of it is taken from the prefix cache or a tier, and none is kept. Any request that comes ends the audit
@@ -157,20 +153,19 @@ class Audit:
 
     request_id: RequestId
     """Names the audit itself, not the request that is audited."""
-    attempt: int
-    tokens: tuple[int, ...]
+    attempt: Uint32
+    tokens: TokenIds
     """The prompt, then the whole answer."""
-    prompt_len: int
+    prompt_len: Uint32
     sampling: SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class InvalidatePrefix:
+class InvalidatePrefix(Message, frozen=True, tag="invalidate_prefix"):
     """Invalidate this prefix in the prefix cache: an audit has shown that some of its state is wrong."""
 
     request_id: RequestId
     """The request whose answer was audited."""
-    tokens: tuple[int, ...]
+    tokens: TokenIds
     salt: str = ""
 
 

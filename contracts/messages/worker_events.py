@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated
+
+from msgspec import field
 
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role, WorkerName
+from twinpool.contracts.message_types import SOME, Finite, Message, TokenIds, Uint32, Uint64
 from twinpool.contracts.messages.kept_answers import Attached
-from twinpool.contracts.sampling_params import TokenDifference, TokenLogprob
+from twinpool.contracts.sampling_params import TokenDifference, TokenLogprobs
 
 # ---------------------------------------------------------------- worker -> router
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(Message, frozen=True, tag="tokens"):
     """Newly committed tokens of one request, in order, the first at absolute position `position`."""
 
     request_id: RequestId
-    attempt: int
-    position: int
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...] = ()
+    attempt: Uint32
+    position: Uint32
+    tokens: TokenIds
+    logprobs: TokenLogprobs = ()
     """One for each token when the client asked for them, else empty."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptScores:
+class PromptScores(Message, frozen=True, tag="prompt_scores"):
     """Log-probabilities of the prompt's tokens 1.. (token 0 has none), in order; prefill sends them once for a
     request."""
 
     request_id: RequestId
-    attempt: int
-    scores: tuple[TokenLogprob, ...]
+    attempt: Uint32
+    scores: TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class LegNote:
+class LegNote(Message, frozen=True):
     """Something that happened to a leg, besides its marks.
 
     ``retracted`` and ``resumed``: decode took the request off the device, with `bytes` of state, and it runs again.
@@ -45,14 +45,13 @@ class LegNote:
     """
 
     kind: str
-    at_s: float
+    at_s: Finite
     """Seconds since the leg's arrival at its worker."""
-    bytes: int = 0
+    bytes: Uint64 = 0
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class LegReport:
+class LegReport(Message, frozen=True, tag="leg_report"):
     """What one leg of a request did, and when. The counts of several reports of one leg add up.
 
     Prefill reports once, with its first token, or where it gives the prompt up before that. Decode reports what it held
@@ -63,106 +62,98 @@ class LegReport:
     """
 
     request_id: RequestId
-    attempt: int
+    attempt: Uint32
     role: Role
     worker: WorkerName
-    marks: dict[str, float] = field(default_factory=dict)
-    cached_tokens: int = 0
-    computed_tokens: int = 0
+    marks: dict[str, Finite] = field(default_factory=dict)
+    cached_tokens: Uint32 = 0
+    computed_tokens: Uint32 = 0
     """Prompt tokens whose state this worker computed; 0 on decode, always."""
-    transfer_bytes: int = 0
+    transfer_bytes: Uint64 = 0
     """Bytes of state received and verified. Only decode reports them, as it is sent only the state that it lacks."""
-    cached_by_tier: dict[str, int] = field(default_factory=dict)
+    cached_by_tier: dict[str, Uint32] = field(default_factory=dict)
     """`cached_tokens` by the tier that held them: ``device``, ``host``, ``storage``."""
-    notes: tuple[LegNote, ...] = ()
+    notes: Annotated[tuple[LegNote, ...], SOME] = ()
     """What has happened to the leg since its last report, in order."""
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(Message, frozen=True, tag="done"):
     """The last event of the leg that ends a request: decode, or prefill when it answers alone, or either when it
     fails."""
 
     request_id: RequestId
-    attempt: int
+    attempt: Uint32
     reason: str
     """``stop`` (a stop token was drawn), ``length``, or ``error``."""
-    stop_token: int | None = None
+    stop_token: Uint32 | None = None
     error: ErrorKind | None = None
     message: str = ""
     blame: WorkerName | None = None
     """The worker at fault; None: the one that reports."""
 
 
-@dataclass(frozen=True, slots=True)
-class MigrationWanted:
+class MigrationWanted(Message, frozen=True, tag="migration_wanted"):
     """The worker drains, and asks that this request be continued on another worker."""
 
     request_id: RequestId
-    attempt: int
+    attempt: Uint32
     started: bool
     """The request has state here, which a migration would keep; else it has none yet and can start on any worker."""
     withdrawn: bool = False
     """The worker takes the wish back: it has been undrained."""
 
 
-@dataclass(frozen=True, slots=True)
-class MigrationPaused:
+class MigrationPaused(Message, frozen=True, tag="migration_paused"):
     """A migration can begin: all tokens were sent, and the state of the first `position` positions is held for the
     peer."""
 
     request_id: RequestId
-    attempt: int
-    position: int
+    attempt: Uint32
+    position: Uint32
 
 
-@dataclass(frozen=True, slots=True)
-class MigrationUndone:
+class MigrationUndone(Message, frozen=True, tag="migration_undone"):
     """A migration failed or was refused: the request goes on at this worker."""
 
     request_id: RequestId
-    attempt: int
+    attempt: Uint32
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class MigrationDone:
+class MigrationDone(Message, frozen=True, tag="migration_done"):
     """A migration is complete: the other worker has all state, and this worker has freed the request."""
 
     request_id: RequestId
-    attempt: int
-    bytes: int
+    attempt: Uint32
+    bytes: Uint64
     """Bytes of state that were sent."""
 
 
-@dataclass(frozen=True, slots=True)
-class PushReady:
+class PushReady(Message, frozen=True, tag="push_ready"):
     """Answer to `PushPrefix`: the pages of `positions` positions are held for the peer; 0: none, or not worth a
     push."""
 
     request_id: RequestId
-    attempt: int
-    positions: int
+    attempt: Uint32
+    positions: Uint32
 
 
-@dataclass(frozen=True, slots=True)
-class PullDone:
+class PullDone(Message, frozen=True, tag="pull_done"):
     """Answer to `PullPrefix`: the pull has ended, with `bytes` bytes; 0: nothing was received."""
 
     request_id: RequestId
-    attempt: int
-    bytes: int
+    attempt: Uint32
+    bytes: Uint64
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixOffered:
+class PrefixOffered(Message, frozen=True, tag="prefix_offered"):
     """A decode worker that leaves offers the pages of these tokens to other workers. The hottest prefix is offered
     first."""
 
     request_id: RequestId
     """Names the offer."""
-    attempt: int
-    tokens: tuple[int, ...]
+    attempt: Uint32
+    tokens: TokenIds
     salt: str
 
 
@@ -175,19 +166,23 @@ class AuditEnd(StrEnum):
     REFUSED = "refused"
     """The worker can't compute this audit."""
 
+    @classmethod
+    def _missing_(cls, value: object) -> AuditEnd | None:
+        """An end that only a newer build knows: nothing was computed."""
+        return cls.REFUSED if isinstance(value, str) else None
 
-@dataclass(frozen=True, slots=True)
-class Audited:
+
+class Audited(Message, frozen=True, tag="audited"):
     """The result of an `Audit`."""
 
     request_id: RequestId
-    attempt: int
+    attempt: Uint32
     end: AuditEnd
-    checked: int = 0
+    checked: Uint32 = 0
     """Tokens of the answer that were drawn again."""
-    differing: int = 0
+    differing: Uint32 = 0
     """Tokens among the checked ones that were drawn differently."""
-    differences: tuple[TokenDifference, ...] = ()
+    differences: Annotated[tuple[TokenDifference, ...], SOME] = ()
     """The first of the differing tokens, in order of position."""
     exact: bool = True
     """Whether every difference is damage; else (numerics: fast) only a difference with a gap above `audit.margin`."""

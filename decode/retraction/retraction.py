@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.memory.required_pages import due

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from msgspec import structs
+
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.messages.kept_answers import Attach, Attached, Detach, KeptAnswer
@@ -186,7 +188,7 @@ class AnswerAsks:
                     self._commands.append((entry.key, ask.command))
             while ask.wanted and ask.contested:
                 worker, claim = ask.contested.popitem()
-                self._commands.append((worker, replace(ask.command, seen=claim)))
+                self._commands.append((worker, structs.replace(ask.command, seen=claim)))
             all_here = len({f.answer.index for f in ask.found if f.answer.reason or f.worth[1]}) >= ask.choices
             if all_here or (self._known and all(entry.key in ask.answered for entry in asked)):
                 self._end(name, ask)

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
+
+from msgspec.structs import replace
 
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cache_config import CacheConfig

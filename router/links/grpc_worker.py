@@ -15,7 +15,7 @@ from twinpool.contracts.cluster_secret import access_metadata, cluster_secret
 from twinpool.contracts.config.worker_config import TransferConfig
 from twinpool.contracts.credentials.certificate_files import CertificateFiles
 from twinpool.contracts.credentials.node_tls import NodeTls
-from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerStatus
 from twinpool.contracts.proto import worker_pb2 as pb

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from twinpool.contracts.interfaces.discovery import WorkerClient, WorkerDirectory, WorkerSession
 from twinpool.contracts.messages.router_commands import Command
-from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
 from twinpool.router.state.router_log import log

@@ -10,23 +10,18 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
-from google.protobuf.message import DecodeError
-
 from twinpool.contracts.cluster_secret import access_token, cluster_secret
 from twinpool.contracts.credentials.certificate_files import NODE_NAME
 from twinpool.contracts.credentials.node_tls import NodeTls
 from twinpool.contracts.errors import WireError
 from twinpool.contracts.ids import Incarnation
 from twinpool.contracts.messages.router_commands import Command
-from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.stream_frames import StreamEnd, StreamOpening
 from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL, refusal
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import WorkerRecord
-from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.wire.event_protobuf import event_from_proto
 from twinpool.contracts.wire.frame_connection import FrameConnection
-from twinpool.contracts.wire.shared_frames import EVENTS_BYTES, FrameWriter
-from twinpool.contracts.wire.unknown_kinds import known
+from twinpool.contracts.wire.stream_codec import EVENTS_BYTES, FrameWriter, decode_events, encode_opening
 from twinpool.router.state.router_log import log
 
 MAX_COMMANDS = 64 * 1024
@@ -105,35 +100,37 @@ class WorkerStream:
             frame = next(self._frames, None)
         return frame
 
-    def _broken(self, reason: str, left: bool = False) -> None:
+    def _broken(self, reason: str) -> None:
+        self._ended(StreamEnd(reason))
+
+    def _ended(self, end: StreamEnd) -> None:
         if not self.opened.done():
-            self.opened.set_exception(ConnectionError(reason))
+            self.opened.set_exception(ConnectionError(end.reason))
             self.close()
         on_closed = self._on_closed
         self.close()
         if on_closed is not None:
-            on_closed(StreamEnd(reason, left))
+            on_closed(end)
 
     def _frame(self, raw: bytes) -> None:
         try:
-            frame = pb.WorkerFrame.FromString(raw)
-            if frame.ended:
-                self._broken(frame.ended, frame.left)
+            frame, others = decode_events(raw)
+            if frame.end is not None:
+                self._ended(frame.end)
                 return
             if frame.incarnation != self._incarnation:
                 raise WireError(f"a frame of incarnation {frame.incarnation} came on {self._incarnation}'s stream")
-            events, others = known(event_from_proto, frame.events)
-        except (WireError, DecodeError, ValueError) as error:
+        except WireError as error:
             self._broken(f"a frame that can't be read: {error}")
             return
         if not self.opened.done():
             self.opened.set_result(None)
         if others:
             log("unknown events", incarnation=self._incarnation, left_out=others)
-        if not events:
+        if not frame.events:
             return
         try:
-            self._on_events(events)
+            self._on_events(frame.events)
         except Exception as error:  # our own bug: a stream that nobody reads would hang its requests
             log("events failed", level=logging.ERROR, trace=True)
             self._broken(f"the router failed on an event: {error!r}")
@@ -160,12 +157,12 @@ async def open_stream(
     if too_old := refusal(record.name, record.stream_protocol, record.build):
         raise ConnectionError(too_old)
     access = access_token(cluster_secret())
-    opening = pb.StreamOpening(incarnation=record.incarnation, access=access, protocol=STREAM_PROTOCOL)
+    opening = StreamOpening(STREAM_PROTOCOL, record.incarnation, access)
     context, name = (tls.client(), NODE_NAME) if tls is not None else (None, None)
     try:
         async with asyncio.timeout(timeout_s):
             await loop.create_connection(lambda: connection, host, int(port), ssl=context, server_hostname=name)
-            connection.send(opening.SerializeToString())
+            connection.send(encode_opening(opening))
             await stream.opened
     except TimeoutError:
         stream.close()

@@ -22,8 +22,9 @@ first, and ever more rarely.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
-from dataclasses import replace
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.router_config import RouterConfig

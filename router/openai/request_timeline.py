@@ -7,8 +7,9 @@ the request's arrival at the router, and the marks of the prefill and decode leg
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from twinpool.contracts.ids import PAIR, Role
 from twinpool.contracts.messages.worker_events import LegReport

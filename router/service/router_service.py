@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from msgspec import structs
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, served_as
@@ -28,7 +29,7 @@ from twinpool.contracts.ids import Role
 from twinpool.contracts.interfaces.discovery import WorkerDirectory
 from twinpool.contracts.key_file import TenantLimits
 from twinpool.contracts.messages.router_commands import Command
-from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Event, LegReport
 from twinpool.router.core.answer_asks import AskEnded
 from twinpool.router.core.local_prefill import local_prefill
@@ -329,7 +330,7 @@ class RouterService:
         keyed: KeyedRequest | None = None
         if identity is not None and resume is not None:
             if not request.seeded:
-                request = replace(request, sampling=replace(request.sampling, seed=identity.seed))
+                request = replace(request, sampling=structs.replace(request.sampling, seed=identity.seed))
             keyed = await self._claim(identity, turn, resume, request, prepared.prompts, on_gone)
         try:
             opened = OpenedRequest(

@@ -16,8 +16,10 @@ continue from it. The phases and their transitions are the table `TRANSITIONS`, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec.structs import replace
 
 from twinpool.contracts.errors import ErrorKind, IllegalTransition
 from twinpool.contracts.ids import RequestId, Role, RoomId, WorkerName

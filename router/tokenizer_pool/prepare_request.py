@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from msgspec import structs
+
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
@@ -225,13 +227,13 @@ class BodyReader:
             # A call ends the turn, whatever the checkpoint's configuration says.
             marks = self._model_tokenizer.marks
             ends = [marks[mark] for mark in found.ending_marks if mark in marks]
-            sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *ends))))
+            sampling = structs.replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *ends))))
             request = replace(request, eos=request.eos.union(ends))
         grammar = self._chats.grammar(request.tool_use, found, sampling.grammar)
         if grammar != sampling.grammar:
             check_grammar_fits(self._spec, sampling.allowed_token_ids, request.grammar_field or "tools")
             stops = dict.fromkeys((*sampling.stop_token_ids, *self._spec.eos_token_ids))
-            sampling = replace(sampling, grammar=grammar, stop_token_ids=tuple(stops))
+            sampling = structs.replace(sampling, grammar=grammar, stop_token_ids=tuple(stops))
         if found is not None and not request.separate_reasoning:
             found = replace(found, reasoning=False) if found.tool_format else None
         field = request.grammar_field or ("tools" if grammar else "")
@@ -242,7 +244,7 @@ class BodyReader:
         found, marks = request.answer_format, self._model_tokenizer.marks
         tokens = {mark: marks[mark] for mark in (found.marks if found is not None else ()) if mark in marks}
         grammar = with_special_marks(request.sampling.grammar, tokens)
-        return replace(request, sampling=replace(request.sampling, grammar=grammar))
+        return replace(request, sampling=structs.replace(request.sampling, grammar=grammar))
 
     def tokenize(self, raw: bytes) -> TextAnswer:
         """Return the answer of ``/tokenize``."""

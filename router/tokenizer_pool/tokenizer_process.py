@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+from msgspec import structs
 
 from twinpool.contracts.checkpoint.json_fields import JsonFields
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
@@ -138,7 +139,7 @@ def prepared_frame(prepared: PreparedRequest) -> bytes:
     fields |= {"prompts": (), "messages": (), "template_args": {}, "tool_use": None, "eos": sorted(fields["eos"])}
     if (found := prepared.request.answer_format) is not None:
         fields["answer_format"] = dataclasses.asdict(found)
-    fields["sampling"] = [getattr(prepared.request.sampling, f.name) for f in dataclasses.fields(SamplingParams)]
+    fields["sampling"] = [getattr(prepared.request.sampling, f.name) for f in structs.fields(SamplingParams)]
     page_tokens = prepared.prompts[0].hashes.page_tokens
     prompts = [(array("I", p.tokens).tobytes(), p.text, p.hashes.raw) for p in prepared.prompts]
     return _pack((fields, len(prepared.request.prompts), page_tokens, prompts))

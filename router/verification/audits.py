@@ -20,7 +20,8 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Container, Sized
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.router_config import AuditConfig

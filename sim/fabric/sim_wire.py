@@ -1,6 +1,6 @@
-"""The encoding of messages on the simulated gRPC connections, as the bytes of production.
+"""The encoding of messages on the simulated connections, as the bytes of production.
 
-Every message is encoded by its sender and decoded by its receiver, by `contracts.wire.command_protobuf` and the codecs
+Every message is encoded by its sender and decoded by its receiver, by `contracts.wire.stream_codec` and the codecs
 beside the services: a field that they lose or round is lost or rounded here.
 """
 
@@ -14,9 +14,7 @@ from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
 from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.wire.command_protobuf import command_from_proto
-from twinpool.contracts.wire.event_protobuf import event_from_proto, event_to_proto
-from twinpool.contracts.wire.shared_frames import FrameWriter
+from twinpool.contracts.wire.stream_codec import FrameWriter, decode_commands, decode_events, encode_events
 from twinpool.contracts.wire.worker_protobuf import (
     record_from_proto,
     record_to_proto,
@@ -31,21 +29,24 @@ def pack_commands(commands: Sequence[Command]) -> list[bytes]:
     return list(FrameWriter().frames(commands))
 
 
-def unpack_commands(frame: bytes) -> list[Command]:
-    return [command_from_proto(m) for m in pb.RouterFrame.FromString(frame).commands]
+def unpack_commands(frame: bytes) -> Sequence[Command]:
+    commands, left_out = decode_commands(frame)
+    assert not left_out, "both ends are of one build"
+    return commands
 
 
 def pack_events(incarnation: Incarnation, events: Sequence[Event]) -> bytes:
     """Encode events as a frame of a worker's stream."""
-    return pb.WorkerFrame(incarnation=incarnation, events=[event_to_proto(e) for e in events]).SerializeToString()
+    return encode_events(incarnation, events)
 
 
-def unpack_events(incarnation: Incarnation, frame: bytes) -> list[Event]:
+def unpack_events(incarnation: Incarnation, frame: bytes) -> Sequence[Event]:
     """Decode a frame of a worker's stream. Raises `WireError` for a frame of another incarnation."""
-    message = pb.WorkerFrame.FromString(frame)
+    message, left_out = decode_events(frame)
+    assert not left_out, "both ends are of one build"
     if message.incarnation != incarnation:
         raise WireError(f"a frame of incarnation {message.incarnation} came on {incarnation}'s stream")
-    return [event_from_proto(m) for m in message.events]
+    return message.events
 
 
 def status_there(status: WorkerStatus) -> WorkerStatus:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.router_commands import Command
-from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.router.links.worker_links import RETRY_FIRST_S, RETRY_MOST_S
 from twinpool.router.state.worker_table import WorkerKey

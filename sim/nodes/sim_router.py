@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import RequestId, Role, WorkerName
 from twinpool.contracts.messages.kept_answers import AnswerName, KeptAnswer
 from twinpool.contracts.messages.router_commands import Command
-from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Event, LegReport
 from twinpool.contracts.messages.worker_status import WorkerStatus, WorkerView
 from twinpool.contracts.sampling_params import TokenLogprob

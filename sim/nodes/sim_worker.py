@@ -20,7 +20,7 @@ from twinpool.contracts.errors import PeerDead
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import SessionId, Worker
 from twinpool.contracts.messages.router_commands import Command
-from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import EndedWorker, WorkerRecord
 from twinpool.engine.runner.batch import BatchRow
@@ -152,7 +152,7 @@ class SimHost:
         if self._sessions.pop(session, None) is not None:
             self._put(lambda: self.worker.drop_session(session))
 
-    def send(self, session: SessionId, commands: list[Command]) -> None:
+    def send(self, session: SessionId, commands: Sequence[Command]) -> None:
         def take() -> None:
             if session in self._sessions:
                 for command in commands:

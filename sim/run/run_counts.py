@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.router.verification.audit_cases import AuditResult as Audited

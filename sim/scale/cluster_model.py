@@ -15,9 +15,10 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import lru_cache
 from math import inf
+
+from msgspec.structs import replace
 
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.router_config import AuditConfig

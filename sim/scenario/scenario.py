@@ -7,10 +7,11 @@ and draws of a run (delays, say) come from another random stream than the draws 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
 from twinpool.contracts.ids import Role

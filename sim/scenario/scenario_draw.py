@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from twinpool.sim.fabric.hash_engine import VOCABULARY, recite
 from twinpool.sim.scenario.scenario import (
     CONTEXT,
@@ -151,7 +153,7 @@ def _asks(rng: random.Random, shape: ClusterShape) -> tuple[ScenarioRequest, ...
         asks.append(ask)
         if rng.random() < 0.1:
             for choice in range(1, rng.randint(2, 4)):
-                again = replace(sampling, choice=choice)
+                again = structs.replace(sampling, choice=choice)
                 asks.append(replace(ask, number=len(asks), sampling=again, leaves_at=None, enough=None))
         said.append([*words, *recite(spec, prompt, sampling).tokens])
     if shape.pressed:

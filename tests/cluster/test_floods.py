@@ -30,7 +30,6 @@ from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.worker_events import Tokens
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord
 from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.wire.event_protobuf import event_from_proto
 from twinpool.contracts.wire.grpc_channels import CONTROL_BYTES
 
 NAME = WorkerName("decode-0")
@@ -137,9 +136,8 @@ async def answer_of(stream: RawStream, request: str) -> list[int]:
     async with asyncio.timeout(WAIT_S):
         while len(found) < 4:
             for event in (await stream.read()).events:
-                said = event_from_proto(event)
-                if isinstance(said, Tokens):
-                    found += said.tokens
+                if isinstance(event, Tokens):
+                    found += event.tokens
     return found
 
 

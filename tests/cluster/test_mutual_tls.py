@@ -15,7 +15,7 @@ import pytest
 
 from tests.certificates import TestAuthority
 from tests.cluster.fake_worker import FakeWorker, submit
-from tests.raw_frames import RawStream
+from tests.raw_frames import RawStream, opening
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_ledger import MemoryLedger
 from twinpool.cluster.controller.controller_server import ControllerServer
@@ -31,7 +31,8 @@ from twinpool.contracts.credentials.certificate_files import NODE_NAME, Certific
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import Worker
-from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.stream_frames import StreamEnd
+from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL
 from twinpool.contracts.messages.worker_events import Done, Event
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerView
 from twinpool.contracts.proto import worker_pb2 as pb
@@ -64,7 +65,10 @@ class Secured:
     @property
     def record(self) -> WorkerRecord:
         fits = WorkerLimits(1024, 2048)
-        return WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", self.worker, "tcp://x", fits, stream=self.stream)
+        return WorkerRecord(
+            NAME, Role.DECODE, Incarnation(1), 7, "n", self.worker, "tcp://x", fits, stream=self.stream,
+            stream_protocol=STREAM_PROTOCOL,
+        )  # fmt: skip
 
     def close(self) -> None:
         assert self.host.stop(WAIT_S)
@@ -212,7 +216,7 @@ def test_who_is_no_node_has_no_stream(secured: Secured, authority: TestAuthority
     async def life() -> None:
         try:
             stream = await RawStream.connect(secured.stream, context)
-            stream.write(pb.StreamOpening(incarnation=3).SerializeToString())
+            stream.write(opening(3))
             stream.send(submit("a", 2))
             found = await asyncio.wait_for(stream.reader.read(), WAIT_S)
         except OSError:

@@ -13,7 +13,8 @@ from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
 from twinpool.cluster.worker_process.worker_process import serve_worker
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
-from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.stream_frames import StreamEnd
+from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord
 from twinpool.contracts.wire.grpc_channels import channel_options
@@ -41,8 +42,9 @@ class Scene:
     def record(self) -> WorkerRecord:
         name, limits = WorkerName("decode-0"), WorkerLimits(1, 1)
         return WorkerRecord(
-            name, Role.DECODE, Incarnation(1), 1, "n", self.server.endpoint, "", limits, stream=self.relay.endpoint
-        )
+            name, Role.DECODE, Incarnation(1), 1, "n", self.server.endpoint, "", limits, stream=self.relay.endpoint,
+            stream_protocol=STREAM_PROTOCOL,
+        )  # fmt: skip
 
     async def open(self) -> tuple[GrpcWorkerClient, WorkerStream]:
         port = GrpcWorkerClient(self.record(), LINK_S)

@@ -14,8 +14,7 @@ from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, RoomId, request_in, room_of
 from twinpool.contracts.json_logs import JsonFormatter
 from twinpool.contracts.messages.router_commands import Cancel, Command
-from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.wire.shared_frames import FRAME_COMMANDS, FrameWriter
+from twinpool.contracts.wire.stream_codec import FRAME_COMMANDS, FrameWriter, decode_commands
 
 V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
 V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
@@ -89,8 +88,8 @@ def test_a_room_names_its_request_whatever_its_id_has_in_it(request_id: str) -> 
 
 
 def test_an_error_of_a_newer_build_counts_as_the_workers_and_kinds_say_who_tries_again() -> None:
-    assert [ErrorKind.of(kind) for kind in ErrorKind] == list(ErrorKind)
-    assert ErrorKind.of("of a newer build") is ErrorKind.WORKER
+    assert [ErrorKind(kind) for kind in ErrorKind] == list(ErrorKind)
+    assert ErrorKind("of a newer build") is ErrorKind.WORKER
     assert {kind for kind in ErrorKind if kind.retryable} == {
         ErrorKind.ROOM, ErrorKind.DAMAGED, ErrorKind.DRAINING, ErrorKind.WORKER, ErrorKind.RETRACTED,
         ErrorKind.NONFINITE, ErrorKind.CANCELLED,
@@ -100,6 +99,6 @@ def test_an_error_of_a_newer_build_counts_as_the_workers_and_kinds_say_who_tries
 @pytest.mark.parametrize("count", [1, FRAME_COMMANDS, FRAME_COMMANDS + 1, 2 * FRAME_COMMANDS + 3])
 def test_a_frame_has_so_many_commands_and_all_come_in_order(count: int) -> None:
     commands: list[Command] = [Cancel(RequestId(f"r{number}"), 1) for number in range(count)]
-    frames = [pb.RouterFrame.FromString(raw) for raw in FrameWriter().frames(commands)]
-    assert [one.cancel.request_id for frame in frames for one in frame.commands] == [f"r{n}" for n in range(count)]
-    assert [len(frame.commands) for frame in frames[:-1]] == [FRAME_COMMANDS] * ((count - 1) // FRAME_COMMANDS)
+    frames = [decode_commands(raw)[0] for raw in FrameWriter().frames(commands)]
+    assert [one.request_id for frame in frames for one in frame] == [f"r{n}" for n in range(count)]
+    assert [len(frame) for frame in frames[:-1]] == [FRAME_COMMANDS] * ((count - 1) // FRAME_COMMANDS)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.worker_config import DecodeConfig

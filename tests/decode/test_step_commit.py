@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import pytest
+from msgspec import structs
 
 from tests.decode_parts import SESSION, DecodeParts
 from twinpool.cache.device.adversarial_device import AdversarialDevice
@@ -59,7 +60,7 @@ def test_a_stop_token_ends_the_answer_and_is_named(monkeypatch: pytest.MonkeyPat
     parts = DecodeParts()
     (request,) = parts.run("a", most=50)
     stop = DrawnToken(5, None)
-    object.__setattr__(request.submit.sampling, "stop_token_ids", (5,))
+    structs.force_setattr(request.submit.sampling, "stop_token_ids", (5,))
     told = output(parts, request, RowOutput(stop), monkeypatch)
     assert told[1:] == [RequestFinished(request, "stop", 5)]
 
@@ -126,7 +127,7 @@ def test_a_stop_token_ends_the_answer_wherever_its_request_stands_when_the_step_
     """Its step was under way when it was told to leave the device: the answer is over, and nothing is to come back."""
     parts = DecodeParts()
     (request,) = parts.run("a", most=50)
-    object.__setattr__(request.submit.sampling, "stop_token_ids", (5,))
+    structs.force_setattr(request.submit.sampling, "stop_token_ids", (5,))
     batch = parts.scheduler.next_batch()
     parts.steps.launch(batch)
     if phase == "is retracted":

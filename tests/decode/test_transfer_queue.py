@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from tests.decode_parts import SESSION, DecodeParts
 from twinpool.cache.device.adversarial_device import AdversarialDevice
@@ -29,7 +30,7 @@ def test_a_request_expects_every_page_of_its_prompt() -> None:
 def test_who_has_no_peer_or_a_room_that_was_used_is_refused_and_says_why() -> None:
     parts = DecodeParts()
     submit = parts.submit("a")
-    alone = parts.transfers.open(SESSION, replace(submit, peer=None))
+    alone = parts.transfers.open(SESSION, structs.replace(submit, peer=None))
     assert isinstance(alone, AdmissionRefusal)
     assert alone.kind is ErrorKind.INVALID
     assert isinstance(parts.transfers.open(SESSION, submit), DecodeRequest)
@@ -140,7 +141,7 @@ def test_who_waits_for_anothers_prompt_goes_on_when_that_one_is_gone(ending: str
     parts = DecodeParts(decode={"prompt_wait_s": 1000.0})
     first = parts.ask("a", prompt=16)
     assert list(parts.scheduler.admit()) == []
-    submit = replace(parts.submit("b"), tokens=(*first.submit.tokens, 1, 2), prompt_len=18)
+    submit = structs.replace(parts.submit("b"), tokens=(*first.submit.tokens, 1, 2), prompt_len=18)
     second = parts.transfers.open(SESSION, submit)
     assert isinstance(second, DecodeRequest)
     parts.requests.add(second)
@@ -166,7 +167,7 @@ def test_who_waited_for_one_that_is_gone_waits_for_the_next_that_receives_the_sa
     list(parts.scheduler.admit())
     others = []
     for name in ("b", "c"):
-        submit = replace(parts.submit(name), tokens=(*first.submit.tokens, 1, 2), prompt_len=18)
+        submit = structs.replace(parts.submit(name), tokens=(*first.submit.tokens, 1, 2), prompt_len=18)
         other = parts.transfers.open(SESSION, submit)
         assert isinstance(other, DecodeRequest)
         parts.requests.add(other)

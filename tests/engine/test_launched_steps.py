@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.engine.harness import GREEDY, Bench, MakeCheckpoint, row
 from twinpool.cache.device.adversarial_device import AdversarialDevice

@@ -7,11 +7,11 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
@@ -304,7 +304,7 @@ def test_the_cuts_together_keep_what_plain_python_keeps() -> None:
 def test_the_smallest_temperatures_draw_the_likeliest_token(temperature: float) -> None:
     logits = random_logits(8, 5) * 1e3
     for limits in ({}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.5}, {"min_p": 0.1}):
-        params = replace(PLAIN, temperature=temperature, seed=3, **limits)  # type: ignore[arg-type]
+        params = replace(PLAIN, temperature=temperature, seed=3, **limits)
         drawn = draw_tokens(logits, [TokenDraw(params, (1,) * (i + 1), 1) for i in range(8)])
         assert [one.token for one in drawn] == logits.argmax(-1).tolist()
 

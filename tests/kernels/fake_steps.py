@@ -21,11 +21,12 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
+
+from msgspec.structs import replace
 
 os.environ["TRITON_INTERPRET"] = "1"
 

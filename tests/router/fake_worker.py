@@ -20,7 +20,8 @@ from twinpool.contracts.messages.kept_answers import Attach, Attached, Detach
 from twinpool.contracts.messages.pool_changes import ChangedWorkers, PoolChange
 from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, InvalidatePrefix, Submit
 from twinpool.contracts.messages.settings_change import ChangedSetting, SettingsAnswer, SettingsChange
-from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.stream_frames import StreamEnd
+from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL
 from twinpool.contracts.messages.worker_events import Audited, Done, Event, LegReport, PromptScores, Tokens
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
@@ -202,7 +203,7 @@ class FakeWorker:
         fingerprint = Fingerprint(self.protocol, self.layout, self.numerics, self.weights) if self.numerics else None
         return WorkerRecord(
             self.name, self.role, self.incarnation, 1, self.node, self.endpoint, control, fits, self.node_id,
-            fingerprint, self.stream,
+            fingerprint, self.stream, stream_protocol=STREAM_PROTOCOL,
         )  # fmt: skip
 
     def status(self) -> WorkerStatus:

@@ -12,11 +12,10 @@ import grpc.aio
 
 from tests.raw_frames import framed, read_frame
 from tests.router.fake_worker import FakeCluster, FakeSession, FakeWorker
-from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.proto import worker_pb2 as pb
 from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
-from twinpool.contracts.wire.command_protobuf import command_from_proto
-from twinpool.contracts.wire.event_protobuf import event_to_proto
+from twinpool.contracts.wire.stream_codec import decode_commands, decode_opening, encode_events
 from twinpool.contracts.wire.worker_protobuf import report_to_proto, status_to_proto
 from twinpool.router.links.grpc_worker import INCARNATION_KEY
 
@@ -33,41 +32,40 @@ class WorkerFake(pb_grpc.WorkerServicer):
         self.writers: set[asyncio.StreamWriter] = set()
         """Of the streams that are open."""
 
-    def greeting(self) -> pb.WorkerFrame:
+    def greeting(self) -> bytes:
         """What a router that is admitted is sent first."""
-        return pb.WorkerFrame(incarnation=self.says)
+        return encode_events(self.says)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one router's stream, in bytes."""
 
-        def say(frame: pb.WorkerFrame) -> None:
+        def say(frame: bytes) -> None:
             if not writer.is_closing():
-                writer.write(framed(frame.SerializeToString()))
+                writer.write(framed(frame))
 
         def tell(events: Any) -> None:
-            say(pb.WorkerFrame(incarnation=self.says, events=[event_to_proto(e) for e in events]))
+            say(encode_events(self.says, events))
 
         def end(end: StreamEnd) -> None:
-            say(pb.WorkerFrame(incarnation=self.says, ended=end.reason, left=end.left))
+            say(encode_events(self.says, end=end))
             writer.close()
 
         session: FakeSession | None = None
         self.writers.add(writer)
         try:
-            opening = pb.StreamOpening.FromString(await read_frame(reader))
+            opening = decode_opening(await read_frame(reader))
             if self.worker.hangs:
                 self.hanging += 1
                 await asyncio.Event().wait()
             if opening.incarnation != self.worker.incarnation:
                 text = f"this is incarnation {self.worker.incarnation}, the call is for {opening.incarnation}"
-                say(pb.WorkerFrame(incarnation=self.worker.incarnation, ended=text))
+                say(encode_events(self.worker.incarnation, end=StreamEnd(text)))
                 return
             session = FakeSession(self.worker, tell, end)
             self.worker.sessions.append(session)
             say(self.greeting())
             while True:
-                frame = pb.RouterFrame.FromString(await read_frame(reader))
-                session.send([command_from_proto(c) for c in frame.commands])
+                session.send(decode_commands(await read_frame(reader))[0])
         except (asyncio.IncompleteReadError, ConnectionError):
             return
         finally:
@@ -129,6 +127,7 @@ class ControllerFake(pb_grpc.ControllerServicer):
         registration = pb.Registration(
             name=r.name, role=r.role, pid=r.pid, node=r.node, endpoint=r.endpoint, stream=r.stream, control=r.control,
             max_positions=r.fits.max_positions, context=r.fits.context, incarnation=r.incarnation,
+            stream_protocol=r.stream_protocol,
         )  # fmt: skip
         return pb.WorkerView(registration=registration, status=status_to_proto(worker.status()))
 

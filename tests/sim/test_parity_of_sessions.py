@@ -13,11 +13,12 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from tests.cluster.fake_worker import FakeWorker, submit
 from tests.proxy import proxying
@@ -33,10 +34,11 @@ from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.pool_changes import ChangedWorkers, PoolChange
 from twinpool.contracts.messages.router_commands import Cancel, Command
 from twinpool.contracts.messages.settings_change import SettingsAnswer, SettingsChange
-from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.stream_frames import StreamEnd
+from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL
 from twinpool.contracts.messages.worker_events import Done, Event, Tokens
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
-from twinpool.contracts.wire.shared_frames import FRAME_COMMANDS
+from twinpool.contracts.wire.stream_codec import FRAME_COMMANDS
 from twinpool.router.links.grpc_worker import GrpcWorkerClient
 from twinpool.router.links.worker_links import WorkerLinks
 from twinpool.router.state.worker_table import WorkerKey
@@ -216,7 +218,10 @@ class _Table:
 
 
 def _record(key: WorkerKey, endpoint: str, stream: str) -> WorkerRecord:
-    return WorkerRecord(key[0], Role.DECODE, key[1], 1, "node", endpoint, "", FakeWorker.fits, stream=stream)
+    return WorkerRecord(
+        key[0], Role.DECODE, key[1], 1, "node", endpoint, "", FakeWorker.fits, stream=stream,
+        stream_protocol=STREAM_PROTOCOL,
+    )  # fmt: skip
 
 
 def _status(key: WorkerKey, state: str = "ready") -> WorkerStatus:

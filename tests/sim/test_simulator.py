@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from tests.sim.reach import counted, known, moves_of_tables
 from twinpool.contracts.errors import ConfigError
@@ -93,8 +94,8 @@ def test_plans_draw_all_that_they_can_draw() -> None:
                  "frequency_penalty", "logit_bias", "allowed_token_ids", "min_tokens", "stop_token_ids", "logprobs",
                  "prompt_logprobs", "choice"):  # fmt: skip
         assert sum(getattr(ask, name) != getattr(plain, name) for ask in asks) >= 20, name
-    drawn = {name for name in SamplingParams.__dataclass_fields__ if len({getattr(ask, name) for ask in asks}) > 1}
-    assert drawn == set(SamplingParams.__dataclass_fields__), "a parameter that no plan draws isn't simulated"
+    drawn = {name for name in SamplingParams.__struct_fields__ if len({getattr(ask, name) for ask in asks}) > 1}
+    assert drawn == set(SamplingParams.__struct_fields__), "a parameter that no plan draws isn't simulated"
     assert len({ask.salt for plan in plans for ask in plan.asks}) > 1
     assert len({ask.priority for plan in plans for ask in plan.asks}) > 1
     halts = [fault.lasts for plan in plans for fault in plan.faults if fault.kind == "halt"]
@@ -131,7 +132,7 @@ def test_d5_a_failover_that_draws_anew_is_found_and_shrunk(monkeypatch: pytest.M
     def drawing_anew(self: RoutedRequest, name: str) -> None:
         right(self, name)
         if name == "replay":
-            self.sampling = replace(self.sampling, seed=self.sampling.seed + 1)
+            self.sampling = structs.replace(self.sampling, seed=self.sampling.seed + 1)
 
     monkeypatch.setattr(RoutedRequest, "step", drawing_anew)
     # Where memory is short, or nothing else goes wrong, it takes many requests for one to be begun again; so it may

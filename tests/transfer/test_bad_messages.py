@@ -11,6 +11,7 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tests.message_fuzz import SPEC, WORDS, Met, controls, flood, met, raw, refused, too_short, wrong_types
 from tests.poolsets import entry
@@ -165,7 +166,7 @@ def test_a_kv_reference_out_of_range_is_refused_before_anything_is_written(wrong
     writes somewhere. Shared memory, where the writer itself would store there."""
     with met("shm") as t:
         grant = wrong_grants(t)[wrong]
-        wants = replace(t.writer.ref, name=t.both.sender._peers[b"decode-9:1"].name)
+        wants = structs.replace(t.writer.ref, name=t.both.sender._peers[b"decode-9:1"].name)
         if not early:
             t.both.sender.open(grant.room, wants)
         refused(t.both.sender, 1, t.both, lambda n: t.stranger.send(m.encode(grant)), 1)

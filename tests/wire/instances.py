@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
+import msgspec
+
 
 class Values:
     """Values that are all different from one another, within what every wire can carry."""
@@ -144,12 +146,28 @@ def plain(kind: Any) -> Any:
 
 def is_record(kind: Any) -> bool:
     named_tuple = isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
-    return dataclasses.is_dataclass(kind) or named_tuple
+    return dataclasses.is_dataclass(kind) or is_struct(kind) or named_tuple
+
+
+def is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
 def fields_of(cls: type[Any]) -> dict[str, tuple[Any, Any]]:
     """Type and default (or `MISSING`) of each field."""
     hints = typing.get_type_hints(cls)
+    if is_struct(cls):
+        return {
+            field.name: (
+                hints[field.name],
+                dataclasses.MISSING
+                if field.required
+                else field.default_factory()
+                if field.default_factory is not msgspec.NODEFAULT
+                else field.default,
+            )
+            for field in msgspec.structs.fields(cls)
+        }
     if not dataclasses.is_dataclass(cls):
         return {name: (hints[name], cls._field_defaults.get(name, dataclasses.MISSING)) for name in cls._fields}
     out = {}

@@ -4,7 +4,6 @@ keeps what it was sent. Asked of chat and of completions, each option with a val
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import threading
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from msgspec import structs
 
 from tests.router.fake_worker import FakeCluster
 from tests.router.grpc_fakes import grpc_cluster
@@ -122,10 +122,10 @@ def test_a_sampling_option_reaches_both_workers_and_changes_no_other(running: Se
     for leg in submits(running, path, **{name: asked}):
         (submit,) = leg
         assert getattr(submit.sampling, name) == value
-        others = dataclasses.replace(submit.sampling, **{name: getattr(SamplingParams(4, seed=1), name)})
+        others = structs.replace(submit.sampling, **{name: getattr(SamplingParams(4, seed=1), name)})
         defaults = demo_spec().generation_defaults
         known: dict[str, Any] = {k: v for k, v in defaults.items() if k != name and hasattr(others, k)}
-        assert others == dataclasses.replace(SamplingParams(4, seed=1), **known)
+        assert others == structs.replace(SamplingParams(4, seed=1), **known)
 
 
 @both

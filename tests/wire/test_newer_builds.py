@@ -8,6 +8,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import msgpack
+import msgspec
 import pytest
 
 from tests.cluster.fake_worker import FakeWorker as Engine
@@ -21,26 +23,27 @@ from twinpool.cluster.worker_process.worker_process import serve_worker
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role
-from twinpool.contracts.messages.stream_end import StreamEnd
-from twinpool.contracts.messages.worker_events import Audited, AuditEnd, Done, Event, MigrationPaused
+from twinpool.contracts.message_types import Message
+from twinpool.contracts.messages.stream_frames import StreamEnd
+from twinpool.contracts.messages.worker_events import Audited, AuditEnd, Done, Event, LegReport, MigrationPaused
 from twinpool.contracts.messages.worker_status import WorkerView
 from twinpool.contracts.proto import worker_pb2 as pb
 from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
-from twinpool.contracts.wire.command_protobuf import command_to_proto
-from twinpool.contracts.wire.event_protobuf import event_from_proto, event_to_proto
 from twinpool.router.links.controller_directory import ControllerDirectory
 from twinpool.router.links.grpc_worker import GrpcWorkerClient
 
 WAIT_S = 20.0
-NEWER = bytes([0xFA, 0x3E, 0x01, 0x61])
-"""Field 1007, one byte long: no message has it."""
 
 
-def newer(kind: type[Any]) -> Any:
-    message = kind()
-    message.MergeFromString(NEWER)
-    assert message.ByteSize() == len(NEWER)
-    return message
+def raw(message: Message) -> list[Any]:
+    """A message as it travels, before it is packed."""
+    values: list[Any] = msgpack.unpackb(msgspec.msgpack.encode(message))
+    return values
+
+
+def with_more(message: Message) -> list[Any]:
+    """A message with fields that only a newer build has."""
+    return [*raw(message), {"a field": ["of a newer build"]}, b"\xff" * 9]
 
 
 def test_a_worker_leaves_out_a_command_that_it_does_not_know_and_carries_on() -> None:
@@ -52,11 +55,9 @@ def test_a_worker_leaves_out_a_command_that_it_does_not_know_and_carries_on() ->
     async def talk() -> dict[str, bool]:
         ended = dict[str, bool]()
         stream = await RawStream.open(server.stream, 3)
-        first, second = (command_to_proto(submit(name, 2)) for name in ("a", "b"))
-        stream.write_frame([first, newer(pb.Command), second])
+        stream.write_frame(submit("a", 2), ["of a newer build", {"a": [[]]}], with_more(submit("b", 2)))
         while len(ended) < 2:
-            events = map(event_from_proto, (await stream.read()).events)
-            ended |= {e.request_id: e.error is None for e in events if isinstance(e, Done)}
+            ended |= {e.request_id: e.error is None for e in (await stream.read()).events if isinstance(e, Done)}
         stream.abort()
         return ended
 
@@ -71,15 +72,16 @@ def test_a_worker_leaves_out_a_command_that_it_does_not_know_and_carries_on() ->
 class NewerWorker(WorkerFake):
     """Its router is sent what only a newer build knows, among what every build does."""
 
-    def greeting(self) -> pb.WorkerFrame:
-        paused = event_to_proto(MigrationPaused(RequestId("a"), 1, 7))
-        failed = event_to_proto(Done(RequestId("b"), 1, "error", error=ErrorKind.WORKER, message="why"))
-        failed.done.error = "of a newer kind"
-        audited = event_to_proto(Audited(RequestId("c"), 1, AuditEnd.COMPUTED))
-        audited.audited.end = "in a newer way"
-        progress = pb.Event(request_id="d", leg_report=pb.LegReport(role="of a newer kind"))
-        events = [paused, newer(pb.Event), progress, failed, audited]
-        return pb.WorkerFrame(incarnation=self.says, events=events)
+    def greeting(self) -> bytes:
+        paused = with_more(MigrationPaused(RequestId("a"), 1, 7))
+        failed = raw(Done(RequestId("b"), 1, "error", error=ErrorKind.DRAINING, message="why"))
+        failed[failed.index(ErrorKind.DRAINING)] = "of a newer kind"
+        audited = raw(Audited(RequestId("c"), 1, AuditEnd.COMPUTED))
+        audited[audited.index(AuditEnd.COMPUTED)] = "in a newer way"
+        progress = raw(LegReport(RequestId("d"), 1, Role.DECODE, self.worker.name))
+        progress[progress.index(Role.DECODE)] = "of a newer kind"
+        events = [paused, ["of a newer build"], progress, failed, audited]
+        return msgspec.msgpack.encode([self.says, events, None, "of a newer build"])
 
 
 @pytest.mark.asyncio

@@ -29,8 +29,6 @@ from twinpool.contracts.errors import TwinpoolError
 from twinpool.contracts.messages import (
     autoscaler_messages,
     request_record,
-    router_commands,
-    worker_events,
     worker_status,
 )
 from twinpool.contracts.messages.latency_shape import BUCKETS
@@ -39,8 +37,6 @@ from twinpool.contracts.messages.router_report import COUNTERS, RouterReport
 from twinpool.contracts.messages.settings_change import SettingsAnswer, SettingsChange
 from twinpool.contracts.wire import autoscaler_protobuf, quota_protobuf, record_protobuf, router_report_protobuf
 from twinpool.contracts.wire import settings_protobuf as settings
-from twinpool.contracts.wire.command_protobuf import command_from_proto, command_to_proto
-from twinpool.contracts.wire.event_protobuf import event_from_proto, event_to_proto
 from twinpool.contracts.wire.worker_protobuf import (
     record_from_proto,
     record_to_proto,
@@ -50,13 +46,9 @@ from twinpool.contracts.wire.worker_protobuf import (
     status_to_proto,
 )
 
-ALWAYS_SENT = {
-    "Submit.deadline_s", "Submit.sampling.temperature", "Submit.sampling.top_p", "Submit.sampling.repetition_penalty",
-    "Audit.sampling.temperature", "Audit.sampling.top_p", "Audit.sampling.repetition_penalty", "Audited.exact",
-    "RequestRecord.attempts",
-}  # fmt: skip
+ALWAYS_SENT = {"RequestRecord.attempts"}
 """Fields whose declared default isn't the wire's zero and that no build has ever left out."""
-OTHER_NAMES = {"max_positions": "fits", "context": "fits", "top_tokens": "top", "top_logprobs": "top"}
+OTHER_NAMES = {"max_positions": "fits", "context": "fits"}
 """Fields of worker.proto that are named otherwise in the code."""
 
 
@@ -70,8 +62,6 @@ def _one(read: Callable[[Any], list[Any]]) -> Callable[[Any], Any]:
 
 Reads = tuple[Any, Callable[[Any], Proto], Callable[[Any], Any]]
 MESSAGES: list[Reads] = [
-    *((full(cls), command_to_proto, command_from_proto) for cls in union(router_commands.Command)),
-    *((full(cls), event_to_proto, event_from_proto) for cls in union(worker_events.Event)),
     *((full(cls), action_to_proto, action_from_proto) for cls in union(actions.ControllerAction)
       if cls is not actions.StartFailed),
     (actions.StartFailed(full(actions.StartFailed).name, "why"), action_to_proto, action_from_proto),
@@ -105,7 +95,7 @@ def test_a_field_that_an_older_build_does_not_send_has_its_default_and_no_other_
         try:
             got = read(without)
         except (TwinpoolError, ValueError):
-            assert path[-1] in ("role", "router", "top_tokens", "top_logprobs"), f"{path}: it can't be read any more"
+            assert path[-1] in ("role", "router"), f"{path}: it can't be read any more"
             continue
         changed = dict(_differing(message, got, type(message).__name__))
         name = OTHER_NAMES.get(path[-1], path[-1])
@@ -152,8 +142,6 @@ def _differing(
             yield from _differing(one, other, f"{where}[{at}]")
         return
     zero = plain(type(sent))() if isinstance(sent, int | float | str | tuple | dict) and not _enum(sent) else None
-    if (where, got) == ("Audited.end", worker_events.AuditEnd.REFUSED):
-        zero = got  # As an end of a newer build: nothing was computed.
     known = default is not dataclasses.MISSING and where not in ALWAYS_SENT
     yield where, (got, default if known else zero)
 

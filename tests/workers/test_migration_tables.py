@@ -33,8 +33,7 @@ from twinpool.contracts.messages.worker_events import (
     PushReady,
 )
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.contracts.wire.command_protobuf import command_from_proto, command_to_proto
-from twinpool.contracts.wire.event_protobuf import event_from_proto, event_to_proto
+from twinpool.contracts.wire.stream_codec import FrameWriter, decode_commands, decode_events, encode_events
 from twinpool.decode.migration.drain_advisor import JUDGE_EVERY_S, STEPS_TO_TELL
 from twinpool.decode.migration.migration_state import STAGES, MigrationStage, MigrationStageEvent
 from twinpool.decode.migration.prefix_push import PUSH_TABLE
@@ -63,8 +62,8 @@ EVENTS: list[Event] = [
 
 
 def test_what_is_said_of_migrations_travels_unchanged() -> None:
-    assert [command_from_proto(command_to_proto(command)) for command in COMMANDS] == COMMANDS
-    assert [event_from_proto(event_to_proto(event)) for event in EVENTS] == EVENTS
+    assert [decode_commands(frame) for frame in FrameWriter().frames(COMMANDS)] == [(tuple(COMMANDS), 0)]
+    assert decode_events(encode_events(Incarnation(1), EVENTS))[0].events == tuple(EVENTS)
 
 
 def test_c5_every_migration_and_prefix_push_comes_to_an_end() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tests.pair import SESSION, Pair, pair
 from twinpool.cache.device.adversarial_device import AdversarialDevice
@@ -394,7 +395,7 @@ def test_an_answer_that_is_taken_back_says_how_long_answers_get(model: Path) -> 
 
 def test_a2_what_prefill_handed_over_is_the_requests_own_whatever_becomes_of_its_slot(model: Path) -> None:
     with working(model) as (both, decode):
-        asked = both.submit(prompt_of(1, 20), replace(greedy(20), logprobs=3))
+        asked = both.submit(prompt_of(1, 20), structs.replace(greedy(20), logprobs=3))
         (request,) = run_until(both, decode)
         assert request.metadata is not None
         had = replace(request.metadata)

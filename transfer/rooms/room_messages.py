@@ -303,7 +303,7 @@ def _field(cls: type, name: str, kind: Any, value: Any) -> Any:
     if kind is ErrorKind:
         if type(value) is not str:
             raise WireError(f"{cls.__name__}.{name} is no error kind: {value!r:.80}")
-        return ErrorKind.of(value)
+        return ErrorKind(value)
     if kind in _HINTS:
         if not isinstance(value, tuple):
             raise WireError(f"{cls.__name__}.{name} must be {kind.__name__}, got {value!r:.80}")

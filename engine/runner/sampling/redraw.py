@@ -18,9 +18,10 @@ least amount by which every logit would have to be off for the answer's token to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from twinpool.cache.memory.pinned_memory import to_device, to_host

@@ -11,7 +11,7 @@ from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.interfaces.discovery import WorkerClient, WorkerDirectory
-from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Done, Event
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tests.checkpoints import Oracle, compare, make_checkpoint
 from tests.cluster.fake_worker import FakeWorker
@@ -67,7 +68,7 @@ def answers(both: Pair, asked: list[list[int]]) -> tuple[list[list[int]], list[l
 
 def found(both: Pair, prompt: list[int]) -> int:
     """Tokens of a prompt that prefill found in its cache."""
-    (answer,) = both.run(both.submit(prompt, replace(GREEDY, max_tokens=2)))
+    (answer,) = both.run(both.submit(prompt, structs.replace(GREEDY, max_tokens=2)))
     return answer.progress[Role.PREFILL].cached_tokens
 
 

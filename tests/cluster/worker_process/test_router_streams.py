@@ -10,19 +10,17 @@ import pytest
 
 from tests.cluster.fake_worker import FakeWorker, submit
 from tests.cluster.worker_process.test_grpc_service import Served, served, serving
-from tests.raw_frames import WAIT_S, RawStream, framed
+from tests.raw_frames import WAIT_S, RawStream, framed, opening, read_frame
 from twinpool.cluster.worker_process import router_streams
 from twinpool.cluster.worker_process.router_streams import RouterStreams
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.cluster_secret import access_token
+from twinpool.contracts.ids import RequestId
 from twinpool.contracts.messages import stream_protocol
 from twinpool.contracts.messages.worker_events import Event, Tokens
-from twinpool.contracts.proto import worker_pb2 as pb
 from twinpool.contracts.wire import frame_listener
-from twinpool.contracts.wire.command_protobuf import command_to_proto
-from twinpool.contracts.wire.event_protobuf import event_from_proto
 from twinpool.contracts.wire.frame_connection import OPENING_BYTES
-from twinpool.contracts.wire.shared_frames import COMMANDS_BYTES
+from twinpool.contracts.wire.stream_codec import COMMANDS_BYTES, FrameWriter
 
 __all__ = ["served"]
 
@@ -34,14 +32,14 @@ async def until_running(served: Served, count: int) -> None:
 
 
 def test_a_stream_carries_many_requests_and_one_frame_a_step(served: Served) -> None:
-    async def talk() -> list[list[Event]]:
+    async def talk() -> list[tuple[Event, ...]]:
         stream = await RawStream.open(served.server.stream, 3)
         stream.send(submit("a", 3), submit("b", 3))
         frames = []
         for _ in range(3):
             frame = await stream.read()
             assert frame.incarnation == 3
-            frames.append([event_from_proto(event) for event in frame.events])
+            frames.append(frame.events)
         stream.abort()
         return frames
 
@@ -55,7 +53,7 @@ def test_frames_may_come_in_pieces_and_together(served: Served) -> None:
         frames = [[submit("a", 1)], [submit("b", 1), submit("c", 1)]]
         whole = framed(b"")
         for commands in frames:
-            whole += framed(pb.RouterFrame(commands=map(command_to_proto, commands)).SerializeToString())
+            whole += b"".join(map(framed, FrameWriter().frames(commands)))
         for begin in range(0, len(whole), 7):
             stream.writer.write(whole[begin : begin + 7])
             await stream.writer.drain()
@@ -73,10 +71,10 @@ def test_frames_may_come_in_pieces_and_together(served: Served) -> None:
 def test_d3_another_incarnation_is_refused_with_both_numbers(served: Served, other: int) -> None:
     async def talk() -> str:
         stream = await RawStream.connect(served.server.stream)
-        stream.write(pb.StreamOpening(incarnation=other).SerializeToString())
-        said = (await stream.read()).ended
+        stream.write(opening(other))
+        end = (await stream.read()).end
         stream.abort()
-        return said
+        return end.reason if end is not None else ""
 
     assert asyncio.run(talk()) == f"this is incarnation 3, the call is for incarnation {other}"
 
@@ -91,16 +89,33 @@ def test_a_router_of_an_older_protocol_is_refused_with_what_to_do(
 
     async def talk(protocol: int) -> str:
         stream = await RawStream.connect(served.server.stream)
-        stream.write(pb.StreamOpening(incarnation=3, protocol=protocol).SerializeToString())
-        said = (await stream.read()).ended
+        stream.write(opening(3, protocol=protocol))
+        end = (await stream.read()).end
         stream.abort()
-        return said
+        return end.reason if end is not None else ""
 
     refused = asyncio.run(talk(told))
     assert "this router speaks version 1 of the messages between routers and workers, and this build 2 to 3" in refused
     assert "replace it" in refused
     assert asyncio.run(talk(2)) == "", "one that this build knows is served"
     assert asyncio.run(talk(9)) == "", "a newer one judges by itself"
+
+
+def test_a_router_of_version_1_is_told_so_in_bytes_that_it_reads(served: Served) -> None:
+    """Its opening is protobuf: incarnation 3, version 1. So is what it reads: the text of field 3 is why."""
+
+    async def talk() -> bytes:
+        stream = await RawStream.connect(served.server.stream)
+        stream.write(b"\x08\x03\x18\x01")
+        last = await read_frame(stream.reader)
+        assert await stream.reader.read() == b"", "and nothing more comes"
+        stream.abort()
+        return last
+
+    last = asyncio.run(talk())
+    assert last[0] == 3 << 3 | 2
+    assert (last[1] & 0x7F | last[2] << 7) == len(last) - 3
+    assert "this router speaks version 1 of the messages between routers and workers" in last[3:].decode()
 
 
 def test_a_router_that_goes_away_has_its_session_dropped(served: Served) -> None:
@@ -130,14 +145,14 @@ def test_a_worker_that_has_ended_admits_nobody(served: Served) -> None:
     async def talk() -> str:
         assert served.host.stop(WAIT_S)
         stream = await RawStream.connect(served.server.stream)
-        stream.write(pb.StreamOpening(incarnation=3).SerializeToString())
+        stream.write(opening(3))
         return await stream.end()
 
     assert "stopped" in asyncio.run(talk())
 
 
 def test_a_server_that_stops_flushes_what_it_has_said_and_tells_why(served: Served) -> None:
-    async def talk() -> tuple[list[str], str]:
+    async def talk() -> tuple[list[RequestId], str]:
         stream = await RawStream.open(served.server.stream, 3)
         stream.send(submit("a", 2))
         said = [event.request_id for event in (await stream.read()).events]
@@ -181,11 +196,11 @@ def test_d9_where_there_is_a_secret_only_routers_with_its_token_come_in() -> Non
 
     async def refused(address: str, access: str) -> str:
         stream = await RawStream.connect(address)
-        stream.write(pb.StreamOpening(incarnation=3, access=access).SerializeToString())
+        stream.write(opening(3, access))
         stream.send(submit("a"))
-        said = (await stream.read()).ended
+        end = (await stream.read()).end
         stream.abort()
-        return said
+        return end.reason if end is not None else ""
 
     async def admitted(address: str) -> str:
         stream = await RawStream.open(address, 3, access_token(secret))
@@ -221,7 +236,7 @@ def test_who_opens_with_something_else_is_cut_off(served: Served, what: str) -> 
     asyncio.run(talk())
 
 
-@pytest.mark.parametrize("what", ["no commands", "too long"])
+@pytest.mark.parametrize("what", ["no commands", "a wrong type", "too long"])
 def test_a_router_that_breaks_the_protocol_ends_alone(served: Served, what: str) -> None:
     served.worker.hold = True
 
@@ -233,6 +248,9 @@ def test_a_router_that_breaks_the_protocol_ends_alone(served: Served, what: str)
         if what == "no commands":
             bad.write(b"\xff" * 20)
             assert "protocol error" in await bad.end()
+        elif what == "a wrong type":
+            bad.write_frame(submit("worse"), ["cancel", "bad", "0"])
+            assert (await bad.end()).endswith("can't be read: message 1: Expected `int`, got `str` - at `$[2]`")
         else:
             bad.writer.write(struct.pack(">I", COMMANDS_BYTES + 1))
         await until_running(served, 1)
@@ -250,7 +268,7 @@ def test_routers_are_bounded_and_one_that_leaves_makes_room(served: Served, monk
     async def talk() -> None:
         streams = [await RawStream.open(served.server.stream, 3) for _ in range(2)]
         third = await RawStream.connect(served.server.stream)
-        third.write(pb.StreamOpening(incarnation=3).SerializeToString())
+        third.write(opening(3))
         assert await third.end() == "2 routers are served already"
         streams.pop().abort()
         async with asyncio.timeout(WAIT_S):
@@ -276,7 +294,7 @@ def test_who_says_nothing_makes_room_for_others_and_no_router_is_cut(
         silent = [await RawStream.connect(served.server.stream) for _ in range(12)]
         async with asyncio.timeout(WAIT_S):
             for stranger in silent[:8]:
-                assert pb.WorkerFrame.FromString((await stranger.reader.read())[4:]).ended in ("", None)
+                assert await stranger.reader.read() == b""
         late = await RawStream.open(served.server.stream, 3)
         for stream in (router, late):
             stream.send(submit(f"r{id(stream)}", 1))

@@ -13,7 +13,7 @@ from twinpool.cluster.worker_process.worker_thread import WorkerClosed, WorkerEn
 from twinpool.contracts.ids import RequestId
 from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.router_commands import Cancel
-from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Done, Event, Tokens
 from twinpool.contracts.messages.worker_status import WorkerStatus
 

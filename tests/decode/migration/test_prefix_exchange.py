@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from tests.decode.migration.test_outgoing_migrations import SenderByHand
 from tests.decode_parts import PAGE, PEER, SESSION, DecodeParts
@@ -42,7 +42,7 @@ class Exchange:
 
     def pull(self, **changes: object) -> list[RouterEvent]:
         command = PullPrefix(RequestId("x"), 0, ROOM, PEER, TOKENS)
-        return self.pulls.begin(SESSION, replace(command, **changes))  # type: ignore[arg-type]
+        return self.pulls.begin(SESSION, replace(command, **changes))
 
     def arrives(self, room: RoomId = ROOM) -> list[RouterEvent]:
         leases = self.parts.receiver.granted.pop(room)
@@ -52,7 +52,7 @@ class Exchange:
 
     def push(self, **changes: object) -> list[RouterEvent]:
         command = PushPrefix(RequestId("x"), 0, ROOM, PEER, TOKENS)
-        return self.pushes.begin(SESSION, replace(command, **changes))  # type: ignore[arg-type]
+        return self.pushes.begin(SESSION, replace(command, **changes))
 
     @property
     def at_rest(self) -> bool:

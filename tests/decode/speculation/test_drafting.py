@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tests.decode_parts import DecodeParts
 from twinpool.cache.device.adversarial_device import AdversarialDevice
@@ -131,7 +132,7 @@ def test_what_is_drawn_behind_a_stop_token_is_no_part_of_the_answer() -> None:
     parts, drafter = drafting()
     (request,) = parts.run("a", most=MANY)
     want = drafter.right(request)
-    object.__setattr__(request.submit.sampling, "stop_token_ids", (want[8],))
+    structs.force_setattr(request.submit.sampling, "stop_token_ids", (want[8],))
     told = step(parts)
     assert said(told) == [(7, (want[7], want[8]))]
     assert told[-1] == RequestFinished(request, "stop", want[8])

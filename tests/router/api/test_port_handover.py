@@ -17,7 +17,7 @@ from tests.router.http_server import WAIT_S, Server, serving
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.config.security_config import SecurityConfig
-from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import WorkerRecord
 from twinpool.router.api import router_server

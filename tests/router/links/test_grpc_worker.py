@@ -6,10 +6,12 @@ import asyncio
 import json
 import socket
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
+import msgpack
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from tests.router.fake_worker import FakeCluster, FakeWorker, prefill_frames
 from tests.router.grpc_fakes import grpc_cluster, start_controller, start_worker
@@ -19,13 +21,11 @@ from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Incarnation, RequestId, Role, RoomId
 from twinpool.contracts.messages.autoscaler_messages import LatencyCounts
 from twinpool.contracts.messages.router_commands import Cancel, PeerRef, Submit
-from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Done, Event, LegReport, PromptScores, Tokens
 from twinpool.contracts.messages.worker_status import WorkerView
-from twinpool.contracts.proto import worker_pb2 as pb
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.contracts.wire.command_protobuf import command_from_proto
-from twinpool.contracts.wire.shared_frames import FrameWriter
+from twinpool.contracts.wire.stream_codec import FRAME_BYTES, FrameWriter, decode_commands
 from twinpool.router.links.controller_directory import ControllerDirectory
 from twinpool.router.links.grpc_worker import GrpcWorkerClient
 from twinpool.router.service.router_service import RouterService
@@ -283,7 +283,7 @@ async def test_a_call_whose_channel_is_closed_meanwhile_fails_and_cancels_nobody
 
 @pytest.mark.parametrize("tokens", [3, 1024, 5000])
 async def test_choices_of_a_long_prompt_encode_it_once_and_arrive_whole(tokens: int) -> None:
-    """128 of 100,000 tokens were 128 encodings on the loop; the oracle is protobuf's own reading of the bytes."""
+    """128 of 100,000 tokens were 128 encodings on the loop; the oracle is msgpack's own reading of the bytes."""
     worker = FakeWorker("prefill-0", Role.PREFILL)
     prompt = tuple(range(100_000, 100_000 + tokens))
     commands: list[Submit | Cancel] = []
@@ -293,18 +293,20 @@ async def test_choices_of_a_long_prompt_encode_it_once_and_arrive_whole(tokens: 
             commands.append(Cancel(RequestId(f"r{number}"), 1))
     writer = FrameWriter()
     frames = list(writer.frames(commands))
-    read = [command_from_proto(c) for raw in frames for c in pb.RouterFrame.FromString(raw).commands]
-    assert read == commands
+    read = [c for raw in frames for c in msgpack.unpackb(raw)[0]]
+    assert read == [msgpack.unpackb(msgspec.msgpack.encode(command)) for command in commands]
+    assert [c for raw in frames for c in decode_commands(raw)[0]] == commands
     assert writer.encoded == (tokens >= 1024)
-    assert all(len(pb.RouterFrame.FromString(raw).commands) <= 64 for raw in frames)
+    assert all(len(msgpack.unpackb(raw)[0]) <= 64 for raw in frames)
 
 
 async def test_what_was_encoded_of_one_prompt_is_never_sent_as_anothers_that_has_its_place_in_memory() -> None:
     worker, writer = FakeWorker("prefill-0", Role.PREFILL), FrameWriter()
     for first in range(40):  # None is held once it is sent, so the next one may lie where it lay.
         (frame,) = writer.frames([replace(submit(worker), tokens=tuple(range(first, first + 2000)), prompt_len=2000)])
-        (read,) = pb.RouterFrame.FromString(frame).commands
-        assert list(read.submit.tokens) == list(range(first, first + 2000))
+        ((read,), _) = decode_commands(frame)
+        assert isinstance(read, Submit)
+        assert read.tokens == tuple(range(first, first + 2000))
     held = replace(submit(worker), tokens=tuple(range(2000)), prompt_len=2000)
     before = writer.encoded
     assert list(writer.frames([held])) == list(writer.frames([held]))
@@ -315,9 +317,10 @@ async def test_frames_of_long_prompts_stay_small() -> None:
     worker = FakeWorker("prefill-0", Role.PREFILL)
     prompt = tuple([200_000] * 200_000)
     commands = [replace(submit(worker, n), tokens=prompt, prompt_len=len(prompt)) for n in range(8)]
+    (alone,) = FrameWriter().frames(commands[:1])
     sizes = [len(raw) for raw in FrameWriter().frames(commands)]
     assert len(sizes) == 4
-    assert max(sizes) < 1.5 * 2**20
+    assert max(sizes) < FRAME_BYTES + len(alone)
 
 
 async def test_a_call_that_the_end_of_its_connection_cancels_is_an_error_and_no_cancellation() -> None:

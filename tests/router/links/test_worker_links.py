@@ -13,7 +13,7 @@ import pytest
 from tests.wire.instances import full
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.router_commands import Cancel, Command
-from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
 from twinpool.router.links import worker_links

@@ -10,13 +10,12 @@ import pytest
 
 from twinpool.contracts.ids import Incarnation, RequestId, Role, WorkerName
 from twinpool.contracts.messages.router_commands import Cancel, Command
-from twinpool.contracts.messages.stream_end import StreamEnd
+from twinpool.contracts.messages.stream_frames import StreamEnd, StreamOpening
+from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL
 from twinpool.contracts.messages.worker_events import Event, MigrationPaused
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord
-from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.wire.command_protobuf import command_from_proto
-from twinpool.contracts.wire.event_protobuf import event_to_proto
 from twinpool.contracts.wire.frame_connection import HEAD_BYTES
+from twinpool.contracts.wire.stream_codec import decode_commands, decode_opening, encode_events
 from twinpool.router.links.worker_stream import WorkerStream, open_stream
 
 SEVEN = Incarnation(7)
@@ -45,7 +44,7 @@ class Connection:
     def commands(self) -> list[Command]:
         """What was sent since the last call."""
         frames, self.frames = self.frames, []
-        return [command_from_proto(one) for frame in frames for one in pb.RouterFrame.FromString(frame).commands]
+        return [command for frame in frames for command in decode_commands(frame)[0]]
 
 
 class Site:
@@ -66,9 +65,8 @@ class Site:
             raise ZeroDivisionError
         self.events += events
 
-    def frame(self, *events: Event, incarnation: int = 7, **ended: Any) -> None:
-        messages = [event_to_proto(event) for event in events]
-        self.connection.on_frame(pb.WorkerFrame(incarnation=incarnation, events=messages, **ended).SerializeToString())
+    def frame(self, *events: Event, incarnation: Incarnation = SEVEN, end: StreamEnd | None = None) -> None:
+        self.connection.on_frame(encode_events(incarnation, events, end))
 
 
 def cancel(name: str) -> Cancel:
@@ -96,7 +94,7 @@ async def test_a_stream_that_ends_tells_it_once_and_hears_and_says_nothing_more(
     site.stream.send([cancel("a")])
     match what:
         case "another incarnation":
-            site.frame(PAUSED, incarnation=8)
+            site.frame(PAUSED, incarnation=Incarnation(8))
         case "unreadable":
             site.connection.on_frame(b"\xff\xff")
         case "a bug":
@@ -104,7 +102,7 @@ async def test_a_stream_that_ends_tells_it_once_and_hears_and_says_nothing_more(
             site.frame(PAUSED)
             site.breaks = False
         case "ended" | "left":
-            site.frame(ended="the worker ends", left=what == "left")
+            site.frame(end=StreamEnd("the worker ends", what == "left"))
         case _:
             site.connection.on_end("cut")
     assert site.connection.aborted
@@ -178,11 +176,14 @@ async def test_an_opening_that_is_cancelled_closes_its_connection() -> None:
     try:
         stream = f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
         limits = WorkerLimits(64, 64)
-        record = WorkerRecord(WorkerName("decode-0"), Role.DECODE, SEVEN, 7, "n", stream, "", limits, stream=stream)
+        record = WorkerRecord(
+            WorkerName("decode-0"), Role.DECODE, SEVEN, 7, "n", stream, "", limits, stream=stream,
+            stream_protocol=STREAM_PROTOCOL,
+        )  # fmt: skip
         opening = asyncio.create_task(
             open_stream(record, 600.0, None, lambda events: None, ends.append, timeout_s=60.0)
         )
-        assert pb.StreamOpening.FromString(await asyncio.wait_for(came, 10)).incarnation == SEVEN
+        assert decode_opening(await asyncio.wait_for(came, 10)) == StreamOpening(STREAM_PROTOCOL, SEVEN)
         opening.cancel()
         with pytest.raises(asyncio.CancelledError):
             await opening

@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec import structs
 
 from tests.router.fake_worker import FakeCluster, FakeWorker, expected
 from tests.router.http_server import Server, demo_spec, eventually, router_config, serving
@@ -225,7 +226,7 @@ async def test_who_was_superseded_and_is_cancelled_before_it_hears_of_it_takes_n
     ((holder, asked),) = core.asks.take_commands()
     assert isinstance(asked, Attach)
     core.asks.on_event(holder, Attached(asked.request_id, 0, contested=3))
-    assert core.asks.take_commands() == [(holder, replace(asked, seen=3))], "somebody waits for it"
+    assert core.asks.take_commands() == [(holder, structs.replace(asked, seen=3))], "somebody waits for it"
     kept = KeptAnswer(RequestId("r"), 0, 0, 7, 3, 20, 60.0, (4, 5), (), None, running=True, started=True)
     core.asks.on_event(holder, Attached(asked.request_id, 0, answers=(kept,)))
     (ended,) = core.asks.take_ended()

@@ -7,10 +7,10 @@ import secrets
 import socket
 import threading
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.resuming import ids_of, never, read
 from tests.router.fake_worker import FakeWorker, expected

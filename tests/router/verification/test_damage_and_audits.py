@@ -19,8 +19,7 @@ from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, 
 from twinpool.contracts.messages.worker_events import Audited, AuditEnd, Event
 from twinpool.contracts.messages.worker_status import WorkerStatus
 from twinpool.contracts.sampling_params import SamplingParams, TokenDifference
-from twinpool.contracts.wire.command_protobuf import command_from_proto, command_to_proto
-from twinpool.contracts.wire.event_protobuf import event_from_proto, event_to_proto
+from twinpool.contracts.wire.stream_codec import FrameWriter, decode_commands, decode_events, encode_events
 from twinpool.router.verification.audits import PREFIX
 from twinpool.router.verification.damage_totals import DamageTotals
 
@@ -100,12 +99,12 @@ EVENTS: list[Event] = [
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_of_audits_come_over_the_wire_as_they_are(command: Command) -> None:
-    assert command_from_proto(command_to_proto(command)) == command
+    assert [decode_commands(frame) for frame in FrameWriter().frames([command])] == [((command,), 0)]
 
 
 @pytest.mark.parametrize("event", EVENTS)
 def test_words_of_audits_come_over_the_wire_as_they_are(event: Event) -> None:
-    assert event_from_proto(event_to_proto(event)) == event
+    assert decode_events(encode_events(Incarnation(1), [event]))[0].events == (event,)
 
 
 # ---------------------------------------------------------------- configuration
