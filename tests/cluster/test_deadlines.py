@@ -22,7 +22,7 @@ ENDLESS = {
     "settings_orders.py: self._there.wait": "within the answer's deadline",
     "examine.py: group.result": "checks, each of which asks with deadlines of its own",
     "priority.py: thread.join": "the package's import and the model's loading, which cluster.start_timeout_s bounds",
-    "hang_fault.py: threading.Event().wait": "a hang on purpose",
+    "worker_process.py: threading.Event().wait": "a hang on purpose",
     "worker_actor.py: mine.wait": "the actor's process, whose end is what a caller waits for, or the next caller",
     "worker_process.py: self._ended.wait": "the worker's life; its lease, its engine thread and its parent end it",
 }

@@ -28,6 +28,7 @@ import pytest
 import torch
 
 from tests.certificates import TestAuthority
+from tests.free_ports import free_port
 from tests.redis_servers import LedgerServer
 from tests.serving import ROOT
 from twinpool.cli import command_line
@@ -140,8 +141,8 @@ def test_without_torch_the_other_checks_are_made() -> None:
 
 
 def test_a_taken_port_of_one_workers_events_is_found(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):
         found = only(look("ports", case(tmp_path, f"cache.events.endpoint=tcp://127.0.0.1:{port - 3}", decode=2)))
     assert str(port) in found.found, "decode-1 has the endpoint's port and 3"
 
