@@ -22,8 +22,8 @@ from bench.gpu.goodput import Goodput, Load, Slo
 from bench.gpu.gpu_limits import Ceilings, ModelCost
 from bench.gpu.process_cluster import Served
 from bench.serving.transfer_ways import Shape
-from tests.family_scenes import Family
 from tests.support import gpu_families
+from tests.support.family_scenes import Family
 from tests.support.process_sockets import NothingThere, ProcessPoller, ProcessSocket, ProcessSocketError
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.contracts.errors import ConfigError

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.cache_visitors import Visitor
-from tests.cache_world import World
-from tests.poolsets import NAMES, pool_sets
+from tests.support.cache_harness import World
+from tests.support.cache_requests import Visitor
+from tests.support.pool_sets import NAMES, pool_sets
 from twinpool.cache.memory.page_moves import PageMove
 from twinpool.cache.pool.page_allocator import Lease, PageAllocator
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.cache_schedule import play
+from tests.support.cache_random_schedule import play
 
 MET = (
     "forward behind a gate",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cache_machine import drive, must_have_met
-from tests.poolsets import NAMES
+from tests.support.cache_state_machine import drive, must_have_met
+from tests.support.pool_sets import NAMES
 
 
 @pytest.mark.slow

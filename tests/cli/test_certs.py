@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.certificates import TestAuthority
+from tests.support.certificates import TestAuthority
 from twinpool.cli import command_line
 from twinpool.cli import commands as cli
 from twinpool.cli.certs_command import new_certificates

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.router_stub import RouterStub, router_stub, row
-from tests.serving import ROOT
+from tests.support.served_cluster import ROOT
 from twinpool.cli import command_line
 from twinpool.cli import commands as cli
 from twinpool.cli.admin_client import STATUS_KEYS, AdminClient

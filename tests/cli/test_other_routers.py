@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
-from tests.free_ports import free_port
-from tests.serving import ROOT, until
+from tests.support.checkpoints import make_checkpoint
+from tests.support.free_ports import free_port
+from tests.support.served_cluster import ROOT, until
 from twinpool.cli.admin_client import AdminClient, ClusterNotFound, CommandRefused
 from twinpool.cli.router_marks import left_alone, router_lines, routers_of, wanted_marks
 from twinpool.cli.status_view import status_view

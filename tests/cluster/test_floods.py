@@ -15,7 +15,7 @@ import pytest
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from tests.cluster.fake_worker import FakeWorker, submit
-from tests.raw_frames import RawStream
+from tests.support.raw_frames import RawStream
 from twinpool.cluster.controller import controller_service
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_ledger import MemoryLedger

@@ -13,9 +13,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from tests.certificates import TestAuthority
 from tests.cluster.fake_worker import FakeWorker, submit
-from tests.raw_frames import RawStream, opening
+from tests.support.certificates import TestAuthority
+from tests.support.raw_frames import RawStream, opening
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_ledger import MemoryLedger
 from twinpool.cluster.controller.controller_server import ControllerServer

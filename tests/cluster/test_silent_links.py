@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from tests.cluster.fake_worker import FakeWorker, submit
-from tests.proxy import Proxy, Relay, proxying
+from tests.support.fault_proxy import Proxy, Relay, proxying
 from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
 from twinpool.cluster.worker_process.worker_process import serve_worker
 from twinpool.cluster.worker_process.worker_thread import WorkerThread

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.colocated import colocated
-from tests.company import Company, company, generated
-from tests.pair import SESSION
+from tests.support.colocated_worker import colocated
+from tests.support.stepped_cluster import Company, company, generated
+from tests.support.worker_pair import SESSION
 from tests.workers.test_migrations import prompts, seeded
 from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.messages.router_commands import Audit, Submit

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.colocated import Colocated, colocated
-from tests.families import FAMILIES
-from tests.family_scenes import CHUNK, PAGE, Family, Watch, device_bytes, greedy, make_family, tokens_of
-from tests.pair import Answer
+from tests.support.colocated_worker import Colocated, colocated
+from tests.support.family_scenes import CHUNK, PAGE, Family, Watch, device_bytes, greedy, make_family, tokens_of
+from tests.support.model_families import FAMILIES
+from tests.support.worker_pair import Answer
 from twinpool.contracts.ids import RequestId, Role
 
 pytestmark = pytest.mark.slow

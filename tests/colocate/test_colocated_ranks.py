@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import Oracle
-from tests.colocated import colocated
+from tests.support.checkpoints import Oracle
+from tests.support.colocated_worker import colocated
 from tests.workers.test_pair import expect_equal, greedy, prompts
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import Oracle
-from tests.colocated import Colocated, colocated
-from tests.pair import SESSION, Answer, pair
+from tests.support.checkpoints import Oracle
+from tests.support.colocated_worker import Colocated, colocated
+from tests.support.worker_pair import SESSION, Answer, pair
 from tests.workers.test_pair import expect_equal, greedy, prompts
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_backends import CpuDevice

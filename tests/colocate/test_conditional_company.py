@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import Oracle, compare
-from tests.company import Company, company, generated, hears
+from tests.support.checkpoints import Oracle, compare
+from tests.support.stepped_cluster import Company, company, generated, hears
 from tests.workers.test_migrations import prompts, seeded
 from twinpool.colocate import ConditionalDecodeWorker
 from twinpool.contracts.clock import ManualClock

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.certificates import NAMES, TestAuthority
+from tests.support.certificates import NAMES, TestAuthority
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.config.security_config import FILES, SecurityConfig
 from twinpool.contracts.credentials.certificate_files import CertificateFiles

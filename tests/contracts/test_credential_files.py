@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
-from tests.certificates import NAMES, TestAuthority
+from tests.support.certificates import NAMES, TestAuthority
 from twinpool.contracts.credentials.certificate_files import CertificateFiles
 from twinpool.contracts.credentials.mint_certificates import Authority, new_authority, new_node, write_private
 from twinpool.contracts.credentials.node_tls import NodeTls

@@ -12,8 +12,8 @@ import gguf
 import numpy as np
 import pytest
 
-from tests.checkpoints import make_checkpoint
-from tests.gguf_files import write_gguf
+from tests.support.checkpoints import make_checkpoint
+from tests.support.gguf_files import write_gguf
 from twinpool.contracts.checkpoint.checkpoint_files import read_checkpoint_text
 from twinpool.contracts.checkpoint.gguf.gguf_header import BLOCKS, read_gguf
 from twinpool.contracts.checkpoint.model_spec import read_model_spec

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.serving import ROOT
+from tests.support.served_cluster import ROOT
 
 ACTS = """
 import os, signal, threading

@@ -11,11 +11,11 @@ from urllib.parse import urlparse
 import pytest
 
 from tests.dashboard.page_numbers import differences, numbers
-from tests.pair import counts_for
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import DEMO, Server, serving
-from tests.serving import until
 from tests.support.browser import Browser, Tab, browsing, chromium
+from tests.support.served_cluster import until
+from tests.support.worker_pair import counts_for
 from twinpool.cluster.assembly.build_worker import build_worker
 from twinpool.cluster.serve.local_directory import LocalDirectory
 from twinpool.cluster.serve.serve_one_process import LocalDashboard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.decode_parts import DecodeParts
+from tests.support.decode_parts import DecodeParts
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.decode.request.request import DecodeRequest
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.decode_parts import DecodeParts
+from tests.support.decode_parts import DecodeParts
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.prefix_cache.nodes.tree_node import Tier
 from twinpool.cache.storage.io_queue import StorageOp

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.decode_parts import DecodeParts
+from tests.support.decode_parts import DecodeParts
 from twinpool.contracts.errors import ErrorKind
 from twinpool.decode.request.output_length import KNOWN
 from twinpool.decode.request.request import DecodePhase

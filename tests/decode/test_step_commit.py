@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from msgspec import structs
 
-from tests.decode_parts import SESSION, DecodeParts
+from tests.support.decode_parts import SESSION, DecodeParts
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.device.device_port import Device

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from tests.decode_parts import SESSION, DecodeParts
+from tests.support.decode_parts import SESSION, DecodeParts
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_port import DEVICE, DeviceOp, DeviceStream, spans
 from twinpool.contracts.errors import ErrorKind, UnorderedAccess

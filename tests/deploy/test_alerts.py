@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.prometheus_server import DEPLOY, RULES, binary
+from tests.support.prometheus_server import DEPLOY, RULES, binary
 
 FOLDER = DEPLOY / "prometheus"
 WORKER = 'worker="decode-1",role="decode"'

@@ -10,8 +10,8 @@ import tomllib
 
 import pytest
 
-from tests.prometheus_server import DEPLOY
-from tests.serving import ROOT
+from tests.support.prometheus_server import DEPLOY
+from tests.support.served_cluster import ROOT
 from twinpool.contracts.build_id import PACKAGES
 
 FOLDER = DEPLOY / "container"

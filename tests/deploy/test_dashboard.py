@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.prometheus_server import DEPLOY, PrometheusServer
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import serving
+from tests.support.prometheus_server import DEPLOY, PrometheusServer
 from twinpool.contracts.config.load_config import config_from_dict
 
 FOLDER = DEPLOY / "grafana"

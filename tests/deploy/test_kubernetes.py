@@ -18,8 +18,8 @@ import jsonschema
 import pytest
 import yaml
 
-from tests.prometheus_server import DEPLOY
-from tests.serving import ROOT
+from tests.support.prometheus_server import DEPLOY
+from tests.support.served_cluster import ROOT
 from twinpool.cli.command_line import parser
 from twinpool.cluster.ray_nodes.worker_resources import RESOURCES
 from twinpool.cluster.serve.shutdown_signal import END_S

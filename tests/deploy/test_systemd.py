@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.free_ports import free_port
-from tests.prometheus_server import DEPLOY
-from tests.serving import ROOT, environment
+from tests.support.free_ports import free_port
+from tests.support.prometheus_server import DEPLOY
+from tests.support.served_cluster import ROOT, environment
 from twinpool.cli.command_line import parser
 from twinpool.cluster.processes.service_manager import SOCKET_VARIABLE, ServiceManager
 from twinpool.cluster.serve.shutdown_signal import ASKED, END_S

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints import Oracle, make_checkpoint
 from tests.engine.harness import MakeCheckpoint, MakeOracle
+from tests.support.checkpoints import Oracle, make_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.checkpoints import Oracle
+from tests.support.checkpoints import Oracle
 from twinpool.cache.allocation.block_table import TableSlice
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.device.device_port import Device

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.checkpoints import VOCAB, Oracle, compare, compare_forced
 from tests.engine.harness import Bench
+from tests.support.checkpoints import VOCAB, Oracle, compare, compare_forced
 
 _DRAWS = 32
 _QUANTILES = torch.tensor([0.5, 0.75, 0.9])

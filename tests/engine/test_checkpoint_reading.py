@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import copy_checkpoint
 from tests.engine.harness import Bench, MakeCheckpoint
+from tests.support.checkpoints import copy_checkpoint
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import CheckpointError, ConfigError

@@ -19,9 +19,9 @@ import pytest
 import torch
 import transformers
 
-from tests.checkpoints import Oracle, copy_checkpoint
-from tests.families import FAMILIES
-from tests.pair import pair
+from tests.support.checkpoints import Oracle, copy_checkpoint
+from tests.support.model_families import FAMILIES
+from tests.support.worker_pair import pair
 from twinpool.contracts.errors import CheckpointError
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.engine.models.config_keys import CACHE, GENERAL, KEYS

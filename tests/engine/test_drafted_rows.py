@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.harness import GREEDY, Bench, Held, MakeCheckpoint
-from tests.families import FAMILIES
+from tests.support.model_families import FAMILIES
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.device.device_port import Device

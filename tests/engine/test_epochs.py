@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.engine.harness import GREEDY, Bench, MakeCheckpoint
-from tests.families import FAMILIES
+from tests.support.model_families import FAMILIES
 from twinpool.cache.allocation.block_table import TableSlice
 from twinpool.engine.runner.batch import BatchRow, TokenDraw
 

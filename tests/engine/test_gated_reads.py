@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.checkpoints import VOCAB
 from tests.engine.harness import Bench, Held
-from tests.families import FAMILIES
+from tests.support.checkpoints import VOCAB
+from tests.support.model_families import FAMILIES
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_port import DEVICE, NO_GATES, DeviceOp, DeviceStream, PageSpanUse
 from twinpool.cache.pool.load_gate import GatePass

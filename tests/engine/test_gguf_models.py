@@ -14,12 +14,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from tests.checkpoints import Oracle, compare, make_checkpoint
 from tests.engine.harness import Bench
-from tests.families import FAMILIES
-from tests.family import rewrite_tensors, tensors_of
-from tests.gguf_files import GgufOracle, quantised, write_gguf
-from tests.serving import ROOT
+from tests.support.checkpoints import Oracle, compare, make_checkpoint
+from tests.support.family_checkpoint import rewrite_tensors, tensors_of
+from tests.support.gguf_files import GgufOracle, quantised, write_gguf
+from tests.support.model_families import FAMILIES
+from tests.support.served_cluster import ROOT
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import ConfigError

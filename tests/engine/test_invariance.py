@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import VOCAB
 from tests.engine.harness import Bench, MakeCheckpoint, row
+from tests.support.checkpoints import VOCAB
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.engine.attention.torch_backend import attention_tiles, torch_attention
 from twinpool.engine.native import compile_kernels, current_kernels, native_kernels

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import VOCAB, Oracle, compare, copy_checkpoint
 from tests.engine.harness import Bench, MakeOracle
 from tests.engine.judged import expect_as_close_but_where_torn
-from tests.families import FAMILIES
+from tests.support.checkpoints import VOCAB, Oracle, compare, copy_checkpoint
+from tests.support.model_families import FAMILIES
 from twinpool.contracts.errors import CheckpointError
 from twinpool.engine.attention.attention_plan import AttentionPlan
 from twinpool.engine.attention.latent_backend import SparseSelection

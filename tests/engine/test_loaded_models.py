@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.engine.harness import Bench, MakeCheckpoint
 from tests.engine.test_model_image import Images
-from tests.gguf_files import write_gguf
+from tests.support.gguf_files import write_gguf
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import CheckpointError, ConfigError
 from twinpool.engine.models.model_base import Model

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import Oracle, copy_checkpoint
 from tests.engine.harness import Bench, MakeOracle
 from tests.engine.judged import expect_the_oracles, prompts
-from tests.families import FAMILIES, folder_maker
+from tests.support.checkpoints import Oracle, copy_checkpoint
+from tests.support.model_families import FAMILIES, folder_maker
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec
 from twinpool.contracts.errors import CheckpointError, ConfigError
 from twinpool.engine.models.registry import read_model

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.families import FAMILIES
+from tests.support.model_families import FAMILIES
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec
 from twinpool.contracts.errors import CheckpointError
 from twinpool.engine.models.registry import ARCHITECTURES, model_for

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import VOCAB
 from tests.engine.harness import Bench, MakeCheckpoint
-from tests.families import FAMILIES
+from tests.support.checkpoints import VOCAB
+from tests.support.model_families import FAMILIES
 from twinpool.contracts.errors import CheckpointError, ConfigError
 from twinpool.contracts.interfaces.model_images import ImageUnfit, WritableImage
 from twinpool.engine.runner import load_model

@@ -51,7 +51,7 @@ print(json.dumps(bits))
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.checkpoints import make_checkpoint
+    from tests.support.checkpoints import make_checkpoint
 
     return make_checkpoint(tmp_path_factory.mktemp("class") / "model", "qwen3")
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import VOCAB, compare, compare_forced, copy_checkpoint
 from tests.engine.harness import Bench, MakeCheckpoint, MakeOracle, row
-from tests.families import FAMILIES
+from tests.support.checkpoints import VOCAB, compare, compare_forced, copy_checkpoint
+from tests.support.model_families import FAMILIES
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.engine.models.registry import model_for
 from twinpool.engine.runner.model_runner import ModelRunner
@@ -159,7 +159,7 @@ def test_bfloat16_chooses_within_the_oracles_own_difference(
 def test_a_float32_run_of_a_bfloat16_checkpoint_is_the_oracles_float32_run(
     checkpoint: MakeCheckpoint, oracle_of: MakeOracle
 ) -> None:
-    from tests.checkpoints import Oracle
+    from tests.support.checkpoints import Oracle
 
     folder = checkpoint("qwen3", dtype="bfloat16")
     (prompt,) = prompts(3, 120)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.checkpoints import VOCAB, compare
 from tests.engine.harness import MakeCheckpoint, MakeOracle
 from tests.engine.judged import prompts
+from tests.support.checkpoints import VOCAB, compare
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import VOCAB
 from tests.engine.harness import GREEDY, Bench, MakeCheckpoint, row
+from tests.support.checkpoints import VOCAB
 from twinpool.cache.allocation.block_table import TableSlice
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_backends import CpuDevice

@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from tests.checkpoints import copy_checkpoint
 from tests.engine.harness import Bench, MakeOracle
 from tests.engine.judged import expect_the_oracles, prompts
-from tests.families import FAMILIES, folder_maker
-from tests.family import COMMON, write_family
-from tests.family_scenes import Family, expect_answers
-from tests.family_window import WINDOW
+from tests.support.checkpoints import copy_checkpoint
+from tests.support.family_checkpoint import COMMON, write_family
+from tests.support.family_scenes import Family, expect_answers
+from tests.support.family_window import WINDOW
+from tests.support.model_families import FAMILIES, folder_maker
 from twinpool.cache.memory.kv_cache_spec import PoolKind
 from twinpool.contracts.errors import CheckpointError
 from twinpool.engine.models.model_base import StateOptions

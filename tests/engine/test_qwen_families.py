@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import copy_checkpoint
 from tests.engine.harness import Bench, MakeOracle
 from tests.engine.judged import expect_as_close_to_float32, expect_close_choices, expect_the_oracles, prompts
-from tests.families import FAMILIES
+from tests.support.checkpoints import copy_checkpoint
+from tests.support.model_families import FAMILIES
 from twinpool.contracts.errors import CheckpointError
 from twinpool.engine.layers.moe.expert_router import ExpertRoutes
 from twinpool.engine.layers.moe.experts import TorchExperts

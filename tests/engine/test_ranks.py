@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.engine.rank_process import part
-from tests.rank_lines import Process
+from tests.support.rank_subprocess import Process
 from twinpool.contracts.errors import PeerDead
 from twinpool.engine.runner.load_model import agreed
 from twinpool.engine.tensors.row_exact_linear import Numerics

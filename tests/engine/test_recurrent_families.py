@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import VOCAB, Oracle, compare, compare_forced, copy_checkpoint
 from tests.engine.harness import Bench, Held, MakeOracle
-from tests.families import FAMILIES
+from tests.support.checkpoints import VOCAB, Oracle, compare, compare_forced, copy_checkpoint
+from tests.support.model_families import FAMILIES
 from twinpool.contracts.errors import CheckpointError
 from twinpool.engine.attention.recurrence_backend import BLOCK
 from twinpool.engine.models.model_base import StateOptions

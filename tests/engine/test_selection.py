@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.families import FAMILIES
 from tests.support.listed_plans import listed_plan
+from tests.support.model_families import FAMILIES
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.engine.attention.attention_plan import AttentionPlan

@@ -16,10 +16,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import Oracle, write_tokenizer
 from tests.engine.harness import Bench
 from tests.engine.judged import expect_the_oracles, prompts
-from tests.family import COMMON
+from tests.support.checkpoints import Oracle, write_tokenizer
+from tests.support.family_checkpoint import COMMON
 from twinpool.engine.models.registry import read_model
 
 SIZES = COMMON | {

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import copy_checkpoint
 from tests.engine.harness import Bench, MakeOracle
 from tests.engine.judged import expect_the_oracles, prompts
-from tests.families import FAMILIES
-from tests.family_window import WINDOW
+from tests.support.checkpoints import copy_checkpoint
+from tests.support.family_window import WINDOW
+from tests.support.model_families import FAMILIES
 from twinpool.cache.memory.kv_cache_spec import PoolKind
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.errors import CheckpointError

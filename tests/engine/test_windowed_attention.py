@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.engine.native import BUILDS, kernels_or_skip
-from tests.plain_attention import expect_within, plain_attention
 from tests.support.listed_plans import listed_plan
+from tests.support.plain_attention import expect_within, plain_attention
 from twinpool.engine.attention.attention_backend import ScoreOptions
 from twinpool.engine.attention.attention_plan import AttentionPlan
 from twinpool.engine.attention.torch_backend.native_attention import NativeAttention

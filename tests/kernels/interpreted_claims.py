@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.claims import answer
-from tests.plain_attention import expect_within, plain_attention
+from tests.support.plain_attention import expect_within, plain_attention
 from twinpool.contracts.errors import ConfigError
 from twinpool.engine.attention.attention_backend import ScoreOptions
 from twinpool.engine.attention.attention_plan import AttentionPlan
@@ -265,8 +265,8 @@ def claim_no_queries_give_no_rows() -> None:
 
 
 def claim_the_engine_says_the_same_with_either_attention() -> None:
-    from tests.checkpoints import make_checkpoint
     from tests.engine.harness import Bench
+    from tests.support.checkpoints import make_checkpoint
 
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(300, (length,), generator=generator).tolist() for length in (37, 3)]

@@ -14,9 +14,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from tests.engine.harness import Bench, Held
-from tests.families import FAMILIES
 from tests.kernels.claims import answer
 from tests.kernels.recorded_graph import RecordedRun, capture
+from tests.support.model_families import FAMILIES
 from twinpool.cache.allocation.block_table import TableSlice
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.sampling_params import SamplingParams

@@ -255,7 +255,7 @@ def claim_no_queries_give_no_rows() -> None:
 
 def claim_the_engine_says_the_same_with_either_attention() -> None:
     from tests.engine.harness import Bench
-    from tests.families import FAMILIES
+    from tests.support.model_families import FAMILIES
 
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(300, (length,), generator=generator).tolist() for length in (22, 3)]

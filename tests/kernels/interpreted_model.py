@@ -13,8 +13,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from tests.engine.harness import Bench
-from tests.families import FAMILIES
 from tests.kernels.claims import answer
+from tests.support.model_families import FAMILIES
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.engine.attention.triton_backend.triton_attention import TritonAttention
 from twinpool.engine.gpu.gpu_kernels import GpuKernels

@@ -11,7 +11,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from tests.kernels.claims import answer
-from tests.poolsets import NAMES, filled, pool_sets
+from tests.support.pool_sets import NAMES, filled, pool_sets
 from twinpool.cache.memory.block_copy import copy_indexed
 from twinpool.cache.memory.copy_plan import CopyBlock, blocks, packing
 from twinpool.cache.memory.kv_cache_spec import IndexSpace

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from tests.engine.harness import Bench
-from tests.families import FAMILIES
 from tests.kernels.claims import answer
-from tests.plain_attention import expect_within, plain_attention
+from tests.support.model_families import FAMILIES
+from tests.support.plain_attention import expect_within, plain_attention
 from twinpool.engine.attention.attention_backend import ScoreOptions
 from twinpool.engine.attention.attention_plan import AttentionPlan
 from twinpool.engine.attention.torch_backend.torch_attention import TorchAttention

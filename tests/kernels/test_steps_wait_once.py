@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.families import FAMILIES
 from tests.kernels.claims import Said
+from tests.support.model_families import FAMILIES
 
 SCRIPT = "fake_steps.py"
 

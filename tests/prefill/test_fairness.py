@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.prefill_parts import PAGE, PrefillParts
+from tests.support.prefill_parts import PAGE, PrefillParts
 from twinpool.contracts.messages.worker_events import LegNote
 from twinpool.prefill.request import PrefillPhase, PrefillRequest
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.prefill_parts import PrefillParts
+from tests.support.prefill_parts import PrefillParts
 from twinpool.cache.allocation.allocation import CachedTokens
 from twinpool.contracts.ids import Role, WorkerName
 from twinpool.contracts.messages.worker_events import LegReport

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.prefill_parts import PrefillParts
+from tests.support.prefill_parts import PrefillParts
 from twinpool.prefill.request import PrefillPhase
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.prefill_parts import PrefillParts
+from tests.support.prefill_parts import PrefillParts
 from twinpool.contracts.config.worker_config import PrefillConfig
 from twinpool.prefill.request import PrefillRequest
 

@@ -17,16 +17,16 @@ from typing import Any
 
 import psutil
 
-from tests import changing
-from tests.changing import Load, command, some_prompts
-from tests.checkpoints import Oracle, compare, make_checkpoint
 from tests.rayup import remote
 from tests.rayup.hosts import Host, hosts, prove_apart
 from tests.rayup.machine import operator, phase, ray, say, stop, strangers, wait_for
 from tests.rayup.remote import Remote, nodes_alive, words_of
 from tests.rayup.strangers import prove_closed
 from tests.rayup.wire import watched
-from tests.serving import until
+from tests.support import changing_cluster as changing
+from tests.support.changing_cluster import Load, command, some_prompts
+from tests.support.checkpoints import Oracle, compare, make_checkpoint
+from tests.support.served_cluster import until
 from twinpool.contracts.cluster_secret import access_token
 
 HEAD, OTHER, LATER = "one", "two", "three"

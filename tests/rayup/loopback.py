@@ -15,7 +15,7 @@ import psutil
 
 from tests.rayup import machine
 from tests.rayup.machine import BIN, ROOT, daemon, operator, ray, reachable, say, ssh, stop, strangers, wait_for
-from tests.serving import READY
+from tests.support.served_cluster import READY
 
 LAUNCH = ROOT / "deploy" / "ray" / "loopback.yaml"
 HEAD = "127.0.0.1"

@@ -15,7 +15,7 @@ import yaml
 
 from tests.rayup.hosts import Host
 from tests.rayup.machine import BIN, ROOT, stop
-from tests.serving import READY, Access, Serving
+from tests.support.served_cluster import READY, Access, Serving
 from twinpool.cli.tool_commands import new_key
 
 LAUNCH = ROOT / "deploy" / "ray" / "autoscaled.yaml"

@@ -6,7 +6,7 @@ import zipfile
 
 import pytest
 
-from tests.serving import ROOT
+from tests.support.served_cluster import ROOT
 
 
 @pytest.fixture(scope="session")

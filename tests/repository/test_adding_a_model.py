@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import make_checkpoint
 from tests.engine import harness
-from tests.serving import ROOT
+from tests.support.checkpoints import make_checkpoint
+from tests.support.served_cluster import ROOT
 from twinpool.cache.memory.kv_cache_spec import PoolSpec
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec
 from twinpool.contracts.checkpoint.rope_spec import read_rope

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from docs import request_walk
-from tests.serving import ROOT
+from tests.support.served_cluster import ROOT
 from twinpool.contracts.build_id import PACKAGES
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text()

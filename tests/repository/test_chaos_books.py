@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos_books import SAMPLES, Counters, Tally, flat, kept_mib
+from tests.support.chaos_books import SAMPLES, Counters, Tally, flat, kept_mib
 
 
 def test_what_grows_steadily_is_told_from_what_has_warmed_up() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving import ROOT
+from tests.support.served_cluster import ROOT
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.config.router_config import AuditConfig
 from twinpool.contracts.config.worker_config import DecodeConfig

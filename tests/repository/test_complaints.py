@@ -11,10 +11,10 @@ from itertools import product
 
 import pytest
 
-from tests.hash_engine import recite
-from tests.poolsets import pool_sets
-from tests.rooms import PLANES, Ends, Prompt, ends, image
 from tests.router.stage import Stage
+from tests.support.hash_engine import recite
+from tests.support.pool_sets import pool_sets
+from tests.support.room_ends import PLANES, Ends, Prompt, ends, image
 from tests.workers.test_any_state import PAGE, hash_pair
 from twinpool.contracts.errors import ErrorKind, LayoutMismatch, WireError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.serving import ROOT
+from tests.support.served_cluster import ROOT
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -55,7 +55,7 @@ def test_names_in_code_that_the_page_names_are_in_the_files_that_it_names_them_o
         ("Order", "contracts/messages/rank_orders.py"),
         ("TAGS", "contracts/messages/rank_order_codec.py"),
         ("PROTOCOL", "contracts/messages/fingerprint.py"),
-        ("PLANES", "tests/rooms.py"),
+        ("PLANES", "tests/support/room_ends.py"),
         ("PLANES", "tests/workers/test_pair.py"),
         ("PLANES", "tests/workers/test_abort.py"),
     ):

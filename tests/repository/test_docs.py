@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving import ROOT
+from tests.support.served_cluster import ROOT
 from twinpool.cli import command_line
 from twinpool.contracts.build_id import PACKAGES
 from twinpool.contracts.config.load_config import load_config

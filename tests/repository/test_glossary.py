@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.serving import ROOT
+from tests.support.served_cluster import ROOT
 
 PAGE = (ROOT / "docs" / "glossary.md").read_text()
 SECTIONS = {part.splitlines()[0]: part for part in PAGE.split("\n## ")[1:]}

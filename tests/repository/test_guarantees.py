@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.serving import ROOT
+from tests.support.served_cluster import ROOT
 
 PAGE = (ROOT / "docs" / "guarantees.md").read_text()
 NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py(?:::\w+)?)`", PAGE)))

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.mutants.catalogue import HAZARDS, of_hazards
-from tests.serving import ROOT
+from tests.support.served_cluster import ROOT
 
 PAGE = (ROOT / "docs" / "hazards.md").read_text()
 LINES = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if re.match(r"\| [A-D]\d+ \|", line)]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving import ROOT
+from tests.support.served_cluster import ROOT
 
 SCRIPT = ROOT / ".ci" / "house_numbers.py"
 BOUNDS = tomllib.loads((ROOT / ".ci" / "house_bounds.toml").read_text())

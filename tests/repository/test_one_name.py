@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving import OWN_NAMES, ROOT
+from tests.support.served_cluster import OWN_NAMES, ROOT
 from twinpool.cli.command_line import COMMANDS
 from twinpool.contracts.build_id import PACKAGES, import_root
 

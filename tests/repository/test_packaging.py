@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from tests.serving import ROOT
+from tests.support.served_cluster import ROOT
 from twinpool.contracts.build_id import PACKAGES
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -6,7 +6,7 @@ import re
 
 import yaml
 
-from tests.serving import ROOT
+from tests.support.served_cluster import ROOT
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving import ROOT, own_packages
+from tests.support.served_cluster import ROOT, own_packages
 from twinpool.cluster.arena import arena_agent
 from twinpool.cluster.processes import keeper, process_ids, reaper
 from twinpool.contracts import python_command

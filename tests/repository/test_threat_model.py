@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.serving import ROOT
+from tests.support.served_cluster import ROOT
 
 PAGE = (ROOT / "docs" / "threat-model.md").read_text()
 TABLE = PAGE.split("\n## Every socket\n")[1].split("\n## ")[0]

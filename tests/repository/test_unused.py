@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.run import copy_tree
-from tests.serving import ROOT
+from tests.support.served_cluster import ROOT
 
 PROJECT = """
 [project.scripts]

@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from tests.raw_frames import framed, read_frame
 from tests.router.fake_worker import FakeCluster, FakeSession, FakeWorker
+from tests.support.raw_frames import framed, read_frame
 from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.proto import worker_pb2 as pb
 from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc

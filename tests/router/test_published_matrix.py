@@ -22,7 +22,11 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from tests.published_checkpoints import (
+from tests.router import fake_worker
+from tests.router.fake_worker import FakeCluster
+from tests.router.http_server import Server, serving
+from tests.router.parsers.test_parsers import written
+from tests.support.published_checkpoints import (
     END_KINDS,
     FURTHER_END,
     MARK_KINDS,
@@ -32,10 +36,6 @@ from tests.published_checkpoints import (
     tokenizer_of,
     write_published,
 )
-from tests.router import fake_worker
-from tests.router.fake_worker import FakeCluster
-from tests.router.http_server import Server, serving
-from tests.router.parsers.test_parsers import written
 from twinpool.cluster.assembly.build_worker import grammar_engine
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec
 from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob

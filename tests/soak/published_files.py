@@ -13,8 +13,8 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-from tests.serving import ROOT
 from tests.soak.published import OutOfReach
+from tests.support.served_cluster import ROOT
 
 FOLDER = ROOT / "build" / "published-files"
 ARCHIVE = "llama-cpp-python==0.3.36"

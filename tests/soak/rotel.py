@@ -12,8 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.free_ports import free_port
-from tests.serving import ROOT, until
+from tests.support.free_ports import free_port
+from tests.support.served_cluster import ROOT, until
 
 FOLDER = ROOT / "build" / "rotel"
 PACKAGE = "rotel==0.0.1a15"

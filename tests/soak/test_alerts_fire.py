@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.free_ports import free_port
-from tests.prometheus_server import PrometheusServer
-from tests.serving import Serving, serving
+from tests.support.free_ports import free_port
+from tests.support.prometheus_server import PrometheusServer
+from tests.support.served_cluster import Serving, serving
 
 STEPS = 400
 """Of decode before it hangs: more than what comes before needs, and fewer than what comes then does."""

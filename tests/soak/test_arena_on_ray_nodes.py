@@ -18,8 +18,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.checkpoints import Oracle, compare, make_checkpoint
-from tests.serving import environment, serving, until
+from tests.support.checkpoints import Oracle, compare, make_checkpoint
+from tests.support.served_cluster import environment, serving, until
 from twinpool.cluster.processes.free_port import free_port
 
 PLACES = '{"twinpool_prefill": 1, "twinpool_decode": 1}'

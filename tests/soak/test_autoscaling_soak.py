@@ -14,9 +14,9 @@ import pytest
 
 from bench.autoscaling import real_pools
 from bench.autoscaling.phased_replay import Lengths, Phase, asks_in_phases, replay_phases, spread
-from tests.changing import Load, some_prompts
-from tests.checkpoints import Oracle, compare, make_checkpoint
-from tests.serving import ROOT, serving, until
+from tests.support.changing_cluster import Load, some_prompts
+from tests.support.checkpoints import Oracle, compare, make_checkpoint
+from tests.support.served_cluster import ROOT, serving, until
 from twinpool.contracts.ids import PAIR
 from twinpool.sim.scale.trace_file import read_trace
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from tests.message_fuzz import flood
+from tests.support.message_fuzz import flood
 
 SECONDS = 300.0
 """On each plane."""

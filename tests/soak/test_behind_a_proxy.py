@@ -23,8 +23,8 @@ import yaml
 
 from tests.router.fake_worker import FakeCluster, expected
 from tests.router.http_server import Server, router_config, serving
-from tests.serving import until
 from tests.soak.proxies import KINDS, Proxy, proxy, shown
+from tests.support.served_cluster import until
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.router.api.router_server import KEEP_ALIVE_S

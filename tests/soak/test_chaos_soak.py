@@ -1,4 +1,4 @@
-"""Everything goes wrong for `MINUTES`, on two data planes; `python -m tests.chaos` takes any time and resumes."""
+"""Everything goes wrong for `MINUTES`, on two data planes; `python -m tests.support.chaos` takes any time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos import rounds
-from tests.chaos_books import Tally
+from tests.support.chaos import rounds
+from tests.support.chaos_books import Tally
 
 MINUTES = float(os.environ.get("TWINPOOL_CHAOS_MINUTES", "30"))
 

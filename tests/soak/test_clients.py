@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving import ROOT, Serving, serving
 from tests.soak.client_scripts import (
     AGENTS,
     ANTHROPIC,
@@ -29,6 +28,7 @@ from tests.soak.client_scripts import (
     OPENAI,
     PYDANTIC_AI,
 )
+from tests.support.served_cluster import ROOT, Serving, serving
 from twinpool.cluster.models.wheel_model import SMOLLM2
 from twinpool.contracts.errors import CheckpointError
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.free_ports import free_port
-from tests.serving import ROOT, until
+from tests.support.free_ports import free_port
+from tests.support.served_cluster import ROOT, until
 
 UID = 10001
 INSTALL_S = 1500.0

@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.changing import WAIT_S, Detached, Load, command, detached, kill, ready, some_prompts
-from tests.checkpoints import Oracle, make_checkpoint
-from tests.redis_servers import LedgerServer
-from tests.serving import until
+from tests.support.changing_cluster import WAIT_S, Detached, Load, command, detached, kill, ready, some_prompts
+from tests.support.checkpoints import Oracle, make_checkpoint
+from tests.support.redis_servers import LedgerServer
+from tests.support.served_cluster import until
 
 
 def controllers(cluster: Detached) -> dict[str, Any]:

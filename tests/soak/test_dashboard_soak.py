@@ -16,8 +16,8 @@ from urllib.parse import urlparse
 import pytest
 
 from tests.dashboard.page_numbers import differences, numbers
-from tests.serving import Serving, family, serving, until
 from tests.support.browser import Tab, browsing, chromium
+from tests.support.served_cluster import Serving, family, serving, until
 
 pytestmark = [
     pytest.mark.soak,

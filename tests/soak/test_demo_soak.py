@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving import ROOT
+from tests.support.served_cluster import ROOT
 
 
 @pytest.mark.soak

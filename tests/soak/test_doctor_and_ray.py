@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving import ROOT
 from tests.soak.test_ray_node import more_nodes, nodes, said
+from tests.support.served_cluster import ROOT
 from twinpool.cluster.doctor.doctor_case import DoctorCase, DoctorHost
 from twinpool.cluster.doctor.examine import CHECKS
 from twinpool.cluster.doctor.finding import Severity

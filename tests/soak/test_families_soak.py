@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.answers import make_prompts
-from tests.families import FAMILIES
-from tests.family_scenes import Family, bytes_due, expect_mechanisms, expect_tiers, make_family
-from tests.serving import Serving, serving
+from tests.support.cluster_answers import make_prompts
+from tests.support.family_scenes import Family, bytes_due, expect_mechanisms, expect_tiers, make_family
+from tests.support.model_families import FAMILIES
+from tests.support.served_cluster import Serving, serving
 from twinpool.cache.memory.kv_cache_spec import PoolKind
 from twinpool.contracts.ids import PAIR
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.checkpoints import Oracle, compare, make_checkpoint
-from tests.gguf_files import GgufOracle, write_gguf
-from tests.hub_server import hub_of
-from tests.serving import complete, serving
+from tests.support.checkpoints import Oracle, compare, make_checkpoint
+from tests.support.gguf_files import GgufOracle, write_gguf
+from tests.support.hub_server import hub_of
+from tests.support.served_cluster import complete, serving
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPT = [5, 9, 200, 31, 7] * 30

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.router.schemas.test_json_schema_suite import CASES, faults
-from tests.schema_samples import accepts, grammar_of, suite
+from tests.support.schema_samples import accepts, grammar_of, suite
 from twinpool.contracts.errors import RequestError
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow]

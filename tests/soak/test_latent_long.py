@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import VOCAB, Oracle, compare, compare_forced
 from tests.engine.harness import Bench
-from tests.families import FAMILIES
+from tests.support.checkpoints import VOCAB, Oracle, compare, compare_forced
+from tests.support.model_families import FAMILIES
 
 LENGTHS = (1, 2, 63, 64, 65, 129, 300, 700, 1100, 1500)
 CELLS: list[dict[str, Any]] = [

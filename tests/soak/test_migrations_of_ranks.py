@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
-from tests.company import company, generated
-from tests.rank_workers import rank_processes
+from tests.support.checkpoints import make_checkpoint
+from tests.support.rank_followers import rank_processes
+from tests.support.stepped_cluster import company, generated
 from twinpool.contracts.sampling_params import SamplingParams
 
 

@@ -17,9 +17,18 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.changing import UPGRADE_S, WAIT_S, Load, SourceEdit, another_build, detached, ready, some_prompts
-from tests.checkpoints import Oracle, compare, make_checkpoint
-from tests.serving import Answer, Serving, serving, until
+from tests.support.changing_cluster import (
+    UPGRADE_S,
+    WAIT_S,
+    Load,
+    SourceEdit,
+    another_build,
+    detached,
+    ready,
+    some_prompts,
+)
+from tests.support.checkpoints import Oracle, compare, make_checkpoint
+from tests.support.served_cluster import Answer, Serving, serving, until
 from twinpool.contracts.build_id import build_of
 
 QUARTERS = 4

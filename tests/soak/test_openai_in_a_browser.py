@@ -19,10 +19,10 @@ from urllib.parse import urlparse
 
 import pytest
 
-from tests.serving import ROOT, Serving, serving, until
 from tests.soak.client_scripts import IN_A_BROWSER
 from tests.soak.proxies import Proxy, proxy
 from tests.support.browser import Tab, browsing, chromium
+from tests.support.served_cluster import ROOT, Serving, serving, until
 
 pytestmark = [
     pytest.mark.soak,

@@ -18,8 +18,8 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from tests.router.tracing.otlp_server import OtlpServer, attributes_of
-from tests.serving import Serving, serving, until
 from tests.soak.rotel import OutOfReach, Rotel, collector_binary
+from tests.support.served_cluster import Serving, serving, until
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -20,9 +20,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.changing import WAIT_S, Load, ready, some_prompts
-from tests.checkpoints import Oracle, make_checkpoint
-from tests.serving import Serving, serving, until
+from tests.support.changing_cluster import WAIT_S, Load, ready, some_prompts
+from tests.support.checkpoints import Oracle, make_checkpoint
+from tests.support.served_cluster import Serving, serving, until
 from twinpool.cluster.assembly.node_shares import cores
 
 BUSY = 100

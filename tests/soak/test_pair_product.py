@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import VOCAB, Oracle, Verdict, compare_forced, make_checkpoint
-from tests.pair import Answer, Pair, pair
+from tests.support.checkpoints import VOCAB, Oracle, Verdict, compare_forced, make_checkpoint
+from tests.support.worker_pair import Answer, Pair, pair
 from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.sampling_params import SamplingParams
 

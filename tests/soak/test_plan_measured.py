@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving import COMMAND, ROOT, environment, processes_of
+from tests.support.served_cluster import COMMAND, ROOT, environment, processes_of
 from twinpool.sim.scale.cost_file import read_costs
 
 TRACE = ROOT / "bench/traces/conversation_200.jsonl"

@@ -19,9 +19,9 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from tests.checkpoints import Oracle, compare
-from tests.serving import Answer, Serving, complete, serving
 from tests.soak.published import OutOfReach, prose, published_model
+from tests.support.checkpoints import Oracle, compare
+from tests.support.served_cluster import Answer, Serving, complete, serving
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(3600)]
 

@@ -18,9 +18,9 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask
 from openai import OpenAI
 
-from tests.checkpoints import Oracle, compare
-from tests.serving import serving
 from tests.soak.published import OutOfReach, published_model
+from tests.support.checkpoints import Oracle, compare
+from tests.support.served_cluster import serving
 from twinpool.router.openai.chat_format import ChatFormat
 from twinpool.router.openai.structured_output import read_grammar
 from twinpool.router.openai.tools import read_tools

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import Oracle, compare
-from tests.families import FAMILIES
-from tests.pair import pair
-from tests.rank_workers import RankProcesses, rank_processes
+from tests.support.checkpoints import Oracle, compare
+from tests.support.model_families import FAMILIES
+from tests.support.rank_followers import RankProcesses, rank_processes
+from tests.support.worker_pair import pair
 from tests.workers.test_pair import greedy, prompts
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.config.load_config import config_from_dict

@@ -17,8 +17,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.checkpoints import Oracle, compare, make_checkpoint
-from tests.serving import Answer, complete, environment, serving, until
+from tests.support.checkpoints import Oracle, compare, make_checkpoint
+from tests.support.served_cluster import Answer, complete, environment, serving, until
 
 NODES = """
 import json, os, sys

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.families import FAMILIES
-from tests.family_scenes import Family, make_family
-from tests.retract_scenes import expect_same_answers
+from tests.support.family_scenes import Family, make_family
+from tests.support.model_families import FAMILIES
+from tests.support.retract_scenes import expect_same_answers
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(3600)]
 

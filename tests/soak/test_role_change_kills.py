@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.checkpoints import Oracle, compare, make_checkpoint
-from tests.serving import Answer, serving, until
+from tests.support.checkpoints import Oracle, compare, make_checkpoint
+from tests.support.served_cluster import Answer, serving, until
 
 CHANGES = 8
 LONGEST_S = 0.4

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving import Access, Serving, family, serving
-from tests.socket_fuzz import abstract_sockets, mutated, targets, visit, visit_abstract
+from tests.support.served_cluster import Access, Serving, family, serving
+from tests.support.socket_fuzz import abstract_sockets, mutated, targets, visit, visit_abstract
 from twinpool.cli.certs_command import new_certificates
 from twinpool.cli.tool_commands import new_key
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from tests.serving import serving
 from tests.soak.test_ray_node import more_nodes, nodes, said
 from tests.soak.test_security_fuzz import secured
-from tests.socket_fuzz import targets
+from tests.support.served_cluster import serving
+from tests.support.socket_fuzz import targets
 from twinpool.contracts.proto import worker_pb2 as pb
 from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
 

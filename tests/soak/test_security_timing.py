@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serving import Access, serving, until
+from tests.support.served_cluster import Access, serving, until
 from twinpool.cli.tool_commands import new_key
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.structured_cases import all_cases
-from tests.structured_rounds import expect
+from tests.support.structured_cases import all_cases
+from tests.support.structured_rounds import expect
 
 
 @pytest.mark.soak

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
-from tests.conversations import make_talks
-from tests.tier_clusters import Trace, undisturbed
-from tests.tier_scenes import expect_damage_is_counted, expect_first_run, expect_restart
+from tests.support.checkpoints import make_checkpoint
+from tests.support.conversations import make_talks
+from tests.support.tier_clusters import Trace, undisturbed
+from tests.support.tier_scenes import expect_damage_is_counted, expect_first_run, expect_restart
 
 
 @pytest.fixture(scope="module")

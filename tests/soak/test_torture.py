@@ -19,9 +19,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.answers import make_prompts
-from tests.checkpoints import Oracle, compare, compare_sampled, make_checkpoint
-from tests.serving import Answer, Serving, complete, serving, until
+from tests.support.checkpoints import Oracle, compare, compare_sampled, make_checkpoint
+from tests.support.cluster_answers import make_prompts
+from tests.support.served_cluster import Answer, Serving, complete, serving, until
 from twinpool.contracts.sampling_params import SamplingParams
 
 ROUNDS = 40

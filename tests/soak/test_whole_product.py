@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.answers import Case, expect_greedy, expect_seeded, open_scene
+from tests.support.cluster_answers import Case, expect_greedy, expect_seeded, open_scene
 
 CASES = [
     Case(*values)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import Oracle
 from tests.engine.judged import expect_as_close_to_float32, expect_close_choices, expect_the_oracles
-from tests.families import FAMILIES
+from tests.support.checkpoints import Oracle
+from tests.support.model_families import FAMILIES
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gemma3", {}),

@@ -30,11 +30,11 @@ from packaging.version import Version
 
 import bench.gpu
 from bench.common.bench_report import write_figures
-from tests.default_device import MAKERS
-from tests.families import FAMILIES
-from tests.family_scenes import Family, expect_answers, expect_damage_is_caught, expect_tiers, make_family
-from tests.migration_scenes import expect_migrations_change_nothing
-from tests.retract_scenes import expect_same_answers
+from tests.support.default_device import MAKERS
+from tests.support.family_scenes import Family, expect_answers, expect_damage_is_caught, expect_tiers, make_family
+from tests.support.migration_scenes import expect_migrations_change_nothing
+from tests.support.model_families import FAMILIES
+from tests.support.retract_scenes import expect_same_answers
 from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
 from twinpool.cache.device.device_backends import CudaDevice
 

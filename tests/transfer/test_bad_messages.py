@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from tests.message_fuzz import SPEC, WORDS, Met, controls, flood, met, raw, refused, too_short, wrong_types
-from tests.poolsets import entry
-from tests.rooms import ends
+from tests.support.message_fuzz import SPEC, WORDS, Met, controls, flood, met, raw, refused, too_short, wrong_types
+from tests.support.pool_sets import entry
+from tests.support.room_ends import ends
 from twinpool.cache.device.device_port import DONE
 from twinpool.contracts.errors import ErrorKind, WireError
 from twinpool.contracts.ids import RoomId

@@ -17,8 +17,8 @@ import pytest
 import torch
 import zmq
 
-from tests.poolsets import entry, filled, pool_sets
-from tests.rooms import PLANES, Ends, Prompt, ends, image
+from tests.support.pool_sets import entry, filled, pool_sets
+from tests.support.room_ends import PLANES, Ends, Prompt, ends, image
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.device.device_port import DONE
 from twinpool.cache.memory.memory_layout import PoolSetLayout

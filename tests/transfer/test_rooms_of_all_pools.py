@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.poolsets import NAMES, entry, pool_sets
-from tests.rooms import PLANES, Ends, LateDevice, Prompt, ends, image, placed
+from tests.support.pool_sets import NAMES, entry, pool_sets
+from tests.support.room_ends import PLANES, Ends, LateDevice, Prompt, ends, image, placed
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_port import DEVICE, DONE, DeviceOp, DeviceStream, spans
 from twinpool.cache.memory.required_pages import due

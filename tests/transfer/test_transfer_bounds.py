@@ -13,8 +13,8 @@ import pytest
 import torch
 import zmq
 
-from tests.poolsets import pool_sets
-from tests.rooms import Ends, ends, image
+from tests.support.pool_sets import pool_sets
+from tests.support.room_ends import Ends, ends, image
 from twinpool.cache.device.device_port import DONE
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.config.cluster_config import FaultsConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.answers import Case, Scene, expect_greedy, expect_seeded, open_scene
+from tests.support.cluster_answers import Case, Scene, expect_greedy, expect_seeded, open_scene
 
 CASES = [
     Case("llama", False, "llama3", "bfloat16", 16, 256, "shm", (2, 2)),

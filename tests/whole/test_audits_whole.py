@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving import serving, until
+from tests.support.served_cluster import serving, until
 
 ASKED = 12
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.changing import WAIT_S, Load, some_prompts
-from tests.checkpoints import Oracle, make_checkpoint
-from tests.serving import Serving, serving, until
+from tests.support.changing_cluster import WAIT_S, Load, some_prompts
+from tests.support.checkpoints import Oracle, make_checkpoint
+from tests.support.served_cluster import Serving, serving, until
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "cache": {"page_tokens": 16},

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests import changing
-from tests.changing import Load, detached, ready, some_prompts
-from tests.checkpoints import Oracle, make_checkpoint
+from tests.support import changing_cluster as changing
+from tests.support.changing_cluster import Load, detached, ready, some_prompts
+from tests.support.checkpoints import Oracle, make_checkpoint
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "cache": {"device_tokens": 8192},

@@ -1,4 +1,4 @@
-"""Half a minute in which everything goes wrong at once; `python -m tests.chaos` and the soak take longer."""
+"""Half a minute in which everything goes wrong at once; `python -m tests.support.chaos` and the soak take longer."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos import scene
-from tests.chaos_books import Tally, report
+from tests.support.chaos import scene
+from tests.support.chaos_books import Tally, report
 
 SECONDS = 30.0
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from tests.checkpoints import Oracle, compare, make_checkpoint
-from tests.serving import Answer, Serving, complete, serving, until
+from tests.support.checkpoints import Oracle, compare, make_checkpoint
+from tests.support.served_cluster import Answer, Serving, complete, serving, until
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.checkpoints import Oracle, compare, make_checkpoint
-from tests.serving import complete, serving, until
+from tests.support.checkpoints import Oracle, compare, make_checkpoint
+from tests.support.served_cluster import complete, serving, until
 
 pytestmark = pytest.mark.slow
 COUNT = 40

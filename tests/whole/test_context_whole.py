@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.checkpoints import VOCAB, Oracle
-from tests.families import FAMILIES
-from tests.serving import Serving, serving
+from tests.support.checkpoints import VOCAB, Oracle
+from tests.support.model_families import FAMILIES
+from tests.support.served_cluster import Serving, serving
 
 pytestmark = pytest.mark.slow
 TRAINED, CONTEXT = 64, 200

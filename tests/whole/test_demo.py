@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.serving import READY, ROOT, Serving, environment, family, own_packages, serving, until
+from tests.support.served_cluster import READY, ROOT, Serving, environment, family, own_packages, serving, until
 
 PAGES = ["README.md", "docs/using.md", "docs/operating.md"]
 

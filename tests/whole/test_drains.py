@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from bench.serving import drain_cost as drain
-from tests.checkpoints import Oracle, compare, make_checkpoint
-from tests.serving import Answer, Serving, serving, until
+from tests.support.checkpoints import Oracle, compare, make_checkpoint
+from tests.support.served_cluster import Answer, Serving, serving, until
 
 
 @dataclass

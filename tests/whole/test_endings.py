@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.serving import COMMAND, READY, ROOT, environment, processes_of, until
+from tests.support.served_cluster import COMMAND, READY, ROOT, environment, processes_of, until
 
 ASKED, INTERRUPTED = 0, 130
 """The codes that docs/operating.md names."""

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serving import ROOT, Serving, serving, until
+from tests.support.served_cluster import ROOT, Serving, serving, until
 
 OURS = "a-request-of-ours"
 TOKENS = 120

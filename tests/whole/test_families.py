@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.families import FAMILIES
-from tests.family_scenes import (
+from tests.support.family_scenes import (
     Family,
     buffers_of,
     expect_answers,
@@ -21,6 +20,7 @@ from tests.family_scenes import (
     expect_unnoticed_damage_shows,
     make_family,
 )
+from tests.support.model_families import FAMILIES
 
 PLANES = ("shm", "zmq")
 pytestmark = pytest.mark.slow

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from tests.families import FAMILIES
 from tests.router.parsers.test_harmony import byte_tokenizer
 from tests.router.text.published_templates import TEMPLATES
-from tests.serving import serving
+from tests.support.model_families import FAMILIES
+from tests.support.served_cluster import serving
 from twinpool.router.parsers.harmony_messages import HARMONY_MARKS
 
 PARAMETERS = {

@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from bench.serving.failover_pause import Failover, Load
-from tests.checkpoints import Oracle, compare, make_checkpoint
-from tests.serving import Answer, Serving, complete, family, serving, until
+from tests.support.checkpoints import Oracle, compare, make_checkpoint
+from tests.support.served_cluster import Answer, Serving, complete, family, serving, until
 
 
 @dataclass

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.checkpoints import Oracle, compare, make_checkpoint
-from tests.serving import Serving, family, serving, until
+from tests.support.checkpoints import Oracle, compare, make_checkpoint
+from tests.support.served_cluster import Serving, family, serving, until
 
 
 def _ranks(cluster: Serving) -> list[psutil.Process]:

@@ -13,7 +13,7 @@ from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
 
-from tests.serving import Serving, serving
+from tests.support.served_cluster import Serving, serving
 from tests.whole.test_tools_whole import TIME as CHATS_TIME
 from tests.whole.test_tools_whole import WEATHER as CHATS_WEATHER
 

@@ -17,8 +17,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.resuming import Events, ids_of, never, read, routers_of, server_of
-from tests.serving import Serving, serving, until
+from tests.support.resuming_clients import Events, ids_of, never, read, routers_of, server_of
+from tests.support.served_cluster import Serving, serving, until
 
 COMPLETION = {
     "prompt": "It was a fine morning, and", "max_tokens": 48, "stream": True, "ignore_eos": True,

@@ -16,8 +16,8 @@ import httpx
 import pytest
 from openai import DefaultHttpxClient, OpenAI
 
-from tests.free_ports import free_port
-from tests.serving import COMMAND, ROOT, Access, Serving, environment, serving, until
+from tests.support.free_ports import free_port
+from tests.support.served_cluster import COMMAND, ROOT, Access, Serving, environment, serving, until
 
 PROMPT = "It was a fine morning, and"
 SECRET_PROMPT = "The password of the old lighthouse is seven herons"

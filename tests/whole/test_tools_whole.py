@@ -12,7 +12,7 @@ import pytest
 from anthropic import Anthropic
 from openai import OpenAI
 
-from tests.serving import Serving, serving
+from tests.support.served_cluster import Serving, serving
 
 WEATHER: dict[str, Any] = {
     "type": "function",

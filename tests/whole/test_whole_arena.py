@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.arenas import agent_of, damage_last_page, segments, tear_record
-from tests.checkpoints import Oracle, compare, make_checkpoint
-from tests.serving import Serving, serving, until
+from tests.support.arena_tampering import agent_of, damage_last_page, segments, tear_record
+from tests.support.checkpoints import Oracle, compare, make_checkpoint
+from tests.support.served_cluster import Serving, serving, until
 
 PAGE = 16
 COUNT = 12

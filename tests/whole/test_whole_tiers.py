@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
-from tests.conversations import make_talks
-from tests.serving import ROOT, serving
-from tests.tier_clusters import Trace, undisturbed
-from tests.tier_scenes import expect_damage_is_counted, expect_first_run, expect_restart
+from tests.support.checkpoints import make_checkpoint
+from tests.support.conversations import make_talks
+from tests.support.served_cluster import ROOT, serving
+from tests.support.tier_clusters import Trace, undisturbed
+from tests.support.tier_scenes import expect_damage_is_counted, expect_first_run, expect_restart
 from twinpool.contracts.config.load_config import load_config
 
 TALKS = make_talks(31, 26, turns=(3, 4))

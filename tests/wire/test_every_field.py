@@ -19,9 +19,9 @@ import pytest
 import torch
 from google.protobuf.message import Message as Proto
 
-from tests.poolsets import pool_sets
 from tests.router.grpc_fakes import start
 from tests.router.http_server import eventually
+from tests.support.pool_sets import pool_sets
 from tests.wire.instances import absent, all_of, empty, fields_of, full, is_record, one_truth_each, union
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cluster.controller.controller_actions import LeaseGrant

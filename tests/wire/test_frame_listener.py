@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.certificates import TestAuthority
+from tests.support.certificates import TestAuthority
 from twinpool.contracts.credentials.node_tls import NodeTls
 from twinpool.contracts.wire import frame_listener
 from twinpool.contracts.wire.frame_connection import FrameConnection

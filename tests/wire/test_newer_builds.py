@@ -14,10 +14,10 @@ import pytest
 
 from tests.cluster.fake_worker import FakeWorker as Engine
 from tests.cluster.fake_worker import submit
-from tests.raw_frames import RawStream
 from tests.router.fake_worker import FakeCluster, FakeWorker
 from tests.router.grpc_fakes import ControllerFake, WorkerFake, start, start_worker
 from tests.router.http_server import eventually
+from tests.support.raw_frames import RawStream
 from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
 from twinpool.cluster.worker_process.worker_process import serve_worker
 from twinpool.cluster.worker_process.worker_thread import WorkerThread

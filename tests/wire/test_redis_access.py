@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.certificates import TestAuthority
+from tests.support.certificates import TestAuthority
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.wire.redis_connection import RedisAccess, open_redis, tls_context
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import Oracle, make_checkpoint
+from tests.support.checkpoints import Oracle, make_checkpoint
 
 
 @pytest.fixture(scope="session")

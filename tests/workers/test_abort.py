@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.pair import SESSION
-from tests.poolsets import pool_sets
+from tests.support.pool_sets import pool_sets
+from tests.support.worker_pair import SESSION
 from tests.workers.test_any_state import HashPair, hash_pair
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.contracts.clock import ManualClock
@@ -83,7 +83,7 @@ class Scene:
         return any(r.phase is phase for r in self.decode._request_table if r.submit.request_id == rid)
 
     def check(self, prompt: list[int], rid: RequestId) -> None:
-        from tests.hash_engine import recite
+        from tests.support.hash_engine import recite
 
         (answer,) = self.both.run(rid)
         assert answer.done is not None

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
-from tests.pair import pair
+from tests.support.checkpoints import make_checkpoint
+from tests.support.worker_pair import pair
 from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.sampling_params import SamplingParams
 

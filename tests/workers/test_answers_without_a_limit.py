@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import CONTEXT, make_checkpoint
-from tests.pair import pair
+from tests.support.checkpoints import CONTEXT, make_checkpoint
+from tests.support.worker_pair import pair
 from twinpool.contracts.ids import Role
 from twinpool.contracts.sampling_params import SamplingParams
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.hash_engine import recite
-from tests.hash_workers import hash_worker
-from tests.pair import Answer, Pair
-from tests.poolsets import NAMES, pool_sets
+from tests.support.hash_engine import recite
+from tests.support.hash_workers import hash_worker
+from tests.support.pool_sets import NAMES, pool_sets
+from tests.support.worker_pair import Answer, Pair
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec

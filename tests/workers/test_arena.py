@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.families import FAMILIES
-from tests.family_scenes import greedy
-from tests.pair import Pair, pair
-from tests.tiers import PAGE, busy, counters
+from tests.support.family_scenes import greedy
+from tests.support.model_families import FAMILIES
+from tests.support.tier_conversations import PAGE, busy, counters
+from tests.support.worker_pair import Pair, pair
 from twinpool.contracts.ids import PAIR, Role
 
 COUNT = 6

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pair import SESSION, Pair, pair
+from tests.support.worker_pair import SESSION, Pair, pair
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.interfaces.worker_interface import SessionId

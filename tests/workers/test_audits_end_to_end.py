@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.cell import Cell
-from tests.families import FAMILIES
-from tests.family_scenes import buffers_of, damaged_on_the_way, make_family
-from tests.hash_engine import recite
-from tests.pair import pair
-from tests.poolsets import NAMES, pool_sets
+from tests.support.family_scenes import buffers_of, damaged_on_the_way, make_family
+from tests.support.hash_engine import recite
+from tests.support.model_families import FAMILIES
+from tests.support.pool_sets import NAMES, pool_sets
+from tests.support.stepped_router import Cell
+from tests.support.worker_pair import pair
 from tests.workers.test_any_state import PAGE, hash_pair
 from twinpool.contracts.ids import Role
 from twinpool.contracts.sampling_params import SamplingParams

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import Oracle, compare
-from tests.pair import Pair, pair
+from tests.support.checkpoints import Oracle, compare
+from tests.support.worker_pair import Pair, pair
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.prefix_cache.nodes.tree_node import Tier
 from twinpool.contracts.errors import ErrorKind

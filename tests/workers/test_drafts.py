@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.pair import Answer, pair
-from tests.rank_workers import RankProcesses, rank_processes
+from tests.support.rank_followers import RankProcesses, rank_processes
+from tests.support.worker_pair import Answer, pair
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.contracts.ids import PAIR, Role
 from twinpool.contracts.sampling_params import SamplingParams

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.hash_engine import recite
-from tests.poolsets import pool_sets
-from tests.random_pairs import Draw, serve
+from tests.support.hash_engine import recite
+from tests.support.pool_sets import pool_sets
+from tests.support.random_pairs import Draw, serve
 from tests.workers.test_any_state import PAGE, HashPair, hash_pair
 from twinpool.cache.storage.inline_queue import InlineIoQueue
 from twinpool.cache.storage.storage_backend import StorageBackend
@@ -39,7 +39,7 @@ class ByHand:
         self.clock = ManualClock()
         self._queues: list[InlineIoQueue] = []
         self._rng = random.Random(seed)
-        monkeypatch.setattr("tests.hash_workers.ThreadedIoQueue", self._queue)
+        monkeypatch.setattr("tests.support.hash_workers.ThreadedIoQueue", self._queue)
         step = HashPair.step
 
         def stepped(both: HashPair, *roles: Role) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.hash_colocated import hash_colocated
-from tests.pair import SESSION
+from tests.support.hash_colocated import hash_colocated
+from tests.support.worker_pair import SESSION
 from tests.workers.test_any_state import hash_pair
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.ids import RequestId, Role

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.pair import Pair, pair
-from tests.serving import ROOT, environment
+from tests.support.served_cluster import ROOT, environment
+from tests.support.worker_pair import Pair, pair
 from twinpool.cache.manager.absent_tiers import NoEvents
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix, token_ids

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.family_scenes import greedy
-from tests.pair import Pair, pair
+from tests.support.family_scenes import greedy
+from tests.support.worker_pair import Pair, pair
 from tests.workers.test_arena import KeptMemory
 from tests.workers.test_kv_events_of_workers import SMALL, conversation, events, held, managers
 from twinpool.contracts.clock import SystemClock

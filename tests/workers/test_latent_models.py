@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import VOCAB, Oracle, compare
 from tests.engine.harness import Bench
-from tests.families import FAMILIES
-from tests.pair import Pair, pair
+from tests.support.checkpoints import VOCAB, Oracle, compare
+from tests.support.model_families import FAMILIES
+from tests.support.worker_pair import Pair, pair
 from twinpool.contracts.ids import Role
 from twinpool.contracts.sampling_params import SamplingParams
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import Oracle, compare
-from tests.families import FAMILIES
-from tests.pair import Pair, pair
+from tests.support.checkpoints import Oracle, compare
+from tests.support.model_families import FAMILIES
+from tests.support.worker_pair import Pair, pair
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
 from twinpool.cache.device.device_backends import CpuDevice

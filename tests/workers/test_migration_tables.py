@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.company import Company, company, generated
+from tests.support.stepped_cluster import Company, company, generated
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import IllegalTransition
 from twinpool.contracts.ids import Incarnation, Role, RoomId, WorkerName

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.company import Company, company, generated, hears
-from tests.pair import SESSION
+from tests.support.stepped_cluster import Company, company, generated, hears
+from tests.support.worker_pair import SESSION
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.company import company, generated, hears
-from tests.families import FAMILIES
-from tests.family_scenes import tokens_of
-from tests.migration_scenes import COUNT, expect_migrations_change_nothing
+from tests.support.family_scenes import tokens_of
+from tests.support.migration_scenes import COUNT, expect_migrations_change_nothing
+from tests.support.model_families import FAMILIES
+from tests.support.stepped_cluster import company, generated, hears
 from twinpool.cache.memory.required_pages import due
 from twinpool.contracts.messages.worker_events import MigrationDone
 from twinpool.contracts.sampling_params import SamplingParams

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.company import Company, company, generated, hears
-from tests.pair import SESSION
+from tests.support.stepped_cluster import Company, company, generated, hears
+from tests.support.worker_pair import SESSION
 from tests.workers.test_migrations import prompts, seeded
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.ids import RequestId, Role, RoomId, WorkerName

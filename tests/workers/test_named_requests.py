@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.company import Company, company, generated
-from tests.pair import SESSION
+from tests.support.stepped_cluster import Company, company, generated
+from tests.support.worker_pair import SESSION
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, RoomId

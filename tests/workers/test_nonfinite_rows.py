@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import Oracle
-from tests.company import Company, company
-from tests.pair import SESSION, pair
+from tests.support.checkpoints import Oracle
+from tests.support.stepped_cluster import Company, company
+from tests.support.worker_pair import SESSION, pair
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.prefix_cache.nodes.tree_node import Tier
 from twinpool.contracts.clock import ManualClock

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import Oracle, compare
-from tests.pair import SESSION, Answer, Pair, pair
+from tests.support.checkpoints import Oracle, compare
+from tests.support.worker_pair import SESSION, Answer, Pair, pair
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ErrorKind, WireError
@@ -347,7 +347,7 @@ def test_layouts_that_cannot_meet_are_refused_with_both_values(model: Path, over
 
 @pytest.mark.slow
 def test_other_models_dtypes_and_planes_are_refused_with_both_values(model: Path, tmp_path: Path) -> None:
-    from tests.checkpoints import make_checkpoint
+    from tests.support.checkpoints import make_checkpoint
 
     (prompt,) = prompts(16, 20)
     twin = make_checkpoint(tmp_path / "twin", "qwen3", seed=4)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import Oracle, make_checkpoint
-from tests.families import FAMILIES
-from tests.pair import Pair, pair
+from tests.support.checkpoints import Oracle, make_checkpoint
+from tests.support.model_families import FAMILIES
+from tests.support.worker_pair import Pair, pair
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.company import Company, company, hears
-from tests.pair import SESSION
+from tests.support.stepped_cluster import Company, company, hears
+from tests.support.worker_pair import SESSION
 from twinpool.cache.prefix_cache.hot_prefixes import hottest
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from twinpool.contracts.clock import ManualClock

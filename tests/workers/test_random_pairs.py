@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.random_pairs import run_seed
+from tests.support.random_pairs import run_seed
 from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.cell import Cell
-from tests.family_scenes import buffers_of, damaged_on_the_way, managers
-from tests.pair import pair
-from tests.rank_workers import RankProcesses, rank_processes
+from tests.support.family_scenes import buffers_of, damaged_on_the_way, managers
+from tests.support.rank_followers import RankProcesses, rank_processes
+from tests.support.stepped_router import Cell
+from tests.support.worker_pair import pair
 from tests.workers.test_audits_end_to_end import ALL, words
 from twinpool.contracts.ids import Role
 from twinpool.contracts.sampling_params import SamplingParams

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import Oracle
-from tests.pair import pair
-from tests.rank_workers import RankProcesses, rank_processes
+from tests.support.checkpoints import Oracle
+from tests.support.rank_followers import RankProcesses, rank_processes
+from tests.support.worker_pair import pair
 from tests.workers.test_layered_sends import BY_LAYER, answers_are_the_oracles, layered, prompts
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.async_cpu_device import AsyncCpuDevice

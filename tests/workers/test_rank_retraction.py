@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import Oracle
-from tests.pair import pair
-from tests.rank_workers import RankProcesses, rank_processes
+from tests.support.checkpoints import Oracle
+from tests.support.rank_followers import RankProcesses, rank_processes
+from tests.support.worker_pair import pair
 from tests.workers.test_pair import expect_equal, greedy, prompts
 from twinpool.contracts.ids import Role
 

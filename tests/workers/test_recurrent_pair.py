@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import VOCAB, Oracle, compare
-from tests.families import FAMILIES
-from tests.pair import pair
+from tests.support.checkpoints import VOCAB, Oracle, compare
+from tests.support.model_families import FAMILIES
+from tests.support.worker_pair import pair
 from twinpool.cache.allocation.allocation import Allocation
 from twinpool.cache.manager.prefix.prefix_allocation import PrefixAllocation
 from twinpool.contracts.ids import Role

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from tests.hash_engine import recite
-from tests.poolsets import NAMES, pool_sets
+from tests.support.hash_engine import recite
+from tests.support.pool_sets import NAMES, pool_sets
 from tests.workers.test_any_state import PAGE, HashPair, hash_pair, talk
 from twinpool.contracts.ids import Role
 from twinpool.contracts.sampling_params import SamplingParams

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.families import FAMILIES
-from tests.family_scenes import Family, make_family
-from tests.retract_scenes import (
+from tests.support.family_scenes import Family, make_family
+from tests.support.model_families import FAMILIES
+from tests.support.retract_scenes import (
     expect_each_buffer_is_swapped_and_read,
     expect_same_answers,
     expect_swapped_damage_is_caught,

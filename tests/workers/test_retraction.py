@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from tests.pair import SESSION, Pair, pair
+from tests.support.worker_pair import SESSION, Pair, pair
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import CapacityError, ErrorKind

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.pair import pair
-from tests.serving import Answer, complete
+from tests.support.served_cluster import Answer, complete
+from tests.support.worker_pair import pair
 from tests.workers.test_retraction import PAGE, prompt_of, undisturbed
 from tests.workers.test_violations import behind_a_router
 from twinpool.contracts.ids import Role

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tests.pair import Pair
+from tests.support.worker_pair import Pair
 from tests.workers.test_retraction import greedy, hold_back, prompt_of, run_until, undisturbed, working
 from twinpool.cache.storage.inline_queue import InlineIoQueue
 from twinpool.cache.storage.io_queue import StorageTicket, WriteChain

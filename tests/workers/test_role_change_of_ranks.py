@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import Oracle, compare, make_checkpoint
-from tests.pair import Pair, counts_for
-from tests.rank_workers import RankProcesses, Warm, group_of, rank_processes
+from tests.support.checkpoints import Oracle, compare, make_checkpoint
+from tests.support.rank_followers import RankProcesses, Warm, group_of, rank_processes
+from tests.support.worker_pair import Pair, counts_for
 from twinpool.cluster.worker_process.worker_plan import WorkerPlan
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.config.load_config import config_from_dict

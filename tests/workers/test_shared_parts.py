@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.prefill_parts import PrefillParts
+from tests.support.prefill_parts import PrefillParts
 from twinpool.cache.allocation.allocation import Allocation
 from twinpool.cache.allocation.block_table import BlockTable
 from twinpool.cache.device.device_port import DONE

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.checkpoints import make_checkpoint
-from tests.company import company, generated
-from tests.families import FAMILIES
-from tests.pair import Answer, Pair, pair
+from tests.support.checkpoints import make_checkpoint
+from tests.support.model_families import FAMILIES
+from tests.support.stepped_cluster import company, generated
+from tests.support.worker_pair import Answer, Pair, pair
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.sampling_params import SamplingParams

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import Oracle, compare
-from tests.pair import Pair, pair
+from tests.support.checkpoints import Oracle, compare
+from tests.support.worker_pair import Pair, pair
 from twinpool.cache.prefix_cache.nodes.tree_node import Tier
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role

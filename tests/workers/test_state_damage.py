@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from tests.cell import Cell
-from tests.damage import damage_folder
-from tests.hash_engine import recite
-from tests.pair import pair
-from tests.poolsets import NAMES, pool_sets
+from tests.support.hash_engine import recite
+from tests.support.pool_sets import NAMES, pool_sets
+from tests.support.stepped_router import Cell
+from tests.support.storage_damage import damage_folder
+from tests.support.worker_pair import pair
 from tests.workers.test_any_state import PAGE, hash_pair
 from twinpool.cache.prefix_cache.nodes.tree_node import Tier
 from twinpool.contracts.damage import COUNTERS, PREFIX, DamageSite, where_of

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.pair import Answer, Pair, pair
+from tests.support.worker_pair import Answer, Pair, pair
 from twinpool.cache.allocation.allocation import Allocation
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.contracts.ids import PAIR, Role

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.checkpoints import Oracle, compare
-from tests.pair import counts_for, pair
-from tests.rank_workers import Warm, rank_processes
-from tests.worker_child import SESSION, Child, stopped, worker_child
+from tests.support.checkpoints import Oracle, compare
+from tests.support.rank_followers import Warm, rank_processes
+from tests.support.worker_child import SESSION, Child, stopped, worker_child
+from tests.support.worker_pair import counts_for, pair
 from twinpool.cluster.assembly.build_worker import build_worker
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.clock import ManualClock

@@ -11,8 +11,8 @@ import regex
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
-from tests.checkpoints import EOS, Oracle, make_checkpoint
-from tests.pair import SESSION, Answer, Pair, pair
+from tests.support.checkpoints import EOS, Oracle, make_checkpoint
+from tests.support.worker_pair import SESSION, Answer, Pair, pair
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
 from twinpool.cache.device.device_backends import CpuDevice

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.conversations import make_talks
-from tests.pair import Answer, Pair, pair
-from tests.tiers import GREEDY, PAGE, by_turn, converse, counters, in_folder, tiers
+from tests.support.conversations import make_talks
+from tests.support.tier_conversations import GREEDY, PAGE, by_turn, converse, counters, in_folder, tiers
+from tests.support.worker_pair import Answer, Pair, pair
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.prefix_cache.nodes.tree_node import Tier
 from twinpool.cache.storage.inline_queue import InlineIoQueue

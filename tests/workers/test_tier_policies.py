@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.conversations import Seen, Turn, make_talks
-from tests.pair import Pair, pair
-from tests.tiers import GREEDY, PAGE, by_turn, converse, counters, expect_hand_overs, tiers
+from tests.support.conversations import Seen, Turn, make_talks
+from tests.support.tier_conversations import GREEDY, PAGE, by_turn, converse, counters, expect_hand_overs, tiers
+from tests.support.worker_pair import Pair, pair
 from twinpool.cache.prefix_cache.nodes.tree_node import Tier
 from twinpool.contracts.ids import Role
 

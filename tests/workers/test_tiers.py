@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conversations import Turn, expect_all_known, expect_hits, make_talks, working_set
-from tests.damage import damage_folder, still_damaged
-from tests.pair import pair
-from tests.tiers import PAGE, by_turn, converse, counters, expect_hand_overs, in_folder, tiers
+from tests.support.conversations import Turn, expect_all_known, expect_hits, make_talks, working_set
+from tests.support.storage_damage import damage_folder, still_damaged
+from tests.support.tier_conversations import PAGE, by_turn, converse, counters, expect_hand_overs, in_folder, tiers
+from tests.support.worker_pair import pair
 from twinpool.contracts.ids import Role
 
 TALKS = make_talks(11, 22, turns=(3, 5))

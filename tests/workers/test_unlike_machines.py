@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import Oracle, compare, make_checkpoint
-from tests.worker_child import Child, worker_child
+from tests.support.checkpoints import Oracle, compare, make_checkpoint
+from tests.support.worker_child import Child, worker_child
 from twinpool.contracts import cpu_levels as processor
 from twinpool.contracts.ids import RequestId, Role, RoomId
 from twinpool.contracts.messages.router_commands import Submit

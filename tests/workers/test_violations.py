@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.pair import SESSION, Pair, pair
-from tests.serving import ROOT, until
+from tests.support.served_cluster import ROOT, until
+from tests.support.worker_pair import SESSION, Pair, pair
 from twinpool.cache.pool.page_allocator import Lease, PageAllocator
 from twinpool.cache.swap.swapped_state import SwapPlace
 from twinpool.cluster.serve.local_directory import LocalDirectory

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.company import company
-from tests.pair import SESSION
+from tests.support.stepped_cluster import company
+from tests.support.worker_pair import SESSION
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.ids import Incarnation, RoomId, WorkerName

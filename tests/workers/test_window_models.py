@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import VOCAB, Oracle, compare
-from tests.families import FAMILIES
-from tests.family_window import WINDOW
-from tests.pair import pair
+from tests.support.checkpoints import VOCAB, Oracle, compare
+from tests.support.family_window import WINDOW
+from tests.support.model_families import FAMILIES
+from tests.support.worker_pair import pair
 from twinpool.contracts.ids import Role
 from twinpool.contracts.sampling_params import SamplingParams
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from tests.decode_parts import DecodeParts
+from tests.support.decode_parts import DecodeParts
 from tests.workers.test_any_state import hash_pair
 from twinpool.contracts.damage import PREFIX, DamageSite
 from twinpool.contracts.ids import Incarnation, Role, WorkerName

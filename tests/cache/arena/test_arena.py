@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from tests.cache_schedule import _ACTIONS, _WEIGHTS, Schedule
-from tests.cache_visitors import content
-from tests.cache_world import World
-from tests.poolsets import NAMES, pool_sets
+from tests.support.cache_harness import World
+from tests.support.cache_random_schedule import _ACTIONS, _WEIGHTS, Schedule
+from tests.support.cache_requests import content
+from tests.support.pool_sets import NAMES, pool_sets
 from twinpool.cache.arena.arena import Arena, arena_bytes, max_index_bytes
 from twinpool.cache.arena.arena_keeper import MAX_TAKEN, SETTLED_S, ArenaKeeper, _date, _FoundPages
 from twinpool.cache.arena.arena_records import SALT_BYTES

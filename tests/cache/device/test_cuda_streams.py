@@ -1,4 +1,4 @@
-"""`CudaDevice` and `CudaCopies` by a stand-in of streams that is late and poisons memory (tests/cuda_streams.py)."""
+"""`CudaDevice` and `CudaCopies` by a stand-in of streams that is late and poisons memory (`tests.support`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.cuda_streams import POISON, CudaStreams, Memory, Stream, stream_of
+from tests.support.cuda_streams import POISON, CudaStreams, Memory, Stream, stream_of
 from twinpool.cache.device.device_backends import CudaDevice
 from twinpool.cache.device.device_copies import CudaCopies, device_copies, zeroed
 from twinpool.cache.device.device_port import Completion, DeviceOp, DeviceStream, failure

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from tests.poolsets import pool_sets
+from tests.support.pool_sets import pool_sets
 from twinpool.cache.allocation.allocation import Allocation, CachedTokens
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.manager.absent_tiers import NoBackup

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cache_visitors import Visitor
-from tests.cache_world import World
-from tests.poolsets import pool_sets
+from tests.support.cache_harness import World
+from tests.support.cache_requests import Visitor
+from tests.support.pool_sets import pool_sets
 
 PAGE_TOKENS = 2
 SPEC = pool_sets(PAGE_TOKENS)["full+window"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.poolsets import pool_sets
+from tests.support.pool_sets import pool_sets
 from twinpool.cache.manager.pool_kinds import PoolKinds
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.cache.manager.parts import PAGE_TOKENS, PAGES, Parts
-from tests.rooms import LateDevice
+from tests.support.room_ends import LateDevice
 from twinpool.cache.allocation.allocation import StateSnapshot
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_port import DEVICE, DeviceOp, DeviceStream, PageSpanUse

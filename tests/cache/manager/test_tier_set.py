@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.poolsets import pool_sets
+from tests.support.pool_sets import pool_sets
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.memory.memory_layout import LayoutOrder

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests.poolsets import NAMES, entry, filled, pool_sets
+from tests.support.pool_sets import NAMES, entry, filled, pool_sets
 from twinpool.cache.memory.block_copy import copy_block, copy_indexed
 from twinpool.cache.memory.copy_plan import blocks, packing, runs
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, PoolSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.poolsets import NAMES, entry, filled, pool_sets
+from tests.support.pool_sets import NAMES, entry, filled, pool_sets
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
 from twinpool.cache.memory.memory_layout import LayoutOrder, PoolSetLayout
 from twinpool.cache.memory.page_digest import PageDigester

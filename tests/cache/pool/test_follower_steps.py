@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.poolsets import pool_sets
+from tests.support.pool_sets import pool_sets
 from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.device.device_port import DeviceStream

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.poolsets import NAMES
-from tests.ranks import RankedSeat, content, fill, headed_sets, tp_manager
+from tests.support.pool_sets import NAMES
+from tests.support.stand_in_ranks import RankedSeat, content, fill, headed_sets, tp_manager
 from twinpool.cache.device.device_port import DEVICE, HOST
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
 from twinpool.cache.memory.page_moves import PageMove, PoolMove

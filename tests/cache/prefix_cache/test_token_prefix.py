@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.poolsets import pool_sets
+from tests.support.pool_sets import pool_sets
 from twinpool.cache.pool.page_allocator import PageAllocator
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix, common_pages
 from twinpool.cache.prefix_cache.nodes.tree_node import PageOffer

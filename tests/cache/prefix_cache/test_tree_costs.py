@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
-from tests.poolsets import pool_sets
-from tests.steps import allocated, steps
+from tests.support.executed_lines import allocated, steps
+from tests.support.pool_sets import pool_sets
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.pool.page_allocator import Lease

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.poolsets import pool_sets
+from tests.support.pool_sets import pool_sets
 from twinpool.cache.pool.page_allocator import PageAllocator
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from twinpool.cache.prefix_cache.nodes.tree_node import PageOffer, Tier

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.poolsets import pool_sets
+from tests.support.pool_sets import pool_sets
 from twinpool.cache.pool.page_allocator import PageAllocator
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from twinpool.cache.prefix_cache.nodes.tree_node import NodeLock, PageOffer, Tier, TreeNode

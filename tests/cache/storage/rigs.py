@@ -19,7 +19,7 @@ from typing import Protocol
 
 import redis
 
-from tests.free_ports import free_port
+from tests.support.free_ports import free_port
 from twinpool.cache.storage.backends.file_backend import FileBackend
 from twinpool.cache.storage.backends.memory_backend import MemoryBackend
 from twinpool.cache.storage.backends.object_seal import seal_bytes

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.poolsets import NAMES
-from tests.ranks import RankedSeat, content, fill, headed_sets, tp_manager
+from tests.support.pool_sets import NAMES
+from tests.support.stand_in_ranks import RankedSeat, content, fill, headed_sets, tp_manager
 from twinpool.cache.device.device_port import HOST
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.cache.memory.memory_layout import LayoutOrder

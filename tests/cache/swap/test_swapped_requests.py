@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cache.test_hazards_tiers import PAGE_TOKENS, PAGES, TOKENS, admitted, answer, visit, world_of
-from tests.cache_world import World
+from tests.support.cache_harness import World
 from twinpool.cache.allocation.allocation import Allocation
 from twinpool.cache.manager.swap import swap_in, swap_out
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix

@@ -6,7 +6,7 @@ import pytest
 
 from tests.cache.test_hazards_tiers import PAGE_TOKENS, PAGES, TOKENS, answer, forget, visit, world_of
 from tests.cache.tiers.test_storage_backup import Office
-from tests.cache_world import World
+from tests.support.cache_harness import World
 from twinpool.cache.prefix_cache.nodes.tree_node import Tier, TreeNode
 from twinpool.cache.storage.io_queue import StorageOp
 from twinpool.cache.storage.storage_backend import ObjectName

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.poolsets import pool_sets
-from tests.steps import steps
+from tests.support.executed_lines import steps
+from tests.support.pool_sets import pool_sets
 from twinpool.cache.pool.page_allocator import PageAllocator
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix, token_ids
 from twinpool.cache.prefix_cache.nodes.tree_node import IN_TREE, PageOffer, Tier

@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests.poolsets import pool_sets, worn
+from tests.support.pool_sets import pool_sets, worn
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.memory.memory_layout import LayoutOrder

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from tests.poolsets import NAMES, entry, filled, host_pools, pool_sets
+from tests.support.pool_sets import NAMES, entry, filled, host_pools, pool_sets
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.device.device_port import Completion, Device, DeviceOp, DeviceStream

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.serving import ROOT, until
+from tests.support.served_cluster import ROOT, until
 from twinpool.cluster.arena.arena_agent import ArenaAgent, address
 from twinpool.cluster.arena.arena_client import ArenaClient
 from twinpool.cluster.arena.local_agent import LocalArenaAgent

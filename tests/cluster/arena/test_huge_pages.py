@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.serving import ROOT
+from tests.support.served_cluster import ROOT
 from twinpool.cluster.arena.shared_images import HUGE_PAGE, collapse, map_shared
 
 WHOLE = 4 * HUGE_PAGE

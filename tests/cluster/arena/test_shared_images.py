@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving import ROOT, until
+from tests.support.served_cluster import ROOT, until
 from twinpool.cluster.arena.arena_agent import IMAGE_SEALS, IMAGES
 from twinpool.cluster.arena.arena_client import ask, forget, reach
 from twinpool.cluster.arena.local_agent import LocalArenaAgent

@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tests.checkpoints import make_checkpoint
-from tests.pair import counts_for
+from tests.support.checkpoints import make_checkpoint
+from tests.support.worker_pair import counts_for
 from twinpool.cluster.assembly.build_worker import build_worker, capture_steps
 from twinpool.cluster.serve.preflight import on_device
 from twinpool.contracts.checkpoint.model_spec import read_model_spec

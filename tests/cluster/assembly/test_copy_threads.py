@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
-from tests.pair import counts_for
+from tests.support.checkpoints import make_checkpoint
+from tests.support.worker_pair import counts_for
 from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cluster.assembly.build_worker import build_worker

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.families import FAMILIES
+from tests.support.model_families import FAMILIES
 from twinpool.cache.device.device_choice import GpuView
 from twinpool.cluster.assembly.device_cards import (
     PROCESS_BYTES,

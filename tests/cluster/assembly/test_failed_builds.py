@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
-from tests.pair import counts_for
+from tests.support.checkpoints import make_checkpoint
+from tests.support.worker_pair import counts_for
 from twinpool.cluster.assembly.build_rank import build_rank
 from twinpool.cluster.assembly.build_worker import build_worker
 from twinpool.contracts.checkpoint.model_spec import read_model_spec

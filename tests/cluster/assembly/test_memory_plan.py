@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.poolsets import NAMES, pool_sets
+from tests.support.pool_sets import NAMES, pool_sets
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
 from twinpool.cache.pool.pool_set import host_counts
 from twinpool.cluster.assembly.memory_plan import MemoryPlan, plan_memory, stride

@@ -11,9 +11,9 @@ import torch
 
 from bench.common.engines_compared import Twinpool
 from tests.engine.native import kernels_or_skip
-from tests.families import FAMILIES
-from tests.live_bytes import LiveBytes
-from tests.pair import pair
+from tests.support.live_tensor_bytes import LiveBytes
+from tests.support.model_families import FAMILIES
+from tests.support.worker_pair import pair
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.memory.kv_cache_spec import PoolKind
 from twinpool.cluster.assembly.memory_plan import state_options

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tests.scaling import COSTS, model, poisson, scaling, sizes_at, told, turns
+from tests.support.autoscaling_loads import COSTS, model, poisson, scaling, sizes_at, told, turns
 from tests.support.autoscaling_queue_model import AutoscalingModel, ModelAsk, ModelCosts, changes
 from twinpool.cluster.controller.controller_actions import StartWorker
 from twinpool.cluster.controller.node_room import ClusterRoom, NodeRoom, RoleRoom

@@ -18,7 +18,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from tests.free_ports import free_port
+from tests.support.free_ports import free_port
 from twinpool.cluster.controller.controller_actions import ControllerAction, StartWorker
 from twinpool.cluster.controller.controller_client import ControllerClient
 from twinpool.cluster.processes.process_ids import start_time

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.free_ports import free_port
-from tests.redis_servers import LedgerServer
+from tests.support.free_ports import free_port
+from tests.support.redis_servers import LedgerServer
 from twinpool.cluster.controller.controller_actions import StartWorker
 from twinpool.cluster.controller.controller_client import ControllerAway, ControllerClient
 from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cluster.fake_worker import FakeWorker
-from tests.free_ports import free_port
+from tests.support.free_ports import free_port
 from twinpool.cluster.controller import controller_client
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import StartWorker

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.raw_frames import RawStream
+from tests.support.raw_frames import RawStream
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_ledger import MemoryLedger
 from twinpool.cluster.controller.controller_server import ControllerServer

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.redis_servers import LedgerServer
-from tests.serving import until
+from tests.support.redis_servers import LedgerServer
+from tests.support.served_cluster import until
 from twinpool.cluster.controller import sqlite_ledger
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import StartWorker

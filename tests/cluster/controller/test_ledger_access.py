@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.certificates import TestAuthority
-from tests.free_ports import free_port
-from tests.redis_servers import LedgerServer
+from tests.support.certificates import TestAuthority
+from tests.support.free_ports import free_port
+from tests.support.redis_servers import LedgerServer
 from twinpool.cli.command_output import USAGE
 from twinpool.cli.commands import main
 from twinpool.cluster.controller.controller_process import ControllerPlace, ControllerProcess

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import grpc
 import pytest
 
-from tests.free_ports import free_port
+from tests.support.free_ports import free_port
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import (
     ControllerAction,

@@ -27,10 +27,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.certificates import TestAuthority
-from tests.free_ports import free_port
-from tests.redis_servers import LedgerServer
-from tests.serving import ROOT
+from tests.support.certificates import TestAuthority
+from tests.support.free_ports import free_port
+from tests.support.redis_servers import LedgerServer
+from tests.support.served_cluster import ROOT
 from twinpool.cli import command_line
 from twinpool.cli import commands as cli
 from twinpool.cli.doctor_command import CheckProgress

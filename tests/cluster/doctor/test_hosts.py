@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.cluster.doctor.test_doctor import host, only
-from tests.serving import ROOT
+from tests.support.served_cluster import ROOT
 from twinpool.cluster.doctor.checks.hosts import numerics_of
 from twinpool.cluster.doctor.doctor_case import DoctorCase
 from twinpool.cluster.doctor.examine import CHECKS

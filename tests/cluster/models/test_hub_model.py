@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from tests.checkpoints import make_checkpoint
-from tests.gguf_files import write_gguf
-from tests.hub_server import COMMIT, HubServer, hub_of
+from tests.support.checkpoints import make_checkpoint
+from tests.support.gguf_files import write_gguf
+from tests.support.hub_server import COMMIT, HubServer, hub_of
 from twinpool.cluster.models.hub_model import HubName, fetch_from_hub, hub_name
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.errors import CheckpointError

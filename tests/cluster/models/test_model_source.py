@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
-from tests.gguf_files import write_gguf
+from tests.support.checkpoints import make_checkpoint
+from tests.support.gguf_files import write_gguf
 from twinpool.cluster.models import model_source
 from twinpool.cluster.models.hub_model import HubModel, HubName
 from twinpool.cluster.models.model_source import DEMO, ModelSource, find_model, path_on_this_node

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving import ROOT
+from tests.support.served_cluster import ROOT
 from twinpool.cluster.processes import reaper
 from twinpool.cluster.processes.reaper import ReapedRun
 from twinpool.cluster.processes.run_folder import new_folder

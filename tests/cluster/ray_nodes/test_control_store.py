@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.free_ports import free_port
-from tests.redis_servers import LedgerServer
+from tests.support.free_ports import free_port
+from tests.support.redis_servers import LedgerServer
 from twinpool.cluster.processes.process_ids import same_process, start_time
 from twinpool.cluster.processes.restart_policy import RestartHistory
 from twinpool.cluster.ray_nodes import control_store

@@ -15,7 +15,7 @@ import pytest
 
 from tests.cluster.serve.services import Services
 from tests.cluster.serve.test_detached_state import plan, state
-from tests.serving import until
+from tests.support.served_cluster import until
 from twinpool.cluster.processes.process_ids import same_process
 from twinpool.cluster.serve import controller_services
 from twinpool.cluster.serve.controller_services import ControllerServices

@@ -16,7 +16,7 @@ import pytest
 
 from tests.router.fake_worker import FakeCluster
 from tests.router.grpc_fakes import grpc_cluster
-from tests.serving import ROOT
+from tests.support.served_cluster import ROOT
 from twinpool.cache.tiers.kv_event_publisher import KVEventLog, KVEventPublisher
 from twinpool.cluster.processes.process_ids import same_process
 from twinpool.cluster.serve.child_service import ChildService

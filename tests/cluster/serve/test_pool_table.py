@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from tests.poolsets import pool_sets
+from tests.support.pool_sets import pool_sets
 from twinpool.cluster.assembly.memory_plan import plan_memory
 from twinpool.cluster.serve.preflight import ServeOptions, prepare
 from twinpool.cluster.serve.terminal import pool_table

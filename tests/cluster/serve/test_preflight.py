@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.families import FAMILIES
+from tests.support.model_families import FAMILIES
 from twinpool.cli.tool_commands import new_key
 from twinpool.cluster.assembly.node_shares import MemoryShort, measured
 from twinpool.cluster.models.model_source import DEMO

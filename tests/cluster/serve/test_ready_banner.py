@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint
 from twinpool.cluster.serve.preflight import ServeOptions, ServePlan, prepare
 from twinpool.cluster.serve.ready_banner import ask_line, summary, ways_in
 from twinpool.cluster.serve.terminal import Terminal

@@ -14,7 +14,7 @@ import pytest
 
 from tests.cluster.serve.services import Services
 from tests.cluster.serve.test_detached_state import plan, state
-from tests.serving import until
+from tests.support.served_cluster import until
 from twinpool.cluster.processes.process_ids import same_process, start_time
 from twinpool.cluster.processes.run_folder import RunFolder
 from twinpool.cluster.serve.detached_state import DetachedState, ServiceProcess

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from tests.checkpoints import Oracle, compare, make_checkpoint
 from tests.cluster.fake_worker import FakeWorker
-from tests.pair import Pair
-from tests.serving import until
+from tests.support.checkpoints import Oracle, compare, make_checkpoint
+from tests.support.served_cluster import until
+from tests.support.worker_pair import Pair
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_ledger import MemoryLedger
 from twinpool.cluster.controller.controller_server import ControllerServer

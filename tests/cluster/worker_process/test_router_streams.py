@@ -10,7 +10,7 @@ import pytest
 
 from tests.cluster.fake_worker import FakeWorker, submit
 from tests.cluster.worker_process.test_grpc_service import Served, served, serving
-from tests.raw_frames import WAIT_S, RawStream, framed, opening, read_frame
+from tests.support.raw_frames import WAIT_S, RawStream, framed, opening, read_frame
 from twinpool.cluster.worker_process import router_streams
 from twinpool.cluster.worker_process.router_streams import RouterStreams
 from twinpool.cluster.worker_process.worker_thread import WorkerThread

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.decode_parts import DecodeParts
+from tests.support.decode_parts import DecodeParts
 from twinpool.contracts.messages.worker_events import MigrationWanted
 from twinpool.decode.migration.drain_advisor import JUDGE_EVERY_S, STEPS_TO_TELL, DrainAdvisor
 from twinpool.decode.migration.migration_cost import MigrationCosts

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.decode_parts import SESSION, DecodeParts
+from tests.support.decode_parts import SESSION, DecodeParts
 from twinpool.cache.device.device_port import Completion
 from twinpool.contracts.errors import ErrorKind, WireError
 from twinpool.contracts.ids import Incarnation, RequestId, RoomId, WorkerName

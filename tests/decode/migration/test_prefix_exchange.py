@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.decode.migration.test_outgoing_migrations import SenderByHand
-from tests.decode_parts import PAGE, PEER, SESSION, DecodeParts
+from tests.support.decode_parts import PAGE, PEER, SESSION, DecodeParts
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, RoomId

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from tests.decode_parts import DecodeParts
+from tests.support.decode_parts import DecodeParts
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.contracts.errors import ConfigError

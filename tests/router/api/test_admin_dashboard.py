@@ -14,7 +14,7 @@ import pytest
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, serving
 from tests.router.service.fake_dashboard import FakeDashboard
-from tests.serving import ROOT
+from tests.support.served_cluster import ROOT
 from twinpool.cli.tool_commands import new_key
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.security_config import SecurityConfig

@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.certificates import TestAuthority
 from tests.router.fake_worker import FakeCluster, FakeSession, FakeWorkerClient
 from tests.router.http_server import WAIT_S, Server, serving
+from tests.support.certificates import TestAuthority
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.config.security_config import SecurityConfig

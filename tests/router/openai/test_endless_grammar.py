@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.structured_cases import GRAMMARS
+from tests.support.structured_cases import GRAMMARS
 from twinpool.contracts.errors import RequestError
 from twinpool.router.openai import endless_grammar
 from twinpool.router.openai.endless_grammar import is_endless

@@ -24,7 +24,7 @@ from tests.router.records.test_records_of_a_router import adds_up, records
 from tests.router.service.test_ttft_slo import teach
 from tests.router.tracing.otlp_server import attributes_of
 from tests.router.tracing.test_traces import PARENT, TRACE, Sender, collecting, traced
-from tests.serving import ROOT
+from tests.support.served_cluster import ROOT
 from twinpool.cli.explain_command import explained
 from twinpool.cli.tool_commands import new_key
 from twinpool.contracts.config.cluster_config import Config

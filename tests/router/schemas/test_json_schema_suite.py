@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.schema_samples import SuiteCase, grammar_of, suite, why_invalid, written
+from tests.support.schema_samples import SuiteCase, grammar_of, suite, why_invalid, written
 from twinpool.contracts.errors import RequestError
 
 CASES = list(suite())

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from tests.schema_samples import DRAFT7, accepts, byte_tokenizer, grammar_of, why_invalid, written
+from tests.support.schema_samples import DRAFT7, accepts, byte_tokenizer, grammar_of, why_invalid, written
 from twinpool.contracts.errors import RequestError
 from twinpool.router.openai.json_schemas import followed
 from twinpool.router.schemas import regular_terms, schema_forms, schema_ways

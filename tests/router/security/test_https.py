@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import pytest
 
-from tests.certificates import TestAuthority
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import WAIT_S, Server, serving
+from tests.support.certificates import TestAuthority
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.config.security_config import SecurityConfig

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.resuming import ids_of, never, read
 from tests.router.fake_worker import FakeWorker, expected
 from tests.router.http_server import Server
+from tests.support.resuming_clients import ids_of, never, read
 from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.messages.kept_answers import AnswerName, Attach, Attached, KeptAnswer
 from twinpool.contracts.sampling_params import SamplingParams

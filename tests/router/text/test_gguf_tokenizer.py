@@ -13,9 +13,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from tests.checkpoints import make_checkpoint
-from tests.gguf_files import CONTROL, NORMAL, write_gguf
-from tests.serving import ROOT
+from tests.support.checkpoints import make_checkpoint
+from tests.support.gguf_files import CONTROL, NORMAL, write_gguf
+from tests.support.served_cluster import ROOT
 from twinpool.router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 
 UNKNOWN, USER_DEFINED, BYTE = 2, 4, 6

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving import ROOT
+from tests.support.served_cluster import ROOT
 from twinpool.cli.replay.trace_prompts import Content, asks_of
 from twinpool.contracts.errors import ConfigError
 from twinpool.sim.fabric.step_costs import StepCosts, pairs_of

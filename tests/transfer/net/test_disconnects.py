@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 import zmq
 
-from tests.poolsets import pool_sets
-from tests.proxy import Proxy, Relay, proxying
-from tests.ranks import headed_sets
-from tests.rooms import Ends, Prompt, ends, image, placed
+from tests.support.fault_proxy import Proxy, Relay, proxying
+from tests.support.pool_sets import pool_sets
+from tests.support.room_ends import Ends, Prompt, ends, image, placed
+from tests.support.stand_in_ranks import headed_sets
 from twinpool.cache.device.device_port import DONE
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.contracts.config.worker_config import TransferConfig

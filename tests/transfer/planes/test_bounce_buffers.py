@@ -11,9 +11,9 @@ import msgpack
 import pytest
 import torch
 
-from tests.poolsets import entry, filled, pool_sets
-from tests.raw_writer import RawWriter, revoke_waits_for, tcp_reader, until
-from tests.rooms import ends, image, placed
+from tests.support.pool_sets import entry, filled, pool_sets
+from tests.support.raw_writer import RawWriter, revoke_waits_for, tcp_reader, until
+from tests.support.room_ends import ends, image, placed
 from twinpool.cache.device.device_copies import HostCopies
 from twinpool.cache.device.device_port import Completion
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tests.poolsets import pool_sets
-from tests.ranks import headed_sets
-from tests.rooms import Ends, ends, placed
+from tests.support.pool_sets import pool_sets
+from tests.support.room_ends import Ends, ends, placed
+from tests.support.stand_in_ranks import headed_sets
 from twinpool.cache.device.device_port import Completion
 from twinpool.cache.memory.required_pages import due
 from twinpool.contracts.config.load_config import config_from_dict

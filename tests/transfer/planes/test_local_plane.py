@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.poolsets import pool_sets
-from tests.rooms import ends
+from tests.support.pool_sets import pool_sets
+from tests.support.room_ends import ends
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.config.cluster_config import FaultsConfig
 from twinpool.contracts.errors import LayoutMismatch

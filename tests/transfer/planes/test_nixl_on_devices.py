@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.poolsets import entry, filled, pool_sets
-from tests.ranks import headed_sets
+from tests.support.pool_sets import entry, filled, pool_sets
+from tests.support.stand_in_ranks import headed_sets
 from tests.transfer.planes.test_bounce_buffers import LateCopies
 from twinpool.cache.device import device_copies
 from twinpool.cache.device.device_port import Completion

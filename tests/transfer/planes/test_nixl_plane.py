@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.poolsets import entry, pool_sets
-from tests.ranks import headed_sets
-from tests.rooms import ends, image, placed
+from tests.support.pool_sets import entry, pool_sets
+from tests.support.room_ends import ends, image, placed
+from tests.support.stand_in_ranks import headed_sets
 from twinpool.cache.device.device_port import failure
 from twinpool.cache.memory.memory_layout import PoolSetLayout
 from twinpool.cache.pool.pool_set import PoolSet

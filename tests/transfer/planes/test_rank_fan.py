@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.poolsets import NAMES
-from tests.ranks import headed_sets
-from tests.rooms import PLANES, Ends, Prompt, ends, placed
+from tests.support.pool_sets import NAMES
+from tests.support.room_ends import PLANES, Ends, Prompt, ends, placed
+from tests.support.stand_in_ranks import headed_sets
 from tests.transfer.test_rooms_of_all_pools import some_held, write_in_chunks
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.device.device_port import DONE, Completion

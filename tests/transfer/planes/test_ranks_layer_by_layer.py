@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.ranks import RankedSeat, headed_sets
-from tests.rooms import Ends, Prompt, ends, placed
+from tests.support.room_ends import Ends, Prompt, ends, placed
+from tests.support.stand_in_ranks import RankedSeat, headed_sets
 from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.device.device_port import Completion, DeviceStream

@@ -17,9 +17,9 @@ import pytest
 import torch
 import zmq
 
-from tests.poolsets import entry, pool_sets
-from tests.raw_writer import RawWriter, revoke_waits_for, tcp_reader, until, writing
-from tests.rooms import ends, image
+from tests.support.pool_sets import entry, pool_sets
+from tests.support.raw_writer import RawWriter, revoke_waits_for, tcp_reader, until, writing
+from tests.support.room_ends import ends, image
 from twinpool.cache.device.device_port import DONE
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
 from twinpool.cache.pool.pool_set import PoolSet

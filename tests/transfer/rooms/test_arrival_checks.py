@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.poolsets import pool_sets
-from tests.rooms import Ends, Prompt, ends
+from tests.support.pool_sets import pool_sets
+from tests.support.room_ends import Ends, Prompt, ends
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.memory.page_digest import ContentTag
 from twinpool.contracts.errors import ErrorKind

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.poolsets import pool_sets
-from tests.rooms import ends
+from tests.support.pool_sets import pool_sets
+from tests.support.room_ends import ends
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.messages.fingerprint import PROTOCOL, Fingerprint, mismatch, numerics_class
 from twinpool.transfer.rooms import room_messages as m

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.poolsets import pool_sets
-from tests.ranks import headed_sets
-from tests.rooms import ends
+from tests.support.pool_sets import pool_sets
+from tests.support.room_ends import ends
+from tests.support.stand_in_ranks import headed_sets
 from twinpool.cache.device.device_port import DONE
 from twinpool.contracts.ids import Incarnation, WorkerName
 from twinpool.contracts.messages.router_commands import PeerRef

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.poolsets import pool_sets
-from tests.rooms import ends
+from tests.support.pool_sets import pool_sets
+from tests.support.room_ends import ends
 from twinpool.contracts.errors import WireError
 from twinpool.contracts.ids import Incarnation, RoomId, WorkerName
 from twinpool.contracts.messages.router_commands import PeerRef

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.poolsets import pool_sets
-from tests.rooms import Ends, Prompt, ends, image, simulated_ends
+from tests.support.pool_sets import pool_sets
+from tests.support.room_ends import Ends, Prompt, ends, image, simulated_ends
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.device.device_port import DONE
 from twinpool.cache.pool.page_allocator import Lease

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.poolsets import pool_sets
-from tests.rooms import Ends, Prompt, ends
+from tests.support.pool_sets import pool_sets
+from tests.support.room_ends import Ends, Prompt, ends
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.device.device_port import DeviceOp, DeviceStream

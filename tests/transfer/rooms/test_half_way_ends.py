@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.poolsets import pool_sets
-from tests.rooms import Ends, Prompt, ends
+from tests.support.pool_sets import pool_sets
+from tests.support.room_ends import Ends, Prompt, ends
 from tests.transfer.rooms.test_one_sided_faults import befalling, write
 from twinpool.contracts.errors import ErrorKind, WireError
 from twinpool.contracts.ids import Incarnation, WorkerName

@@ -7,8 +7,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from tests.poolsets import pool_sets
-from tests.rooms import Ends, Prompt, ends
+from tests.support.pool_sets import pool_sets
+from tests.support.room_ends import Ends, Prompt, ends
 from tests.transfer.rooms.test_peers import descriptors
 from twinpool.contracts.ids import Incarnation, WorkerName
 from twinpool.contracts.messages.router_commands import PeerRef

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.poolsets import pool_sets
-from tests.rooms import Ends, Prompt, image, placed, simulated_ends
+from tests.support.pool_sets import pool_sets
+from tests.support.room_ends import Ends, Prompt, image, placed, simulated_ends
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.sim.fabric.plane_faults import StoreFault, StoreFaults

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import zmq
 
-from tests.poolsets import entry, pool_sets
-from tests.rooms import Ends, ends
+from tests.support.pool_sets import entry, pool_sets
+from tests.support.room_ends import Ends, ends
 from twinpool.cache.device.device_port import DONE
 from twinpool.cluster.arena.arena_agent import _ArenaSegment
 from twinpool.contracts.errors import ErrorKind, WireError

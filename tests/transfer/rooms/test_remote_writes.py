@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.poolsets import pool_sets
-from tests.rooms import Ends, ends
+from tests.support.pool_sets import pool_sets
+from tests.support.room_ends import Ends, ends
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_port import DEVICE, DeviceOp, DeviceStream, PageSpanUse, spans
 from twinpool.cache.pool.page_allocator import Lease

@@ -1,4 +1,4 @@
-"""Rooms in every order that can happen; see `tests/room_chaos.py`."""
+"""Rooms in every order that can happen; see `tests/support/room_chaos.py`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from tests.poolsets import NAMES, pool_sets
-from tests.room_chaos import play
-from tests.rooms import PLANES, ends, simulated_ends
+from tests.support.pool_sets import NAMES, pool_sets
+from tests.support.room_chaos import play
+from tests.support.room_ends import PLANES, ends, simulated_ends
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.sim.fabric.plane_faults import StoreFault, StoreFaults
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.poolsets import pool_sets
-from tests.rooms import LateDevice
+from tests.support.pool_sets import pool_sets
+from tests.support.room_ends import LateDevice
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
 from twinpool.cache.device.device_backends import CpuDevice

@@ -1,0 +1,88 @@
+"""DeepSeek-V3, DeepSeek-V3.2 and GLM-5, for the tests that go over all families.
+
+Small, but with all their parts: yarn with its extra scale, a dense layer before expert layers, an indexer of 16 heads
+whose top-k is far below the prompts of tests, and in GLM-5 layers that share a selection.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DeepseekV3Config, DeepseekV32Config, GlmMoeDsaConfig, PretrainedConfig
+
+from tests.support.family_checkpoint import COMMON, published_config, rewrite_tensors, tensors_of, write_family
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 1024,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+_NUMBERS = COMMON | {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_shared_experts": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+_INDEX = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 64}
+_DERIVED = ("head_dim", "qk_head_dim", "layer_types", "mlp_layer_types")
+"""What transformers writes besides, and published folders lack."""
+
+
+def make_deepseek_v3(
+    folder: Path, *, dtype: str = "float32", seed: int = 0, published: bool = False, **changes: object
+) -> Path:
+    """Three layers; yarn squeezes the scores."""
+    yarn = {"rope_parameters": {"rope_theta": 10000.0, **YARN}}
+    return _write(folder, DeepseekV3Config(**(_NUMBERS | yarn | changes)), dtype, seed, published)
+
+
+def make_deepseek_v32(
+    folder: Path, *, dtype: str = "float32", seed: int = 0, published: bool = False, **changes: object
+) -> Path:
+    """Three layers that each read the 64 positions that their indexer selects."""
+    return _write(folder, DeepseekV32Config(**(_NUMBERS | _INDEX | changes)), dtype, seed, published)
+
+
+def make_glm5(
+    folder: Path, *, dtype: str = "float32", seed: int = 0, published: bool = False, **changes: object
+) -> Path:
+    """Four layers, of which the second and the fourth share the selection of the one before."""
+    shared = {"num_hidden_layers": 4, "indexer_types": ["full", "shared"] * 2, "n_group": 1}
+    return _write(folder, GlmMoeDsaConfig(**(_NUMBERS | _INDEX | shared | changes)), dtype, seed, published)
+
+
+def _write(folder: Path, config: PretrainedConfig, dtype: str, seed: int, published: bool) -> Path:
+    write_family(folder, config, dtype=dtype, seed=seed)
+    if published:
+        changes: dict[str, Any] = dict.fromkeys(_DERIVED)
+        changes |= {"num_nextn_predict_layers": 1, "moe_layer_freq": 1}
+        changes |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        published_config(folder, **changes)
+        _add_predicting_layer(folder, config.num_hidden_layers)
+    return folder
+
+
+def _add_predicting_layer(folder: Path, layers: int) -> None:
+    """One layer more, behind the last, as checkpoints have it that predict further tokens."""
+    tensors, last, further = tensors_of(folder), f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    more = {name.replace(last, further): t.clone() for name, t in tensors.items() if name.startswith(last)}
+    more[f"{further}eh_proj.weight"] = torch.randn(64, 128)
+    rewrite_tensors(folder, tensors | more)

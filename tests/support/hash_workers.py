@@ -1,0 +1,69 @@
+"""Workers on state of every kind: their tokens are a hash of the state that they read."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from tests.support.hash_engine import HashEngine
+from twinpool.cache.device.device_port import Device
+from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cache.pool.pool_set import PoolSet, host_layout
+from twinpool.cache.storage.backends.backend_factory import make_backend
+from twinpool.cache.storage.io_queue import ThreadedIoQueue
+from twinpool.cluster.assembly.memory_plan import stride
+from twinpool.colocate import decode_class_for
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.decode.worker import DecodeWorker
+from twinpool.engine.runner.model_runner import ModelRunner
+from twinpool.prefill.worker import PrefillWorker
+from twinpool.transfer.net.waiter import Waiter
+from twinpool.transfer.net.zmq_channel import ZmqControlTransport
+from twinpool.transfer.planes.make_plane import make_plane
+from twinpool.transfer.rooms.compatibility import fingerprint
+from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
+from twinpool.transfer.rooms.sender.kv_sender import KVSender
+
+CONTEXT = 400
+
+
+def hash_worker(
+    role: Role, spec: PoolSetSpec, config: Config, count: int, clock: Clock, device: Device
+) -> PrefillWorker | DecodeWorker:
+    """A worker whose engine hashes what it reads; the rest is what a cluster runs. `count`: pages of each pool."""
+    waiter, cache = Waiter(), config.cache_for(role)
+    plane = make_plane(config, "127.0.0.1", None, waiter.wake)
+    steps = stride(config, role)
+    # Room for a few windows, not for one of each page: they are used again and again.
+    windows = {p.name: min(count, 4 * spec.window_hold(p.name, steps)) for p in spec.pools if p.window_tokens}
+    layout = PoolSetLayout(spec, spec.even(count) | windows)
+    pools = PoolSet(spec, layout.counts, plane.allocate("pages", layout.nbytes))
+    backend = make_backend(cache.storage)
+    queue = ThreadedIoQueue(backend, wake=waiter.wake) if backend is not None else None
+    host = None
+    if cache.host_bytes:
+        below = host_layout(spec, cache.host_bytes, layout.counts)
+        host = PoolSet(spec, below.counts, device.allocate_host(below.nbytes), below.order, "host")
+    manager = KVCacheManager(
+        pools, device, cache, clock.now, host=host, storage=queue, fingerprint="hash", stride=steps
+    )
+    engine = cast(ModelRunner, HashEngine(pools, device))
+    transport = ZmqControlTransport("127.0.0.1", waiter, None)
+    name, first = WorkerName(f"{role}-0"), Incarnation(1)
+    common: dict[str, Any] = {"context": CONTEXT, "clock": clock, "pause": lambda s: None}
+    common_to_all = fingerprint("hash", spec, "invariant:by hand")
+    sender = KVSender(
+        name, first, common_to_all, plane, pools, device, config.transfer,
+        transport=transport, clock=clock,
+    )  # fmt: skip
+    if role is Role.PREFILL:
+        return PrefillWorker(name, first, config, engine, manager, sender, waiter, **common)
+    receiver = KVReceiver(
+        name, first, common_to_all, plane, pools, device, 16, config.transfer,
+        verify=cache.verify, transport=transport, clock=clock,
+    )  # fmt: skip
+    made = decode_class_for(role, config)
+    return made(name, first, config, engine, manager, receiver, waiter, sender=sender, **common)
