@@ -109,7 +109,13 @@ def test_a_setting_that_this_build_does_not_take_is_named(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), [('{"format": 99}', "format 99"), ("{}", "can't be read"), ("half a sta", "can't be read")]
+    ("text", "why"),
+    [
+        ('{"format": 99}', "format 99"),
+        ('{"format": 1}', "format 1 and this build reads 2"),
+        ("{}", "can't be read"),
+        ("half a sta", "can't be read"),
+    ],
 )
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, text: str, why: str) -> None:
     (tmp_path / STATE_FILE).write_text(text)
