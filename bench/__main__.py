@@ -65,6 +65,7 @@ BENCHES = {
         lambda n: f"--rounds {2 * n}",
     ),
     "drain": Bench("How long does a stream pause when its worker is drained?", "bench.serving.drain_cost"),
+    "frames": Bench("What do frames between routers and workers cost?", "bench.serving.frame_cost"),
     "router": Bench("What does a router cost, per request and per token?", "bench.serving.router_speed"),
     "hostile": Bench("What harm can hostile clients do?", "bench.serving.hostile_clients"),
     "tenants": Bench("What does a tenant see while another floods?", "bench.serving.tenant_fairness"),

@@ -1,22 +1,20 @@
 """What frames between router and workers cost to encode and to decode, in one process without sockets.
 
-    python -m bench.serving.frame_cost
+    python -m bench frames
 
 Each figure is the best of nine runs.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import sys
 import timeit
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from bench.common import machine
+from bench.common.bench_report import figure_table, flag_parser, write_report
 from twinpool.contracts.ids import Incarnation, RequestId, RoomId, WorkerName
 from twinpool.contracts.messages.router_commands import PeerRef, Submit
 from twinpool.contracts.messages.worker_events import Tokens
@@ -67,18 +65,17 @@ def figures() -> dict[str, dict[str, float]]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the figures there too")
-    options = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    args = flag_parser(__doc__).parse_args(argv)
     found = figures()
-    table = Table("frame", "bytes", "encode", "decode", title=str(machine.describe()))
-    for name, one in found.items():
-        table.add_row(name, f"{one['bytes']:.0f}", f"{one['encode_us']:.1f} µs", f"{one['decode_us']:.1f} µs")
-    Console().print(table)
-    if options.json:
-        options.json.write_text(json.dumps({"machine": machine.describe(), "frames": found}, indent=1))
+    rows = [
+        (name, f"{one['bytes']:.0f}", f"{one['encode_us']:.1f}", f"{one['decode_us']:.1f}")
+        for name, one in found.items()
+    ]
+    Console().print(figure_table(str(machine.describe()), ("frame", "bytes", "encode, µs", "decode, µs"), rows))
+    write_report(args, frames=found)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
