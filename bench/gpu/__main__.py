@@ -16,10 +16,10 @@ with a deadline, its part of what is left (`WEIGHTS`): one that fails or hangs c
 time is over leaves what it had by then. What each printed, with what the GPU would allow beside each figure, and all
 figures go into one file. Exit code 1 when a section failed or was not done in its time.
 
-Needs torch with CUDA, triton, transformers, msgpack, grpcio, xxhash, psutil and rich, and neither ray nor a network.
-Without pyzmq workers tell each other of rooms by queues (`tests/support/process_sockets.py`), and what is between
-processes is told as not run: section `handover`, and the scene through bounce buffers. A rehearsal says nothing about a
-GPU; its file says that it was one.
+Needs torch with CUDA, triton, transformers, msgpack, msgspec, grpcio, xxhash, psutil and rich, and neither ray nor a
+network. Without pyzmq workers tell each other of rooms by queues (`tests/support/process_sockets.py`), and what is
+between processes is told as not run: section `handover`, and the scene through bounce buffers. A rehearsal says nothing
+about a GPU; its file says that it was one.
 """
 
 from __future__ import annotations
