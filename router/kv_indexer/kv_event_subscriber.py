@@ -186,7 +186,8 @@ class KVEventSubscriber:
             self._dealer.connect(self._replay_endpoint)
         self._asked, self._deadline = question, self._clock.now() + self._answer_s
         self._follower.asked()
-        self._dealer.send_multipart([b"", question], zmq.NOBLOCK)
+        with suppress(zmq.Again):  # While a connection is refused there may be no room; then no answer comes, either.
+            self._dealer.send_multipart([b"", question], zmq.NOBLOCK)
 
     def _protect(self, socket: zmq.Socket[bytes]) -> None:
         if self._server_key:

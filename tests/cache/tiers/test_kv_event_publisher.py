@@ -306,6 +306,31 @@ def test_with_keys_only_who_knows_the_public_one_reads_events(curve: CurvePair, 
             one.close()
 
 
+def test_a_question_that_finds_no_room_is_asked_again_when_its_answer_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while a connection is being refused."""
+    send, clock = zmq.Socket.send_multipart, ManualClock()
+    refused: list[Any] = []
+
+    def once(socket: Any, *message: Any, **options: Any) -> Any:
+        if socket.type == zmq.DEALER and not refused:
+            refused.append(socket)
+            raise zmq.Again
+        return send(socket, *message, **options)
+
+    monkeypatch.setattr(zmq.Socket, "send_multipart", once)
+    with working(both()) as worker:
+        worker.step()
+        publisher = worker.publisher
+        reader = KVEventSubscriber(publisher.endpoint, clock, publisher.replay_endpoint, "kv-events", 5.0)
+        with reader:
+            assert refused
+            clock.advance(4.9)
+            reader.poll()
+            assert not reader.complete
+            clock.advance(0.2)
+            turn(worker, reader, lambda: reader.complete)
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "*", "10.1.2.3", "example.org", "[::]"])
 def test_d9_an_endpoint_off_the_loopback_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match=r"cache\.events\.public: true"):
