@@ -1,4 +1,10 @@
-"""The worker's client of the images of loaded models that its node's agent keeps."""
+"""The worker's client of the images of loaded models that its node's agent keeps, mapped on huge pages.
+
+A weight is read from end to end for each token. On pages of 4 KiB the processor looks up 512 times as many of them, and
+keeps few in its table. Pages of a file in memory are small unless the administrator has set otherwise
+(`/sys/kernel/mm/transparent_hugepage/shmem_enabled`); so files are mapped at addresses that can have huge ones, and the
+system is asked to move their pages together (`MADV_COLLAPSE`, madvise(2), since Linux 6.1).
+"""
 
 from __future__ import annotations
 

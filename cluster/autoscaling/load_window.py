@@ -23,7 +23,8 @@ class _Point(NamedTuple):
 
 
 class ToldCounter:
-    """The points of the last `window_s` seconds of each worker, each from when it was told."""
+    """A counter that workers tell now and then, summed over those that are there: the points of the last `window_s`
+    seconds of each worker, each from when it was told."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s

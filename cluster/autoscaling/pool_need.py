@@ -2,15 +2,25 @@
 
 *Prefill.* The offered load is what prompts ask of a worker's time: tokens a second that had to be computed, over the
 tokens a second that a worker computes. The pool needs the most of: so many that they are busy for `prefill_use` of
-their time; so many that `attainment` of the prompts wait less than `queue_target_s` (`queue_formula`); with a queue
-that is longer than that, so many that it is gone by the next growth; and one more where first tokens are late though
-prefill has work and decode had pages for all prompts.
+their time; so many that `attainment` of the prompts wait less than `queue_target_s` (the M/M/c queue below); with a
+queue that is longer than that, so many that it is gone by the next growth; and one more where first tokens are late
+though prefill has work and decode had pages for all prompts.
 
 *Decode.* Requests hold pages; the pool needs so many workers that these are `decode_use` of their pages. Pages that
 are held for prompts which prefill has yet to compute are prefill's lack, not decode's, and are left out; requests
 whose prompts are computed and that wait for pages count as much as those that have some. One worker more is needed
 where requests were put off for want of pages, where prefill stands still because decode has no pages for its prompts,
 and where tokens come late and workers run several requests.
+
+*The queue.* With Poisson arrivals and exponential service at c equal servers, a request waits longer than t with
+probability
+
+    P(W > t) = C(c, a) * exp(-(c - a) * t / s),    C(c, a) = B / (1 - (a / c) * (1 - B)),    B = B(c, a)
+
+(Erlang's C formula), where a is the offered load in servers, s the mean service time, and B Erlang's loss formula, by
+its recursion B(0) = 1, B(k) = a B(k-1) / (k + a B(k-1)). (L. Kleinrock, *Queueing Systems* I, 1975, section 3.8;
+staffing by it: N. Gans, G. Koole, A. Mandelbaum, *Telephone Call Centers*, M&SOM 5(2), 2003, section 4.) Prompts are no
+Poisson stream and share chunks, so this is a floor to plan by; what is really waited for is measured beside it.
 
 A need that asks for one more is counted from the workers that serve: it asks for nothing further while one is starting.
 """

@@ -19,7 +19,13 @@ from twinpool.contracts.ids import PAIR, Role
 
 
 class RoleBalance:
-    """The memory of the ratio's changes."""
+    """The ratio of prefill to decode workers where there can't be more of both, and the memory of its changes.
+
+    The pressure of a pool is what it needs over what it has. A worker changes its role where the greater of both
+    pressures is above 1, and would fall, by more than `tolerance`, where every decision within `role_window_s` would
+    have had it, where nobody comes or goes, and not within `role_cooldown_s` of the last change of roles. With the same
+    load the way back would raise the greater pressure, so a worker doesn't go to and fro.
+    """
 
     def __init__(self, config: AutoscalingConfig) -> None:
         self._config = config

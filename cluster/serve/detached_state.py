@@ -30,7 +30,11 @@ OPTIONS = ("model", "prefill", "decode", "colocate", "routers", "host", "port", 
 
 
 def plan_to_tree(plan: ServePlan) -> dict[str, Any]:
-    """The plan as values that JSON takes."""
+    """The plan as values that JSON takes: what it was given and what was measured, and nothing worked out.
+
+    `plan_from_tree` works the rest out again, so that a supervisor of another build, whose classes differ, can take the
+    cluster over. What can't be measured again is kept: memory that is free now is what the cluster itself leaves.
+    """
     return {
         "options": {name: getattr(plan.options, name) for name in OPTIONS}
         | {"model": str(plan.spec.path), "config": plan.options.file},

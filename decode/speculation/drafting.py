@@ -38,7 +38,13 @@ _AT_ONCE = 1024
 
 
 class PromptLookup:
-    """The index of one request's tokens."""
+    """The index of one request's tokens: a draft of the next ones is what followed the last time that the latest ones
+    occurred.
+
+    The method is prompt lookup decoding (A. Saxena, 2023), n-gram speculation elsewhere: where an answer repeats its
+    prompt or itself, as in code, summaries and tool calls, the continuation is there to be copied. It takes no model
+    and no memory of the device.
+    """
 
     def __init__(self, tokens: Sequence[int]) -> None:
         """`tokens`: the request's own list, prompt and answer so far, which grows behind."""

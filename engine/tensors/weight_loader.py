@@ -26,17 +26,23 @@ from twinpool.engine.tensors.gguf_blocks import read_gguf_tensor
 from twinpool.engine.tensors.row_exact_linear import HeadLinear, RowExactLinear
 from twinpool.engine.tensors.shard import WHOLE, Shard, ShardAxis
 
-GROUP = 32
-"""Elements that share a scale."""
-_BIAS = 127
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_MXFP4_GROUP = 32
+"""Elements of MXFP4 that share a scale."""
+_MXFP4_BIAS = 127
+_MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Unpack blocks [..., groups, 16] with scales [..., groups], both uint8, to [..., groups * 32] float32."""
-    values = torch.tensor((*_VALUES, *(-value for value in _VALUES)), device=blocks.device)
+def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Unpack blocks [..., groups, 16] with scales [..., groups], both uint8, to [..., groups * 32] float32.
+
+    MXFP4 is four-bit floats with a scale a group, as gpt-oss is published (Open Compute Project, "Microscaling Formats
+    (MX) Specification", version 1.0): 32 elements of one sign, two exponent and one mantissa bit share a scale that is
+    a power of two, stored as its exponent plus 127. Two elements lie in a byte, the first in the low half. Unpacking is
+    exact, in bfloat16 as in float32.
+    """
+    values = torch.tensor((*_MXFP4_VALUES, *(-value for value in _MXFP4_VALUES)), device=blocks.device)
     pairs = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
-    exponents = scales.to(torch.int32).sub_(_BIAS).unsqueeze(-1)
+    exponents = scales.to(torch.int32).sub_(_MXFP4_BIAS).unsqueeze(-1)
     return torch.ldexp(values[pairs.long()], exponents).flatten(-2)
 
 
@@ -184,14 +190,14 @@ class Weights:
         return taken
 
     def mxfp4(self, name: str, *shape: int | ShardAxis) -> Tensor:
-        """`tensor` for one that is stored as ``name_blocks`` and ``name_scales`` (see `unpacked`)."""
+        """`tensor` for one that is stored as ``name_blocks`` and ``name_scales`` (see `unpack_mxfp4`)."""
         *rows, columns = _axes(shape)
-        first, last = columns.first // GROUP, -(-(columns.first + columns.count) // GROUP)
-        groups = ShardAxis(-(-columns.whole // GROUP), first, last - first)
-        blocks = self._take(f"{name}_blocks", [*rows, groups, *_axes((GROUP // 2,))], torch.uint8, ("U8",))
+        first, last = columns.first // _MXFP4_GROUP, -(-(columns.first + columns.count) // _MXFP4_GROUP)
+        groups = ShardAxis(-(-columns.whole // _MXFP4_GROUP), first, last - first)
+        blocks = self._take(f"{name}_blocks", [*rows, groups, *_axes((_MXFP4_GROUP // 2,))], torch.uint8, ("U8",))
         scales = self._take(f"{name}_scales", [*rows, groups], torch.uint8, ("U8",))
-        begin = columns.first - first * GROUP
-        taken = unpacked(blocks, scales)[..., begin : begin + columns.count].to(self.dtype)
+        begin = columns.first - first * _MXFP4_GROUP
+        taken = unpack_mxfp4(blocks, scales)[..., begin : begin + columns.count].to(self.dtype)
         self._files.nbytes += taken.nbytes
         return taken
 

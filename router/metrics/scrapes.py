@@ -39,7 +39,8 @@ def wants_openmetrics(accept: str) -> bool:
 
 
 def expose(families: Families, *, opened: bool) -> tuple[bytes, str]:
-    """Return all metrics and their content type. `opened`: in OpenMetrics."""
+    """Return all metrics and their content type. `opened`: in OpenMetrics, else in Prometheus' text. The library's own
+    choice would replace the colon of ``vllm:...`` in OpenMetrics, as if it weren't allowed there."""
     return (_encode(families), OPENMETRICS_KIND) if opened else (_plain(families), TEXT_KIND)
 
 

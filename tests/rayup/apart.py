@@ -23,7 +23,7 @@ from tests.rayup.machine import operator, phase, ray, say, stop, strangers, wait
 from tests.rayup.remote import Remote, nodes_alive, words_of
 from tests.rayup.strangers import prove_closed
 from tests.rayup.wire import watched
-from tests.support import changing_cluster as changing
+from tests.support import changing_cluster
 from tests.support.changing_cluster import Load, command, some_prompts
 from tests.support.checkpoints import Oracle, compare, make_checkpoint
 from tests.support.served_cluster import until
@@ -231,13 +231,13 @@ class Rehearsal:
 
     def upgrade(self) -> None:
         folder = self.home.parent / "next"
-        python = changing.another_build(folder)
+        python = changing_cluster.another_build(folder)
         for one in self.there.values():
             one.send_files(folder)
         load = self.load(SOME, 4)
         with load.running():
             load.more()
-            command(self.cluster, "upgrade", "--python", str(python), within_s=changing.UPGRADE_S)
+            command(self.cluster, "upgrade", "--python", str(python), within_s=changing_cluster.UPGRADE_S)
             load.more()
         self.judge(load)
         builds = {row["build"] for row in self.cluster.rows() if row["state"] != "left"}

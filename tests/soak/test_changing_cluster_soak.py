@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import changing_cluster as changing
+from tests.support import changing_cluster
 from tests.support.changing_cluster import Load, detached, ready, some_prompts
 from tests.support.checkpoints import Oracle, make_checkpoint
 
@@ -34,7 +34,7 @@ def test_twenty_rounds_of_every_change_lose_no_answer(tmp_path: Path, plane: str
         for number in range(ROUNDS):
             load, took = Load(cluster.url, cluster.model, some_prompts(number)), []
             with load.running():
-                for change in (*changing.CHANGES, *changing.DETACHED):
+                for change in (*changing_cluster.CHANGES, *changing_cluster.DETACHED):
                     load.more()
                     began = time.monotonic()
                     change(cluster)

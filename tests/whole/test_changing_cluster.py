@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import changing_cluster as changing
+from tests.support import changing_cluster
 from tests.support.changing_cluster import Load, detached, ready, some_prompts
 from tests.support.checkpoints import Oracle, make_checkpoint
 
@@ -20,9 +20,9 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 
 CHANGES = (
-    changing.kill_controller,
-    changing.apply_settings,  # A pool grows by it, and shrinks.
-    changing.upgrade,
+    changing_cluster.kill_controller,
+    changing_cluster.apply_settings,  # A pool grows by it, and shrinks.
+    changing_cluster.upgrade,
 )
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from twinpool.decode.speculation import drafting as prompt_lookup
+from twinpool.decode.speculation import drafting
 from twinpool.decode.speculation.drafting import NGRAM, PromptLookup
 
 
@@ -48,14 +48,14 @@ def test_without_a_repetition_there_is_no_draft(tokens: list[int]) -> None:
 
 
 def test_a_long_prompt_is_looked_at_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_lookup, "_AT_ONCE", 10)
+    monkeypatch.setattr(drafting, "_AT_ONCE", 10)
     tokens = [*range(100, 140), 7, 8, 9, 1, 2, 7, 8, 9]
     lookup = PromptLookup(tokens)
     assert [lookup.propose(2) for _ in range(5)] == [[], [], [], [], [1, 2]]
 
 
 def test_only_the_latest_positions_are_looked_at_and_the_index_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_lookup, "_REACH", 20)
+    monkeypatch.setattr(drafting, "_REACH", 20)
     far = PromptLookup([7, 8, 9, 1, *range(100, 130), 7, 8, 9])
     assert far.propose(1) == []
     tokens = [7, 8, 9]
