@@ -126,11 +126,8 @@ class RouterStream:
             return
         try:
             frame = encode_events(self._streams.incarnation, events)
-        except (
-            ValueError,
-            TypeError,
-            OverflowError,
-        ) as error:  # A stream from which events are missing would hang its requests.
+        except (ValueError, TypeError, OverflowError) as error:
+            # A stream from which events are missing would hang its requests.
             log.exception("events can't be sent")
             self.end(f"an event can't be sent: {error}")
             return
