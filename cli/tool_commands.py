@@ -71,7 +71,7 @@ def _span(text: str) -> timedelta:
 
 def sim(args: argparse.Namespace) -> int:
     from twinpool.sim.run import sim_command
-    from twinpool.sim.run.run_seeds import ClusterKind
+    from twinpool.sim.run.sim_command import ClusterKind
 
     if args.requests is not None:
         return _sim_scale(args)

@@ -20,7 +20,7 @@ from bench.common.workload import greedy_completion
 from twinpool.cli.replay.open_loop import OpenLoop
 from twinpool.cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
 from twinpool.cli.replay.trace_prompts import Ask, Content, asks_of
-from twinpool.sim.scale.trace_file import TraceLine
+from twinpool.sim.scale.traffic import TraceLine
 
 LOOK_S = 0.5
 CONCURRENCY = 1024

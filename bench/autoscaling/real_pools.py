@@ -39,7 +39,7 @@ from twinpool.cli.replay.openai_client import EndpointError, Outcome
 from twinpool.cli.replay.replay_figures import is_good, ttft_of, wrongness
 from twinpool.cli.replay.trace_prompts import Ask
 from twinpool.sim.scale.cluster_plan import LatencyTarget
-from twinpool.sim.scale.trace_file import read_trace
+from twinpool.sim.scale.traffic import read_trace
 
 TRACE = Path("bench/traces/conversation_200.jsonl")
 SHIFT = 4.0

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from twinpool.sim.scale.trace_file import TRACE_BLOCK_TOKENS, TraceLine, read_trace
+from twinpool.sim.scale.traffic import TRACE_BLOCK_TOKENS, TraceLine, read_trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ from twinpool.cache.storage.backends.object_seal import seal_bytes
 from twinpool.cache.storage.inline_queue import InlineIoQueue
 from twinpool.cache.storage.storage_backend import ObjectName
 from twinpool.contracts.config.cache_config import CacheConfig, PrefetchConfig
-from twinpool.sim.scale.trace_file import TRACE_BLOCK_TOKENS
+from twinpool.sim.scale.traffic import TRACE_BLOCK_TOKENS
 
 _TICK_S = 0.001
 _ROUNDS = 10_000

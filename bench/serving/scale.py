@@ -34,8 +34,7 @@ from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.sim.scale.cluster_model import ClusterModel
 from twinpool.sim.scale.cluster_plan import ClusterPlan, DecodePool, LatencyTarget, PrefillPool
 from twinpool.sim.scale.scale_figures import RunReport
-from twinpool.sim.scale.trace_file import read_trace
-from twinpool.sim.scale.traffic import TrafficBurst, TrafficShape, drawn, shape_of
+from twinpool.sim.scale.traffic import TrafficBurst, TrafficShape, drawn, read_trace, shape_of
 
 TRACE = Path("bench/traces/conversation_200.jsonl")
 POLICIES = ("cache_aware", "least_loaded", "power_of_two", "round_robin", "session")

@@ -31,7 +31,7 @@ from bench.common.latency_report import Slo, Summary, ratios, summarize, table
 from bench.common.workload import LengthRange, synthetic
 from twinpool.cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
 from twinpool.cli.replay.trace_prompts import Ask, Content, asks_of
-from twinpool.sim.scale.trace_file import read_trace
+from twinpool.sim.scale.traffic import read_trace
 
 _CALIBRATION_WORDS = 256
 _LAG_WARNING_MS = 20.0

@@ -21,8 +21,7 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import load_config
 from twinpool.contracts.errors import TwinpoolError
 from twinpool.contracts.ids import Role
-from twinpool.sim.scale.cost_file import MeasuredCosts
-from twinpool.sim.scale.cost_fit import BatchProbe, PromptProbe, fit_costs
+from twinpool.sim.scale.measured_costs import BatchProbe, MeasuredCosts, PromptProbe, fit_costs
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,9 @@ from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ConfigError
 from twinpool.sim.scale.cluster_model import ClusterModel
 from twinpool.sim.scale.cluster_plan import ClusterPlan, LatencyTarget
-from twinpool.sim.scale.cost_file import MeasuredCosts, read_costs
+from twinpool.sim.scale.measured_costs import MeasuredCosts, read_costs
 from twinpool.sim.scale.pool_search import PoolPrediction, PoolSearch
-from twinpool.sim.scale.trace_file import TraceLine, read_trace
-from twinpool.sim.scale.traffic import replayed, scaled_block
+from twinpool.sim.scale.traffic import TraceLine, read_trace, replayed, scaled_block
 
 MAX_QUEUED = 1_000_000
 """`router.max_queue` of simulated routers: what waits is late, and isn't refused."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from twinpool.sim.scale.cost_file import MeasuredCosts
+from twinpool.sim.scale.measured_costs import MeasuredCosts
 from twinpool.sim.scale.pool_search import PoolPrediction
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any
 from twinpool.cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
 from twinpool.cli.replay.trace_prompts import Content
 from twinpool.contracts.errors import TwinpoolError
-from twinpool.sim.scale.cost_fit import BatchProbe, PromptProbe
+from twinpool.sim.scale.measured_costs import BatchProbe, PromptProbe
 
 TIMEOUT_S = 120.0
 REPEATS = 5

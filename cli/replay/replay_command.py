@@ -24,7 +24,7 @@ from twinpool.cli.replay.trace_prompts import Ask, Content, asks_of
 from twinpool.contracts.errors import ConfigError, TwinpoolError
 from twinpool.contracts.outside_data import read_json
 from twinpool.sim.scale.cluster_plan import LatencyTarget
-from twinpool.sim.scale.trace_file import TraceLine, read_trace
+from twinpool.sim.scale.traffic import TraceLine, read_trace
 
 KEY_VARIABLE = "TWINPOOL_API_KEY"
 LOOK_S = 0.5

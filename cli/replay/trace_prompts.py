@@ -1,7 +1,7 @@
 """The prompts of a trace's requests, made anew: a trace has no text, only which parts of prompts are equal.
 
 A prompt is made of *blocks* of made-up tokens; a block's content depends on (seed, block id) alone, so prompts that
-name the same blocks share content and so a prefix (`sim.scale.trace_file`).
+name the same blocks share content and so a prefix (`sim.scale.traffic`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from twinpool.sim.scale.trace_file import TRACE_BLOCK_TOKENS, TraceLine, scaled_lengths
+from twinpool.sim.scale.traffic import TRACE_BLOCK_TOKENS, TraceLine, scaled_lengths
 
 _CONTENT = 3
 """The stream of randomness; the load of a bench has further ones."""

@@ -3,7 +3,7 @@
 The state that position p writes into each pool is a function of its token and of every byte that p may see; the token
 drawn after p is a function of the same bytes and of all the request's sampling parameters. So one stale, foreign or
 missing byte anywhere in the pages that a row's tables name, or one parameter that was lost on its way, changes every
-token from there on. `recite` computes the same answers from the tokens alone, without pages, tables or workers.
+token from there on. `hash_answers.recite` computes the same answers from the tokens alone.
 
 A worker of several ranks has one engine here, which reads each head from every rank that holds it, and writes it to
 all of them.
@@ -11,10 +11,10 @@ all of them.
 
 from __future__ import annotations
 
-import hashlib
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 
@@ -24,128 +24,15 @@ from twinpool.cache.device.layer_marks import LayerMarks
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolKind, PoolSetSpec, PoolSpec
 from twinpool.cache.memory.memory_layout import BufferLayout
 from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.contracts.sampling_params import SamplingParams, TokenDifference, TokenLogprob
+from twinpool.contracts.sampling_params import TokenDifference, TokenLogprob
+from twinpool.decode.request.request import DecodeRequest
 from twinpool.engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenDraw, TokenFromStep
 from twinpool.engine.runner.sampling.token_history import TokenHistory
 from twinpool.engine.runner.sampling.token_mask import TokenMask
-from twinpool.sim.fabric.sim_grammars import allowed
+from twinpool.sim.fabric.hash_answers import VOCABULARY, draw_token, pool_entries, position_mark, recite, score_token
 
-VOCABULARY = 64
-
-
-def _mark(seen: Sequence[bytes], token: int) -> bytes:
-    """Hash everything that a position saw, and its own token."""
-    return hashlib.blake2b(b"|".join(seen) + token.to_bytes(4, "little"), digest_size=16).digest()
-
-
-def _entry(pool: PoolSpec, mark: bytes) -> list[bytes]:
-    """The entries that a position writes into a pool: one for each layer of each buffer."""
-    widths = [buffer.shape_bytes for buffer in pool.buffers for _ in range(buffer.layers)]
-    whole = hashlib.blake2b(mark + pool.name.encode(), digest_size=sum(widths)).digest()
-    return [whole[sum(widths[:i]) : sum(widths[: i + 1])] for i in range(len(widths))]
-
-
-@lru_cache(maxsize=1024)
-def _manner(params: SamplingParams) -> bytes:
-    """Encode the sampling parameters but lengths, stop tokens and log-probabilities, which are applied elsewhere."""
-    biases = sorted(params.logit_bias)
-    said = (
-        params.temperature,
-        params.top_p,
-        params.top_k,
-        params.min_p,
-        params.repetition_penalty,
-        params.presence_penalty,
-        params.frequency_penalty,
-        biases,
-        params.allowed_token_ids,
-        params.grammar,
-        params.seed,
-        params.choice,
-    )
-    return hashlib.blake2b(repr(said).encode(), digest_size=16).digest()
-
-
-def penalised(params: SamplingParams) -> bool:
-    """Whether a draw depends on the tokens before it: a penalty is set."""
-    return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
-
-
-def _draw(
-    mark: bytes, params: SamplingParams, before: Sequence[int], prompt_len: int, position: int,
-    mask: Sequence[int] | None = None,
-) -> int:  # fmt: skip
-    """Draw the token at `position`; only penalties make it depend on the tokens `before` it directly. `mask`: what its
-    grammar allows."""
-    said = mark + _manner(params) + position.to_bytes(4, "little")
-    if penalised(params):
-        assert len(before) >= position, "penalties look at all tokens before the drawn one"
-        said += bytes(before[:prompt_len]) + b"|" + bytes(before[prompt_len:position])
-    chosen = params.allowed_token_ids if mask is None else mask
-    if mask is not None and set(mask) <= set(params.stop_token_ids):
-        return mask[0]  # It outranks `min_tokens`.
-    for attempt in range(1 << 20):
-        drawn = hashlib.blake2b(said + attempt.to_bytes(4, "little"), digest_size=8).digest()
-        number = int.from_bytes(drawn, "little")
-        token = chosen[number % len(chosen)] if chosen else number % VOCABULARY
-        if position - prompt_len >= params.min_tokens or token not in params.stop_token_ids:
-            return token
-    raise AssertionError("every token is a stop token")
-
-
-def _score(mark: bytes, token: int, best: int) -> TokenLogprob:
-    """Log-probabilities after a position: of `token`, and of the `best` best tokens."""
-    whole = hashlib.blake2b(mark + b"logprobs", digest_size=VOCABULARY).digest()
-    ordered = sorted(range(VOCABULARY), key=lambda other: (whole[other], other))[:best] if best else ()
-    return TokenLogprob(token, -whole[token] / 7.0, tuple((other, -whole[other] / 7.0) for other in ordered))
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectedAnswer:
-    """The answer that a request must get."""
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]
-    """One for each token of the answer, where the request asks for them; else empty."""
-    scores: tuple[TokenLogprob, ...] | None
-    """Log-probabilities of the prompt's tokens from the second on, where the request asks for them; else None."""
-
-
-@lru_cache(maxsize=256)
-def recite(spec: PoolSetSpec, prompt: tuple[int, ...], params: SamplingParams) -> ExpectedAnswer:
-    """Compute the answer to a prompt: up to `max_tokens` tokens, a stop token included."""
-    tokens, logprobs, scores = list(prompt), list[TokenLogprob](), list[TokenLogprob]()
-    lanes = {pool.name: [bytearray() for buffer in pool.buffers for _ in range(buffer.layers)] for pool in spec.pools}
-    widths = {pool.name: [b.shape_bytes for b in pool.buffers for _ in range(b.layers)] for pool in spec.pools}
-    for pool in spec.pools:
-        if pool.kind is PoolKind.STATE:
-            for lane, width in zip(lanes[pool.name], widths[pool.name], strict=True):
-                lane.extend(bytes(width))
-    at, length = 0, len(prompt)
-    while at < length or len(tokens) < length + params.max_tokens:
-        seen = [
-            bytes(lane[-(pool.window_tokens - 1) * width :] if pool.kind is PoolKind.WINDOW else lane)
-            for pool in spec.pools
-            for lane, width in zip(lanes[pool.name], widths[pool.name], strict=True)
-        ]
-        mark = _mark(seen, tokens[at])
-        at += 1
-        for pool in spec.pools:
-            for lane, entry in zip(lanes[pool.name], _entry(pool, mark), strict=True):
-                if pool.kind is PoolKind.STATE:
-                    lane.clear()
-                lane.extend(entry)
-        if at < length and params.prompt_logprobs is not None:
-            scores.append(_score(mark, tokens[at], params.prompt_logprobs))
-        if at == len(tokens) and params.max_tokens:
-            mask = allowed(params.grammar, tuple(tokens[length:])) if params.grammar else None
-            tokens.append(_draw(mark, params, tokens, length, at, mask))
-            if params.logprobs is not None:
-                logprobs.append(_score(mark, tokens[-1], params.logprobs))
-            if tokens[-1] in params.stop_token_ids:
-                break
-    wanted = tuple(scores) if params.prompt_logprobs is not None else None
-    return ExpectedAnswer(tuple(tokens[length:]), tuple(logprobs), wanted)
+_NO_DRAFT, _WRONG_TOKEN = 0.2, 0.25
+"""How often there is no draft, and how often a token of one is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,15 +224,15 @@ class HashEngine:
         marks, known, found, replayed = list[bytes](), row.replay, list[TokenDifference](), 0
         scores: list[TokenLogprob] = []
         for position, token in enumerate(tokens, row.start):
-            mark = _mark([bytes(lane) for pool in self._spec.pools for lane in seen[pool.name]], token)
+            mark = position_mark([bytes(lane) for pool in self._spec.pools for lane in seen[pool.name]], token)
             for pool in self._spec.pools:
-                self._write(pool, tables[pool.name], position, _entry(pool, mark), seen[pool.name])
+                self._write(pool, tables[pool.name], position, pool_entries(pool, mark), seen[pool.name])
             if row.score is not None and position - row.start < len(row.score):
-                scores.append(_score(mark, row.score[position - row.start], row.score_top))
+                scores.append(score_token(mark, row.score[position - row.start], row.score_top))
             if known is not None and position + 1 in known.positions(row.start, len(tokens)):
                 replayed += 1
                 mask = _listed(known.masks.get(position + 1))
-                again = _draw(mark, known.params, known.tokens, known.prompt_len, position + 1, mask)
+                again = draw_token(mark, known.params, known.tokens, known.prompt_len, position + 1, mask)
                 if again != known.tokens[position + 1]:
                     found.append(TokenDifference(position + 1, again, 1.0))
             marks.append(mark)
@@ -372,8 +259,8 @@ class HashEngine:
         if isinstance(known, TokenHistory):
             known = [*known.tokens[:start], *tokens]
         allows = _listed(mask) if params.grammar else None
-        token = _draw(mark, params, known, draw.prompt_len, position, allows)
-        return DrawnToken(token, None if params.logprobs is None else _score(mark, token, params.logprobs))
+        token = draw_token(mark, params, known, draw.prompt_len, position, allows)
+        return DrawnToken(token, None if params.logprobs is None else score_token(mark, token, params.logprobs))
 
     def _tokens(self, row: BatchRow) -> Sequence[int] | None:
         """The row's tokens; None where it goes on from a stale row, for which nothing was drawn: it is stale too."""
@@ -420,3 +307,22 @@ class HashEngine:
             run.extend(data)
             if pool.kind is PoolKind.WINDOW:
                 del run[: max(0, len(run) - (pool.window_tokens - 1) * lane.width)]
+
+
+class SimDrafter:
+    """Implements `decode.speculation.drafting.Drafter`: knows the answers, and is wrong now and then.
+
+    Answers of the simulated engine never repeat anything, so prompt lookup would find nothing in them.
+    """
+
+    def __init__(self, spec: PoolSetSpec, seed: int) -> None:
+        """`spec`: the whole model's pools."""
+        self._spec, self._rng = spec, random.Random(seed)
+
+    def propose(self, request: DecodeRequest, most: int) -> Sequence[int]:
+        submit, rng = request.submit, self._rng
+        if rng.random() < _NO_DRAFT:
+            return ()
+        answer = recite(self._spec, submit.tokens[: submit.prompt_len], submit.sampling).tokens
+        right = answer[request.generated :][: rng.randint(1, most)]
+        return [rng.randrange(VOCABULARY) if rng.random() < _WRONG_TOKEN else token for token in right]

@@ -31,10 +31,9 @@ from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.errors import LayoutMismatch, WireError
 from twinpool.contracts.ids import RoomId
 from twinpool.contracts.messages.rank_orders import WriteArrived
-from twinpool.sim.fabric.plane_faults import StoreFault, StoreFaults, WireDamage
+from twinpool.sim.fabric.plane_faults import DelayedStore, FlyingStore, StoreFault, StoreFaults, WireDamage
 from twinpool.sim.fabric.sim_network import SimNetwork
-from twinpool.sim.fabric.sim_process import SimProcess
-from twinpool.sim.fabric.stores_under_way import DelayedStore, FlyingStore
+from twinpool.sim.fabric.virtual_time import SimProcess
 from twinpool.transfer.planes.data_plane import SLOT_BYTES, PageWrite, RoomTarget, SentCounts, SlotWrite, WriteLink
 from twinpool.transfer.planes.rank_fan import fan, rank_cut, writers
 from twinpool.transfer.planes.tcp.ordered_notices import OrderedNotices

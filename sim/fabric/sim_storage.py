@@ -1,8 +1,11 @@
-"""Simulated storage, the third tier: one store for all workers, with delays, errors, damage and a size limit.
+"""What outlives the workers of a simulated cluster: storage, the third tier, and the arenas of nodes.
 
+Storage is one store for all workers, with delays, errors, damage and a size limit.
 Each worker has its own queue to the store, a `cache.storage.inline_queue.InlineIoQueue`, on which operations begin some
 time after they were submitted and end some time after that, if the worker's process runs then. Meanwhile their buffers
 are in use, even those of a cancelled operation. Written objects outlive every worker.
+
+An arena is a node agent's host memory, lent to one living process at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from twinpool.cache.storage.backends.memory_backend import MemoryBackend
 from twinpool.cache.storage.inline_queue import InlineIoQueue
 from twinpool.cache.storage.io_queue import StorageOp, StorageTicket, WriteChain
 from twinpool.cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome
-from twinpool.sim.fabric.sim_process import SimProcess
+from twinpool.sim.fabric.virtual_time import SimProcess
 
 T = TypeVar("T")
 
@@ -119,3 +122,20 @@ class SimQueue:
         for _ in range(behind):
             self._process.later(self._takes(), self._begin)
         self._wake()
+
+
+class SimArenas:
+    """The arenas of all nodes, by worker name and size in bytes."""
+
+    def __init__(self) -> None:
+        self._segments: dict[tuple[str, int], tuple[SimProcess, memoryview]] = {}
+
+    def take(self, process: SimProcess, nbytes: int) -> memoryview | None:
+        """Lend the arena of this worker, as its last incarnation left it; None while that one is still alive."""
+        key = process.name, nbytes
+        last = self._segments.get(key)
+        if last is not None and last[0].alive:
+            return None
+        memory = last[1] if last is not None else memoryview(bytearray(nbytes))
+        self._segments[key] = process, memory
+        return memory

@@ -31,16 +31,13 @@ from twinpool.contracts.messages.fingerprint import numerics_class
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus
 from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.prefill.worker import PrefillWorker
-from twinpool.sim.fabric.hash_engine import HashEngine
+from twinpool.sim.fabric.hash_answers import SimGrammars
+from twinpool.sim.fabric.hash_engine import HashEngine, SimDrafter
 from twinpool.sim.fabric.plane_faults import StoreFaults, WireDamage
-from twinpool.sim.fabric.sim_arena import SimArenas
-from twinpool.sim.fabric.sim_channel import SimControlTransport, SimSwitch
-from twinpool.sim.fabric.sim_drafter import SimDrafter
-from twinpool.sim.fabric.sim_grammars import SimGrammars
+from twinpool.sim.fabric.sim_network import SimControlTransport, SimSwitch
 from twinpool.sim.fabric.sim_plane import SimPlane
-from twinpool.sim.fabric.sim_process import SimProcess
-from twinpool.sim.fabric.sim_storage import SimQueue, SimStore
-from twinpool.sim.fabric.virtual_time import VirtualTime
+from twinpool.sim.fabric.sim_storage import SimArenas, SimQueue, SimStore
+from twinpool.sim.fabric.virtual_time import SimProcess, VirtualTime
 from twinpool.sim.nodes.sim_ranks import SimFollowers, SimRank
 from twinpool.sim.scenario.scenario import CONTEXT, ClusterShape, pool_set
 from twinpool.transfer.planes.data_plane import DataPlane

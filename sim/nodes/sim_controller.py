@@ -27,8 +27,8 @@ from twinpool.cluster.controller.node_table import NodePlace
 from twinpool.contracts.ids import Incarnation, WorkerName
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
 from twinpool.sim.fabric.sim_network import SimPipe
-from twinpool.sim.fabric.sim_process import SimProcess
 from twinpool.sim.fabric.sim_wire import record_there, status_there
+from twinpool.sim.fabric.virtual_time import SimProcess
 from twinpool.sim.nodes.build_sim_worker import SimWorld
 from twinpool.sim.nodes.sim_worker import SimHost
 

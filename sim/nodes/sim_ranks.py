@@ -44,8 +44,7 @@ from twinpool.contracts.messages.rank_orders import (
     SeverPeer,
     ZeroPages,
 )
-from twinpool.sim.fabric.sim_process import SimProcess
-from twinpool.sim.fabric.virtual_time import VirtualTime
+from twinpool.sim.fabric.virtual_time import SimProcess, VirtualTime
 from twinpool.transfer.planes.follower_links import FollowerLinks
 
 LATE_S = 0.002

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Protocol
 
 from msgspec.structs import replace
 
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.router.verification.audit_cases import AuditResult as Audited
-from twinpool.sim.fabric.hash_engine import penalised, recite
-from twinpool.sim.fabric.sim_storage import SimStore
-from twinpool.sim.nodes.build_sim_worker import SimWorld
-from twinpool.sim.nodes.sim_controller import SimControl
+from twinpool.sim.fabric.hash_answers import penalised, recite
 from twinpool.sim.nodes.sim_router import SimRouter
-from twinpool.sim.scenario.scenario import Scenario, ScenarioRequest
+from twinpool.sim.run.faults import FaultTarget
+from twinpool.sim.scenario.scenario import ScenarioRequest
 
 _TOLD = (
     "stale_pages",
@@ -38,20 +34,7 @@ _TOLD = (
 """Counters of workers that are reported as events of a run."""
 
 
-class CountedRun(Protocol):
-    """A run that has ended."""
-
-    counts: Counter[str]
-    plan: Scenario
-    world: SimWorld
-    store: SimStore | None
-    control: SimControl
-
-    @property
-    def routers(self) -> Sequence[SimRouter]: ...
-
-
-def count(run: CountedRun) -> None:
+def count(run: FaultTarget) -> None:
     """Count into `run.counts` what its parts have counted."""
     counts = run.counts
     for host in run.control.all_hosts:

@@ -30,17 +30,15 @@ from twinpool.contracts.ids import RequestId, Role, WorkerName
 from twinpool.contracts.messages.worker_events import LegReport
 from twinpool.contracts.sampling_params import TokenLogprob
 from twinpool.router.core.router_actions import EndRequest
-from twinpool.sim.fabric.hash_engine import ExpectedAnswer, recite
+from twinpool.sim.fabric.hash_answers import ExpectedAnswer, recite
 from twinpool.sim.fabric.plane_faults import StoreFaults, WireDamage
-from twinpool.sim.fabric.sim_arena import SimArenas
-from twinpool.sim.fabric.sim_channel import SimSwitch
-from twinpool.sim.fabric.sim_network import SimNetwork
-from twinpool.sim.fabric.sim_storage import SimStore
+from twinpool.sim.fabric.sim_network import SimNetwork, SimSwitch
+from twinpool.sim.fabric.sim_storage import SimArenas, SimStore
 from twinpool.sim.fabric.virtual_time import VirtualTime
 from twinpool.sim.nodes.build_sim_worker import SimWorld
 from twinpool.sim.nodes.sim_controller import SimControl
 from twinpool.sim.nodes.sim_router import SimRouter
-from twinpool.sim.run.fault_schedule import schedule
+from twinpool.sim.run.faults import schedule
 from twinpool.sim.run.run_counts import count, kinds_of
 from twinpool.sim.scenario.scenario import Scenario, ScenarioRequest, pool_set
 

@@ -1,18 +1,86 @@
-"""The command `twinpool sim`: runs one seed and prints its log, or many and prints a summary."""
+"""The command `twinpool sim`: runs one seed and prints its log, or many and prints a summary.
+
+Many seeds run in several processes, each of which takes the next few as soon as it is free.
+
+`--shrink` makes a failing plan smaller: fewer requests, fewer faults, a plainer cluster, as long as it still fails.
+That is delta debugging over the plan (Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input",
+2002): parts of a list are left out, first halves, then quarters and so on, and stay out if the plan fails without them.
+The smaller plan fails for a reason that can be read, though not always for the first plan's.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from enum import StrEnum
+from itertools import islice
+from typing import Any, TypeVar
 
 import torch
 
 from twinpool.contracts.errors import ConfigError
-from twinpool.sim.run.run_scenario import run_plan
-from twinpool.sim.run.run_seeds import ClusterKind, plan_of, run_seeds
+from twinpool.sim.run.run_scenario import ScenarioResult, run_plan
 from twinpool.sim.scenario.scenario import KINDS, Scenario
-from twinpool.sim.scenario.shrink import shrink
+from twinpool.sim.scenario.scenario_draw import as_colocated, as_conditional, draw
+
+T = TypeVar("T")
+StillFails = Callable[[Scenario], bool]
+_PORTION = 10
+
+
+class ClusterKind(StrEnum):
+    """What the workers of a plan's cluster are."""
+
+    POOLS = "pools"
+    COLOCATED = "colocated"
+    """Colocated workers, in place of both pools."""
+    CONDITIONAL = "conditional"
+    """Two pools, of which the decode workers compute prompts, too."""
+
+
+def plan_of(seed: int, kind: ClusterKind = ClusterKind.POOLS) -> Scenario:
+    """Draw the plan of a seed."""
+    plan = draw(seed)
+    match kind:
+        case ClusterKind.POOLS:
+            return plan
+        case ClusterKind.COLOCATED:
+            return as_colocated(plan)
+        case ClusterKind.CONDITIONAL:
+            return as_conditional(plan)
+
+
+def run_seed(seed: int, kind: ClusterKind = ClusterKind.POOLS, *, keep_log: bool = False) -> ScenarioResult:
+    """Draw the plan of a seed and run it."""
+    return run_plan(plan_of(seed, kind), keep_log=keep_log)
+
+
+def run_seeds(seeds: Sequence[int], jobs: int, kind: ClusterKind = ClusterKind.POOLS) -> Iterator[ScenarioResult]:
+    """Run seeds in `jobs` processes; yields the results in the order of the seeds."""
+    if jobs == 1 or len(seeds) <= _PORTION:
+        yield from (run_seed(seed, kind) for seed in seeds)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_one_thread) as pool:
+        waiting = iter(range(0, len(seeds), _PORTION))
+        # Only a few portions ahead, so that a caller that stops early has not ordered all of them.
+        ordered = [pool.submit(_portion, seeds[at : at + _PORTION], kind) for at in islice(waiting, 3 * jobs)]
+        while ordered:
+            yield from ordered.pop(0).result()
+            ordered += [pool.submit(_portion, seeds[at : at + _PORTION], kind) for at in islice(waiting, 1)]
+
+
+def _portion(seeds: Sequence[int], kind: ClusterKind) -> list[ScenarioResult]:
+    return [run_seed(seed, kind) for seed in seeds]
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
 
 PrintLine = Callable[[str], None]
 _MAX_SHOWN = 20
@@ -105,3 +173,67 @@ def _counted(counts: Counter[str]) -> str:
     faults = ", ".join(f"{kind} {counts[kind]}" for kind in KINDS if counts[kind])
     others = ", ".join(f"{name} {n}" for name, n in sorted(counts.items()) if name not in KINDS and n)
     return f"faults: {faults or 'none'}; met: {others or 'nothing'}"
+
+
+def shrink(plan: Scenario, fails: StillFails) -> Scenario:
+    """Find the smallest plan that still `fails`; `plan` itself must fail."""
+    before = None
+    while before != plan:
+        before = plan
+        plan = replace(plan, faults=_fewer(plan.faults, lambda kept, p=plan: fails(replace(p, faults=kept))))  # type: ignore[misc]
+        plan = replace(plan, asks=_fewer(plan.asks, lambda kept, p=plan: fails(replace(p, asks=kept))))  # type: ignore[misc]
+        for plainer in (*_plainer(plan), replace(plan, asks=tuple(replace(ask, reconnects=()) for ask in plan.asks))):
+            if plainer != plan and fails(plainer):
+                plan = plainer
+    return plan
+
+
+def _fewer(items: Sequence[T], fails: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
+    """Find a part of `items` that still fails and of which no single item can be left out."""
+    kept, size = tuple(items), max(1, len(items) // 2)
+    while kept:
+        for at in range(0, len(kept), size):
+            fewer = kept[:at] + kept[at + size :]
+            if fails(fewer):
+                kept = fewer
+                break
+        else:
+            if size == 1:
+                return kept
+            size = max(1, size // 2)
+            continue
+        size = min(size, max(1, len(kept) // 2))
+    return kept
+
+
+def _plainer(plan: Scenario) -> list[Scenario]:
+    """List plans that differ from this one by one simplification of the cluster each."""
+    shape = plan.shape
+    changes: list[dict[str, Any]] = [
+        {"adversarial": False},
+        {"prefill": max(1, shape.prefill - 1)},
+        {"decode": max(1, shape.decode - 1)},
+        {"colocated": max(1, shape.colocated - 1)} if shape.colocated else {},
+        {"nodes": 1},
+        {"routers": 1},
+        {"pools": "full"},
+        {"config": _with(shape.config, "prefill", tp=1)},
+        {"config": _with(shape.config, "decode", tp=1)},
+        {"config": _without(shape.config, "storage")},
+        {"config": _without(shape.config, "storage", "prefetch", "host_bytes")},
+    ]
+    names = [f"{role}-{n}" for role, many in shape.workers.items() for n in range(many)]
+    shapes = [replace(shape, **change) for change in changes]
+    gone = [[n for n in names if int(n.rpartition("-")[2]) >= getattr(s, n.partition("-")[0])] for s in shapes]
+    return [
+        replace(plan, shape=s, faults=tuple(f for f in plan.faults if f.target not in g and f.other not in g))
+        for s, g in zip(shapes, gone, strict=True)
+    ]
+
+
+def _with(config: dict[str, Any], section: str, **changed: Any) -> dict[str, Any]:
+    return {**config, section: {**config[section], **changed}}
+
+
+def _without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {**config, "cache": {k: v for k, v in config["cache"].items() if k not in keys}}

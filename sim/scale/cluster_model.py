@@ -37,10 +37,17 @@ from twinpool.router.state.tenant_share import TenantShare
 from twinpool.router.state.worker_table import WorkerKey
 from twinpool.sim.scale.cluster_plan import ClusterPlan
 from twinpool.sim.scale.decode_model import DecodeModel, DecodeRow
-from twinpool.sim.scale.prefill_model import PrefillModel, PromptJob
-from twinpool.sim.scale.run_watcher import EndedRequest, RunWatcher
-from twinpool.sim.scale.scale_figures import ANSWERED, FAILED, REFUSED, RunFigures, RunReport, summary
-from twinpool.sim.scale.sim_index import PULSE_S, SimIndex
+from twinpool.sim.scale.prefill_model import PULSE_S, PrefillModel, PromptJob, SimIndex
+from twinpool.sim.scale.scale_figures import (
+    ANSWERED,
+    FAILED,
+    REFUSED,
+    EndedRequest,
+    RunFigures,
+    RunReport,
+    RunWatcher,
+    summary,
+)
 from twinpool.sim.scale.sim_pools import ModelWorker, SimPools
 from twinpool.sim.scale.traffic import SimRequest
 

@@ -1,22 +1,139 @@
-"""A prefill worker as a model: prompts in chunks, several in a step, many like steps in one jump.
+"""A prefill worker as a model: prompts in chunks, several in a step, many like steps in one jump; and what it caches.
 
 Prompts are admitted and steps divided as the production scheduler does (`prefill/scheduler.py`): tenants in fair
 shares, by its own `FairShares`; a tenant's prompts in order of arrival; a part of the budget first to prompts that have
 less left than the oldest; and a prompt waits for blocks that another one is about to compute. Not modelled: a pool that
 is too small for the prompts that run, priorities, and what a tenant finds that comes back (its credit, and the short
 steps before it).
+
+`PrefixCache` is a worker's blocks on device and host; `SimIndex` is production's index of KV events, told of the
+changes of all such caches.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from math import inf
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import numpy as np
+
+from twinpool.router.kv_indexer.holder_sets import DEVICE, HOST, SLOTS_AT_MOST
+from twinpool.router.kv_indexer.holder_table import HolderTable
+from twinpool.router.kv_indexer.table_memory import TableMemory, TableSize
+from twinpool.router.kv_indexer.table_slots import SlotWriter
+from twinpool.router.state.worker_table import WorkerKey
 from twinpool.sim.fabric.step_costs import StepCosts, StepRun, pairs_of
 from twinpool.sim.scale.cluster_plan import PrefillPool
-from twinpool.sim.scale.prefix_cache import CacheChange, PrefixCache
 from twinpool.worker.fair_shares import FairShares
+
+CacheChange = tuple[bool, int, list[int]]
+"""Whether blocks came or went, the tier, and their keys: what a KV event says."""
+
+
+class PrefixCache:
+    """Blocks by key, the least recently used first: from the device they go to the host, from there altogether. Sizes
+    are in blocks."""
+
+    def __init__(self, device: int, host: int) -> None:
+        self._device_room, self._host_room = device, host
+        self._device: OrderedDict[int, None] = OrderedDict()
+        self._host: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._device) + len(self._host)
+
+    @property
+    def on_device(self) -> int:
+        return len(self._device)
+
+    @property
+    def on_host(self) -> int:
+        return len(self._host)
+
+    def match(self, keys: Sequence[int], most: int) -> tuple[int, int]:
+        """How many of the first `most` blocks are here, as far as none is missing, and how many of them on the host
+        alone."""
+        device, host, held, loaded = self._device, self._host, 0, 0
+        for key in keys[:most]:
+            if key not in device:
+                if key not in host:
+                    break
+                loaded += 1
+            held += 1
+        return held, loaded
+
+    def use(self, keys: Sequence[int]) -> list[CacheChange]:
+        """Have all of a prompt's blocks on the device, as the latest used; returns what changed."""
+        device, host = self._device, self._host
+        new = [key for key in keys if key not in device]
+        for key in reversed(keys):  # Deepest first, so that a chain's head outlives its tail.
+            device[key] = None
+            device.move_to_end(key)
+        changes: list[CacheChange] = [(True, DEVICE, new)] if new else []
+        if len(device) <= self._device_room:
+            return changes
+        out = [device.popitem(last=False)[0] for _ in range(len(device) - self._device_room)]
+        changes.append((False, DEVICE, out))
+        if self._host_room:
+            for key in out:
+                host[key] = None
+                host.move_to_end(key)
+            changes.insert(-1, (True, HOST, out))
+            gone = [host.popitem(last=False)[0] for _ in range(len(host) - self._host_room)]
+            if gone:
+                changes.append((False, HOST, gone))
+        return changes
+
+
+PULSE_S = 0.5
+"""Seconds between two signs of life of the index's process."""
+
+
+class SimIndex:
+    """The process that keeps the index; routers open its table at `path`."""
+
+    def __init__(self, workers: int, blocks: int, block_tokens: int) -> None:
+        """`workers`: as many as there may be at a time; `blocks`: of all of their caches together."""
+        self._folder = TemporaryDirectory(prefix="twinpool-sim-")
+        self.path = Path(self._folder.name) / "index"
+        slots = min(SLOTS_AT_MOST // 8 * 8, -(-(2 * workers + 64) // 8) * 8)
+        size = TableSize(max(1 << 10, -(-blocks * 10 // 9 // 8)), slots, 4096)
+        self._memory = TableMemory.create(self.path, size, block_tokens)
+        self._table, self._slots = HolderTable(self._memory), SlotWriter(self._memory)
+        self._slot: dict[WorkerKey, int] = {}
+
+    def close(self) -> None:
+        self._folder.cleanup()
+
+    def pulse(self, now: float) -> None:
+        self._memory.header["pulse"][0] = now
+
+    def join(self, key: WorkerKey) -> None:
+        """Follow a new worker's events."""
+        slot = self._slots.take(key)
+        if slot is None:
+            self._table.forget(self._slots.left)
+            self._slots.swept()
+            slot = self._slots.take(key)
+        assert slot is not None, "there are slots for all workers"
+        self._slot[key] = slot
+        self._slots.set_live(slot, True)
+
+    def leave(self, key: WorkerKey) -> None:
+        slot = self._slot.pop(key, None)
+        if slot is not None:
+            self._slots.leave(slot)
+
+    def apply(self, key: WorkerKey, changes: Sequence[CacheChange]) -> None:
+        """Take in what a worker says of its cache; nothing of one that has left."""
+        slot = self._slot.get(key)
+        if slot is None:
+            return
+        for came, tier, keys in changes:
+            (self._table.add if came else self._table.remove)(slot, tier, np.array(keys, np.uint64))
 
 
 class PromptJob:

@@ -13,8 +13,7 @@ from twinpool.contracts.errors import ConfigError
 from twinpool.sim.scale.cluster_model import ClusterModel
 from twinpool.sim.scale.cluster_plan import ClusterPlan, DecodePool, PrefillPool
 from twinpool.sim.scale.scale_figures import RunReport
-from twinpool.sim.scale.trace_file import read_trace
-from twinpool.sim.scale.traffic import SimRequest, TrafficShape, drawn, replayed, shape_of
+from twinpool.sim.scale.traffic import SimRequest, TrafficShape, drawn, read_trace, replayed, shape_of
 
 PREFILL_PART = 0.6
 """The part of the workers that prefill where only their sum is given: prompts of chats are long and answers short."""

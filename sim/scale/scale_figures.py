@@ -1,4 +1,8 @@
-"""What a run of the fast simulator came to: each request's times in a few bytes, and their summary."""
+"""What a run of the fast simulator came to: each request's times in a few bytes, and their summary.
+
+Gaps between tokens are counted in a histogram of seconds, in bins of one per cent. A `RunWatcher` is told of requests
+while the run goes on, and shows them as production's routers would.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,55 @@ import hashlib
 from array import array
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import log
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from twinpool.contracts.ids import Role
+from twinpool.contracts.messages.worker_events import Done
+from twinpool.router.state.routed_request import RoutedRequest
 from twinpool.sim.scale.cluster_plan import LatencyTarget
-from twinpool.sim.scale.gap_histogram import GapHistogram
+from twinpool.sim.scale.traffic import SimRequest
+
+MIN_S, MAX_S = 1e-6, 1e5
+"""What is shorter or longer counts as so long."""
+_STEP = log(1.01)
+_BINS = int(log(MAX_S / MIN_S) / _STEP) + 2
+MIDDLES_S = MIN_S * np.exp((np.arange(_BINS) + 0.5) * _STEP)
+"""The seconds that what a bin has counts as: (bins,)."""
+
+
+class GapHistogram:
+    """Counts of seconds; a quantile is right to half a per cent."""
+
+    def __init__(self) -> None:
+        self.counts = [0.0] * _BINS
+        """By the bins of `MIDDLES_S`."""
+        self.total = 0.0
+        self.sum_s = 0.0
+
+    def add(self, seconds: float, count: float = 1.0) -> None:
+        at = int(log(seconds / MIN_S) / _STEP) if seconds > MIN_S else 0
+        self.counts[at if at < _BINS else _BINS - 1] += count
+        self.total += count
+        self.sum_s += seconds * count
+
+    def quantile(self, share: float) -> float:
+        """The seconds that `share` of all that were counted are no longer than; 0 where nothing was counted."""
+        if not self.total:
+            return 0.0
+        at = int(np.searchsorted(np.cumsum(self.counts), share * self.total))
+        return float(MIDDLES_S[min(at, _BINS - 1)])
+
+    def share_within(self, seconds: float) -> float:
+        """The share of all that took no longer than `seconds`; 1 where nothing was counted."""
+        if not self.total:
+            return 1.0
+        at = int(log(max(seconds, MIN_S) / MIN_S) / _STEP)
+        return sum(self.counts[: at + 1]) / self.total
+
 
 PENDING, ANSWERED, REFUSED, FAILED = 0, 1, 2, 3
 
@@ -142,3 +188,34 @@ def _turns(sizes: tuple[float, ...]) -> int:
     """How often a row of sizes changes its direction."""
     steps = [b - a for a, b in pairwise(sizes) if a != b]
     return sum((a > 0) != (b > 0) for a, b in pairwise(steps))
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """A request that is over. Times are of the virtual clock."""
+
+    router: int
+    """The number of its router."""
+    routed: RoutedRequest
+    """As its router has it: with the journal and what its workers reported, from which records are made."""
+    request: SimRequest
+    first_at: float
+    """When its first token came to the router; 0: none came."""
+    ended_at: float
+    done: Done
+
+
+class RunWatcher(Protocol):
+    """Called on the run's thread, at the moment of the virtual clock at which it happens."""
+
+    def came(self, router: int) -> None:
+        """A request has come to a router."""
+
+    def refused(self, router: int) -> None:
+        """A request that had come was not taken: the queue is full, or its first token would have come too late."""
+
+    def first_token(self, router: int, seconds: float, held: int) -> None:
+        """A first token came to a router, so long after its request, of whose prompt `held` tokens were cached."""
+
+    def ended(self, ended: EndedRequest) -> None:
+        """A request is over."""

@@ -1,9 +1,13 @@
-"""The requests of a simulated cluster: a trace as it is, or any number of them in a trace's shape, by seed.
+"""The requests of a simulated cluster: a trace's own, or any number of them in a trace's shape, by seed.
 
-Arrivals are a Poisson process whose rate bursts multiply. A request begins a conversation or is the next turn of one
-whose client has thought for long enough; its prompt is then all that was said there. Prompts of new conversations and
-answers are as long as those of the trace's lines; every conversation begins with one of few system prompts. Requests
-are made one after the other, so memory is that of the conversations that are open.
+Traces are as the Mooncake project publishes them, one JSON object a line, without any text: ``{"timestamp": ms,
+"input_length": n, "output_length": n, "hash_ids": [one for each 512 tokens of the prompt]}``; equal ids are equal
+content.
+
+Arrivals that are drawn are a Poisson process whose rate bursts multiply. A request begins a conversation or is the next
+turn of one whose client has thought for long enough; its prompt is then all that was said there. Prompts of new
+conversations and answers are as long as those of the trace's lines; every conversation begins with one of few system
+prompts. Requests are made one after the other, so memory is that of the conversations that are open.
 """
 
 from __future__ import annotations
@@ -12,11 +16,61 @@ import heapq
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from twinpool.contracts.errors import ConfigError
-from twinpool.sim.scale.trace_file import TRACE_BLOCK_TOKENS, TraceLine, scaled_lengths
+from twinpool.contracts.outside_data import read_json
+
+TRACE_BLOCK_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class TraceLine:
+    """One request of a trace. `at_s` is in the trace's own time."""
+
+    at_s: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+
+
+def read_trace(path: Path, limit: int | None = None) -> list[TraceLine]:
+    """The first `limit` requests. Raises `ValueError` naming the file and line that is not a request."""
+    lines = []
+    with path.open(encoding="utf-8") as file:
+        for number, text in enumerate(islice(file, limit), 1):
+            try:
+                line = _trace_line(read_json(text))
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}, line {number} is not a trace request: {error!r}") from None
+            lines.append(line)
+    if not lines:
+        raise ValueError(f"{path} holds no requests")
+    return lines
+
+
+def _trace_line(raw: dict[str, Any]) -> TraceLine:
+    line = TraceLine(raw["timestamp"] / 1000, raw["input_length"], raw["output_length"], tuple(raw["hash_ids"]))
+    needed = -(-line.input_length // TRACE_BLOCK_TOKENS)
+    if line.input_length < 1 or line.output_length < 1 or len(line.hash_ids) < needed:
+        raise ValueError(f"{line.input_length} tokens in, {line.output_length} out, {len(line.hash_ids)} hash ids")
+    return line
+
+
+def scaled_lengths(line: TraceLine, scale: float, max_context: int | None) -> tuple[int, int]:
+    """Tokens of a line's prompt and answer, multiplied by `scale`. To fit `max_context`, answers are cut to half of it
+    and prompts to the rest."""
+    output = max(1, round(line.output_length * scale))
+    length = max(1, round(line.input_length * scale))
+    if max_context is not None:
+        output = min(output, max(1, max_context // 2))
+        length = min(length, max_context - output)
+    return length, output
+
 
 CHAT_PROMPTS = (
     *(898, 974, 1202, 1865, 2180, 3013, 5029, 6056, 7285, 8469),

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
 from twinpool.contracts.ids import Role
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.sim.fabric.hash_engine import VOCABULARY
+from twinpool.sim.fabric.hash_answers import VOCABULARY
 from twinpool.sim.fabric.step_costs import StepCosts
 
 CONTEXT = 96

@@ -10,7 +10,7 @@ import pytest
 
 from bench.common.workload import LengthRange, synthetic
 from twinpool.cli.replay.trace_prompts import Ask, Content, asks_of
-from twinpool.sim.scale.trace_file import TraceLine, read_trace
+from twinpool.sim.scale.traffic import TraceLine, read_trace
 
 CONTENT = Content(seed=1, low=300, high=2000)
 SLICE = Path(__file__).parents[2] / "bench" / "traces" / "conversation_200.jsonl"

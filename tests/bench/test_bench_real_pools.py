@@ -13,7 +13,7 @@ from bench.autoscaling.pool_watch import PoolWatch
 from bench.autoscaling.real_pools import figures_of, pairs, unlike
 from tests.bench.sse_server import SseServer
 from twinpool.cli.replay.openai_client import Endpoint, Outcome, stream
-from twinpool.sim.scale.trace_file import TRACE_BLOCK_TOKENS, TraceLine
+from twinpool.sim.scale.traffic import TRACE_BLOCK_TOKENS, TraceLine
 
 LINES = [TraceLine(at, 2 * TRACE_BLOCK_TOKENS, 100, (1, number)) for number, at in enumerate((0.0, 0.0, 3.0, 6.0), 2)]
 

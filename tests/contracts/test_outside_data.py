@@ -26,8 +26,8 @@ from twinpool.router.openai import request_fields
 from twinpool.router.openai.structured_output import _schema
 from twinpool.router.openai.tools import _read_call
 from twinpool.router.text.tokenizer import read_model_tokenizer
-from twinpool.sim.scale.cost_file import read_costs
-from twinpool.sim.scale.trace_file import read_trace
+from twinpool.sim.scale.measured_costs import read_costs
+from twinpool.sim.scale.traffic import read_trace
 
 ROOT = Path(__file__).parents[2]
 DEPTHS = (MAX_NESTED + 1, 900, 5000)

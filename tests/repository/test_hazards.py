@@ -17,7 +17,7 @@ from twinpool.contracts.ids import Role
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.decode.migration.migration_state import MigrationStage as Departing
 from twinpool.decode.worker import DecodeWorker
-from twinpool.sim.fabric.hash_engine import VOCABULARY
+from twinpool.sim.fabric.hash_answers import VOCABULARY
 from twinpool.sim.run.run_scenario import ScenarioRun
 from twinpool.sim.scenario.scenario import ClusterShape, PlannedFault, Scenario, ScenarioRequest
 

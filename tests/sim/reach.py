@@ -29,7 +29,7 @@ if str(ROOT) not in sys.path:
 
 from twinpool.contracts.state_table import StateTable  # noqa: E402
 from twinpool.sim.run.run_scenario import ScenarioResult  # noqa: E402
-from twinpool.sim.run.run_seeds import run_seed  # noqa: E402
+from twinpool.sim.run.sim_command import run_seed  # noqa: E402
 
 PACKAGES = ("contracts", "cache", "transfer", "worker", "prefill", "decode", "router", "cluster")
 KNOWN = Path(__file__).with_name("reach.json")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from twinpool.contracts.ids import Role
-from twinpool.sim.run.run_seeds import ClusterKind, plan_of, run_seed
+from twinpool.sim.run.sim_command import ClusterKind, plan_of, run_seed
 
 BLOCK = 10
 

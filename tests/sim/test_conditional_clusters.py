@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from twinpool.sim.run.run_seeds import ClusterKind, plan_of, run_seed
+from twinpool.sim.run.sim_command import ClusterKind, plan_of, run_seed
 
 BLOCK = 10
 

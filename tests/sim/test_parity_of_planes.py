@@ -29,8 +29,7 @@ from twinpool.contracts.messages.rank_orders import WriteArrived
 from twinpool.sim.fabric.plane_faults import WireDamage
 from twinpool.sim.fabric.sim_network import SimNetwork
 from twinpool.sim.fabric.sim_plane import SimPlane
-from twinpool.sim.fabric.sim_process import SimProcess
-from twinpool.sim.fabric.virtual_time import VirtualTime
+from twinpool.sim.fabric.virtual_time import SimProcess, VirtualTime
 from twinpool.transfer.planes.data_plane import (
     SLOT_BYTES,
     PageNumbers,

@@ -43,11 +43,9 @@ from twinpool.router.links.grpc_worker import GrpcWorkerClient
 from twinpool.router.links.worker_links import WorkerLinks
 from twinpool.router.state.worker_table import WorkerKey
 from twinpool.sim.fabric.plane_faults import StoreFaults, WireDamage
-from twinpool.sim.fabric.sim_arena import SimArenas
-from twinpool.sim.fabric.sim_channel import SimSwitch
-from twinpool.sim.fabric.sim_network import SimNetwork
-from twinpool.sim.fabric.sim_process import SimProcess
-from twinpool.sim.fabric.virtual_time import VirtualTime
+from twinpool.sim.fabric.sim_network import SimNetwork, SimSwitch
+from twinpool.sim.fabric.sim_storage import SimArenas
+from twinpool.sim.fabric.virtual_time import SimProcess, VirtualTime
 from twinpool.sim.nodes.build_sim_worker import SimWorld
 from twinpool.sim.nodes.sim_link import SimLink
 from twinpool.sim.nodes.sim_worker import SimHost

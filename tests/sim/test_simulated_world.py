@@ -9,10 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from twinpool.sim.fabric.sim_channel import SimControlTransport, SimSwitch
-from twinpool.sim.fabric.sim_network import SimNetwork
-from twinpool.sim.fabric.sim_process import SimProcess
-from twinpool.sim.fabric.virtual_time import VirtualTime
+from twinpool.sim.fabric.sim_network import SimControlTransport, SimNetwork, SimSwitch
+from twinpool.sim.fabric.virtual_time import SimProcess, VirtualTime
 from twinpool.transfer.net.control_channel import ControlTransport
 from twinpool.transfer.net.waiter import Waiter
 from twinpool.transfer.net.zmq_channel import ZmqControlTransport

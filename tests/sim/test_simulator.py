@@ -16,11 +16,9 @@ from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.router.state.routed_request import RoutedRequest
 from twinpool.sim.run.run_scenario import run_plan
-from twinpool.sim.run.run_seeds import run_seed
-from twinpool.sim.run.sim_command import sim
+from twinpool.sim.run.sim_command import run_seed, shrink, sim
 from twinpool.sim.scenario.scenario import KINDS, PlannedFault, Scenario
 from twinpool.sim.scenario.scenario_draw import draw
-from twinpool.sim.scenario.shrink import shrink
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -109,7 +107,7 @@ def test_the_same_seed_gives_the_same_log_in_processes_that_hash_differently() -
     """Nothing hangs on the order of a set, on an address or on the time of day."""
     # Seeds that between them have every plane, late devices, tiers, storage and most faults.
     replay = (
-        "from twinpool.sim.run.run_seeds import run_seed\n"
+        "from twinpool.sim.run.sim_command import run_seed\n"
         "for n in range(12): print(*run_seed(n, keep_log=True).log, sep='\\n')"
     )
     logs = []

@@ -18,7 +18,7 @@ from tests.support.changing_cluster import Load, some_prompts
 from tests.support.checkpoints import Oracle, compare, make_checkpoint
 from tests.support.served_cluster import ROOT, serving, until
 from twinpool.contracts.ids import PAIR
-from twinpool.sim.scale.trace_file import read_trace
+from twinpool.sim.scale.traffic import read_trace
 
 TRACE = ROOT / "bench" / "traces" / "conversation_200.jsonl"
 CALM, BURST = Phase(40.0, 0.05), Phase(50.0, 1.0)

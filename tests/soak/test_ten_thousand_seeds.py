@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.sim.bugs.run import planted, seeds_to_find
-from twinpool.sim.run.run_seeds import ClusterKind, run_seeds
+from twinpool.sim.run.sim_command import ClusterKind, run_seeds
 from twinpool.sim.scenario.scenario import KINDS
 
 SEEDS, PORTION = 10_000, 500

@@ -30,11 +30,9 @@ from twinpool.contracts.ids import Incarnation, RoomId, WorkerName
 from twinpool.contracts.messages.fingerprint import Fingerprint
 from twinpool.contracts.messages.router_commands import PeerRef
 from twinpool.sim.fabric.plane_faults import StoreFaults, WireDamage
-from twinpool.sim.fabric.sim_channel import SimControlTransport, SimSwitch
-from twinpool.sim.fabric.sim_network import SimNetwork
+from twinpool.sim.fabric.sim_network import SimControlTransport, SimNetwork, SimSwitch
 from twinpool.sim.fabric.sim_plane import SimPlane
-from twinpool.sim.fabric.sim_process import SimProcess
-from twinpool.sim.fabric.virtual_time import VirtualTime
+from twinpool.sim.fabric.virtual_time import SimProcess, VirtualTime
 from twinpool.transfer.net.waiter import Waiter
 from twinpool.transfer.net.zmq_channel import ZmqControlTransport
 from twinpool.transfer.planes.data_plane import DataPlane, PageNumbers

@@ -18,8 +18,7 @@ from twinpool.sim.scale.cluster_model import ClusterModel
 from twinpool.sim.scale.cluster_plan import ClusterPlan, DecodePool, LatencyTarget, PrefillPool
 from twinpool.sim.scale.scale_command import ScaleOptions, simulate_scale
 from twinpool.sim.scale.scale_figures import RunReport
-from twinpool.sim.scale.trace_file import read_trace
-from twinpool.sim.scale.traffic import SimRequest, TrafficShape, drawn
+from twinpool.sim.scale.traffic import SimRequest, TrafficShape, drawn, read_trace
 
 TRACE = Path(__file__).parents[3] / "bench" / "traces" / "conversation_200.jsonl"
 SHAPE = TrafficShape(150, 60.0, 1, prompts=(700, 1500, 9000), answers=(1, 2, 40, 200), think_s=5.0)

@@ -12,9 +12,8 @@ from twinpool.router.kv_indexer.holder_sets import DEVICE
 from twinpool.sim.fabric.step_costs import StepCosts, StepRun, pairs_of
 from twinpool.sim.scale.cluster_plan import DecodePool, PrefillPool
 from twinpool.sim.scale.decode_model import DecodeModel, DecodeRow
-from twinpool.sim.scale.gap_histogram import GapHistogram
-from twinpool.sim.scale.prefill_model import PrefillModel, PromptJob
-from twinpool.sim.scale.prefix_cache import PrefixCache
+from twinpool.sim.scale.prefill_model import PrefillModel, PrefixCache, PromptJob
+from twinpool.sim.scale.scale_figures import GapHistogram
 from twinpool.sim.scale.traffic import TrafficBurst, TrafficShape, drawn
 
 COSTS = StepCosts(prefill_pair_s=1e-7, decode_row_s=0.003, decode_context_s=2e-6)

@@ -15,12 +15,10 @@ from twinpool.contracts.errors import ConfigError
 from twinpool.sim.fabric.step_costs import StepCosts, pairs_of
 from twinpool.sim.scale.cluster_model import ClusterModel
 from twinpool.sim.scale.cluster_plan import ClusterPlan, DecodePool, PrefillPool
-from twinpool.sim.scale.cost_file import MeasuredCosts, read_costs
-from twinpool.sim.scale.cost_fit import BatchProbe, PromptProbe, fit_costs
+from twinpool.sim.scale.measured_costs import BatchProbe, MeasuredCosts, PromptProbe, fit_costs, read_costs
 from twinpool.sim.scale.pool_search import PoolPrediction, PoolSearch
 from twinpool.sim.scale.scale_figures import RunReport
-from twinpool.sim.scale.trace_file import read_trace
-from twinpool.sim.scale.traffic import SimRequest, replayed, scaled_block
+from twinpool.sim.scale.traffic import SimRequest, read_trace, replayed, scaled_block
 
 SLICE = ROOT / "bench/traces/conversation_200.jsonl"
 CHUNK = 512

@@ -17,7 +17,7 @@ from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.sim.fabric.plane_faults import StoreFault, StoreFaults
 from twinpool.sim.fabric.sim_plane import SimPlane
-from twinpool.sim.fabric.sim_process import SimProcess
+from twinpool.sim.fabric.virtual_time import SimProcess
 from twinpool.transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["all"]
