@@ -6,7 +6,7 @@ from their second token on there is no difference between them.
 
 What runs here is what the pool of decode workers is for, so prompts are held to a smaller budget: a step with running
 requests has `disaggregation.step_tokens` tokens at most, of which prompts get what rows leave, and a page at least. How
-many prompts come is the router's decision (`router.core.local_prefill`).
+many prompts come is the router's decision (`router.core.routing_policies`).
 """
 
 from __future__ import annotations

@@ -39,8 +39,7 @@ from twinpool.contracts.messages.router_report import COUNTERS, RouterReport
 from twinpool.router.api.app import create_app
 from twinpool.router.api.router_server import RouterServer
 from twinpool.router.main import listen
-from twinpool.router.records.make_record import make_record
-from twinpool.router.records.record_draft import RecordDraft
+from twinpool.router.records.make_record import RecordDraft, make_record
 from twinpool.router.service.controller_ports import ControllerPorts
 from twinpool.router.service.router_service import RouterService
 from twinpool.sim.scale.cluster_model import ClusterModel

@@ -28,14 +28,14 @@ from twinpool.contracts.errors import ConfigError, TwinpoolError
 from twinpool.contracts.json_logs import log_to_stream
 from twinpool.contracts.messages.router_report import RouterIdentity
 from twinpool.router.api.app import create_admin_app, create_app
-from twinpool.router.api.connection_limits import raise_descriptor_limit
-from twinpool.router.api.port_handover import Predecessor
+from twinpool.router.api.http_protocol import raise_descriptor_limit
+from twinpool.router.api.listeners import Predecessor
 from twinpool.router.api.router_server import LIVE_CONNECTIONS, AdminListener, RouterListeners, RouterServer
 from twinpool.router.links.controller_directory import ControllerDirectory
 from twinpool.router.service.controller_ports import ControllerPorts
 from twinpool.router.service.router_service import RouterService
 from twinpool.router.state.router_log import log
-from twinpool.router.tokenizer_pool.c_heap import map_large_buffers
+from twinpool.router.tokenizer_pool.tokenizer_process import map_large_buffers
 
 BACKLOG = 2048
 

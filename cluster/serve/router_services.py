@@ -1,6 +1,6 @@
 """The routers' processes on the machine of `serve`.
 
-A router's successor takes its port over (`router.api.port_handover`), so no connection is refused, and the old process
+A router's successor takes its port over (`router.api.listeners`), so no connection is refused, and the old process
 ends once its answers have. The sockets for that, and for the probe whether a router lives, are named by router and
 mark.
 """

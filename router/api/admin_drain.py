@@ -66,7 +66,7 @@ async def _drain(service: RouterService, exchange: HttpExchange) -> None:
     if isinstance(target, ApiError):
         return await exchange.fail(target)
     if asked(exchange, "now"):
-        return await _hurry(service, exchange, target)
+        return await _fail_over_now(service, exchange, target)
     if failure := undrainable(service, target, force=asked(exchange, "force")):
         return await exchange.fail(failure)
     ready = target.in_state("ready")
@@ -105,7 +105,7 @@ def undrainable(
     return None
 
 
-async def _hurry(service: RouterService, exchange: HttpExchange, target: DrainTarget) -> None:
+async def _fail_over_now(service: RouterService, exchange: HttpExchange, target: DrainTarget) -> None:
     """Start requests of draining workers over elsewhere; a request that no other worker can take stays.
 
     Answers with ``taken`` and ``kept``, counts of requests.

@@ -17,11 +17,10 @@ from twinpool.router.api import admin_pools as pools
 from twinpool.router.api import admin_requests as requests
 from twinpool.router.api import admin_settings as settings
 from twinpool.router.api import admin_status as admin
-from twinpool.router.api.absent_endpoints import why_absent
 from twinpool.router.api.asgi_exchange import AsgiReceive, AsgiScope, AsgiSend, HttpExchange
-from twinpool.router.api.connection_limits import OPEN_PATHS
 from twinpool.router.api.front_page import PATH as FRONT
-from twinpool.router.api.front_page import answer_front
+from twinpool.router.api.front_page import answer_front, unsupported_reason
+from twinpool.router.api.http_protocol import OPEN_PATHS
 from twinpool.router.api.openapi import openapi_document
 from twinpool.router.openai.api_errors import (
     ApiError,
@@ -37,7 +36,7 @@ from twinpool.router.openai.api_errors import (
 from twinpool.router.openai.parse_request import check_model, sampling_defaults
 from twinpool.router.openai.response_stream import WRITE_BYTES, ResponseStream, StreamHeartbeat
 from twinpool.router.openai.resume_headers import KEY_HEADER, SEEN_HEADER, read_resume_headers
-from twinpool.router.records.refusals import RefusedRequest
+from twinpool.router.records.kept_records import RefusedRequest
 from twinpool.router.security.tenant_accounts import TenantLimited
 from twinpool.router.service.request_limits import SESSION_HEADER, SLO_HEADER
 from twinpool.router.service.router_service import RouterService
@@ -45,7 +44,7 @@ from twinpool.router.state.router_log import log
 from twinpool.router.state.trace_context import NO_TRACE, TRACE_HEADER, read_traceparent
 from twinpool.router.tokenizer_pool.tokenizer_process import FrameKind
 
-LAST_WORD_S = 5.0
+ERROR_WRITE_TIMEOUT_S = 5.0
 """How long writing the error of an answer that was cut short may take."""
 CLIENT_GRACE_S = 30.0
 """How long after its deadline a request may end before the handler itself gives up on it."""
@@ -162,7 +161,7 @@ def _find(exchange: HttpExchange, routes: Routes, prefixes: Routes) -> Handler |
         for prefix, found in prefixes.items():
             if exchange.path.startswith(prefix) and len(exchange.path) > len(prefix):
                 methods = found
-    if methods is None and (why := why_absent(exchange.path)):
+    if methods is None and (why := unsupported_reason(exchange.path)):
         return ApiError(404, f"{exchange.path} isn't here: {why}", "invalid_request_error", "not_supported")
     if methods is None:
         return ApiError(404, f"no such endpoint: {exchange.path}", "invalid_request_error", "not_found")
@@ -317,9 +316,9 @@ async def _stream(service: RouterService, exchange: HttpExchange, stream: Respon
 
 
 async def _give_up(exchange: HttpExchange, stream: ResponseStream, failure: ApiError) -> None:
-    """End an answer that was cut short with an error, unless the client takes nothing for `LAST_WORD_S`."""
+    """End an answer that was cut short with an error, unless the client takes nothing for `ERROR_WRITE_TIMEOUT_S`."""
     with suppress(TimeoutError):
-        async with asyncio.timeout(LAST_WORD_S):
+        async with asyncio.timeout(ERROR_WRITE_TIMEOUT_S):
             if exchange.started:
                 await exchange.write(stream.answer.failed(failure), more=False)
             else:

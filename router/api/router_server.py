@@ -17,10 +17,8 @@ from typing import Any, NamedTuple, cast
 import uvicorn
 
 from twinpool.router.api.app import App, health_problems
-from twinpool.router.api.connection_limits import BoundedHttpProtocol, ClientConnections
-from twinpool.router.api.port_handover import PortHandover, Predecessor
-from twinpool.router.api.tls_listener import TlsListener
-from twinpool.router.security.https_certificate import HttpsCertificate
+from twinpool.router.api.http_protocol import BoundedHttpProtocol, ClientConnections
+from twinpool.router.api.listeners import HttpsCertificate, PortHandover, Predecessor, TlsListener
 from twinpool.router.service.router_service import RouterService
 from twinpool.router.state.router_log import log
 
@@ -37,7 +35,7 @@ TICKS = 10
 HEALTHY_S = 60.0
 """How long a router that replaces another one waits for links to workers that there are, before it accepts connections
 all the same: its predecessor may be no healthier."""
-LOOK_S = 0.05
+POLL_INTERVAL_S = 0.05
 ONE_REQUEST_S = 1.0
 """Signals within so many seconds are one request to end."""
 CLOSE = (b"connection", b"close")
@@ -226,8 +224,8 @@ class RouterServer(uvicorn.Server):
                     problems=health_problems(self._service),
                 )
                 return
-            await asyncio.sleep(LOOK_S)
-            waited += LOOK_S
+            await asyncio.sleep(POLL_INTERVAL_S)
+            waited += POLL_INTERVAL_S
 
     async def _listen(
         self, bound: socket.socket, make: Callable[..., BoundedHttpProtocol], connections: ClientConnections

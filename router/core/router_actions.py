@@ -10,10 +10,10 @@ from twinpool.contracts.ids import RequestId
 from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.worker_events import Done
 from twinpool.contracts.sampling_params import TokenLogprob
-from twinpool.router.core.answer_asks import AskEnded
+from twinpool.router.core.answer_lookups import LookupEnded
 from twinpool.router.state.routed_request import AttemptCost
 from twinpool.router.state.worker_table import WorkerKey
-from twinpool.router.verification.audit_cases import AuditEnded, AuditFinding
+from twinpool.router.verification.audits import AuditEnded, AuditFinding
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class NoteReplay:
 
 
 RouterAction = (
-    SendCommand | DeliverTokens | DeliverScores | EndRequest | NoteReplay | AuditFinding | AuditEnded | AskEnded
+    SendCommand | DeliverTokens | DeliverScores | EndRequest | NoteReplay | AuditFinding | AuditEnded | LookupEnded
 )
 
 

@@ -28,12 +28,10 @@ from twinpool.contracts.messages.router_commands import Cancel, PeerRef, Submit
 from twinpool.contracts.messages.worker_events import Audited, Done, Event, LegReport, PromptScores, Tokens
 from twinpool.contracts.messages.worker_status import WorkerStatus, WorkerView
 from twinpool.contracts.sampling_params import TokenLogprob
-from twinpool.router.core.answer_asks import AnswerAsks, FoundAnswer
+from twinpool.router.core.answer_lookups import AnswerLookups, FoundAnswer
 from twinpool.router.core.failover import AttemptFailure, Fail, Failover, Finish, Retry
-from twinpool.router.core.local_prefill import LocalPrefill
 from twinpool.router.core.placement import Placement, PredictedTtft
-from twinpool.router.core.progress_watch import ProgressWatch
-from twinpool.router.core.routed_requests import RoutedRequests
+from twinpool.router.core.routed_requests import ProgressWatch, RoutedRequests
 from twinpool.router.core.router_actions import (
     DeliverScores,
     DeliverTokens,
@@ -43,10 +41,9 @@ from twinpool.router.core.router_actions import (
     RouterCounts,
     SendCommand,
 )
-from twinpool.router.core.routing_policies import make_policy
-from twinpool.router.core.worker_rates import PoolRates
+from twinpool.router.core.routing_policies import LocalPrefill, PoolRates, make_policy
+from twinpool.router.kv_indexer.holder_table import KVIndexReader
 from twinpool.router.kv_indexer.prefix_indexes import PrefixIndexes
-from twinpool.router.kv_indexer.told_prefixes import ToldPrefixes
 from twinpool.router.migration.migrations import Migrations
 from twinpool.router.state.request_journal import JournalKind
 from twinpool.router.state.routed_request import AttemptCost, AttemptLeg, RoutedRequest
@@ -76,7 +73,7 @@ class RouterCore:
         short_share: float = 0.0,
         cache: CacheConfig = CacheConfig(),  # noqa: B008 (frozen)
         local: LocalPrefill | None = None,
-        told: ToldPrefixes | None = None,
+        told: KVIndexReader | None = None,
         rng: random.Random | None = None,
     ) -> None:
         """`short_share`: `prefill.short_share`, of which predictions know. `cache`: of prefill workers. `local`: says
@@ -100,7 +97,7 @@ class RouterCore:
             send=lambda worker, command: self._actions.append(SendCommand(worker, command)),
             replay=lambda r, reason: self._retry(r, AttemptFailure(reason, cost=AttemptCost.REFUSAL)),
         )
-        self.asks = AnswerAsks(clock, self.workers, mint_room, config.resume_wait_s)
+        self.asks = AnswerLookups(clock, self.workers, mint_room, config.resume_wait_s)
         self._actions: list[RouterAction] = []
 
     def serving(self, role: Role) -> list[WorkerEntry]:
@@ -195,7 +192,7 @@ class RouterCore:
 
     # ------------------------------------------------------------ requests come and go
 
-    def late_if_taken(self, requests: Sequence[RoutedRequest]) -> PredictedTtft | None:
+    def predict_slo_miss(self, requests: Sequence[RoutedRequest]) -> PredictedTtft | None:
         """When the first tokens of new requests, which come together, are predicted to come, where that is too late:
         the caller refuses them, and doesn't submit them. None: they may be taken."""
         now, due = self._clock.now(), requests[0].first_token_by

@@ -3,24 +3,113 @@
 Placement leaves out whoever can't take the request (`router/core/placement.py`); a policy chooses among the rest. Each
 looks at the same view: the workers' loads, and what they hold of the prompt. Ties go to the worker that was chosen
 longest ago, so that idle workers take turns.
+
+**Rates of prefill workers** (`PoolRates`) are as they measured them: how fast each computes and loads, beside the
+others. A worker's rate moves with what its steps happened to hold: two equal ones were seen to tell rates that differ
+by 1.4. A choice by such figures would send everything to whoever was luckiest. So a worker counts as of usual speed
+unless it is off by more than a factor of 1.4, and then in powers of two.
+
+**A decode worker computes a prompt itself** (`LocalPrefill`) where its answer is expected to begin earlier than by a
+hand-over. By hand-over a prompt waits in the queue of its prefill worker, is computed, and what decode lacks of it is
+sent, before which the answer can't go on. Locally it waits behind the prompts that the decode worker computes already,
+and is computed in the smaller steps of a worker with running requests; what that worker holds of it needs neither. All
+of these are measured: a first token by when it came after the prompt was sent (`router.state.prefill_queue`), a
+transfer by what decode says came after the computation.
+
+A decode worker that was not given a prompt lately, or only far shorter ones, is expected to compute like the prefill
+worker, but with the fixed part of a prompt's cost in each of its steps. Until the prefill worker was measured, prompts
+are handed over.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from math import log2
+from statistics import median
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from twinpool.contracts.config.cache_config import PrefetchConfig
-from twinpool.router.core.worker_rates import PoolRates
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.worker_config import DisaggregationConfig
+from twinpool.contracts.ids import Role
 from twinpool.router.kv_indexer.prefix_indexes import PromptHits
 from twinpool.router.state.able_workers import UNKNOWN_ROOM, AbleWorkers
-from twinpool.router.state.worker_table import SEQUENCE_TOKENS, WorkerEntry
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.state.worker_table import SEQUENCE_TOKENS, WorkerEntry, WorkerKey, WorkerTable
+
+LOAD_SHARE = 0.1
+"""What loading a token from host memory costs where it wasn't measured, in tokens that are computed meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRates:
+    """The rates of one worker. `slowness`: how long it takes, over the usual time; 1 is usual. `load_share`: what
+    loading a token from its host memory costs, in tokens of usual speed. `tokens_per_s`: prompt tokens that it
+    computes."""
+
+    slowness: float
+    load_share: float
+    tokens_per_s: float
+
+
+class PoolRates:
+    """The rates of all workers of the table that compute prompts and have told theirs."""
+
+    def __init__(self) -> None:
+        self.known: Mapping[WorkerKey, PrefillRates] = {}
+        self._told: dict[WorkerKey, tuple[float, float]] = {}
+        """What `known` was made of: tokens a second that each worker computes, and that it loads."""
+        self._keys: list[WorkerKey] = []
+        self._rows = _rows((), {})
+
+    def of(self, able: AbleWorkers) -> NDArray[np.float64]:
+        """The rates of these workers, a row each: slowness, load share, tokens a second; the last is 0 where it isn't
+        known. (workers, 3)."""
+        if self._keys is able.columns.keys:
+            return self._rows[able.at]
+        return _rows([e.key for e in able], self.known)
+
+    def follow(self, workers: Iterable[WorkerEntry]) -> None:
+        """Take in the table of workers, with their latest counters."""
+        told: dict[WorkerKey, tuple[float, float]] = {}
+        for entry in workers:
+            counters = entry.status.counters
+            computed = counters.get("compute_tokens_per_s", 0.0)
+            if computed > 0 and entry.record.role is not Role.DECODE:
+                told[entry.key] = computed, counters.get("load_tokens_per_s", 0.0)
+        usual = median(computed for computed, _ in told.values()) if told else 1.0
+        keys = workers.keys if isinstance(workers, WorkerTable) else []
+        if keys is self._keys and told == self._told and keys:
+            return
+        self._keys, self._told = keys, told
+        alike: dict[tuple[float, float], PrefillRates] = {}
+        known: dict[WorkerKey, PrefillRates] = {}
+        for key, rates in told.items():
+            if rates not in alike:
+                computed, loaded = rates
+                alike[rates] = PrefillRates(
+                    slowness=2.0 ** round(log2(usual / computed)),
+                    load_share=min(1.0, usual / loaded) if loaded > 0 else LOAD_SHARE,
+                    tokens_per_s=computed,
+                )
+            known[key] = alike[rates]
+        self.known = known
+        self._rows = _rows(self._keys, self.known)
+
+
+def _rows(keys: Sequence[WorkerKey], known: Mapping[WorkerKey, PrefillRates]) -> NDArray[np.float64]:
+    found = np.zeros((len(keys), 3))
+    for at, key in enumerate(keys):
+        if (rates := known.get(key)) is not None:
+            found[at] = rates.slowness, rates.load_share, rates.tokens_per_s
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,3 +296,65 @@ def make_policy(name: str, rates: PoolRates, prefetch: PrefetchConfig, rng: rand
         "session": Session,
     }
     return makers[name]()
+
+
+class LocalReason(StrEnum):
+    """Why a decode worker computes a prompt itself."""
+
+    EARLIER = "earlier"
+    """Its first token is expected earlier so."""
+    NO_PREFILL = "no_prefill"
+    """No prefill worker can take it."""
+    HANDOVER_FAILED = "handover_failed"
+    """Between the workers that would be chosen a hand-over of it has failed."""
+
+
+class LocalPrefill:
+    """Compares a hand-over with a local prompt; see the module's prose. Times are seconds of the router core's
+    clock."""
+
+    def __init__(self, config: DisaggregationConfig, page_tokens: int) -> None:
+        """`page_tokens`: `cache.page_tokens` of decode, the least that prompts get of a step."""
+        self._config, self._page_tokens = config, page_tokens
+
+    def has_room(self, decode: WorkerEntry, tokens: int) -> bool:
+        """Whether a decode worker may be given `tokens` more of prompts, while a prefill worker could take them."""
+        return decode.local_tokens + decode.other_local + tokens <= self._config.local_tokens
+
+    def local_s(
+        self, r: RoutedRequest, decode: WorkerEntry, uncached: int, prefill: WorkerEntry, now: float
+    ) -> float | None:
+        """The seconds after which a local prompt is computed of which the worker lacks `uncached` tokens; None where
+        nothing is known of its speed or the prefill worker's."""
+        if decode.prompts.measured(uncached, now):
+            return decode.prompts.expect(uncached, r.priority, now, r.share)
+        cost = prefill.prompts.cost
+        if cost is None:
+            return None
+        tokens = decode.local_tokens + decode.other_local + uncached
+        a_step = max(self._page_tokens, self._config.step_tokens - decode.whole_load)
+        return cost[0] * -(-tokens // a_step) + cost[1] * tokens
+
+    def handover_s(
+        self,
+        r: RoutedRequest,
+        prefill: WorkerEntry,
+        uncached: int,
+        decode: WorkerEntry | None,
+        lacking: int,
+        now: float,
+    ) -> float | None:
+        """The seconds after which a prompt is computed and at its decode worker, if it needs one. `uncached` and
+        `lacking`: tokens that prefill computes and that are sent. None where too little was seen of the prefill
+        worker."""
+        computed = prefill.prompts.expect(uncached, r.priority, now, r.share)
+        if computed is None or decode is None:
+            return computed
+        return computed + (decode.transfers.seconds(lacking) or 0.0)
+
+
+def local_prefill(config: Config) -> LocalPrefill | None:
+    """Return what compares the two, by the configuration; None where each prompt is handed over."""
+    if not config.conditional:
+        return None
+    return LocalPrefill(config.disaggregation, config.cache_for(Role.DECODE).page_tokens)

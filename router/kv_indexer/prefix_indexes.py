@@ -4,22 +4,226 @@ A worker whose events are followed in full (*live*) holds what they say, and bes
 seconds, which no event confirms yet. Of any other worker what it was sent is all that is known. What decode workers
 hold is known from events alone, unless they compute prompts as well. A wrong answer costs a worse choice and nothing
 else.
+
+**Recent prefixes** are the blocks that this router sent to workers in the last seconds. No event confirms these yet, so
+every choice of a prefill worker asks for them, and every prompt that is placed is
+entered. They are few and nobody else reads them: a dictionary of Python's answers in the time that a lookup in arrays
+takes to begin. The holders of a block are the bits of one number, which blocks of one prompt share.
+
+There are two halves, which take turns: what is sent goes into the younger one, and the older one is emptied when it has
+been there for long enough, or when the younger one is full.
+
+**Sent prefixes** are what this router has sent to each prefill worker, and so expects to be there. It is a guess: a
+worker has every block that it was sent. Placement needs it where a worker tells nothing of its cache (no KV events, or
+an index that is dead), and for prompts that were sent a moment ago, whose pages no event confirms yet. So there are two
+memories: one of all that was sent, in a table of a fixed size (`router.kv_indexer.holder_table`) in which the oldest
+gives way, and one of the last seconds.
+
+What was sent dies with the worker's incarnation, as its cache does, unless the next incarnation reports that it has
+adopted the last one's host memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from twinpool.router.kv_indexer.sent_prefixes import SentPrefixes
-from twinpool.router.kv_indexer.table_slots import SlotList
-from twinpool.router.kv_indexer.told_prefixes import ToldPrefix, ToldPrefixes
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.router.kv_indexer.holder_sets import DEVICE
+from twinpool.router.kv_indexer.holder_table import HolderTable, KVIndexReader, ToldPrefix
+from twinpool.router.kv_indexer.table_memory import SlotList, TableMemory, TableSize
 from twinpool.router.state.able_workers import AbleWorkers
 from twinpool.router.state.prefix_hashes import PrefixHashes
 from twinpool.router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
+
+RECENT_S = 10.0
+"""Seconds for which a prompt that was sent counts as there, whatever the worker's events say; at most twice as long."""
+RECENT_BLOCKS = 200_000
+"""Blocks of a half, of some 100 bytes each: beyond it, what was sent counts as there for a shorter time."""
+
+
+class RecentPrefixes:
+    """What was sent to each slot lately. Times are seconds of the router core's clock."""
+
+    def __init__(self, slots: int, blocks: int = RECENT_BLOCKS) -> None:
+        """`slots`: how many there are; `blocks`: the most of each half."""
+        assert blocks > 0
+        self._slots, self._most = slots, blocks
+        self._halves: list[dict[int, int]] = [{}, {}]
+        """The younger first: the slots that were sent a block, as bits, by its key."""
+        self._turned = 0.0
+        """When the halves took turns last."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._halves))
+
+    def sent(self, slot: int, blocks: NDArray[np.uint64], now: float) -> None:
+        """Enter a prompt's blocks, in order, that go to a slot."""
+        self._turn(now)
+        keys: list[int] = blocks[-self._most :].tolist()
+        half, bit = self._halves[0], 1 << slot
+        if not keys or half.get(keys[-1], 0) & bit:
+            return  # Who was sent a prompt's last block was sent all of it.
+        if len(half) + len(keys) > self._most:
+            self._halves.reverse()
+            half = self._halves[0]
+            half.clear()
+            self._turned = now
+        more: dict[int, int] = {}
+        """By the holders of a block those that it has with this slot: one number for all blocks with the same."""
+        for key in keys:
+            holders = half.get(key)
+            if holders is None:
+                half[key] = bit
+            else:
+                if holders not in more:
+                    more[holders] = holders | bit
+                half[key] = more[holders]
+
+    def find(self, blocks: NDArray[np.uint64], ends: NDArray[np.int32], now: float) -> NDArray[np.int32]:
+        """Return how many positions of a prompt each slot was sent: int32 (slots,). `blocks`: some of its blocks, in
+        order; `ends`: the positions where they end."""
+        self._turn(now)
+        found = np.zeros(self._slots, np.int32)
+        keys, depths = blocks[::-1].tolist(), ends[::-1].tolist()
+        for half in self._halves:
+            met = 0
+            for key, depth in zip(keys, depths, strict=True) if half else ():
+                # From the deepest on, so that a slot counts where it is met for the first time.
+                if (holders := half.get(key)) is not None and (new := holders & ~met):
+                    met |= new
+                    if new & (new - 1):
+                        bits = np.frombuffer(new.to_bytes(-(-self._slots // 8), "little"), np.uint8)
+                        there = np.unpackbits(bits, count=self._slots, bitorder="little")
+                        np.maximum(found, there * np.int32(depth), out=found)
+                    else:
+                        slot = new.bit_length() - 1
+                        found[slot] = max(found[slot], depth)
+        return found
+
+    def forget(self, slots: Collection[int]) -> None:
+        """Take slots out of what was sent."""
+        gone = sum(1 << slot for slot in set(slots))
+        for half in self._halves:
+            for key in [key for key, holders in half.items() if holders & gone]:
+                if left := half[key] & ~gone:
+                    half[key] = left
+                else:
+                    del half[key]
+
+    def _turn(self, now: float) -> None:
+        """Empty the older half when it is time to."""
+        if now - self._turned >= RECENT_S:
+            self._halves.reverse()
+            for half in self._halves if now - self._turned >= 2 * RECENT_S else self._halves[:1]:
+                half.clear()
+            self._turned = now
+
+
+SENT_BYTES = 32 * 1024**2
+"""Memory for all that was sent: 1.6 million blocks of 64 tokens, whichever workers they were sent to."""
+ADOPTED_AT_MOST = 4
+"""Incarnations whose blocks one may have adopted, one from the other."""
+
+
+@dataclass(slots=True)
+class SentWorker:
+    """The memory of one worker: the slots of its incarnation, the one that is written first."""
+
+    incarnation: Incarnation
+    slots: tuple[int, ...]
+    """More than one where it has adopted what earlier incarnations had."""
+    previous: tuple[int, ...] = ()
+    """Slots of the last incarnation that was sent anything, until this one has said whether it adopted that."""
+    used: bool = False
+    """Whether it was sent anything."""
+
+
+class SentPrefixes:
+    """What was sent to the workers of the table. Times are seconds of the router core's clock."""
+
+    def __init__(
+        self, sent_bytes: int = SENT_BYTES, recent_blocks: int = RECENT_BLOCKS, *, of_decode: bool = False
+    ) -> None:
+        """`recent_blocks`: the most of each half of what was sent lately. `of_decode`: whether what decode workers are
+        sent is remembered, too."""
+        self._of_decode = of_decode
+        self._sent = HolderTable(TableMemory.private(TableSize.of_bytes(sent_bytes)))
+        self._recent = RecentPrefixes(self._sent.memory.size.slots, recent_blocks)
+        self._workers: dict[WorkerName, SentWorker] = {}
+        self._free = list(reversed(range(self._sent.memory.size.slots)))
+        self._left: list[int] = []
+        """Slots that nobody looks at any more, not yet taken out of the tables."""
+
+    @property
+    def table(self) -> HolderTable:
+        """The memory of all that was sent."""
+        return self._sent
+
+    def follow(self, workers: Iterable[WorkerEntry]) -> None:
+        """Take in the table of workers: a slot for each new incarnation that is remembered, none for workers that are
+        gone."""
+        known, self._workers = self._workers, {}
+        for entry in workers:
+            name, incarnation = entry.record.name, entry.record.incarnation
+            worker = known.pop(name, None)
+            # While a worker decodes, what it had as a prefill worker is kept.
+            if entry.record.role is not Role.DECODE or self._of_decode:
+                if worker is None:
+                    worker = SentWorker(incarnation, self._take())
+                elif worker.incarnation != incarnation:
+                    worker = self._next(worker, incarnation)
+                if worker.previous and entry.status.counters.get("arena_pages_adopted", 0) > 0:
+                    self._adopt(worker)
+            if worker is not None:
+                self._workers[name] = worker
+        for gone in known.values():
+            self._left += gone.slots + gone.previous
+
+    def slots(self, worker: WorkerKey) -> tuple[int, ...]:
+        """Return the slots of a worker; none where it isn't remembered, or is another incarnation."""
+        found = self._workers.get(worker[0])
+        return found.slots if found is not None and found.incarnation == worker[1] else ()
+
+    def sent(self, worker: WorkerKey, hashes: PrefixHashes, now: float) -> None:
+        """Enter the blocks of a prompt that goes to a worker of the table."""
+        if slots := self.slots(worker):
+            self._workers[worker[0]].used = True
+            blocks = hashes.blocks
+            # Who was sent a prompt's last block was sent all of it.
+            if not self._sent.holds(slots[0], blocks[-1]):
+                self._sent.add(slots[0], DEVICE, blocks)
+            self._recent.sent(slots[0], blocks, now)
+
+    def find(self, hashes: PrefixHashes) -> NDArray[np.int32]:
+        """Return how many positions of a prompt each slot was sent: int32 (slots,)."""
+        return self._sent.find(*hashes.asked_blocks).held
+
+    def find_recent(self, hashes: PrefixHashes, now: float) -> NDArray[np.int32]:
+        """Return how many each slot was sent lately."""
+        return self._recent.find(*hashes.asked_blocks, now)
+
+    def _take(self) -> tuple[int, ...]:
+        if not self._free:
+            # Slots are taken out together, as that looks through all of the tables.
+            self._sent.forget(self._left)
+            self._recent.forget(self._left)
+            self._free, self._left = self._left, []
+        return (self._free.pop(),) if self._free else ()
+
+    def _next(self, last: SentWorker, incarnation: Incarnation) -> SentWorker:
+        keep, drop = (last.slots, last.previous) if last.used else (last.previous, last.slots)
+        self._left += drop
+        return SentWorker(incarnation, self._take(), keep)
+
+    def _adopt(self, worker: SentWorker) -> None:
+        merged = worker.slots + worker.previous
+        worker.slots, worker.previous, worker.used = merged[:ADOPTED_AT_MOST], (), True
+        self._left += merged[ADOPTED_AT_MOST:]
+
 
 KEEP_S = 0.05
 """Seconds for which the answer about a prompt is good for its other choices."""
@@ -87,7 +291,7 @@ class PromptHits:
 class PrefixIndexes:
     """The indexes of the workers of one router's table. Times are seconds of the router core's clock."""
 
-    def __init__(self, told: ToldPrefixes | None = None, *, of_decode: bool = False) -> None:
+    def __init__(self, told: KVIndexReader | None = None, *, of_decode: bool = False) -> None:
         """`told`: None where there is no index of KV events. `of_decode`: what decode workers were sent counts, too."""
         self.told, self.sent_prefixes = told, SentPrefixes(of_decode=of_decode)
         self._keys: list[WorkerKey] = []

@@ -23,7 +23,7 @@ from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
 from twinpool.contracts.wire.grpc_channels import channel_options, reached
 from twinpool.contracts.wire.secure_grpc import open_channel
 from twinpool.contracts.wire.worker_protobuf import report_from_proto, status_from_proto
-from twinpool.router.links.worker_stream import WorkerStream, open_stream
+from twinpool.router.links.worker_links import WorkerStream, open_stream
 
 INCARNATION_KEY = "twinpool-incarnation"
 CONNECT_TIMEOUT_S = 5.0

@@ -1,15 +1,23 @@
-"""Prometheus metrics of the workers as this router sees them: by their last heartbeats, and by its own books."""
+"""Prometheus metrics of the cluster as this router sees it.
+
+Those of workers are by their last heartbeats and by this router's own books; those of the tiers of their caches by the
+counters of the last heartbeats; those of the KV index as this router reads it; those of the controllers as it is told.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.messages.control_plane import ControlPlane
 from twinpool.contracts.messages.worker_status import CPU_SECONDS, GPU_UTILIZATION
 from twinpool.router.core.router_core import RouterCore
+from twinpool.router.kv_indexer.holder_table import KVIndexReader
 from twinpool.router.state.circuit_breaker import CircuitState
+from twinpool.router.state.worker_table import WorkerEntry
 
 STATES = ("starting", "ready", "draining", "left", "dead")
 _BREAKER = {CircuitState.CLOSED: 0, CircuitState.HALF_OPEN: 1, CircuitState.OPEN: 2}
@@ -118,3 +126,129 @@ def _breakers(core: RouterCore) -> Iterator[Metric]:
         opened.add_metric(labels, entry.breaker.opened)
     yield state
     yield opened
+
+
+_HITS = {"device": "hit_tokens_device", "host": "hit_tokens_host", "storage": "hit_tokens_storage"}
+_ENDED = {"resumed": "resumptions", "recomputed": "recomputed"}
+_RETRACTED_BYTES = {"out": "retracted_bytes", "back": "resumed_bytes"}
+_MOVES = {
+    ("host", "saved"): "pages_saved",
+    ("host", "left_out"): "saves_left_out",
+    ("device", "loaded"): "pages_loaded",
+    ("device", "evicted"): "pages_evicted",
+    ("storage", "stored"): "pages_stored",
+    ("storage", "failed"): "stores_failed",
+    ("storage", "missed"): "stores_missed",
+    ("host", "prefetched"): "pages_prefetched",
+}
+
+
+def tier_metrics(workers: Iterable[WorkerEntry]) -> Iterator[Metric]:
+    """Yield the families, with a sample for each counter that a worker reports: none for tiers that it lacks."""
+    workers = list(workers)
+    yield from _pages(workers)
+    yield from _traffic(workers)
+    yield from _retractions(workers)
+
+
+def _pages(workers: list[WorkerEntry]) -> Iterator[Metric]:
+    labels = [*_LABELS, "tier"]
+    total_pages = GaugeMetricFamily("twinpool_kv_capacity_pages", "Pages that a tier can hold", labels=labels)
+    used = GaugeMetricFamily(
+        "twinpool_kv_used_pages", "Pages in use: on the device those that no prompt may have now", labels=labels
+    )
+    cached = GaugeMetricFamily("twinpool_kv_cached_pages", "Pages that later prompts may share", labels=labels)
+    usage = GaugeMetricFamily("twinpool_kv_usage_ratio", "Pages in use, of those that the tier can hold", labels=labels)
+    for entry in workers:
+        names, status, counters = _names(entry), entry.status, entry.status.counters
+        tiers = {"device": (status.pages_total, status.pages_total - status.pages_free)} if status.pages_total else {}
+        if "host_pages_total" in counters:
+            tiers["host"] = int(counters["host_pages_total"]), int(counters.get("host_pages_used", 0))
+        for tier, (total, taken) in tiers.items():
+            total_pages.add_metric([*names, tier], total)
+            used.add_metric([*names, tier], taken)
+            usage.add_metric([*names, tier], taken / total if total else 0.0)
+        for tier, key in (("device", "device_pages_kept"), ("host", "host_pages_used")):
+            if key in counters:
+                cached.add_metric([*names, tier], counters[key])
+    yield from (total_pages, used, cached, usage)
+
+
+def _traffic(workers: list[WorkerEntry]) -> Iterator[Metric]:
+    hits = CounterMetricFamily(
+        "twinpool_cache_hit_tokens", "Prompt tokens found in a worker's cache", labels=[*_LABELS, "tier"]
+    )
+    moves = CounterMetricFamily("twinpool_cache_moved_pages", "What became of pages", labels=[*_LABELS, "tier", "what"])
+    for entry in workers:
+        names, counters = _names(entry), entry.status.counters
+        for tier, key in _HITS.items():
+            if key in counters:
+                hits.add_metric([*names, tier], counters[key])
+        for (tier, what), key in _MOVES.items():
+            if key in counters:
+                moves.add_metric([*names, tier, what], counters[key])
+    yield hits
+    yield moves
+
+
+def _retractions(workers: list[WorkerEntry]) -> Iterator[Metric]:
+    left = CounterMetricFamily("twinpool_retractions", "Requests that left decode's device for others", labels=_LABELS)
+    ended = CounterMetricFamily(
+        "twinpool_retractions_ended", "Those that went on: from a copy, or computed again", labels=[*_LABELS, "outcome"]
+    )
+    copied = CounterMetricFamily(
+        "twinpool_retracted_bytes", "State copied to host memory and back for them", labels=[*_LABELS, "way"]
+    )
+    away = GaugeMetricFamily("twinpool_requests_retracted", "Requests that are off decode's device", labels=_LABELS)
+    for entry in workers:
+        names, counters = _names(entry), entry.status.counters
+        if "retractions" in counters:
+            left.add_metric(names, counters["retractions"])
+        for outcome, key in _ENDED.items():
+            if key in counters:
+                ended.add_metric([*names, outcome], counters[key])
+        for way, key in _RETRACTED_BYTES.items():
+            if key in counters:
+                copied.add_metric([*names, way], counters[key])
+        if "retracted" in counters:
+            away.add_metric(names, counters["retracted"])
+    yield from (left, ended, copied, away)
+
+
+def _names(entry: WorkerEntry) -> list[str]:
+    return [str(entry.record.name), str(entry.record.role)]
+
+
+def index_metrics(told: KVIndexReader, clock: Clock) -> Iterator[Metric]:
+    """Yield the families; those of the table only while there is one that is believed."""
+    fresh = told.fresh(clock.now())
+    yield GaugeMetricFamily("twinpool_kv_index_up", "1 while the KV index is believed", value=int(fresh))
+    if not fresh or told.memory is None:
+        return
+    header, slots = told.memory.header, told.memory.slots
+    live = int((slots["live"] != 0).sum())
+    yield GaugeMetricFamily("twinpool_kv_index_workers", "Workers whose caches are known in full", value=live)
+    yield GaugeMetricFamily(
+        "twinpool_kv_index_entries", "Pages in the KV index, each once", value=int(header["entries"][0])
+    )
+    yield CounterMetricFamily(
+        "twinpool_kv_index_evicted", "Pages that gave way as the KV index was full", value=int(header["evicted"][0])
+    )
+    yield CounterMetricFamily(
+        "twinpool_kv_index_crowded",
+        "Holders of pages that were left out as the KV index had no room for another set of them",
+        value=int(header["crowded"][0]),
+    )
+
+
+def control_plane_metrics(reachable: bool, plane: ControlPlane | None) -> Iterator[Metric]:
+    """Yield the families; but for the first only where controllers say who leads."""
+    text = "1 while a controller tells this router of the workers"
+    yield GaugeMetricFamily("twinpool_controller_up", text, value=int(reachable))
+    if plane is None:
+        return
+    leader = GaugeMetricFamily("twinpool_controller_info", "1, by where the leader is reached", labels=["leader"])
+    leader.add_metric([plane.leader], 1)
+    yield leader
+    yield CounterMetricFamily("twinpool_controller_terms", "Controllers that have led so far", value=plane.term)
+    yield GaugeMetricFamily("twinpool_controller_standbys", "Controllers that wait to lead", value=len(plane.standbys))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from twinpool.contracts.errors import ErrorKind, RequestError, TwinpoolError
 from twinpool.contracts.messages.worker_events import Done
-from twinpool.router.openai.generate_request import GenerateRequest, UnknownModel
+from twinpool.router.openai.parse_request import GenerateRequest, UnknownModel
 from twinpool.router.security.tenant_accounts import TenantLimited
 
 SHUTDOWN_RETRY_S = 5

@@ -1,26 +1,202 @@
-"""How a model writes answers to chats, by its template: what parses them, and the grammar that makes them so."""
+"""How a model writes answers to chats, by its template: what parses them, and the grammar that makes them so.
+
+A chat's messages are given to the template as it takes them (`messages_for`), where that isn't how OpenAI's API has
+them.
+
+**The generic tool prompt** (`with_tool_prompt`) shows tools, calls and results as text, for chat templates that show
+none of them. The tools are described in the system message, as Hermes' models are told of them; an earlier call is text
+of the assistant's between ``<tool_call>`` and ``</tool_call>``, and the results that follow it are one turn of the
+user's, each between ``<tool_response>`` and ``</tool_response>``. So the messages have no role but those that every
+template knows, and users and assistants take turns, which some templates insist on.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from twinpool.contracts.errors import RequestError
-from twinpool.router.openai.grammar_check import why_not_compiled
+from twinpool.router.openai.client_grammar import why_not_compiled
 from twinpool.router.openai.json_schemas import engine_fault, followed, grammar_of
 from twinpool.router.openai.structured_output import bounded
-from twinpool.router.openai.template_messages import messages_for
-from twinpool.router.openai.tool_prompt import with_tool_prompt
 from twinpool.router.openai.tools import ANY_OBJECT, ChatTool, ToolUse
-from twinpool.router.parsers.answer_parts import PartsParser
-from twinpool.router.parsers.harmony_grammar import answer_rules
-from twinpool.router.parsers.harmony_messages import CALL, RETURN, HarmonyMessages
-from twinpool.router.parsers.lark_literal import quoted
+from twinpool.router.parsers.answer_parts import PartsParser, quoted
+from twinpool.router.parsers.harmony_messages import CALL, RETURN, HarmonyMessages, answer_rules
 from twinpool.router.parsers.reasoning_parser import REASONING, PlainContent, ReasoningParser, opened, reasoning_of
 from twinpool.router.parsers.tool_formats import FORMATS, HARMONY, CallGrammar, format_of
 from twinpool.router.text.chat_template import TemplateTraits
+
+Message = dict[str, Any]
+_RESULTS = ("tool", "function")
+"""Roles of results; the latter is of an older API."""
+_INTRODUCTION = """\
+You can call functions to help with what the user asks. Each line between <tools> and </tools> describes one of them:
+<tools>
+{tools}
+</tools>
+
+To call a function, write its name and its arguments as a JSON object between <tool_call> and </tool_call>:
+<tool_call>
+{{"name": "the function's name", "arguments": {{"the argument's name": "its value"}}}}
+</tool_call>
+{several} The results come between <tool_response> and </tool_response>. If no function helps, answer without a call."""
+_SEVERAL = "To call several, write one such block after the other."
+_ONE = "Call one function at a time."
+
+
+def with_tool_prompt(messages: Sequence[Message], use: ToolUse | None, *, takes_system: bool) -> list[Message]:
+    """Return a chat's messages for a template that shows no tools; `use`: the tools that the model is shown now.
+    Without `takes_system` they are described at the beginning of the first thing that the user says."""
+    turns = _as_text(messages)
+    return turns if use is None else _introduced(turns, _introduction(use), takes_system)
+
+
+def _introduction(use: ToolUse) -> str:
+    tools = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in use.shown)
+    return _INTRODUCTION.format(tools=tools, several=_SEVERAL if use.parallel else _ONE)
+
+
+def _introduced(turns: Sequence[Message], introduction: str, takes_system: bool) -> list[Message]:
+    role = "system" if takes_system else "user"
+    first = turns[0] if takes_system else next((turn for turn in turns if turn["role"] == "user"), None)
+    if first is None or first["role"] != role:
+        return [{"role": role, "content": introduction}, *turns]
+    # What the system says comes first, as it does without tools; what a user asks is what the model answers, so last.
+    said = [first["content"], introduction] if takes_system else [introduction, first["content"]]
+    told = {**first, "content": "\n\n".join(part for part in said if part)}
+    return [told if turn is first else turn for turn in turns]
+
+
+def _as_text(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with calls and results as text."""
+    turns: list[Message] = []
+    results: list[Message] = []
+    order: dict[str, int] = {}
+    for message in messages:
+        if message["role"] in _RESULTS:
+            results.append(message)
+            continue
+        if results:
+            answered = _results_turn(results, order)
+            results = []
+            if message["role"] == "user":
+                turns.append({**message, "content": f"{answered}\n{message['content']}"})
+                continue
+            turns.append({"role": "user", "content": answered})
+        calls = message.get("tool_calls") or ()
+        order = {str(call.get("id")): number for number, call in enumerate(calls)}
+        turns.append(_with_calls(message, calls) if calls else message)
+    return [*turns, {"role": "user", "content": _results_turn(results, order)}] if results else turns
+
+
+def _with_calls(message: Message, calls: Sequence[Message]) -> Message:
+    written = [json.dumps(_called(call["function"]), ensure_ascii=False) for call in calls]
+    blocks = (f"<tool_call>\n{call}\n</tool_call>" for call in written)
+    content = "\n".join(part for part in (message["content"], *blocks) if part)
+    return {name: value for name, value in message.items() if name != "tool_calls"} | {"content": content}
+
+
+def _called(function: Message) -> Message:
+    return {"name": function["name"], "arguments": function["arguments"]}
+
+
+def _results_turn(results: Sequence[Message], order: dict[str, int]) -> str:
+    """Return the results as text, in the order of the calls that they answer, as nothing else says whose they are."""
+    last = len(order)
+    ordered = sorted(results, key=lambda result: order.get(str(result.get("tool_call_id")), last))
+    return "\n".join(f"<tool_response>\n{result['content']}\n</tool_response>" for result in ordered)
+
+
+def messages_for(tool_format: str, messages: Sequence[Message], *, developer: bool = True) -> list[Message]:
+    """Return the messages for the template of a model that writes calls in `tool_format`. Reasoning has both of the
+    names that templates read; where they don't know a `developer`, it is the system."""
+    found = [_with_reasoning(message) for message in messages]
+    if not developer:
+        found = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in found]
+    change = _CHANGES.get(tool_format)
+    return found if change is None else change(found)
+
+
+def _with_reasoning(message: Message) -> Message:
+    told = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    return message if told is None else {"thinking": told, **message, "reasoning_content": told}
+
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""The names under which clients give reasoning back."""
+
+
+def _harmony(messages: Sequence[Message]) -> list[Message]:
+    """gpt-oss's template takes one call a message, which its result follows, and no content beside reasoning there."""
+    found: list[Message] = []
+    results: dict[object, deque[int]] = {}
+    """By call id, the places of its results: clients may number the calls of each turn anew."""
+    for at, message in enumerate(messages):
+        if message.get("role") == "tool":
+            results.setdefault(message.get("tool_call_id"), deque()).append(at)
+    placed: set[int] = set()
+    for at, message in enumerate(messages):
+        if at in placed:
+            continue
+        calls = message.get("tool_calls") or ()
+        if not calls:
+            found.append(message)
+            continue
+        said = "\n\n".join(filter(None, (message.get("reasoning_content"), message.get("content"))))
+        bare = {name: value for name, value in message.items() if name not in _REASONING}
+        for number, call in enumerate(calls):
+            one = {**bare, "content": "", "tool_calls": [call]}
+            found.append({**one, "thinking": said} if said and number == 0 else one)
+            places = results.get(call.get("id"), deque()) if len(calls) > 1 else deque()
+            while places and places[0] < at:
+                places.popleft()
+            if places:
+                placed.add(places[0])
+                found.append(messages[places.popleft()])
+    return found
+
+
+def _renamed_calls(messages: Sequence[Message], name: Callable[[str, str, int], str]) -> list[Message]:
+    """Give each call another id, by its id, its tool's name and its number, and its result the same."""
+    ids: dict[str, str] = {}
+    numbers = itertools.count()
+    found: list[Message] = []
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            changed = []
+            for call in calls:
+                given = str(call.get("id", ""))
+                ids[given] = name(given, call["function"]["name"], next(numbers))
+                changed.append({**call, "id": ids[given]})
+            message = {**message, "tool_calls": changed}  # noqa: PLW2901
+        elif message.get("tool_call_id") in ids:
+            message = {**message, "tool_call_id": ids[message["tool_call_id"]]}  # noqa: PLW2901
+        found.append(message)
+    return found
+
+
+def _mistral(messages: Sequence[Message]) -> list[Message]:
+    """Mistral's templates take ids of nine letters and digits alone."""
+    return _renamed_calls(messages, lambda given, _name, _number: hashlib.sha256(given.encode()).hexdigest()[:9])
+
+
+def _kimi(messages: Sequence[Message]) -> list[Message]:
+    """Kimi's templates write a call's id in the place of its name."""
+    return _renamed_calls(messages, lambda _given, name, number: f"functions.{name}:{number}")
+
+
+_CHANGES: dict[str, Callable[[Sequence[Message]], list[Message]]] = {
+    "harmony": _harmony,
+    "mistral": _mistral,
+    "mistral_json": _mistral,
+    "kimi_k2": _kimi,
+}
+
 
 AUTO, NONE = "auto", "none"
 THINK = "think"

@@ -14,19 +14,20 @@ from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.messages.worker_events import Done
 from twinpool.contracts.outside_data import read_json
 from twinpool.contracts.sampling_params import TokenLogprob
-from twinpool.router.openai.generate_request import GenerateRequest
+from twinpool.router.openai.parse_request import GenerateRequest
 from twinpool.router.parsers.answer_parts import (
     AnswerPart,
     ArgumentsOfCalls,
     ArgumentsPart,
     CallPart,
     ContentPart,
+    MarkTokens,
     ReasoningPart,
     joined,
+    made_whole,
 )
-from twinpool.router.parsers.mark_tokens import MarkTokens, made_whole
 from twinpool.router.state.routed_request import RoutedRequest
-from twinpool.router.text.stop_strings import StopMatcher
+from twinpool.router.text.detokenizer import StopMatcher
 from twinpool.router.text.tokenizer import ModelTokenizer
 
 

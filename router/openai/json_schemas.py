@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from twinpool.contracts.grammar import JSON_FORM
-from twinpool.router.openai.grammar_check import why_not_compiled
+from twinpool.router.openai.client_grammar import why_not_compiled
 from twinpool.router.schemas.ecma_patterns import is_hard
 from twinpool.router.schemas.fault_place import Effort, fault_place
 from twinpool.router.schemas.rewritten_schema import rewritten

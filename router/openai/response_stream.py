@@ -1,20 +1,114 @@
-"""The answer of one HTTP request in flight: its choices, and for a stream the events that wait to be written."""
+"""The answer of one HTTP request in flight: its choices, and for a stream the events that wait to be written.
+
+**Numbered events** are for a client that may come back and have only the rest. Each event's id says what the client has
+once it has the event: the number of events of each choice. An answer with a key is fed to its writer token by token,
+however workers group them, so that its events are a function of its tokens alone, and the same number is the same bytes
+at every router. Events of several choices may come in another order.
+
+**The timeline** is the field `twinpool` of an answer, which says where its time went. Times are in seconds.
+``tokenise``, ``queue``, ``transfer``, ``hidden`` and ``exposed`` are durations: what of the transfer ran beside the
+computation of the prompt, and what came after it. ``first_token`` and ``total`` count from the request's arrival at the
+router, and the marks of the prefill and decode legs from the leg's arrival at its worker.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
+from msgspec.structs import replace
+
 from twinpool.contracts.errors import ErrorKind
-from twinpool.contracts.ids import RequestId
-from twinpool.contracts.messages.worker_events import Done
+from twinpool.contracts.ids import PAIR, RequestId, Role
+from twinpool.contracts.messages.worker_events import Done, LegReport
 from twinpool.router.openai.api_errors import ApiError
 from twinpool.router.openai.choice_output import ChoiceOutput, OutputDelta
-from twinpool.router.openai.generate_request import GenerateRequest
-from twinpool.router.openai.numbered_events import NumberedEvents
-from twinpool.router.openai.request_timeline import timeline_of
+from twinpool.router.openai.parse_request import GenerateRequest
+from twinpool.router.openai.resume_headers import SeenEvents, event_id
 from twinpool.router.state.trace_context import NO_TRACE, TraceContext
+
+END = b"\n\n"
+
+
+class NumberedEvents:
+    """The numbering of one stream. `seen`: what the client has already, which is left out."""
+
+    def __init__(self, created: int, choices: int, seen: SeenEvents | None) -> None:
+        self._created = created
+        self._counts = [0] * choices
+        self._seen = seen.counts if seen is not None else (0,) * choices
+
+    def number(self, index: int, events: bytes | tuple[bytes, ...]) -> bytes:
+        """Return the next events of a choice with their ids, those that the client hasn't seen."""
+        whole = events if isinstance(events, bytes) else b"".join(events)
+        return b"".join(self._new(index, whole))
+
+    def _new(self, index: int, events: bytes) -> Iterator[bytes]:
+        for event in events.split(END)[:-1]:
+            self._counts[index] += 1
+            if self._counts[index] > self._seen[index]:
+                yield b"id: " + event_id(SeenEvents(self._created, self._told)).encode() + b"\n" + event + END
+
+    @property
+    def _told(self) -> tuple[int, ...]:
+        """What the client has: of choices that come again, all that it had before."""
+        return tuple(max(pair) for pair in zip(self._counts, self._seen, strict=True))
+
+
+def timeline_of(choice: ChoiceOutput) -> dict[str, Any]:
+    """Return the timeline, workers and counts of one choice, as JSON."""
+    request = choice.request
+    prefill = _last(request.progress, Role.PREFILL)
+    decode = _last(request.progress, Role.DECODE)
+    received = sum(p.transfer_bytes for p in request.progress)
+    arrived = request.arrived - choice.tokenise_s
+    placed = request.first_placed if request.first_placed is not None else request.arrived
+    computed = {str(role): sum(p.computed_tokens for p in request.progress if p.role is role) for role in PAIR}
+    return {
+        "timeline": {
+            "tokenise": round(choice.tokenise_s, 6),
+            "queue": round(placed - request.arrived, 6),
+            "prefill": dict(prefill.marks) if prefill else {},
+            "transfer": _transfer_s(decode) if len(set(request.workers.values())) > 1 else None,
+            "hidden": _mark(decode, "hidden"),
+            "exposed": _mark(decode, "exposed"),
+            "decode": dict(decode.marks) if decode else {},
+            "first_token": round(choice.first_at - arrived, 6) if choice.first_at else None,
+            "total": round(choice.ended_at - arrived, 6),
+        },
+        "prefill_worker": request.workers.get(Role.PREFILL),
+        "decode_worker": request.workers.get(Role.DECODE),
+        "local_prompt": request.local or None,
+        "transfer_bytes": received,
+        "cached_tokens": choice.cached_tokens,
+        "cached_by_tier": dict(prefill.cached_by_tier) if prefill else {},
+        "held_by_decode": decode.cached_tokens if decode else 0,
+        "computed": computed,
+        "attempts": request.attempts,
+        "migrations": request.migrations,
+    }
+
+
+def _last(reports: list[LegReport], role: Role) -> LegReport | None:
+    """Return the leg's reports of the last attempt that has one, merged into one; None without any."""
+    mine = [p for p in reports if p.role is role]
+    if not mine:
+        return None
+    mine = [p for p in mine if p.attempt == mine[-1].attempt]
+    cached = sum(p.cached_tokens for p in mine)
+    return replace(mine[-1], marks={k: v for p in mine for k, v in p.marks.items()}, cached_tokens=cached)
+
+
+def _mark(leg: LegReport | None, name: str) -> float | None:
+    return round(leg.marks[name], 6) if leg is not None and name in leg.marks else None
+
+
+def _transfer_s(decode: LegReport | None) -> float | None:
+    """From the grant of decode's pages to the arrival of the last one."""
+    if decode and {"grant", "arrived"} <= decode.marks.keys():
+        return round(decode.marks["arrived"] - decode.marks["grant"], 6)
+    return None
 
 
 class AnswerWriter(Protocol):

@@ -16,7 +16,7 @@ from twinpool.contracts.compact_json import compact_json
 from twinpool.contracts.sampling_params import TokenLogprob
 from twinpool.router.openai.api_errors import ApiError
 from twinpool.router.openai.choice_output import ChoiceOutput, OutputDelta
-from twinpool.router.openai.generate_request import GenerateRequest
+from twinpool.router.openai.parse_request import GenerateRequest
 from twinpool.router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, ReasoningPart
 from twinpool.router.text.detokenizer import Detokenizer
 from twinpool.router.text.tokenizer import ModelTokenizer

@@ -20,9 +20,7 @@ import orjson
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.grammar import GRAMMAR_BYTES, JSON_FORM
 from twinpool.contracts.outside_data import read_json
-from twinpool.router.openai.client_grammar import ClientGrammar, line_and_column, regex_error
-from twinpool.router.openai.endless_grammar import is_endless
-from twinpool.router.openai.grammar_check import check_grammar
+from twinpool.router.openai.client_grammar import ClientGrammar, check_grammar, is_endless, line_and_column, regex_error
 from twinpool.router.openai.json_schemas import DEEP_AT_MOST, TOO_DEEP, engine_fault, followed, grammar_of
 from twinpool.router.openai.request_fields import STRUCTURED_OUTPUT, describe
 from twinpool.router.schemas.fault_place import Effort
@@ -61,7 +59,7 @@ def read_grammar(body: Mapping[str, Any]) -> RequestedGrammar:
     """Return the grammar that a body asks for.
 
     Raises `RequestError` naming the field that is wrong, and the place in it, or two that both ask for one. Takes up to
-    a second, as `router.openai.grammar_check` does.
+    a second, as `router.openai.client_grammar` does.
     """
     found: list[RequestedGrammar] = []
     older = body.get(_OLDER_WHITESPACE)

@@ -2,12 +2,24 @@
 
 A parser takes the text in pieces. What it returns depends on the characters alone and not on where pieces are cut: the
 parts of all pieces, joined, are the same for every cutting. Text that may be the beginning of a mark is held back.
+
+What parsers share stands here as well: content around calls, whose whitespace before a call is dropped; the base of
+parsers that take one thing of a text at a time; literals of grammars in Lark's notation.
+
+**Marks that are tokens** (`MarkTokens`) are told from text that reads like them. A model that has ``</think>`` as a
+token ends its reasoning with that token. Written in letters, as an answer about such models has it, it is text. Parsers
+look for marks in text; so what only reads like one is broken by a character that Unicode assigns to nothing, and made
+whole again in what they find.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import json
+import re
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 
@@ -123,3 +135,126 @@ class ArgumentsOfCalls:
         if self._waiting and stopped:
             self._waiting = False
             yield ArgumentsPart("{}")
+
+
+SPACE = " \t\r\n"
+
+
+class ContentAround:
+    """The content of one answer. Whitespace is held back until it is known what follows it."""
+
+    def __init__(self) -> None:
+        self._space = ""
+        self.called_once = False
+        self.after_call = False
+        """Whether nothing but whitespace came since the latest call."""
+
+    def take(self, text: str, parts: list[AnswerPart]) -> None:
+        """Take text outside calls; adds what is certain to `parts`."""
+        if self.after_call:
+            text = text.lstrip(SPACE)
+        told = text.rstrip(SPACE)
+        if told:
+            parts.append(ContentPart(self._space + told))
+            self._space, self.after_call = "", False
+        self._space += text[len(told) :]
+
+    def called(self) -> None:
+        """Note that a call stands here."""
+        self._space, self.called_once, self.after_call = "", True, True
+
+    def finish(self, parts: list[AnswerPart]) -> None:
+        """Take the end of the answer: whitespace at the end of one without calls is content."""
+        if not self.called_once and self._space:
+            parts.append(ContentPart(self._space))
+        self._space = ""
+
+
+class SteppedParser(ABC):
+    """The base of parsers that are `router.parsers.answer_parts.PartsParser`s by steps."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        """Text of which it isn't known yet what it is."""
+
+    def feed(self, text: str) -> list[AnswerPart]:
+        """Take the next piece; returns what is certain by now."""
+        self._held += text
+        parts: list[AnswerPart] = []
+        while self._step(parts):
+            pass
+        return parts
+
+    @abstractmethod
+    def _step(self, parts: list[AnswerPart]) -> bool:
+        """Take the next thing from the held text; False where more is needed."""
+
+
+GUARD = "\ufdd0"
+
+
+class MarkTokens:
+    """The text of one answer for a parser that looks for marks, of which `tokens` are tokens of the model."""
+
+    def __init__(self, tokens: Collection[str]) -> None:
+        self._marks = tuple(tokens)
+        names = sorted(tokens, key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, names))) if names else None
+        self._noted: deque[tuple[int, bool]] = deque()
+        """Characters that are still to be shown, by piece, and whether they are a mark's."""
+        self._held = ""
+        """Text that may be the beginning of what reads like a mark."""
+
+    def note(self, text: str, mark: str | None) -> None:
+        """Note the text of a token; `mark`: the one that it is, which the text ends with. None: of any other."""
+        if self._names is None or not text:
+            return
+        of_mark = len(mark) if mark is not None and text.endswith(mark) else 0
+        if of_mark < len(text):
+            self._noted.append((len(text) - of_mark, False))
+        if of_mark:
+            self._noted.append((of_mark, True))
+
+    def take(self, shown: str) -> str:
+        """Take the next text that is shown, of what was noted; returns what the parser is given."""
+        if self._names is None:
+            return shown
+        out: list[str] = []
+        while shown and self._noted:
+            size, is_mark = self._noted.popleft()
+            piece, shown = shown[:size], shown[size:]
+            if len(piece) < size:
+                self._noted.appendleft((size - len(piece), is_mark))
+            if is_mark:
+                out += (self.finish(), piece)
+            else:
+                self._held += piece
+                whole = self._broken(self._held)
+                end = len(whole) - held_back(whole, self._marks)
+                out.append(whole[:end])
+                self._held = whole[end:]
+        return "".join(out) + shown
+
+    def finish(self) -> str:
+        """Return the text that was held back."""
+        held, self._held = self._broken(self._held), ""
+        return held
+
+    def _broken(self, text: str) -> str:
+        if self._names is None:
+            return text
+        return self._names.sub(lambda name: name[0][0] + GUARD + name[0][1:], text)
+
+
+def made_whole(parts: Iterable[AnswerPart]) -> Iterator[AnswerPart]:
+    """Yield parts as the model wrote them."""
+    for part in parts:
+        if isinstance(part, CallPart) or GUARD not in part.text:
+            yield part
+        else:
+            yield replace(part, text=part.text.replace(GUARD, ""))
+
+
+def quoted(text: str) -> str:
+    """Return the literal of a text."""
+    return json.dumps(text, ensure_ascii=False)

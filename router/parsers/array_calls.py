@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from twinpool.router.parsers.answer_parts import AnswerPart, cut_at
+from twinpool.router.parsers.answer_parts import SPACE, AnswerPart, ContentAround, SteppedParser, cut_at
 from twinpool.router.parsers.call_object import CallObject
-from twinpool.router.parsers.content_around import SPACE, ContentAround
-from twinpool.router.parsers.stepped_parser import SteppedParser
 
 
 class _State(StrEnum):

@@ -11,9 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from twinpool.router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, cut_at, first_mark, held_back
-from twinpool.router.parsers.content_around import SPACE, ContentAround
-from twinpool.router.parsers.stepped_parser import SteppedParser
+from twinpool.router.parsers.answer_parts import (
+    SPACE,
+    AnswerPart,
+    ArgumentsPart,
+    CallPart,
+    ContentAround,
+    SteppedParser,
+    cut_at,
+    first_mark,
+    held_back,
+)
 
 ParameterTypes = Mapping[str, Mapping[str, str]]
 """By tool and parameter, the parameter's JSON type; a parameter without one type has no entry."""

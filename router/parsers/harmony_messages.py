@@ -3,17 +3,28 @@
 An answer goes on behind ``<|start|>assistant``. A message is a header, ``<|message|>``, a text, and a mark at its end.
 The header has the channel behind ``<|channel|>``, and for a call of a tool ``to=functions.NAME`` before or behind it.
 Channel `analysis` is reasoning, the others are content; a call's text is its arguments.
+
+The grammar of answers in the harmony format, in Lark's notation with marks as text.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import StrEnum
 
-from twinpool.router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, ReasoningPart, cut_at
-from twinpool.router.parsers.content_around import SPACE
+from twinpool.router.parsers.answer_parts import (
+    SPACE,
+    AnswerPart,
+    ArgumentsPart,
+    CallPart,
+    ContentPart,
+    ReasoningPart,
+    SteppedParser,
+    cut_at,
+    quoted,
+)
 from twinpool.router.parsers.element_calls import ParameterTypes
-from twinpool.router.parsers.stepped_parser import SteppedParser
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -120,3 +131,37 @@ class HarmonyMessages(SteppedParser):
         self._first = False
         self._told.add(self._kind)
         parts.append(self._kind(text))
+
+
+_NEXT = f"{START}assistant"
+_JSON = f'({quoted(f" {CONSTRAIN}json")} | " json")? {quoted(MESSAGE)}'
+"""The end of a header that may say that JSON follows."""
+_TEXT = "/(?s:.*)/"
+
+
+def call_rules(tools: Sequence[tuple[str, str]]) -> str:
+    """Return the rule `calls`, one call of tools, each with the rule of its arguments. A model's turn ends with it."""
+    rules = [f"calls: {' | '.join(f'call_{number}' for number in range(len(tools)))}"]
+    for number, (name, arguments) in enumerate(tools):
+        recipient = f" to={FUNCTIONS}{name}"
+        before, behind = quoted(f"{recipient}{CHANNEL}commentary"), quoted(f"{CHANNEL}commentary{recipient}")
+        rules.append(f"call_{number}: ({before} | {behind}) {_JSON} {arguments}")
+    return "\n".join(rules)
+
+
+def answer_rules(calls: str, *, forced: bool, asked: bool) -> str:
+    """Return the grammar of an answer: `calls` are the rules of `call_rules`, empty where there are no tools. `forced`:
+    the answer is a call. `asked`: the answer that is none follows the grammar ``answer``."""
+    said = quoted(f"{CHANNEL}commentary{MESSAGE}")
+    head = quoted(f"{CHANNEL}final")
+    final = f"{head} {_JSON} @answer" if asked else f"{head} {quoted(MESSAGE)} {_TEXT}"
+    ends = [*(["calls"] if calls else []), *([] if forced else ["final"])]
+    rules = [
+        f"start: {'thought' if asked and not calls else '(thought | said)'}* ({' | '.join(ends)})",
+        f"thought: {quoted(f'{CHANNEL}analysis{MESSAGE}')} text {quoted(_NEXT)}",
+        f"said: {said} text {quoted(_NEXT)}",
+        f"text[suffix={quoted(END)}]: {_TEXT}",
+        f"final: {final}",
+        calls,
+    ]
+    return "\n".join(rule for rule in rules if rule)

@@ -5,9 +5,8 @@ What stands in the place of a call and is none stays content, with its tags, unl
 
 from __future__ import annotations
 
-from twinpool.router.parsers.answer_parts import AnswerPart, cut_at
+from twinpool.router.parsers.answer_parts import AnswerPart, ContentAround, cut_at
 from twinpool.router.parsers.call_object import CallObject
-from twinpool.router.parsers.content_around import ContentAround
 
 
 class TaggedJsonCalls:

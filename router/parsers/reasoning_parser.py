@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from twinpool.router.parsers.answer_parts import AnswerPart, ContentPart, PartsParser, ReasoningPart, cut_at
-from twinpool.router.parsers.content_around import SPACE
+from twinpool.router.parsers.answer_parts import SPACE, AnswerPart, ContentPart, PartsParser, ReasoningPart, cut_at
 
 
 class ReasoningMarks(NamedTuple):

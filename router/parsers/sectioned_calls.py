@@ -5,9 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from twinpool.router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, cut_at
-from twinpool.router.parsers.content_around import SPACE, ContentAround
-from twinpool.router.parsers.stepped_parser import SteppedParser
+from twinpool.router.parsers.answer_parts import (
+    SPACE,
+    AnswerPart,
+    ArgumentsPart,
+    CallPart,
+    ContentAround,
+    SteppedParser,
+    cut_at,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,158 @@
-"""The records of one router: of the latest requests that have ended, and of those that run, made when somebody asks."""
+"""The records of one router: of the latest requests that have ended, and of those that run, made when somebody asks.
+
+Of requests that were refused before they were placed, the reason and the numbers that decided are kept, apart from the
+records of those that were served. A flood of refusals takes its room from other refusals alone, and a tenant that has
+more than its share of them from its own.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.messages.record_ring import RecordRing, in_order
-from twinpool.contracts.messages.request_record import RecordEvent, RequestRecord
+from twinpool.contracts.messages.request_record import RecordEvent, RecordSpan, RequestRecord
 from twinpool.router.openai.api_errors import ApiError
 from twinpool.router.openai.choice_output import ChoiceOutput
 from twinpool.router.openai.response_stream import ResponseStream
-from twinpool.router.records.make_record import make_record
-from twinpool.router.records.record_draft import RecordDraft
-from twinpool.router.records.refusals import KeptRefusals, Refusal, RefusedRequest
-from twinpool.router.verification.audit_cases import AuditEnded
+from twinpool.router.records.make_record import RecordDraft, make_record
+from twinpool.router.state.trace_context import TraceContext
+from twinpool.router.verification.audits import AuditEnded
+
+MESSAGE_CHARS = 300
+SPAN = "admission"
+"""What a request did that was refused: it was read and held against limits."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedRequest:
+    """What is known of a request when it is refused."""
+
+    client_id: str
+    tenant: str
+    trace: TraceContext
+    total_s: float
+    """Seconds since it came."""
+
+
+@dataclass(slots=True, eq=False)
+class Refusal:
+    """One refused request, as its router keeps it."""
+
+    router: str
+    model: str
+    number: int
+    """Of all refusals of this router."""
+    request: RefusedRequest
+    refused_at: float
+    """Seconds since 1970."""
+    failure: ApiError
+    """What its client was told, its message cut to `MESSAGE_CHARS`."""
+    numbers: Mapping[str, float]
+    """Those that decided, and the router's at that moment, by name."""
+
+    def __post_init__(self) -> None:
+        if len(message := self.failure.message) > MESSAGE_CHARS:
+            self.failure = replace(self.failure, message=message[: MESSAGE_CHARS - 1] + "…")
+
+    @property
+    def request_id(self) -> str:
+        return f"refused-{self.number}"
+
+    def record(self) -> RequestRecord:
+        """The record: one span, and what would have been possible instead."""
+        request, failure, numbers = self.request, self.failure, dict(self.numbers)
+        total_s, code = round(request.total_s, 6), failure.code or failure.type
+        if failure.retry_after_s is not None:
+            numbers["retry_after_s"] = failure.retry_after_s
+        events = [RecordEvent(total_s, "refused", text=f"{failure.status}, {code}: {failure.message}")]
+        if instead := possible(numbers):
+            events.append(RecordEvent(total_s, "possible", text=instead))
+        return RequestRecord(
+            self.request_id,
+            answer_id="",
+            client_id=request.client_id,
+            router=self.router,
+            model=self.model,
+            tenant=request.tenant,
+            arrived=round(self.refused_at - request.total_s, 6),
+            total_s=total_s,
+            first_token_s=None,
+            outcome=code,
+            message=failure.message,
+            attempts=0,
+            trace_id=request.trace.trace_id,
+            spans=(RecordSpan(SPAN, 0.0, total_s),),
+            events=tuple(events),
+            refused_status=failure.status,
+            numbers=numbers,
+        )
+
+
+def possible(numbers: Mapping[str, float]) -> str:
+    """What would have been possible when a request was refused, in words; empty where the numbers don't say."""
+    said = []
+    asked = numbers.get("answers_asked")
+    if asked is not None and "tenant_answers_allowed" in numbers:
+        room = max(0, numbers["tenant_answers_allowed"] - numbers["tenant_answers_in_flight"])
+        said.append(f"its tenant had room for {room:g} more answers at a time, it needed {asked:g}")
+    elif asked is not None:
+        room = max(0, numbers["max_queue"] - numbers["answers_in_flight"])
+        said.append(f"there was room for {room:g} more answers, it needed {asked:g} or more")
+    for what in ("requests", "tokens"):
+        if f"{what}_left" in numbers:
+            left, a_minute = numbers[f"{what}_left"], numbers[f"{what}_a_minute"]
+            wanted = numbers[f"{what}_asked"]
+            said.append(f"{left:g} of {a_minute:g} {what} a minute were left, it needed {wanted:g} or more")
+    if "expected_ms" in numbers:
+        said.append(f"its first token could have come after {numbers['expected_ms']:,.0f} ms")
+    if "body_bytes_asked" in numbers:
+        room = max(0, numbers["body_buffer_bytes"] - numbers["body_bytes_held"])
+        said.append(f"there was room for {room:g} bytes of bodies, it sent {numbers['body_bytes_asked']:g} more")
+    if said and "retry_after_s" in numbers:
+        said.append(f"it may be tried again after {numbers['retry_after_s']:g} s")
+    return "; ".join(said)
+
+
+class KeptRefusals:
+    """The latest refusals of one router, `most` at most."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._kept: OrderedDict[int, Refusal] = OrderedDict()
+        self._of_tenant: dict[str, deque[int]] = {}
+        """The numbers of each tenant's, the oldest first."""
+        self.total = 0
+        """Refusals since the router's start; the next one's number."""
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def put(self, refusal: Refusal) -> None:
+        """Keep one. Without room, the oldest of its tenant goes if that has its share of the room, else the oldest of
+        all."""
+        self.total += 1
+        if not self._most:
+            return
+        if len(self._kept) >= self._most:
+            mine = self._of_tenant.get(refusal.request.tenant)
+            full = mine is not None and len(mine) * len(self._of_tenant) >= self._most
+            self._forget(mine[0] if full and mine is not None else next(iter(self._kept)))
+        self._kept[refusal.number] = refusal
+        self._of_tenant.setdefault(refusal.request.tenant, deque()).append(refusal.number)
+
+    def _forget(self, number: int) -> None:
+        tenant = self._kept.pop(number).request.tenant
+        numbers = self._of_tenant[tenant]
+        assert numbers.popleft() == number  # What is oldest of all is the oldest of its tenant.
+        if not numbers:
+            del self._of_tenant[tenant]
+
+    def find(self, asked: str) -> Iterable[RequestRecord]:
+        """The records of refused requests with an id: the client's, or that of the record."""
+        return [one.record() for one in self._kept.values() if asked in (one.request.client_id, one.request_id)]
 
 
 class KeptRecords:

@@ -18,8 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.messages.request_record import FoundRecords, RequestRecord
 from twinpool.router.records.kept_records import KeptRecords
-from twinpool.router.records.make_record import make_record
-from twinpool.router.records.record_draft import RecordDraft
+from twinpool.router.records.make_record import RecordDraft, make_record
 from twinpool.router.state.report_calls import ReportCalls
 
 R = TypeVar("R", RecordDraft, RequestRecord)

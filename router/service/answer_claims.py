@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from twinpool.contracts.ids import RequestId
-from twinpool.router.core.answer_asks import AskEnded, FoundAnswer
+from twinpool.router.core.answer_lookups import FoundAnswer, LookupEnded
 from twinpool.router.core.router_core import RouterCore
 from twinpool.router.openai.api_errors import ClientGone, KeyReused, Superseded
 from twinpool.router.openai.response_stream import ResponseStream
@@ -141,7 +141,7 @@ class AnswerClaims:
                 claim.waiter.set_exception(error)
                 claim.waiter = None
 
-    def on_ended(self, action: AskEnded) -> None:
+    def on_ended(self, action: LookupEnded) -> None:
         """Take in the answer to a question."""
         claim = self._asks.pop(action.ask, None)
         if claim is None:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.router.core.router_core import RouterCore
-from twinpool.router.metrics.control_plane_metrics import control_plane_metrics
 from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
+from twinpool.router.metrics.worker_metrics import control_plane_metrics
 from twinpool.router.security.tenant_accounts import TenantAccounts
 from twinpool.router.service.controller_ports import ControllerPorts
 from twinpool.router.service.dashboard_relay import DashboardRelay

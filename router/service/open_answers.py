@@ -13,7 +13,7 @@ from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId
 from twinpool.contracts.key_file import TenantLimits
 from twinpool.contracts.messages.worker_events import Done
-from twinpool.router.core.answer_asks import FoundAnswer
+from twinpool.router.core.answer_lookups import FoundAnswer
 from twinpool.router.core.router_actions import DeliverScores, DeliverTokens, EndRequest
 from twinpool.router.core.router_core import RouterCore
 from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics

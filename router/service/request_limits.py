@@ -8,7 +8,7 @@ from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.ids import Role
-from twinpool.router.openai.generate_request import GenerateRequest
+from twinpool.router.openai.parse_request import GenerateRequest
 from twinpool.router.state.worker_table import WorkerTable
 from twinpool.router.tokenizer_pool.prepare_request import too_long
 

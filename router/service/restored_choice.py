@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.ids import RequestId
 from twinpool.contracts.messages.kept_answers import AnswerName
-from twinpool.router.core.answer_asks import FoundAnswer
-from twinpool.router.openai.generate_request import GenerateRequest
+from twinpool.router.core.answer_lookups import FoundAnswer
+from twinpool.router.openai.parse_request import GenerateRequest
 from twinpool.router.openai.resume_headers import MAX_RESUMED_CHOICES, SEEN_HEADER, ResumeHeaders
 from twinpool.router.security.answer_identity import AnswerIdentity
 from twinpool.router.service.answer_claims import AnswerClaim

@@ -11,14 +11,13 @@ from msgspec.structs import replace
 from twinpool.contracts.ids import RequestId
 from twinpool.router.anthropic.messages_writer import MessagesWriter
 from twinpool.router.openai.choice_output import ChoiceOutput
-from twinpool.router.openai.generate_request import GenerateRequest
-from twinpool.router.openai.numbered_events import NumberedEvents
-from twinpool.router.openai.response_stream import AnswerWriter, ResponseStream
+from twinpool.router.openai.parse_request import GenerateRequest
+from twinpool.router.openai.response_stream import AnswerWriter, NumberedEvents, ResponseStream
 from twinpool.router.openai.response_writer import ResponseWriter
 from twinpool.router.openai_responses.responses_writer import ResponsesWriter
 from twinpool.router.service.restored_choice import KeyedRequest, request_ids
+from twinpool.router.state.prefill_queue import TenantWeight
 from twinpool.router.state.routed_request import RoutedRequest
-from twinpool.router.state.tenant_share import TenantShare
 from twinpool.router.state.trace_context import NO_TRACE, TraceContext
 from twinpool.router.text.tokenizer import ModelTokenizer
 from twinpool.router.tokenizer_pool.prepare_request import PreparedPrompt
@@ -45,7 +44,7 @@ class OpenedRequest:
     limits: Sequence[int]
     """The most tokens of an answer, by prompt."""
     times: RequestTimes
-    share: TenantShare
+    share: TenantWeight
     client_id: str
     keyed: KeyedRequest | None
     """What is known of its answer, where its client may come back; else None."""

@@ -18,7 +18,7 @@ from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
 from twinpool.router.service.dashboard_source import DashboardSource
 from twinpool.router.state.circuit_breaker import CircuitState
 from twinpool.router.state.report_calls import ReportCalls
-from twinpool.router.verification.audit_cases import AuditResult
+from twinpool.router.verification.audits import AuditResult
 from twinpool.router.verification.stream_watch import StreamWatch
 
 RETRY_S = 1.0

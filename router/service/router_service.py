@@ -31,22 +31,22 @@ from twinpool.contracts.key_file import TenantLimits
 from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Event, LegReport
-from twinpool.router.core.answer_asks import AskEnded
-from twinpool.router.core.local_prefill import local_prefill
+from twinpool.router.core.answer_lookups import LookupEnded
 from twinpool.router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
 from twinpool.router.core.router_core import RouterCore
-from twinpool.router.kv_indexer.told_prefixes import ToldPrefixes
+from twinpool.router.core.routing_policies import local_prefill
+from twinpool.router.kv_indexer.holder_table import KVIndexReader
 from twinpool.router.links.worker_links import WorkerLinks
-from twinpool.router.metrics.index_metrics import index_metrics
 from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
+from twinpool.router.metrics.worker_metrics import index_metrics
 from twinpool.router.openai.api_errors import ApiError, ClientGone, ReaderFailed, SloUnreachable
 from twinpool.router.openai.choice_output import ChoiceOutput
-from twinpool.router.openai.generate_request import GenerateRequest
+from twinpool.router.openai.parse_request import GenerateRequest
 from twinpool.router.openai.response_stream import ResponseStream
 from twinpool.router.openai.resume_headers import ResumeHeaders
 from twinpool.router.openai.structured_output import may_need_grammar
 from twinpool.router.openai_responses.responses_request import renamed
-from twinpool.router.records.refusals import RefusedRequest
+from twinpool.router.records.kept_records import RefusedRequest
 from twinpool.router.security.answer_identity import AnswerIdentity, identity_of
 from twinpool.router.security.api_keys import ApiKeys
 from twinpool.router.security.tenant_accounts import TenantAccounts
@@ -61,8 +61,8 @@ from twinpool.router.service.record_keeping import RecordKeeping
 from twinpool.router.service.request_limits import RequestLimits
 from twinpool.router.service.restored_choice import HASHED_INLINE_BYTES, KeyedRequest, check_headers, usable
 from twinpool.router.service.routed_choices import OpenedRequest, RequestTimes
+from twinpool.router.state.prefill_queue import TenantWeight
 from twinpool.router.state.router_log import log
-from twinpool.router.state.tenant_share import TenantShare
 from twinpool.router.state.trace_context import NO_TRACE, TraceContext
 from twinpool.router.state.worker_table import WorkerKey
 from twinpool.router.text.tokenizer import ModelTokenizer, read_model_tokenizer
@@ -77,7 +77,7 @@ from twinpool.router.tokenizer_pool.tokenizer_process import (
     text_of,
 )
 from twinpool.router.tracing.otlp_exporter import SpanSender
-from twinpool.router.verification.audit_cases import AuditEnded, AuditFinding
+from twinpool.router.verification.audits import AuditEnded, AuditFinding
 from twinpool.router.verification.stream_watch import StreamWatch
 from twinpool.router.verification.verification_log import log_finding
 
@@ -152,7 +152,7 @@ class RouterService:
         self.admin_keys = ApiKeys(Path(admins)) if admins else None
         self.clock = clock if clock is not None else SystemClock()
         self.tenants = TenantAccounts(leased=ports.lessor is not None)
-        told = ToldPrefixes(kv_index) if kv_index is not None else None
+        told = KVIndexReader(kv_index) if kv_index is not None else None
         self.core = RouterCore(
             config.router,
             self.clock,
@@ -339,7 +339,7 @@ class RouterService:
                 prepared.prompts,
                 limits,
                 RequestTimes(began, timeout_s, first_token_by),
-                TenantShare(tenant, allowed.weight),
+                TenantWeight(tenant, allowed.weight),
                 client_id,
                 keyed,
                 self.records.traced(trace),
@@ -347,7 +347,7 @@ class RouterService:
             routed = opened.routed(self.clock.now(), self._mint() if keyed is not None else "")
             stream = opened.stream(routed, self.spec.name, self.model_tokenizer, self.config.client_buffer_events)
             new = routed if keyed is None else keyed.new(routed)
-            if new and (late := self.core.late_if_taken(new)) is not None:
+            if new and (late := self.core.predict_slo_miss(new)) is not None:
                 raise SloUnreachable((self.clock.now() - began + late.prediction.seconds) * 1000, slo_ms)
             asked = prompt_tokens if len(new) == len(routed) else 0
             self.answers.begin(stream, allowed if self.keys is not None else None, asked)
@@ -502,7 +502,7 @@ class RouterService:
                     log_finding(action)
                 elif type(action) is AuditEnded:
                     self.records.kept.audited(action)
-                elif type(action) is AskEnded:
+                elif type(action) is LookupEnded:
                     self.claims.on_ended(action)
         for key, commands in sends.items():
             self.worker_links.send(key, commands)

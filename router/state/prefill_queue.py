@@ -15,9 +15,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from twinpool.contracts.ids import RequestId
-from twinpool.router.state.tenant_share import NOBODYS, TenantShare
+
+
+class TenantWeight(NamedTuple):
+    """Whose a request is. Requests of one tenant are served in order; tenants in proportion to their weights."""
+
+    tenant: str = ""
+    """Empty: nobody's, where nobody needs a key."""
+    weight: int = 1
+
+
+NO_TENANT = TenantWeight()
+
 
 REMEMBERED = 0.98
 """Weight of a prompt after the next one: about the last fifty count."""
@@ -94,7 +106,7 @@ class WaitingPrompt:
     number: int
     tokens: int
     priority: int
-    whose: TenantShare
+    whose: TenantWeight
 
 
 @dataclass(slots=True)
@@ -135,7 +147,7 @@ class QueueAhead:
     def beside(self, seconds: float) -> float:
         """Seconds for what its tenant needs `seconds` for, with what others get meanwhile (generalized processor
         sharing, Parekh and Gallager 1993)."""
-        waiting: dict[TenantShare, float] = {}
+        waiting: dict[TenantWeight, float] = {}
         for prompt, cost in self.others:
             waiting[prompt.whose] = waiting.get(prompt.whose, 0.0) + cost
         return seconds + sum(min(cost, seconds * whose.weight / self.weight) for whose, cost in waiting.items())
@@ -191,7 +203,7 @@ class PrefillQueue:
     def __iter__(self) -> Iterator[RequestId]:
         return iter(self._waiting)
 
-    def add(self, request: RequestId, tokens: int, priority: int, now: float, whose: TenantShare = NOBODYS) -> None:
+    def add(self, request: RequestId, tokens: int, priority: int, now: float, whose: TenantWeight = NO_TENANT) -> None:
         """Add a prompt that was sent to the worker."""
         self._work(now)
         self._waiting[request] = WaitingPrompt(self._came, tokens, priority, whose)
@@ -243,13 +255,13 @@ class PrefillQueue:
         """Whether prompts were measured lately that tell of one of `tokens`."""
         return now - self._measured_at <= MEASURED_S and self._cost.covers(tokens)
 
-    def expect(self, tokens: int, priority: int, now: float, whose: TenantShare = NOBODYS) -> float | None:
+    def expect(self, tokens: int, priority: int, now: float, whose: TenantWeight = NO_TENANT) -> float | None:
         """Return the seconds to a prompt's first token as `predict` does, but without its caution: what is as often
         less as more, to be compared with other workers'."""
         predicted = self._predict(tokens, priority, now, whose, {False: 1.0, True: 1.0})
         return predicted.seconds if predicted is not None else None
 
-    def predict(self, tokens: int, priority: int, now: float, whose: TenantShare = NOBODYS) -> TtftPrediction | None:
+    def predict(self, tokens: int, priority: int, now: float, whose: TenantWeight = NO_TENANT) -> TtftPrediction | None:
         """Return when a prompt's first token would come, were it sent now; None where too little was seen.
 
         The prompts that come first are those of a higher priority and, of the same one, the tenant's own; other tenants
@@ -259,7 +271,7 @@ class PrefillQueue:
         return self._predict(tokens, priority, now, whose, self._caution)
 
     def _predict(
-        self, tokens: int, priority: int, now: float, whose: TenantShare, caution: Mapping[bool, float]
+        self, tokens: int, priority: int, now: float, whose: TenantWeight, caution: Mapping[bool, float]
     ) -> TtftPrediction | None:
         fit = self._cost.fit()
         if fit is None:
@@ -278,7 +290,7 @@ class PrefillQueue:
                 return TtftPrediction(shared, True)
         return TtftPrediction(in_turn, False)
 
-    def _ahead(self, fit: tuple[float, float], priority: int, whose: TenantShare, now: float) -> QueueAhead:
+    def _ahead(self, fit: tuple[float, float], priority: int, whose: TenantWeight, now: float) -> QueueAhead:
         """What is ahead of a prompt of `whose`, were it sent now, less what is done of the first of all."""
         self._work(now)
         ahead, done = QueueAhead([], [], whose.weight), self._worked_s
@@ -298,7 +310,7 @@ class PrefillQueue:
 
     # ------------------------------------------------------------ refusals
 
-    def refused(self, tokens: int, priority: int, now: float, due: float, whose: TenantShare = NOBODYS) -> None:
+    def refused(self, tokens: int, priority: int, now: float, due: float, whose: TenantWeight = NO_TENANT) -> None:
         """Note that a prompt is refused, whose first token was due at `due`."""
         fit = self._cost.fit()
         assert fit is not None, "only a prediction refuses"

@@ -26,10 +26,9 @@ from twinpool.contracts.ids import RequestId, Role, RoomId, WorkerName
 from twinpool.contracts.messages.kept_answers import AnswerName, KeptAnswer
 from twinpool.contracts.messages.worker_events import Done, Event, LegReport, Tokens
 from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
-from twinpool.router.state.prefill_queue import TtftPrediction
+from twinpool.router.state.prefill_queue import NO_TENANT, TenantWeight, TtftPrediction
 from twinpool.router.state.prefix_hashes import BLOCK_TOKENS, NO_HASHES, PrefixHashes
 from twinpool.router.state.request_journal import JournalKind, RequestJournal
-from twinpool.router.state.tenant_share import NOBODYS, TenantShare
 from twinpool.router.state.worker_table import WorkerKey
 
 
@@ -137,7 +136,7 @@ class RoutedRequest:
         salt: str = "",
         priority: int = 0,
         first_token_by: float | None = None,
-        share: TenantShare = NOBODYS,
+        share: TenantWeight = NO_TENANT,
         session: str = "",
         name: AnswerName | None = None,
     ) -> None:
@@ -191,8 +190,7 @@ class RoutedRequest:
     def _clear_attempt(self) -> None:
         self.room: RoomId | None = None
         self.local = ""
-        """Why a decode worker computes the prompt of this attempt itself (`router.core.local_prefill`); empty where it
-        doesn't."""
+        """Why a decode worker computes the prompt of this attempt itself (`LocalReason`); empty where it doesn't."""
         self.prefill: WorkerKey | None = None
         self.decode: WorkerKey | None = None
         self.prefill_loaded = 0

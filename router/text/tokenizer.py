@@ -16,7 +16,7 @@ from twinpool.contracts.checkpoint.checkpoint_files import TOKENIZER
 from twinpool.contracts.checkpoint.tokenizer_files import read_tokenizer_files
 from twinpool.contracts.errors import CheckpointError, RequestError
 from twinpool.contracts.grammar import is_mark
-from twinpool.router.text.chat_template import ChatTemplate, TemplateTraits, read_chat_template
+from twinpool.router.text.chat_template import ChatTemplate, TemplateTraits, cut_at_mark, marked, read_chat_template
 from twinpool.router.text.detokenizer import (
     ByteDetokenizer,
     Detokenizer,
@@ -24,7 +24,6 @@ from twinpool.router.text.detokenizer import (
     NoText,
     WindowDetokenizer,
 )
-from twinpool.router.text.open_message import cut_at_mark, marked
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

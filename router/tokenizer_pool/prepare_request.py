@@ -20,9 +20,11 @@ from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
 from twinpool.router.anthropic.messages_request import read_messages_body
 from twinpool.router.openai.chat_format import ChatFormat, tools_fault
-from twinpool.router.openai.generate_request import ChatMessages, GenerateRequest, Prompt
-from twinpool.router.openai.grammar_check import check_grammar
+from twinpool.router.openai.client_grammar import check_grammar, with_special_marks
 from twinpool.router.openai.parse_request import (
+    ChatMessages,
+    GenerateRequest,
+    Prompt,
     check_grammar_fits,
     check_model,
     opens_turn,
@@ -41,12 +43,10 @@ from twinpool.router.openai.request_fields import (
     read_fields,
     read_json,
 )
-from twinpool.router.openai.special_marks import with_special_marks
 from twinpool.router.openai.tools import ToolUse, read_tools
 from twinpool.router.openai_responses.responses_request import read_responses, renamed
 from twinpool.router.state.prefix_hashes import PAGE_TOKENS, PrefixHashes, prefix_hashes
-from twinpool.router.text.chat_template import TextParts
-from twinpool.router.text.open_message import check_open
+from twinpool.router.text.chat_template import TextParts, check_open
 from twinpool.router.text.tokenizer import GuardedText, ModelTokenizer
 
 BODY_BYTES_LEAST = 1024**2

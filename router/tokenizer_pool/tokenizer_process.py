@@ -8,6 +8,9 @@ is a request body of some kind, and is answered by one frame.
 The process ends when its socket is closed; when the router dies; when a body takes more than twice
 `router.reader_timeout_s` (by SIGALRM, should the router not end the process first); or after an answer, when its memory
 stays above `KEEP_BYTES` more than at its start though the heap's free memory was given back.
+
+Memory of large bodies goes back to the system by settings of the C library's heap, which need glibc; with another C
+library both functions do nothing.
 """
 
 from __future__ import annotations
@@ -36,11 +39,33 @@ from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.router.openai.chat_format import AnswerFormat
-from twinpool.router.openai.generate_request import GenerateRequest, UnknownModel
+from twinpool.router.openai.parse_request import GenerateRequest, UnknownModel
 from twinpool.router.state.prefix_hashes import PAGE_TOKENS, PrefixHashes
 from twinpool.router.text.tokenizer import ModelTokenizer, read_model_tokenizer
-from twinpool.router.tokenizer_pool.c_heap import give_back
 from twinpool.router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, PreparedRequest, TextAnswer
+
+M_MMAP_THRESHOLD = -3
+"""Parameter of `mallopt` (glibc, malloc.h): the size in bytes from which an allocation is a mapping of its own."""
+LARGE_BYTES = 256 * 1024
+
+
+def map_large_buffers() -> None:
+    """Give each allocation of `LARGE_BYTES` and more a mapping of its own, which ends as soon as it is freed.
+
+    By default glibc raises that size to the largest mapping that was freed, up to 32 MiB. From then on buffers of
+    bodies would lie in the heap, where a small allocation behind a freed buffer keeps its memory from the system.
+    """
+    adjust = getattr(ctypes.CDLL(None), "mallopt", None)
+    if adjust is not None:
+        adjust(M_MMAP_THRESHOLD, LARGE_BYTES)
+
+
+def give_back() -> None:
+    """Return the heap's free memory to the system."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
 
 HEAD = struct.Struct("<B?Q")
 KEEP_BYTES = 48 * 1024**2

@@ -7,7 +7,7 @@ import logging
 from twinpool.contracts.damage import DamageSite
 from twinpool.router.state.routed_request import RoutedRequest
 from twinpool.router.state.router_log import log
-from twinpool.router.verification.audit_cases import AuditFinding, AuditResult
+from twinpool.router.verification.audits import AuditFinding, AuditResult
 from twinpool.router.verification.stream_watch import StreamFlag
 
 _LEVELS = {AuditResult.DAMAGED: logging.ERROR, AuditResult.DISPUTED: logging.ERROR}

@@ -21,17 +21,17 @@ from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Done, Event, LegReport
 from twinpool.contracts.messages.worker_status import WorkerStatus, WorkerView
 from twinpool.contracts.sampling_params import TokenLogprob
-from twinpool.router.core.answer_asks import AskEnded, FoundAnswer
-from twinpool.router.core.local_prefill import local_prefill
+from twinpool.router.core.answer_lookups import FoundAnswer, LookupEnded
 from twinpool.router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
 from twinpool.router.core.router_core import RouterCore
+from twinpool.router.core.routing_policies import local_prefill
 from twinpool.router.links.worker_links import REACHABLE
 from twinpool.router.service.router_service import TICK_S
+from twinpool.router.state.prefill_queue import TenantWeight
 from twinpool.router.state.prefix_hashes import prefix_hashes
 from twinpool.router.state.routed_request import RoutedRequest
-from twinpool.router.state.tenant_share import TenantShare
 from twinpool.router.state.worker_table import WorkerEntry, WorkerKey
-from twinpool.router.verification.audit_cases import AuditFinding, AuditResult
+from twinpool.router.verification.audits import AuditFinding, AuditResult
 from twinpool.sim.fabric.sim_wire import pack_views, status_there, unpack_views
 from twinpool.sim.nodes.build_sim_worker import SimWorld
 from twinpool.sim.nodes.sim_controller import SimControl
@@ -95,7 +95,7 @@ class SimClaims:
             self._core.asks.wants(name, False)
         return bool(mine)
 
-    def ended(self, action: AskEnded) -> SimClaim | RestoredAnswer | None:
+    def ended(self, action: LookupEnded) -> SimClaim | RestoredAnswer | None:
         """Take in what was found: an answer that goes on or is whole, or a claim of which nothing is kept, which needs
         a new request; None where the client has left."""
         claim, found = self._claims.pop(action.ask), action.found.get(0)
@@ -116,7 +116,7 @@ class SimClaims:
         done = Done(request.id, request.attempt, kept.reason, kept.stop_token) if kept.reason else request.ending
         return RestoredAnswer(claim, request, None if kept.running else done)
 
-    def adopt(self, action: AskEnded, request: RoutedRequest) -> None:
+    def adopt(self, action: LookupEnded, request: RoutedRequest) -> None:
         """Go on with what was found."""
         self._core.adopt(request, action.found[0])
 
@@ -230,14 +230,14 @@ class SimRouter:
             salt=ask.salt,
             priority=ask.priority,
             first_token_by=now + ask.first_token_s if new and ask.first_token_s is not None else None,
-            share=TenantShare(ask.tenant, ask.weight),
+            share=TenantWeight(ask.tenant, ask.weight),
             name=name,
         )
 
     def _submit(self, ask: ScenarioRequest, request_id: RequestId) -> None:
         self._asks[request_id] = ask
         request = self._routed(ask, request_id, name_of(ask) if ask.keyed else None)
-        if self.core.late_if_taken([request]) is not None:
+        if self.core.predict_slo_miss([request]) is not None:
             del self._asks[request_id]
             self._client.on_refusal(ask)
             return
@@ -255,7 +255,7 @@ class SimRouter:
             self.core.cancel(request_id, finished=finished)
         self._act()
 
-    def _found(self, action: AskEnded) -> None:
+    def _found(self, action: LookupEnded) -> None:
         """Go on with what workers have kept of an answer, or begin it."""
         found = self._claims.ended(action)
         if isinstance(found, SimClaim):
@@ -396,7 +396,7 @@ class SimRouter:
                 match action:
                     case DeliverTokens():
                         self._tell(action.request_id, action.tokens, action.logprobs)
-                    case AskEnded():
+                    case LookupEnded():
                         self._found(action)
                     case DeliverScores():
                         ask = self._asks.get(action.request_id)

@@ -7,7 +7,7 @@ from collections import Counter
 from msgspec.structs import replace
 
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
-from twinpool.router.verification.audit_cases import AuditResult as Audited
+from twinpool.router.verification.audits import AuditResult as Audited
 from twinpool.sim.fabric.hash_answers import penalised, recite
 from twinpool.sim.nodes.sim_router import SimRouter
 from twinpool.sim.run.faults import FaultTarget

@@ -29,11 +29,11 @@ from twinpool.contracts.messages.worker_events import Done, LegReport, Tokens
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.router.core.router_actions import EndRequest, SendCommand
 from twinpool.router.core.router_core import RouterCore
-from twinpool.router.kv_indexer.told_prefixes import ToldPrefixes
+from twinpool.router.kv_indexer.holder_table import KVIndexReader
 from twinpool.router.service.router_service import TICK_S
+from twinpool.router.state.prefill_queue import TenantWeight
 from twinpool.router.state.prefix_hashes import PrefixHashes
 from twinpool.router.state.routed_request import RoutedRequest
-from twinpool.router.state.tenant_share import TenantShare
 from twinpool.router.state.worker_table import WorkerKey
 from twinpool.sim.scale.cluster_plan import ClusterPlan
 from twinpool.sim.scale.decode_model import DecodeModel, DecodeRow
@@ -123,7 +123,7 @@ class ClusterModel:
                 AuditConfig(fraction=0.0),
                 short_share=plan.prefill.short_share,
                 cache=config.cache,
-                told=ToldPrefixes(self._index.path) if self._index is not None else None,
+                told=KVIndexReader(self._index.path) if self._index is not None else None,
                 rng=random.Random(f"policy {seed} {number}"),
             )
             for number in range(plan.routers)
@@ -259,9 +259,9 @@ class ClusterModel:
             hashes=PrefixHashes(request.raw, plan.block_tokens),
             session=request.session,
             first_token_by=due,
-            share=TenantShare(request.tenant),
+            share=TenantWeight(request.tenant),
         )
-        if core.requests.in_flight >= router.max_queue or core.late_if_taken([routed]) is not None:
+        if core.requests.in_flight >= router.max_queue or core.predict_slo_miss([routed]) is not None:
             self.figures.state[number] = REFUSED
             if self.watcher is not None:
                 self.watcher.refused(self.cores.index(core))

@@ -22,8 +22,7 @@ import numpy as np
 
 from twinpool.router.kv_indexer.holder_sets import DEVICE, HOST, SLOTS_AT_MOST
 from twinpool.router.kv_indexer.holder_table import HolderTable
-from twinpool.router.kv_indexer.table_memory import TableMemory, TableSize
-from twinpool.router.kv_indexer.table_slots import SlotWriter
+from twinpool.router.kv_indexer.table_memory import SlotWriter, TableMemory, TableSize
 from twinpool.router.state.worker_table import WorkerKey
 from twinpool.sim.fabric.step_costs import StepCosts, StepRun, pairs_of
 from twinpool.sim.scale.cluster_plan import PrefillPool

@@ -19,7 +19,7 @@ from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord
 from twinpool.contracts.wire.grpc_channels import channel_options
 from twinpool.router.links.grpc_worker import GrpcWorkerClient
-from twinpool.router.links.worker_stream import WorkerStream
+from twinpool.router.links.worker_links import WorkerStream
 
 LINK_S = 2.0
 WAIT_S = 30.0

@@ -124,7 +124,7 @@ OWN = {
     "contracts/outside_data.py": "the reader itself",
     "engine/tensors/tuned_options.py": "it is a file of this repository",
     "router/openai/chat_format.py": "this program wrote it, of a body that was read",
-    "router/openai/special_marks.py": "the grammar's compiler wrote it, of a body that was read",
+    "router/openai/client_grammar.py": "the grammar's compiler wrote it, of a body that was read",
     "router/openai/structured_output.py": "the grammar's compiler wrote it, of a body that was read",
     "router/openai_responses/responses_writer.py": "this program wrote it, of a body that was read",
     "router/parsers/call_object.py": "it is one string",

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from twinpool.router.api.admin_dashboard import FOLDER
-from twinpool.router.records import request_spans
+from twinpool.router.records import make_record
 
 STYLE = (FOLDER / "style.css").read_text()
 MIN = 4.5
@@ -56,7 +56,7 @@ PARTS = {
     "tokenise", "queue", "prefill_queue", "prefill", "decode_queue", "handover", "transfer", "decode", "retracted",
     "move", "answer",
 }  # fmt: skip
-"""The spans of a request (`router.records.request_spans`)."""
+"""The spans of a request (`router.records.make_record`)."""
 APART = 0.055
 """The least distance of two parts in OKLab: about three times what an eye can just tell apart side by side."""
 
@@ -91,7 +91,7 @@ def test_the_parts_of_a_request_are_told_apart_by_their_hues(dark: bool) -> None
 def test_the_page_has_a_word_for_each_part_in_the_order_of_a_requests_life() -> None:
     script = (FOLDER / "waterfall.js").read_text()
     named = re.findall(r"(\w+): \[\"", script[script.index("const SPANS") : script.index("const ORDER")])
-    told = re.findall(r"^``(\w+)``", request_spans.__doc__ or "", re.MULTILINE)
+    told = re.findall(r"^``(\w+)``", make_record.__doc__ or "", re.MULTILINE)
     assert set(named) == PARTS == {*told, "transfer"}
     assert [name for name in named if name in told] == told
 

@@ -13,9 +13,9 @@ from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.config.router_config import AuditConfig
 from twinpool.contracts.config.worker_config import DecodeConfig
 from twinpool.contracts.errors import CheckpointError
-from twinpool.router.api.absent_endpoints import why_absent
 from twinpool.router.api.admin_dashboard import PAGE as DASHBOARD
 from twinpool.router.api.app import PREFIX_ROUTES, ROUTES
+from twinpool.router.api.front_page import unsupported_reason
 from twinpool.router.parsers.tool_formats import FORMATS
 
 README = (ROOT / "README.md").read_text()
@@ -104,7 +104,7 @@ def test_every_endpoint_that_a_page_names_is_there_or_said_to_be_absent(page: Pa
         for path in named
         if path not in known
         and not path.startswith(tuple(PREFIX_ROUTES))
-        and not why_absent(path)
+        and not unsupported_reason(path)
         and not path.endswith("...")
         and path not in ("/v1/", "/cluster/")
     ]

@@ -24,7 +24,7 @@ from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import PAIR
 from twinpool.contracts.interfaces.discovery import WorkerDirectory
 from twinpool.router.api.app import create_admin_app, create_app
-from twinpool.router.api.port_handover import Predecessor
+from twinpool.router.api.listeners import Predecessor
 from twinpool.router.api.router_server import AdminListener, RouterListeners, RouterServer
 from twinpool.router.main import listen, listen_at
 from twinpool.router.records.record_reports import RecordListener

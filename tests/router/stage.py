@@ -26,13 +26,13 @@ from twinpool.contracts.messages.router_commands import (
 )
 from twinpool.contracts.messages.worker_events import Done, Event
 from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
-from twinpool.router.core.local_prefill import LocalPrefill
 from twinpool.router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
 from twinpool.router.core.router_core import RouterCore
+from twinpool.router.core.routing_policies import LocalPrefill
 from twinpool.router.state.prefix_hashes import prefix_hashes
 from twinpool.router.state.routed_request import RoutedRequest
 from twinpool.router.state.worker_table import WorkerKey
-from twinpool.router.verification.audit_cases import AuditFinding
+from twinpool.router.verification.audits import AuditFinding
 
 
 @dataclass

@@ -31,8 +31,7 @@ from twinpool.engine.structured_output.llguidance_engine import LLGuidanceEngine
 from twinpool.router.openai.chat_format import ChatFormat
 from twinpool.router.openai.parse_request import read_messages
 from twinpool.router.openai.tools import read_tools
-from twinpool.router.parsers.answer_parts import ArgumentsPart, CallPart, joined
-from twinpool.router.parsers.lark_literal import quoted
+from twinpool.router.parsers.answer_parts import ArgumentsPart, CallPart, joined, quoted
 from twinpool.router.parsers.tool_formats import FORMATS
 from twinpool.router.text.chat_template import ChatTemplate
 from twinpool.router.text.tokenizer import ModelTokenizer, read_model_tokenizer

@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.grammar import BOUNDS
-from twinpool.router.openai.grammar_check import check_grammar
+from twinpool.router.openai.client_grammar import check_grammar
 from twinpool.router.openai.structured_output import read_grammar
 
 Schema = dict[str, Any]

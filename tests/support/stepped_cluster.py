@@ -29,9 +29,9 @@ from twinpool.contracts.messages.worker_events import Done, Event, Tokens
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.decode.worker import DecodeWorker
-from twinpool.router.core.local_prefill import local_prefill
 from twinpool.router.core.router_actions import DeliverTokens, EndRequest, NoteReplay, SendCommand
 from twinpool.router.core.router_core import RouterCore
+from twinpool.router.core.routing_policies import local_prefill
 from twinpool.router.state.prefix_hashes import prefix_hashes
 from twinpool.router.state.routed_request import RoutedRequest
 from twinpool.router.state.worker_table import WorkerKey

@@ -20,7 +20,7 @@ from twinpool.router.core.router_core import RouterCore
 from twinpool.router.state.prefix_hashes import prefix_hashes
 from twinpool.router.state.routed_request import RoutedRequest
 from twinpool.router.state.worker_table import WorkerKey
-from twinpool.router.verification.audit_cases import AuditFinding, AuditResult
+from twinpool.router.verification.audits import AuditFinding, AuditResult
 
 
 class Hurried:

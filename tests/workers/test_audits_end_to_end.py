@@ -19,7 +19,7 @@ from tests.support.worker_pair import pair
 from tests.workers.test_any_state import PAGE, hash_pair
 from twinpool.contracts.ids import Role
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.router.verification.audit_cases import AuditResult
+from twinpool.router.verification.audits import AuditResult
 
 ALL = {"fraction": 1.0, "chunk_tokens": 16}
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)

@@ -22,8 +22,8 @@ from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.router.kv_indexer.event_feed import EventFeed
 from twinpool.router.kv_indexer.holder_sets import DEVICE, HOST
+from twinpool.router.kv_indexer.holder_table import KVIndexReader, ToldPrefix
 from twinpool.router.kv_indexer.table_memory import TableMemory, TableSize
-from twinpool.router.kv_indexer.told_prefixes import ToldPrefix, ToldPrefixes
 from twinpool.router.state.prefix_hashes import keys_of, marked, prefix_hashes
 
 PAGE = 16
@@ -114,7 +114,7 @@ def test_what_the_next_incarnation_adopts_is_found_before_it_has_computed_anythi
     with pair(model, tokens=4096, arenas=arenas, cache=cache, settle=False) as both:
         both.run(both.submit(prompt, greedy(4)))
         both.settle()
-    told = ToldPrefixes(tmp_path / "index")
+    told = KVIndexReader(tmp_path / "index")
     with pair(model, tokens=4096, arenas=arenas, cache=cache) as both, index(both, tmp_path / "index") as feed:
         assert both.prefill.status().counters["arena_pages_adopted"]
         catch_up(both, feed)

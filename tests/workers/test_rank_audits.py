@@ -15,7 +15,7 @@ from tests.support.worker_pair import pair
 from tests.workers.test_audits_end_to_end import ALL, words
 from twinpool.contracts.ids import Role
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.router.verification.audit_cases import AuditResult
+from twinpool.router.verification.audits import AuditResult
 
 PATIENT = {**ALL, "timeout_s": 1e6}
 """A cell's clock runs fast, and ranks that share a busy machine don't."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from twinpool.cluster.assembly.node_shares import cores
 from twinpool.cluster.doctor.doctor_case import DoctorCase
 from twinpool.cluster.doctor.finding import Finding, error, fine, sized, warning
-from twinpool.router.api.connection_limits import connection_limit
+from twinpool.router.api.http_protocol import connection_limit
 
 MIN_DESCRIPTORS = 1024
 """Descriptors without which a Ray with a few workers doesn't get on."""

@@ -29,8 +29,8 @@ from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.credentials.curve_file import read_curve_pair
 from twinpool.contracts.messages.kv_events import BlockStored, EventMedium
+from twinpool.router.kv_indexer.holder_table import KVIndexReader
 from twinpool.router.kv_indexer.kv_event_subscriber import KVEventSubscriber
-from twinpool.router.kv_indexer.told_prefixes import ToldPrefixes
 from twinpool.router.state.prefix_hashes import prefix_hashes
 
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -48,7 +48,7 @@ async def until(done: Callable[[], bool]) -> None:
 @pytest.mark.asyncio
 async def test_a_process_follows_the_controllers_workers_and_is_restarted(tmp_path: Path) -> None:
     config, log = EventsConfig(endpoint=LOOPBACK, replay_endpoint=LOOPBACK), KVEventLog()
-    told, hashes = ToldPrefixes(tmp_path / "kv-index"), prefix_hashes(PROMPT)
+    told, hashes = KVIndexReader(tmp_path / "kv-index"), prefix_hashes(PROMPT)
     publisher, cluster = KVEventPublisher(config, log, time.time), FakeCluster(1, 1)
     worker = cluster["prefill-0"]
     worker.node, worker.kv_events, worker.kv_replay = os.uname().nodename, publisher.endpoint, publisher.replay_endpoint

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from twinpool.router.api.coalesced_writes import CoalescingTransport, JoinedWrites
+from twinpool.router.api.http_protocol import CoalescingTransport, JoinedWrites
 
 
 class Wire:

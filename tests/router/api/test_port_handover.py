@@ -21,7 +21,7 @@ from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import WorkerRecord
 from twinpool.router.api import router_server
-from twinpool.router.api.port_handover import Predecessor
+from twinpool.router.api.listeners import Predecessor
 from twinpool.router.main import listen, listen_at
 
 BODY = {"prompt": [5, 6, 7], "seed": 1, "max_tokens": 12}

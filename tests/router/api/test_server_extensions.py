@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from twinpool.router.api.asgi_exchange import DIRECT_WRITE, ON_GONE, HttpExchange
-from twinpool.router.api.server_extensions import LeavingCalls, offer_extensions
+from twinpool.router.api.http_protocol import LeavingCalls, offer_extensions
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ from twinpool.contracts.ids import RequestId
 from twinpool.contracts.messages.kept_answers import Attach, Attached, Detach, KeptAnswer
 from twinpool.contracts.messages.router_commands import Cancel
 from twinpool.contracts.messages.worker_events import Tokens
-from twinpool.router.core.answer_asks import AnswerAsks, AskEnded
+from twinpool.router.core.answer_lookups import AnswerLookups, LookupEnded
 from twinpool.router.state.worker_table import WorkerKey, WorkerTable
 
 
@@ -21,7 +21,7 @@ class World:
     def __init__(self, decode: int = 2, *, known: bool = True) -> None:
         self.clock, self.cluster = ManualClock(100.0), FakeCluster(1, decode)
         self.table = WorkerTable(RouterConfig())
-        self.asks = AnswerAsks(self.clock, self.table, lambda: "1", 2.0)
+        self.asks = AnswerLookups(self.clock, self.table, lambda: "1", 2.0)
         if known:
             self.view()
             for entry in self.table:
@@ -60,7 +60,7 @@ def test_every_decode_worker_is_asked_and_no_other(world: World) -> None:
     assert world.answer("decode-0", ask)
     assert world.asks.take_ended() == []
     assert world.answer("decode-1", ask)
-    assert world.asks.take_ended() == [AskEnded(ask, {})]
+    assert world.asks.take_ended() == [LookupEnded(ask, {})]
 
 
 def test_a_contested_answer_is_asked_for_again_and_has_no_end_before(world: World) -> None:
@@ -89,7 +89,7 @@ def test_a_contested_answer_is_not_asked_for_again_while_no_client_waits(world: 
     assert world.contest("decode-1", ask, 9)
     world.clock.advance(2.0)
     world.asks.tick()
-    assert world.asks.take_ended() == [AskEnded(ask, {})], "its time is bounded"
+    assert world.asks.take_ended() == [LookupEnded(ask, {})], "its time is bounded"
     world.asks.wants(ask, True)
     assert world.commands() == []
 
@@ -139,7 +139,7 @@ def test_a_router_that_has_just_started_waits_for_the_table_and_its_links() -> N
     assert [name for name, _ in world.commands()] == ["decode-0", "decode-1"]
     world.answer("decode-0", ask)
     world.answer("decode-1", ask)
-    assert world.asks.take_ended() == [AskEnded(ask, {})]
+    assert world.asks.take_ended() == [LookupEnded(ask, {})]
 
 
 def test_the_best_of_several_finds_is_taken_and_the_others_are_cancelled(world: World) -> None:
@@ -169,7 +169,7 @@ def test_another_body_ends_it_and_nothing_stays_held(world: World) -> None:
     world.answer("decode-0", ask, kept("r", 4))
     world.commands()
     world.answer("decode-1", ask, other_body=True)
-    assert world.asks.take_ended() == [AskEnded(ask, {}, other_body=True)]
+    assert world.asks.take_ended() == [LookupEnded(ask, {}, other_body=True)]
     assert world.commands() == [("decode-0", Detach(RequestId("r"), 0))]
     assert world.asks.held == 0
 

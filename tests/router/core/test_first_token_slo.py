@@ -33,11 +33,11 @@ def test_a_request_is_refused_when_its_first_token_would_be_late_and_nothing_of_
     for number in (100, 101):
         stage.submit(prompt(number, 50))
     sent = len(stage.submits)
-    late = stage.core.late_if_taken([stage.request(prompt(200, 20), within_s=1.1)])
+    late = stage.core.predict_slo_miss([stage.request(prompt(200, 20), within_s=1.1)])
     assert late is not None
     assert late.prediction.seconds == pytest.approx(TOKEN_S * 120)
-    assert stage.core.late_if_taken([stage.request(prompt(200, 20), within_s=1.3)]) is None
-    assert stage.core.late_if_taken([stage.request(prompt(200, 20))]) is None, "it names no time"
+    assert stage.core.predict_slo_miss([stage.request(prompt(200, 20), within_s=1.3)]) is None
+    assert stage.core.predict_slo_miss([stage.request(prompt(200, 20))]) is None, "it names no time"
     assert stage.core.counts.refused_early == 1
     assert (len(stage.submits), stage.core.requests.in_flight) == (sent, 2)
     stage.finish()
@@ -50,21 +50,21 @@ def test_what_the_worker_holds_of_a_prompt_needs_no_time() -> None:
     stage.submit(held)
     stage.clock.advance(0.64)
     stage.finish()
-    assert stage.core.late_if_taken([stage.request(prompt(301, 66), within_s=0.3)]) is not None
-    assert stage.core.late_if_taken([stage.request((*held, 1, 2), within_s=0.3)]) is None
+    assert stage.core.predict_slo_miss([stage.request(prompt(301, 66), within_s=0.3)]) is not None
+    assert stage.core.predict_slo_miss([stage.request((*held, 1, 2), within_s=0.3)]) is None
 
 
 def test_the_quickest_worker_counts_and_many_prompts_are_shared_out() -> None:
     stage = taught(prefill=2)
     stage.submit(prompt(100, 100))
     one = [stage.request(prompt(200, 20), within_s=0.25)]
-    assert stage.core.late_if_taken(one) is None, "the other worker is free"
+    assert stage.core.predict_slo_miss(one) is None, "the other worker is free"
     many = [stage.request(prompt(200 + n, 20), within_s=0.7) for n in range(8)]
-    late = stage.core.late_if_taken(many)
+    late = stage.core.predict_slo_miss(many)
     assert late is not None
     assert late.prediction.seconds == pytest.approx(TOKEN_S * 80)
     same = [stage.request(prompt(200, 20), within_s=0.25) for _ in range(8)]
-    assert stage.core.late_if_taken(same) is None, "choices of one prompt are computed once"
+    assert stage.core.predict_slo_miss(same) is None, "choices of one prompt are computed once"
 
 
 @pytest.mark.parametrize("sizes", [(20, 120), (120, 20)])
@@ -76,7 +76,7 @@ def test_a_worker_that_is_too_small_for_one_of_those_that_come_together_is_none_
     stage.view()
     stage.submit(prompt(100, 150))
     both = [stage.request(prompt(200 + tokens, tokens), within_s=1.5) for tokens in sizes]
-    late = stage.core.late_if_taken(both)
+    late = stage.core.predict_slo_miss(both)
     assert late is not None
     assert late.worker.record.name == "prefill-0"
     assert late.prediction.seconds == pytest.approx(TOKEN_S * 290), "each is computed"
@@ -86,7 +86,7 @@ def test_a_worker_that_is_too_small_for_one_of_those_that_come_together_is_none_
 def test_prompts_that_come_together_take_as_long_as_the_longest_wherever_it_stands(sizes: tuple[int, ...]) -> None:
     stage = taught(prefill=2)
     together = [stage.request(prompt(200 + n, tokens), within_s=1.1) for n, tokens in enumerate(sizes)]
-    late = stage.core.late_if_taken(together)
+    late = stage.core.predict_slo_miss(together)
     assert late is not None
     assert late.prediction.seconds == pytest.approx(TOKEN_S * 120)
 
@@ -94,17 +94,17 @@ def test_prompts_that_come_together_take_as_long_as_the_longest_wherever_it_stan
 def test_without_a_worker_or_without_knowing_it_nothing_is_refused() -> None:
     stage = Stage(1, 1)
     request = [stage.request(prompt(1, 100_000), within_s=0.001)]
-    assert stage.core.late_if_taken(request) is None, "nothing was seen of it"
+    assert stage.core.predict_slo_miss(request) is None, "nothing was seen of it"
     stage = taught()
     stage.kill("prefill-0")
-    assert stage.core.late_if_taken([stage.request(prompt(1, 1000), within_s=0.001)]) is None
+    assert stage.core.predict_slo_miss([stage.request(prompt(1, 1000), within_s=0.001)]) is None
 
 
 def test_a_refusal_that_turns_out_false_is_counted() -> None:
     stage = taught()
     stage.submit(prompt(100, 100))
-    assert stage.core.late_if_taken([stage.request(prompt(200, 20), within_s=1.0)]) is not None
-    assert stage.core.late_if_taken([stage.request(prompt(201, 20), within_s=0.1)]) is not None
+    assert stage.core.predict_slo_miss([stage.request(prompt(200, 20), within_s=1.0)]) is not None
+    assert stage.core.predict_slo_miss([stage.request(prompt(201, 20), within_s=0.1)]) is not None
     stage.clock.advance(0.2)  # It was five times as fast as expected.
     stage.finish()
     stage.tick()
@@ -160,7 +160,7 @@ def test_what_becomes_of_predictions_that_were_close_is_learned_and_of_the_other
     stage = taught()
 
     def predicted() -> float:
-        late = stage.core.late_if_taken([stage.request(prompt(900, 100), within_s=0.001)])
+        late = stage.core.predict_slo_miss([stage.request(prompt(900, 100), within_s=0.001)])
         assert late is not None
         return late.prediction.seconds
 
@@ -171,7 +171,7 @@ def test_what_becomes_of_predictions_that_were_close_is_learned_and_of_the_other
         nonlocal number
         number += 1
         request = stage.request(prompt(1000 + number, 100), within_s=within_s)
-        assert stage.core.late_if_taken([request]) is None
+        assert stage.core.predict_slo_miss([request]) is None
         stage.take(request)
         stage.clock.advance(took_s)
         stage.finish()
@@ -187,17 +187,17 @@ def test_what_becomes_of_predictions_that_were_close_is_learned_and_of_the_other
 
 def test_each_of_several_that_come_together_teaches_what_became_of_its_prediction() -> None:
     stage = taught()
-    before = stage.core.late_if_taken([stage.request(prompt(900, 100), within_s=0.001)])
+    before = stage.core.predict_slo_miss([stage.request(prompt(900, 100), within_s=0.001)])
     both = [stage.request(prompt(1000 + number, 100), within_s=2.2) for number in range(2)]
     both[1].id = RequestId("the other")
-    assert stage.core.late_if_taken(both) is None
+    assert stage.core.predict_slo_miss(both) is None
     for request in both:
         stage.take(request)
     for request, took_s in zip(both, (1.0, 1.01), strict=True):
         stage.clock.advance(took_s)
         stage.say(request.id, Role.PREFILL, 2)
     stage.finish()
-    after = stage.core.late_if_taken([stage.request(prompt(901, 100), within_s=0.001)])
+    after = stage.core.predict_slo_miss([stage.request(prompt(901, 100), within_s=0.001)])
     assert before is not None
     assert after is not None
     assert after.prediction.seconds > 1.05 * before.prediction.seconds, "the second one was late"

@@ -11,7 +11,7 @@ import pytest
 from tests.router.http_server import Server
 from tests.router.stage import Stage
 from twinpool.contracts.ids import Role
-from twinpool.router.kv_indexer.sent_prefixes import SentPrefixes
+from twinpool.router.kv_indexer.prefix_indexes import SentPrefixes
 from twinpool.router.state.prefix_hashes import BLOCK_TOKENS, prefix_hashes
 
 

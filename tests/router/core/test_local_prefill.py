@@ -11,7 +11,7 @@ from tests.router.stage import Stage
 from twinpool.contracts.config.worker_config import DisaggregationConfig
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role
-from twinpool.router.core.local_prefill import LocalPrefill
+from twinpool.router.core.routing_policies import LocalPrefill
 from twinpool.router.state.prefill_queue import MEASURED_S
 from twinpool.router.state.worker_table import WorkerEntry
 
@@ -256,15 +256,15 @@ def test_first_tokens_are_predicted_of_decode_where_it_would_be_given_the_prompt
         stage.clock.advance(PROMPT_S + TOKEN_S * tokens)
         stage.finish()
     stage.submit(prompt(200, 100))
-    assert stage.core.late_if_taken([stage.request(prompt(201, 10), within_s=0.5)]) is None, "decode is free"
-    assert stage.core.late_if_taken([stage.request(prompt(202, 70), within_s=0.5)]) is not None, "beyond the bound"
+    assert stage.core.predict_slo_miss([stage.request(prompt(201, 10), within_s=0.5)]) is None, "decode is free"
+    assert stage.core.predict_slo_miss([stage.request(prompt(202, 70), within_s=0.5)]) is not None, "beyond the bound"
     stage.kill("prefill-0")
     stage.clock.advance(PROMPT_S + TOKEN_S * 100)
     stage.finish()
-    late = stage.core.late_if_taken([stage.request(prompt(203, 200), within_s=0.5)])
+    late = stage.core.predict_slo_miss([stage.request(prompt(203, 200), within_s=0.5)])
     assert late is not None
     assert late.worker.record.role is Role.DECODE
-    assert stage.core.late_if_taken([stage.request(prompt(204, 20), within_s=0.5)]) is None
+    assert stage.core.predict_slo_miss([stage.request(prompt(204, 20), within_s=0.5)]) is None
 
 
 def test_without_decode_a_request_waits_and_is_told_so() -> None:

@@ -11,9 +11,9 @@ from tests.router.stage import Stage
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.messages.kept_answers import KeptAnswer
-from twinpool.router.core.answer_asks import FoundAnswer
+from twinpool.router.core.answer_lookups import FoundAnswer
 from twinpool.router.state.worker_table import WorkerEntry
-from twinpool.router.verification.audit_cases import AuditResult
+from twinpool.router.verification.audits import AuditResult
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 OLD, NEW = "invariant:x86-64-v3", "invariant:x86-64-v4"

@@ -11,7 +11,7 @@ from twinpool.contracts.config.worker_config import DisaggregationConfig
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role, WorkerName
 from twinpool.contracts.messages.request_record import MAX_CANDIDATES, MAX_NAMED, PlacementChoice, RefusedWorkers
-from twinpool.router.core.local_prefill import LocalPrefill
+from twinpool.router.core.routing_policies import LocalPrefill
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 OLD, NEW = "invariant:x86-64-v3", "invariant:x86-64-v4"

@@ -13,7 +13,7 @@ from twinpool.contracts.errors import ErrorKind, IllegalTransition
 from twinpool.contracts.ids import PAIR, Role, WorkerName
 from twinpool.contracts.messages.kept_answers import Attached, KeptAnswer
 from twinpool.contracts.messages.worker_events import Done, LegReport, Tokens
-from twinpool.router.core.answer_asks import AskEnded
+from twinpool.router.core.answer_lookups import LookupEnded
 from twinpool.router.core.failover import REFUSAL_LIMIT
 from twinpool.router.state.prefix_hashes import BLOCK_TOKENS, prefix_hashes
 
@@ -751,7 +751,7 @@ def test_an_answer_that_is_gone_on_with_has_all_that_its_worker_said_since_it_wa
     stage.core.on_event(worker, Tokens(request.id, 3, 5, tuple(answer[2:4])))
     stage.core.on_event(worker, Tokens(request.id, 3, 7, tuple(answer[4:5])))
     assert stage.core.asks.held == 1
-    (found,) = [one.found[0] for one in stage.core.take_actions() if isinstance(one, AskEnded)]
+    (found,) = [one.found[0] for one in stage.core.take_actions() if isinstance(one, LookupEnded)]
     if lost:
         stage.core.on_unlinked(worker, "cut")
     request.restore(found.answer, found.last_attempt)

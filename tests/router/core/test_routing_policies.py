@@ -16,8 +16,7 @@ from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import ConfigError, ErrorKind
 from twinpool.contracts.ids import Role
 from twinpool.contracts.messages.fingerprint import Fingerprint, handover_class, mismatch
-from twinpool.router.core.routing_policies import PowerOfTwo, RoutingAsk, Session, make_policy
-from twinpool.router.core.worker_rates import LOAD_SHARE, PoolRates
+from twinpool.router.core.routing_policies import LOAD_SHARE, PoolRates, PowerOfTwo, RoutingAsk, Session, make_policy
 from twinpool.router.kv_indexer.prefix_indexes import PromptHits
 from twinpool.router.state.prefix_hashes import prefix_hashes
 from twinpool.router.state.worker_table import WorkerEntry, WorkerKey

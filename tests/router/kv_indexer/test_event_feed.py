@@ -19,10 +19,10 @@ from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventMedium, KvEvent
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from twinpool.router.kv_indexer.event_feed import EVERY_S, EventFeed, reachable
+from twinpool.router.kv_indexer.holder_table import PULSE_S, KVIndexReader, ToldPrefix
 from twinpool.router.kv_indexer.kv_event_subscriber import KVEventSubscriber
 from twinpool.router.kv_indexer.prefix_indexes import PrefixIndexes
 from twinpool.router.kv_indexer.table_memory import TableMemory, TableSize
-from twinpool.router.kv_indexer.told_prefixes import PULSE_S, ToldPrefix, ToldPrefixes
 from twinpool.router.state.prefix_hashes import PrefixHashes, prefix_hashes
 from twinpool.router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
 
@@ -89,7 +89,7 @@ class Index:
         memory = TableMemory.create(path, TableSize(2048, slots, 64), PAGE)
         self.paused: list[float] = []
         self.feed = EventFeed(memory, self.clock, NODE, pause=self.paused.append)
-        self.told = ToldPrefixes(path)
+        self.told = KVIndexReader(path)
         self.publishers: list[Publisher] = []
 
     def publish(self, name: str, incarnation: int = 1, buffer_batches: int = 10_000) -> Publisher:

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from twinpool.router.kv_indexer.recent_prefixes import RECENT_S, RecentPrefixes
+from twinpool.router.kv_indexer.prefix_indexes import RECENT_S, RecentPrefixes
 
 SLOTS = 24
 TOKENS = 64

@@ -7,8 +7,7 @@ import pytest
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from twinpool.router.kv_indexer.prefix_indexes import PrefixIndexes
-from twinpool.router.kv_indexer.recent_prefixes import RECENT_S
+from twinpool.router.kv_indexer.prefix_indexes import RECENT_S, PrefixIndexes
 from twinpool.router.kv_indexer.table_memory import TableSize
 from twinpool.router.state.prefix_hashes import prefix_hashes
 from twinpool.router.state.worker_table import WorkerTable

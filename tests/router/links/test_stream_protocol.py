@@ -18,8 +18,7 @@ from twinpool.contracts.wire.frame_connection import FrameConnection
 from twinpool.contracts.wire.stream_codec import decode_commands
 from twinpool.contracts.wire.worker_protobuf import record_from_proto, record_to_proto
 from twinpool.router.links.controller_directory import ControllerDirectory
-from twinpool.router.links.worker_links import WorkerLinks
-from twinpool.router.links.worker_stream import MAX_COMMANDS, TURN_BYTES, WorkerStream, open_stream
+from twinpool.router.links.worker_links import MAX_COMMANDS, TURN_BYTES, WorkerLinks, WorkerStream, open_stream
 
 WAIT_S = 10.0
 

@@ -16,7 +16,7 @@ from twinpool.contracts.messages.worker_events import Event, MigrationPaused
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord
 from twinpool.contracts.wire.frame_connection import HEAD_BYTES
 from twinpool.contracts.wire.stream_codec import decode_commands, decode_opening, encode_events
-from twinpool.router.links.worker_stream import WorkerStream, open_stream
+from twinpool.router.links.worker_links import WorkerStream, open_stream
 
 SEVEN = Incarnation(7)
 PAUSED = MigrationPaused(RequestId("r"), 1, 5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from twinpool.contracts.messages.control_plane import ControlPlane
-from twinpool.router.metrics.control_plane_metrics import control_plane_metrics
+from twinpool.router.metrics.worker_metrics import control_plane_metrics
 
 
 def test_a_controller_that_nobody_replaces_is_there_or_not() -> None:

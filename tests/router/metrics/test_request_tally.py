@@ -17,7 +17,7 @@ from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
 from twinpool.router.metrics import request_tally
 from twinpool.router.metrics.request_tally import RequestTally
 from twinpool.router.openai.choice_output import ChoiceOutput
-from twinpool.router.openai.generate_request import GenerateRequest
+from twinpool.router.openai.parse_request import GenerateRequest
 from twinpool.router.state.routed_request import RoutedRequest
 from twinpool.router.text.tokenizer import read_model_tokenizer
 

@@ -23,7 +23,7 @@ from twinpool.contracts.messages.worker_events import (
 from twinpool.router.migration.migration_table import AVOID_S, MigrationState
 from twinpool.router.migration.migrations import PATIENCE_S
 from twinpool.router.state.circuit_breaker import CircuitState
-from twinpool.router.state.tenant_share import TenantShare
+from twinpool.router.state.prefill_queue import TenantWeight
 from twinpool.router.state.worker_table import WorkerKey
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
@@ -140,7 +140,7 @@ def test_the_target_is_sent_what_the_source_has_and_the_time_that_is_left_and_no
     scene = Scene(scores=True, request_timeout_s=30.0)
     scene.on.tick(10.0)
     first = scene.on.submits[0][1]
-    scene.request.share = TenantShare("acme", 3)
+    scene.request.share = TenantWeight("acme", 3)
     scene.bring_to(MigrationState.OFFERED)
     worker, submit = scene.on.submits[-1]
     assert (worker, submit.attempt, submit.migrating) == (scene.target, 1, True)

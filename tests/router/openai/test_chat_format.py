@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
 from twinpool.router.openai.chat_format import AnswerFormat, ChatFormat
-from twinpool.router.openai.grammar_check import check_grammar
+from twinpool.router.openai.client_grammar import check_grammar
 from twinpool.router.openai.parse_request import read_messages
 from twinpool.router.openai.structured_output import read_grammar
 from twinpool.router.openai.tools import read_tools

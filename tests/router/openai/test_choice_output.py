@@ -17,7 +17,7 @@ from twinpool.contracts.messages.worker_events import Done
 from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
 from twinpool.router.openai.chat_format import AnswerFormat
 from twinpool.router.openai.choice_output import ChoiceOutput
-from twinpool.router.openai.generate_request import GenerateRequest
+from twinpool.router.openai.parse_request import GenerateRequest
 from twinpool.router.parsers.answer_parts import ArgumentsPart, CallPart, joined
 from twinpool.router.parsers.tool_formats import FORMATS
 from twinpool.router.state.routed_request import RoutedRequest

@@ -11,7 +11,7 @@ from tests.router.fake_worker import expected
 from tests.router.http_server import Server
 from tests.router.stage import Stage
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.router.kv_indexer.sent_prefixes import SentPrefixes
+from twinpool.router.kv_indexer.prefix_indexes import SentPrefixes
 from twinpool.router.openai import response_stream
 from twinpool.router.openai import response_writer as answers
 from twinpool.router.state.prefix_hashes import PrefixHashes, prefix_hashes

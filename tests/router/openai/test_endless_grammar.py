@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.structured_cases import GRAMMARS
 from twinpool.contracts.errors import RequestError
-from twinpool.router.openai import endless_grammar
-from twinpool.router.openai.endless_grammar import is_endless
+from twinpool.router.openai import client_grammar
+from twinpool.router.openai.client_grammar import is_endless
 from twinpool.router.openai.structured_output import read_grammar
 
 ENDLESS = [
@@ -51,14 +51,14 @@ def test_a_grammar_that_ends_or_isnt_known_is_not(lark: str) -> None:
 
 def test_each_rule_is_looked_at_as_often_as_what_it_waits_for_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = 0
-    missing = endless_grammar._missing
+    missing = client_grammar._missing
 
     def counted(*args: object) -> list[str] | None:
         nonlocal looks
         looks += 1
         return missing(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(endless_grammar, "_missing", counted)
+    monkeypatch.setattr(client_grammar, "_missing", counted)
     rules = 3000
     chain = "\n".join(f'r{number}: "a" r{number + 1}' for number in range(rules))
     assert not is_endless(f'start: r0\n{chain}\nr{rules}: "b"')

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from twinpool.router.openai.numbered_events import NumberedEvents
+from twinpool.router.openai.response_stream import NumberedEvents
 from twinpool.router.openai.resume_headers import SeenEvents, read_resume_headers
 
 CREATED = 1_700_000_000

@@ -9,7 +9,7 @@ from twinpool.contracts.ids import RequestId, Role, WorkerName
 from twinpool.contracts.messages.worker_events import LegReport
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.router.openai.choice_output import ChoiceOutput
-from twinpool.router.openai.request_timeline import timeline_of
+from twinpool.router.openai.response_stream import timeline_of
 from twinpool.router.state.routed_request import RoutedRequest
 from twinpool.router.text.tokenizer import ModelTokenizer
 

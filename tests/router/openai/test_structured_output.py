@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from twinpool.contracts.errors import RequestError
 from twinpool.router.openai import structured_output
-from twinpool.router.openai.grammar_check import check_grammar
+from twinpool.router.openai.client_grammar import check_grammar
 from twinpool.router.openai.json_schemas import close, nodes_of
 from twinpool.router.openai.request_fields import STRUCTURED_OUTPUT
 from twinpool.router.openai.structured_output import CHOICES_AT_MOST, may_need_grammar, read_grammar

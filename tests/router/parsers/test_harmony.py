@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.router.http_server import demo_spec
 from twinpool.contracts.config.router_config import RouterConfig
-from twinpool.router.openai.special_marks import with_special_marks
+from twinpool.router.openai.client_grammar import with_special_marks
 from twinpool.router.parsers.answer_parts import (
     AnswerPart,
     ArgumentsPart,

@@ -14,7 +14,7 @@ from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.messages.record_ring import RecordRing
 from twinpool.contracts.messages.request_record import FoundRecords, RequestRecord
 from twinpool.router.records.kept_records import KeptRecords
-from twinpool.router.records.record_draft import RecordDraft
+from twinpool.router.records.make_record import RecordDraft
 from twinpool.router.records.record_reports import REPORT_S, WAITING_REPORTS, RecordReports
 
 

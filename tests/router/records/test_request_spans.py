@@ -10,8 +10,7 @@ import pytest
 from twinpool.contracts.ids import RequestId, Role, WorkerName
 from twinpool.contracts.messages.request_record import RecordSpan
 from twinpool.contracts.messages.worker_events import LegNote, LegReport
-from twinpool.router.records.leg_clocks import LegClocks
-from twinpool.router.records.request_spans import UNTOLD, spans_of
+from twinpool.router.records.make_record import UNTOLD, LegClocks, spans_of
 from twinpool.router.state.request_journal import JournalEntry, JournalKind
 
 P0, D0, D1 = WorkerName("prefill-0"), WorkerName("decode-0"), WorkerName("decode-1")

@@ -16,7 +16,7 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.security_config import SecurityConfig
 from twinpool.contracts.key_file import digest_of
 from twinpool.router.api.app import OPERATORS, PREFIX_ROUTES, ROUTES
-from twinpool.router.api.connection_limits import OPEN_PATHS
+from twinpool.router.api.http_protocol import OPEN_PATHS
 
 PATHS = {path + "decode-0" if path in PREFIX_ROUTES else path: next(iter({**ROUTES, **PREFIX_ROUTES}[path]))
          for path in OPERATORS}  # fmt: skip

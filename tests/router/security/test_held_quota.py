@@ -10,8 +10,7 @@ from tests.router.security.leasing_routers import LeasingRouter, company, rounds
 from twinpool.cluster.controller.quota_ledger import VALID_S
 from twinpool.contracts.key_file import TenantLimits
 from twinpool.contracts.messages.quota import slice_of
-from twinpool.router.security.held_quota import RENEW_S
-from twinpool.router.security.tenant_accounts import TenantLimited
+from twinpool.router.security.tenant_accounts import RENEW_S, TenantLimited
 
 
 def admitted(router: LeasingRouter, limits: TenantLimits, tokens: int = 1, choices: int = 1) -> bool:

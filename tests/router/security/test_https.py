@@ -20,8 +20,7 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.config.security_config import SecurityConfig
 from twinpool.contracts.errors import ConfigError
-from twinpool.router.api.tls_listener import TlsListener
-from twinpool.router.security.https_certificate import HttpsCertificate
+from twinpool.router.api.listeners import HttpsCertificate, TlsListener
 
 ASK = {"prompt": [5, 6, 7], "max_tokens": 4, "seed": 1}
 

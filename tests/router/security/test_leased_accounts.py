@@ -6,8 +6,7 @@ import pytest
 
 from twinpool.contracts.key_file import TenantLimits
 from twinpool.contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice
-from twinpool.router.security.held_quota import HeldQuota
-from twinpool.router.security.tenant_accounts import TenantAccounts, TenantLimited
+from twinpool.router.security.tenant_accounts import HeldQuota, TenantAccounts, TenantLimited
 
 LIMITS = TenantLimits(requests_per_minute=60, tokens_per_minute=6000, concurrent=7)
 A, B = "acme", "other"

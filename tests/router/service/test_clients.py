@@ -18,7 +18,7 @@ from twinpool.contracts.ids import Role
 from twinpool.contracts.messages.worker_events import Done
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.router.api.asgi_exchange import HttpExchange
-from twinpool.router.api.connection_limits import BoundedHttpProtocol
+from twinpool.router.api.http_protocol import BoundedHttpProtocol
 
 PROMPT = [5, 6, 7]
 ASK: dict[str, Any] = {"prompt": PROMPT, "seed": 1, "max_tokens": 30, "return_token_ids": True}

@@ -19,7 +19,7 @@ from twinpool.contracts.messages.worker_events import Done
 from twinpool.router.core.router_actions import DeliverTokens, EndRequest, SendCommand
 from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
 from twinpool.router.openai.choice_output import ChoiceOutput
-from twinpool.router.openai.generate_request import GenerateRequest
+from twinpool.router.openai.parse_request import GenerateRequest
 from twinpool.router.openai.response_stream import ResponseStream
 from twinpool.router.security.answer_identity import AnswerIdentity
 from twinpool.router.security.tenant_accounts import TenantAccounts

@@ -18,16 +18,16 @@ from tests.support.resuming_clients import ids_of, never, read
 from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.messages.kept_answers import AnswerName, Attach, Attached, KeptAnswer
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.router.core.answer_asks import FoundAnswer
+from twinpool.router.core.answer_lookups import FoundAnswer
 from twinpool.router.openai.choice_output import ChoiceOutput
 from twinpool.router.openai.response_stream import ResponseStream
 from twinpool.router.openai.resume_headers import MAX_KEY_CHARS, MAX_RESUMED_CHOICES, ResumeHeaders
 from twinpool.router.security.answer_identity import identity_of
 from twinpool.router.service.answer_claims import AnswerClaim
 from twinpool.router.service.restored_choice import KeyedRequest
+from twinpool.router.state.prefill_queue import TenantWeight
 from twinpool.router.state.prefix_hashes import prefix_hashes
 from twinpool.router.state.routed_request import RoutedRequest
-from twinpool.router.state.tenant_share import TenantShare
 
 BODY: dict[str, Any] = {"prompt": [5, 6, 7], "seed": 1, "max_tokens": 20, "return_token_ids": True}
 STREAM = {**BODY, "stream": True}
@@ -289,7 +289,7 @@ def test_a_choice_of_a_request_with_a_key_is_the_same_but_for_its_name() -> None
         salt="salt",
         priority=2,
         first_token_by=4.0,
-        share=TenantShare("acme", 7),
+        share=TenantWeight("acme", 7),
         session="talk",
     )
     identity = identity_of("", "acme", "key", "completions", b"{}")

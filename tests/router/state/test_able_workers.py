@@ -12,8 +12,7 @@ from twinpool.contracts.config.cache_config import PrefetchConfig
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.ids import Incarnation, RequestId, Role, WorkerName
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from twinpool.router.core.routing_policies import CacheAware, LeastLoaded, RoundRobin, RoutingAsk
-from twinpool.router.core.worker_rates import PoolRates
+from twinpool.router.core.routing_policies import CacheAware, LeastLoaded, PoolRates, RoundRobin, RoutingAsk
 from twinpool.router.kv_indexer.prefix_indexes import HitRows, PromptHits
 from twinpool.router.state.able_workers import AbleWorkers, WorkerColumns
 from twinpool.router.state.circuit_breaker import CircuitState

@@ -9,8 +9,7 @@ from functools import partial
 import pytest
 
 from twinpool.contracts.ids import RequestId
-from twinpool.router.state.prefill_queue import JUDGED_AT_ONCE, PrefillQueue, PromptCost, TtftPrediction
-from twinpool.router.state.tenant_share import TenantShare
+from twinpool.router.state.prefill_queue import JUDGED_AT_ONCE, PrefillQueue, PromptCost, TenantWeight, TtftPrediction
 
 BASE_S, TOKEN_S = 0.02, 0.0005
 
@@ -207,10 +206,10 @@ def test_whoever_shares_steps_teaches_nothing_of_those_that_have_their_turn() ->
     assert seconds(queue, 20_000, 0, 100.0) == pytest.approx(in_turn.seconds)
 
 
-A, B, HEAVY = TenantShare("a"), TenantShare("b"), TenantShare("b", 3)
+A, B, HEAVY = TenantWeight("a"), TenantWeight("b"), TenantWeight("b", 3)
 
 
-def shared(queue: PrefillQueue, tokens: int, whose: TenantShare, priority: int = 0) -> float:
+def shared(queue: PrefillQueue, tokens: int, whose: TenantWeight, priority: int = 0) -> float:
     predicted = queue.predict(tokens, priority, 100.0, whose)
     assert predicted is not None
     return predicted.seconds
@@ -233,7 +232,7 @@ def test_who_waits_for_less_than_its_share_costs_others_no_more_than_that() -> N
     queue = taught()
     queue.add(RequestId("other"), 50, 0, 100.0, A)
     assert shared(queue, 1000, B) == pytest.approx(cost(50) + cost(1000))
-    queue.add(RequestId("third"), 2000, 0, 100.0, TenantShare("c"))
+    queue.add(RequestId("third"), 2000, 0, 100.0, TenantWeight("c"))
     assert shared(queue, 1000, B) == pytest.approx(cost(50) + 2 * cost(1000))
 
 
@@ -269,9 +268,9 @@ def test_what_is_predicted_is_what_fair_shares_come_to(seed: int) -> None:
     prompts = [(rng.choice((100, 400, 900)), rng.choice("abc")) for _ in range(rng.randint(1, 12))]
     queue = taught()
     for number, (tokens, tenant) in enumerate(prompts):
-        queue.add(RequestId(f"{number}"), tokens, 0, 100.0, TenantShare(tenant, weights[tenant]))
+        queue.add(RequestId(f"{number}"), tokens, 0, 100.0, TenantWeight(tenant, weights[tenant]))
     for tenant in "abc":
-        predicted = shared(queue, 300, TenantShare(tenant, weights[tenant]))
+        predicted = shared(queue, 300, TenantWeight(tenant, weights[tenant]))
         served = shares_served([*prompts, (300, tenant)], weights, quantum=0.002)[-1]
         assert predicted == pytest.approx(served, rel=0.05, abs=0.02)
 

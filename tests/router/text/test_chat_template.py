@@ -13,9 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from tests.router.text.published_templates import ENDS, FURTHER, TEMPLATES
 from twinpool.contracts.checkpoint.tokenizer_files import TokenizerFiles
 from twinpool.contracts.errors import RequestError
-from twinpool.router.openai.chat_format import ChatFormat
+from twinpool.router.openai.chat_format import ChatFormat, messages_for
 from twinpool.router.openai.parse_request import read_messages
-from twinpool.router.openai.template_messages import messages_for
 from twinpool.router.openai.tools import read_tools
 from twinpool.router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, ReasoningPart, joined
 from twinpool.router.parsers.tool_formats import FORMATS, format_of

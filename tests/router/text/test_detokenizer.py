@@ -11,8 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from tests.router.http_server import DEMO
-from twinpool.router.text.detokenizer import WindowDetokenizer
-from twinpool.router.text.stop_strings import StopMatcher
+from twinpool.router.text.detokenizer import StopMatcher, WindowDetokenizer
 from twinpool.router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 
 WORDS = "Grüße, 你好 👩‍👩‍👧 — naïve café\n\t𝔘𝔫𝔦 ∑ ﷽ — the end"

@@ -10,9 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.router.text.published_templates import TEMPLATES
 from twinpool.contracts.errors import RequestError
-from twinpool.router.openai.template_messages import messages_for
-from twinpool.router.text.chat_template import ChatTemplate
-from twinpool.router.text.open_message import cut_at_mark, marked
+from twinpool.router.openai.chat_format import messages_for
+from twinpool.router.text.chat_template import ChatTemplate, cut_at_mark, marked
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
 TRIMS = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}[/]{% endfor %}"

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 TAKES_AND_FREES = """
 import resource, sys
 from pathlib import Path
-from twinpool.router.tokenizer_pool.c_heap import LARGE_BYTES, give_back, map_large_buffers
+from twinpool.router.tokenizer_pool.tokenizer_process import LARGE_BYTES, give_back, map_large_buffers
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

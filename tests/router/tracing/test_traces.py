@@ -25,9 +25,7 @@ from twinpool.contracts.config.tracing_config import TracingConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.router.state.trace_context import NO_TRACE, TraceContext, read_traceparent
 from twinpool.router.tracing import otlp_exporter
-from twinpool.router.tracing.otlp_exporter import MAX_AT_ONCE, TraceExporter
-from twinpool.router.tracing.trace_sampling import TraceSampling
-from twinpool.router.tracing.trace_spans import TraceSpan
+from twinpool.router.tracing.otlp_exporter import MAX_AT_ONCE, TraceExporter, TraceSampling, TraceSpan
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

@@ -13,10 +13,9 @@ from twinpool.contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerN
 from twinpool.contracts.messages.router_commands import Audit
 from twinpool.contracts.messages.worker_events import Audited, AuditEnd, Done
 from twinpool.contracts.sampling_params import TokenDifference
-from twinpool.router.core.local_prefill import LocalPrefill
+from twinpool.router.core.routing_policies import LocalPrefill
 from twinpool.router.state.worker_table import WorkerKey
-from twinpool.router.verification.audit_cases import STATES, AuditResult
-from twinpool.router.verification.audits import TRIES, chosen
+from twinpool.router.verification.audits import STATES, TRIES, AuditResult, chosen
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 

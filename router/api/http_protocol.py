@@ -1,10 +1,21 @@
-"""Limits on clients' connections: their number, the deadlines of requests, and which one is closed at the limit.
+"""One client's connection: uvicorn's HTTP protocol with joined writes, calls in place of coroutines, and deadlines.
 
-A connection takes a file descriptor, and a router without free descriptors can reach no worker and answers no probe. So
-the limit on connections is below the process's limit on descriptors. Above it, the connection that has waited longest
-without a request with whole headers is closed, whether it is idle or sends its headers byte by byte. When every
-connection has a request under way, `RESERVE` more are accepted for the health and metrics endpoints (`OPEN_PATHS`); all
-other paths answer 503 on these.
+**Writes of one turn of the event loop are one system call.** Uvicorn writes an answer's head and body apart, and the
+last event of a stream apart from its end. A write to a socket wakes the client's process and is the most expensive
+thing that the router does for a request, so writes are joined. What waits leaves in one callback for all sockets of the
+loop: a frame from a worker has tokens of many streams. More than `JOINED_BYTES` of one socket leave at once, so that
+the server sees how much its client has yet to read.
+
+**Functions beside ASGI's coroutines** stand in the scope's extensions. `send` and `receive` are coroutines: each event
+of a stream would have to wake the task that awaits it, which takes longer than making the event, and each request would
+need a task of its own that waits for the client to leave. Servers without these extensions, and pieces that
+`DIRECT_WRITE` doesn't take, are served through `send` and `receive`.
+
+**Connections are limited** in number and time. A connection takes a file descriptor, and a router without free
+descriptors can reach no worker and answers no probe. So the limit on connections is below the process's limit on
+descriptors. Above it, the connection that has waited longest without a request with whole headers is closed, whether it
+is idle or sends its headers byte by byte. When every connection has a request under way, `RESERVE` more are accepted
+for the health and metrics endpoints (`OPEN_PATHS`); all other paths answer 503 on these.
 
 One sweep a second over all connections enforces the deadlines, so that a request costs no timer.
 """
@@ -12,19 +23,155 @@ One sweep a second over all connections enforces the deadlines, so that a reques
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from twinpool.contracts.config.router_config import RouterConfig
-from twinpool.router.api.asgi_exchange import AsgiReceive, AsgiScope, AsgiSend
-from twinpool.router.api.coalesced_writes import CoalescingHttpProtocol, JoinedWrites
-from twinpool.router.api.server_extensions import LeavingCalls, answer_http_1_0, offer_extensions
+from twinpool.router.api.asgi_exchange import DIRECT_WRITE, ON_GONE, AsgiMessage, AsgiReceive, AsgiScope, AsgiSend
 from twinpool.router.openai.api_errors import ApiError
 from twinpool.router.state.router_log import log
+
+JOINED_BYTES = 256 * 1024
+"""Bytes of one socket that wait to be joined."""
+
+
+class JoinedWrites:
+    """The transports with writes that leave before the loop waits again. One for each event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: list[CoalescingTransport] = []
+
+    def add(self, transport: CoalescingTransport, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._waiting:
+            loop.call_soon(self._flush)
+        self._waiting.append(transport)
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for transport in waiting:
+            try:
+                transport.flush()
+            except Exception:  # One client's socket; the others' writes go on.
+                log("write failed", level=logging.ERROR, trace=True)
+
+
+class CoalescingTransport:
+    """A transport whose writes leave together before the loop waits again; all else is the wrapped transport's."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, joined: JoinedWrites) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._joined = joined
+        self._parts: list[bytes] = []
+        self._waiting = 0
+        """Bytes of the parts."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._parts:
+            self._joined.add(self, self._loop)
+        self._parts.append(data)
+        self._waiting += len(data)
+        if self._waiting >= JOINED_BYTES:
+            self.flush()
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+    def flush(self) -> None:
+        """Write what waits. Idempotent."""
+        if self._parts:
+            parts, self._parts, self._waiting = self._parts, [], 0
+            if self._transport.is_closing():
+                return  # It was cut meanwhile.
+            self._transport.write(parts[0] if len(parts) == 1 else b"".join(parts))
+
+
+class CoalescingHttpProtocol(HttpToolsProtocol):
+    """Uvicorn's HTTP protocol on a `CoalescingTransport`."""
+
+    joined: JoinedWrites
+    """Set before the connection is made."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(CoalescingTransport(transport, self.loop, self.joined))  # type: ignore[arg-type]
+
+
+class LeavingCalls:
+    """The calls to be made when the client of one connection leaves, by the request whose answer isn't complete."""
+
+    def __init__(self) -> None:
+        self._calls: dict[RequestResponseCycle, list[Callable[[], object]]] = {}
+
+    def add(self, cycle: RequestResponseCycle, call: Callable[[], object]) -> None:
+        """Have `call` called when the client leaves; at once where it has."""
+        if cycle.disconnected:
+            call()
+        elif not cycle.response_complete:
+            self._calls.setdefault(cycle, []).append(call)
+
+    def answered(self) -> None:
+        """Forget the requests whose answers are complete."""
+        for cycle in [cycle for cycle in self._calls if cycle.response_complete]:
+            del self._calls[cycle]
+
+    def left(self) -> None:
+        """Make the calls: the client has left. Idempotent."""
+        gone, self._calls = self._calls, {}
+        for calls in gone.values():
+            for call in calls:
+                call()
+
+
+def offer_extensions(cycle: RequestResponseCycle, leaving: LeavingCalls) -> None:
+    """Put the extensions into the scope of a request."""
+
+    def write(piece: bytes) -> bool:
+        if not cycle.chunked_encoding or cycle.flow.write_paused or cycle.disconnected or cycle.response_complete:
+            return False
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        return True
+
+    extensions: dict[str, Any] = {DIRECT_WRITE: write, ON_GONE: lambda call: leaving.add(cycle, call)}
+    cast(AsgiScope, cycle.scope)["extensions"] = extensions
+
+
+def answer_http_1_0(cycle: RequestResponseCycle, *, keeps: bool) -> None:
+    """Have the answer to an HTTP/1.0 request be one that its client can read: never in chunks, which HTTP/1.0 doesn't
+    have, and without ``100 Continue``.
+
+    A body without ``content-length``, a stream's, ends with the connection. `keeps`: the client has asked for the
+    connection to stay open (``Connection: keep-alive``); it does where the body has a length.
+    """
+    cycle.waiting_for_100_continue = False
+    send = cycle.send
+    until_close = False
+
+    async def sized(message: AsgiMessage) -> None:
+        nonlocal until_close
+        if message["type"] == "http.response.start":
+            headers = list(message.get("headers", ()))
+            names = {name.lower() for name, _ in (*cycle.default_headers, *headers)}
+            if b"content-length" not in names:
+                until_close, cycle.chunked_encoding = True, False
+            elif keeps and b"connection" not in names:
+                cycle.keep_alive = True
+                message = {**message, "headers": [*headers, (b"connection", b"keep-alive")]}
+        elif until_close:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(cast(Any, message))
+
+    cast(Any, cycle).send = sized
+
 
 OPEN_PATHS = frozenset({"/live", "/health", "/ping", "/metrics"})
 """Paths that are answered on connections above the limit as well."""

@@ -44,7 +44,7 @@ class FoundAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class AskEnded:
+class LookupEnded:
     """A question has its answer: what was found, by the number of the choice."""
 
     ask: RequestId
@@ -66,14 +66,14 @@ class _Ask:
     wanted: bool = True
 
 
-class AnswerAsks:
+class AnswerLookups:
     """The questions of one router; see the module's prose. Times are seconds of the router core's clock."""
 
     def __init__(self, clock: Clock, workers: WorkerTable, mint: Callable[[], str], wait_s: float) -> None:
         self._clock, self._workers, self._mint, self._wait_s = clock, workers, mint, wait_s
         self._asks: dict[RequestId, _Ask] = {}
         self._commands: list[tuple[WorkerKey, Attach | Cancel | Detach]] = []
-        self._ended: list[AskEnded] = []
+        self._ended: list[LookupEnded] = []
         self._held: dict[tuple[WorkerKey, RequestId], list[Event]] = {}
         """The events since then of what was handed over and goes on nowhere yet."""
         self._known = False
@@ -171,7 +171,7 @@ class AnswerAsks:
         commands, self._commands = self._commands, []
         return commands
 
-    def take_ended(self) -> list[AskEnded]:
+    def take_ended(self) -> list[LookupEnded]:
         ended, self._ended = self._ended, []
         return ended
 
@@ -209,4 +209,4 @@ class AnswerAsks:
                 self._commands.append((found.worker, Cancel(found.answer.request_id, found.answer.attempt)))
         most = {index: max(f.answer.attempt for f in ask.found if f.answer.index == index) for index in best}
         chosen = {index: replace(found, last_attempt=most[index]) for index, found in best.items()}
-        self._ended.append(AskEnded(name, chosen, other_body))
+        self._ended.append(LookupEnded(name, chosen, other_body))
