@@ -2,9 +2,25 @@
 
 A round is decode's, with two differences. Prompts come from `colocate.local_prompts` instead of rooms, unless their
 requests migrate here. And a step has rows of both kinds: each running request takes one token of its budget, chunks of
-prompts the rest (`colocate.step_budget`). Everything else is decode's own: the one queue for pages, retraction,
+prompts the rest (`prompt_tokens`). Everything else is decode's own: the one queue for pages, retraction,
 migration to other workers, ends. There is one request table, one KV cache manager, one engine and one device queue, so
 it fails as one.
+
+The step budget is how the tokens of one step are shared between decode and prompts. A step has `prefill.chunk_tokens`
+tokens. Each row of decode takes one and those of its drafts, first; chunks of prompts get the rest, but never less than
+`colocate.prompt_tokens` or a page. So a running request has a row in every step (or in its turn, where there are more
+than `decode.max_batch_tokens`), and the time between two of its tokens is that of one step, of no more tokens than the
+budget, or than its rows and the prompts' least part where that is more. And the oldest prompt gets on in every step,
+however many requests run: neither can starve the other.
+
+The decode worker of conditional disaggregation (`ConditionalDecodeWorker`) has most prompts handed over, and computes
+some itself. It is a colocated worker in the role of decode. A request that comes with a peer receives its prompt in a
+room, as on any decode worker; one without a peer has it computed here. Both wait in one queue for pages and run in one
+batch, and from their second token on there is no difference between them.
+
+What runs here is what the pool of decode workers is for, so prompts are held to a smaller budget: a step with running
+requests has `disaggregation.step_tokens` tokens at most, of which prompts get what rows leave, and a page at least. How
+many prompts come is the router's decision (`router.core.routing_policies`).
 """
 
 from __future__ import annotations
@@ -15,34 +31,38 @@ from typing import Any
 
 from twinpool.cache.allocation.allocation import Allocation
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
-from twinpool.colocate.local_prompt import LocalPromptPages
 from twinpool.colocate.local_prompts import LocalPrompts
-from twinpool.colocate.step_budget import prompt_tokens
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages import router_commands as commands
-from twinpool.decode.request.request import DecodePhase, DecodeRequest
-from twinpool.decode.transfer_queue import TransferQueue
+from twinpool.decode.request import DecodePhase, DecodeRequest
 from twinpool.decode.worker import DecodeWorker, Outcome
 from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
 from twinpool.prefill.audit_runner import AuditRunner
-from twinpool.prefill.request import PrefillRequest
 from twinpool.prefill.scheduler import ScheduledChunk
 from twinpool.prefill.step_commit import PrefillStepCommit
-from twinpool.prefill.step_cost import StepCost
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
-from twinpool.worker.request_table import RequestTable
-from twinpool.worker.step_parts import split
+from twinpool.worker.step_commit import split
 from twinpool.worker.worker_loop import Sleeper, seconds_until
+
+
+def prompt_tokens(budget: int, taken: int, least: int, page_tokens: int) -> int:
+    """Return the tokens that chunks of prompts may have in a step in which rows of decode have `taken` some.
+
+    `budget`: tokens of the step; `least`: tokens that prompts keep. Chunks end at page boundaries, so they keep at
+    least a page, where the budget has one.
+    """
+    return max(budget - taken, min(budget, max(least, page_tokens)))
 
 
 class ColocatedWorker(DecodeWorker):
     """The worker of both roles; see the module's prose. Implements `contracts.interfaces.worker_interface.Worker`."""
 
     role = Role.COLOCATED
+    prompts = LocalPrompts
 
     def __init__(
         self,
@@ -61,28 +81,22 @@ class ColocatedWorker(DecodeWorker):
         config = config.with_local_prompts(self.role)
         self._config, self._pause = config, pause
         super().__init__(name, incarnation, config, engine, manager, receiver, waiter, pause=pause, **options)
+        assert isinstance(self._prompts, LocalPrompts)
+        self._local = local = self._prompts
+        self._chunks = PrefillStepCommit(
+            local.admitted, local.prompt_pages, engine, self._fitness, config, self._clock, pause, local.cost
+        )
         most = min(self.fits.context, self.fits.max_positions)
         emit, nonfinite = self._request_table.emit, self._fitness.nonfinite
         self._auditor = AuditRunner(config, engine, manager, emit, nonfinite, most, self._grammars)
         self._ended_steps = self._mixed = 0
-
-    def _prompt_source(self, rooms: TransferQueue, config: Config) -> LocalPrompts:
-        """Return where prompts come from: this worker's own steps and, for requests that migrate, `rooms`."""
-        admitted = RequestTable[PrefillRequest](self._name, self.fits, self._clock)
-        pages = LocalPromptPages(self._manager, reuse=self._request_pages.reuse)
-        cost = StepCost(config.prefill.chunk_tokens)
-        self._chunks = PrefillStepCommit(
-            admitted, pages, self._engine, self._fitness, config, self._clock, self._pause, cost
-        )
-        self._local = LocalPrompts(self._name, rooms, admitted, pages, config.prefill, self._clock, cost)
-        return self._local
 
     # ------------------------------------------------------------ the host's side
 
     def wait(self, timeout_s: float) -> None:
         if self._auditor and not self._busy:
             return
-        if not (self._local or self._chunks or self._chunks.committed):
+        if not (self._local.admitted or self._chunks or self._chunks.committed):
             super().wait(min(timeout_s, seconds_until(self._clock, self._local.next_deadline)))
 
     @property
@@ -108,7 +122,7 @@ class ColocatedWorker(DecodeWorker):
 
     @property
     def runnable(self) -> bool:
-        return bool(self._local or self._chunks) or super().runnable
+        return bool(self._local.admitted or self._chunks) or super().runnable
 
     @property
     def _ended(self) -> int:
@@ -127,14 +141,14 @@ class ColocatedWorker(DecodeWorker):
         return request.phase is DecodePhase.ARRIVING or super()._runs(request)
 
     def _violations(self) -> list[str]:
-        return super()._violations() + self._local.check(self._request_table) + self._auditor.check()
+        return super()._violations() + self._local.check() + self._auditor.check()
 
     @property
     def _allocations(self) -> int:
         return super()._allocations + self._auditor.allocations
 
     def close(self) -> None:
-        self._local.close()
+        self._local.prompt_pages.close()
         try:
             self._auditor.close()
             self._chunks.drop()
@@ -216,3 +230,22 @@ class ColocatedWorker(DecodeWorker):
             return
         self._request_table.emit(request.session, request.report(self._name))
         self._scheduler.start(request)
+
+
+class ConditionalDecodeWorker(ColocatedWorker):
+    """A decode worker that can compute prompts; see the module's prose. Implements
+    `contracts.interfaces.worker_interface.Worker`."""
+
+    role = Role.DECODE
+
+    def _prompt_tokens_of_step(self, taken: int) -> int:
+        chunk = self._config.prefill.chunk_tokens
+        budget = min(chunk, self._config.disaggregation.step_tokens) if taken else chunk
+        return prompt_tokens(budget, taken, 1, self._request_pages.page_tokens)
+
+
+def decode_class_for(role: Role, config: Config) -> type[DecodeWorker]:
+    """Return the class of a decode or colocated worker."""
+    if role is Role.COLOCATED:
+        return ColocatedWorker
+    return ConditionalDecodeWorker if config.conditional else DecodeWorker

@@ -18,14 +18,12 @@ from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.messages.worker_events import LegNote
-from twinpool.decode.request.output_length import OutputLengths
-from twinpool.decode.request.prompt_source import PromptSource
-from twinpool.decode.request.request import OFF_DEVICE, DecodeEvent, DecodePhase, DecodeRequest
-from twinpool.decode.request.request_outcomes import RequestFailed
-from twinpool.decode.request.request_pages import DecodePages
-from twinpool.decode.retraction.memory_pressure import MemoryPressure
+from twinpool.decode.drafting import Drafting
+from twinpool.decode.request import OFF_DEVICE, DecodeEvent, DecodePhase, DecodeRequest, RequestFailed
+from twinpool.decode.request_pages import DecodePages
+from twinpool.decode.retraction.memory_pressure import MemoryPressure, OutputLengths
 from twinpool.decode.retraction.retraction import Retraction
-from twinpool.decode.speculation.drafting import Drafting
+from twinpool.decode.transfer_queue import TransferQueue
 from twinpool.worker.fair_shares import FairShares
 from twinpool.worker.request_table import RequestTable
 
@@ -37,7 +35,7 @@ class DecodeScheduler:
         self,
         requests: RequestTable[DecodeRequest],
         pages: DecodePages,
-        prompts: PromptSource,
+        prompts: TransferQueue,
         lengths: OutputLengths,
         drafting: Drafting,
         config: Config,

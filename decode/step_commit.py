@@ -20,10 +20,9 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.damage import DamageSite, log_damage
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.messages.worker_events import Tokens
-from twinpool.decode.request.request import DecodeRequest
-from twinpool.decode.request.request_outcomes import RequestFailed, RequestFinished, RouterEvent
-from twinpool.decode.request.request_pages import DecodePages
-from twinpool.decode.speculation.drafting import Drafting
+from twinpool.decode.drafting import Drafting
+from twinpool.decode.request import DecodeRequest, RequestFailed, RequestFinished, RouterEvent
+from twinpool.decode.request_pages import DecodePages
 from twinpool.engine.runner.batch import (
     NONFINITE,
     BatchRow,
@@ -38,9 +37,8 @@ from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.runner.sampling.token_mask import TokenMask
 from twinpool.engine.structured_output.grammar_engine import GrammarError, GrammarMatcher
 from twinpool.worker.grammar_gate import GrammarGate
-from twinpool.worker.nonfinite_rows import NonfiniteRows
 from twinpool.worker.request_table import RequestTable
-from twinpool.worker.step_overlap import StepOverlap
+from twinpool.worker.step_commit import NonfiniteRows, StepOverlap
 
 log = logging.getLogger("twinpool.decode")
 

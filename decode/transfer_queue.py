@@ -2,30 +2,33 @@
 
 A room is opened when its request comes. Once the scheduler admits the request, pages and slots for what this worker
 lacks of the prompt are granted to the room. When everything has arrived and is verified, they are the request's.
+
+A colocated worker has another one, which computes prompts besides (`colocate.local_prompts`); `preempt` and `make_way`
+are for prompts that are computed on this worker.
 """
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from twinpool.cache.device.device_port import DEVICE, Device, spans
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from twinpool.contracts.block_hash import block_hashes
 from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.errors import ErrorKind, WireError
 from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.router_commands import Submit
-from twinpool.decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
-from twinpool.decode.request.request_outcomes import PromptReceived, RequestFailed, RequestLeft
-from twinpool.decode.request.request_pages import DecodePages
+from twinpool.contracts.messages.worker_events import LegReport
+from twinpool.decode.request import DecodeEvent, DecodePhase, DecodeRequest, PromptReceived, RequestFailed, RequestLeft
+from twinpool.decode.request_pages import DecodePages
 from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
 from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
-from twinpool.worker.admission_check import AdmissionRefusal
-from twinpool.worker.request_table import RequestTable
+from twinpool.worker.request_table import AdmissionRefusal, RequestTable
 
 log = logging.getLogger("twinpool.decode")
 
@@ -39,14 +42,17 @@ class TransferQueue:
         requests: RequestTable[DecodeRequest],
         pages: DecodePages,
         device: Device,
-        prompt_wait_s: float,
+        config: Config,
         clock: Clock,
     ) -> None:
-        """`prompt_wait_s`: for so many seconds at most a request waits for another one's prompt."""
         self._receiver, self._requests, self._pages = receiver, requests, pages
         self._manager, self._device, self._clock = pages.manager, device, clock
-        self._prompt_wait_s = prompt_wait_s
-        self.counters = {"prompt_tokens_held": 0.0, "received_bytes": 0.0}
+        self._prompt_wait_s = config.decode.prompt_wait_s
+        self._counters = {"prompt_tokens_held": 0.0, "received_bytes": 0.0}
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        return self._counters
 
     def open(
         self, session: SessionId, submit: Submit, grammar: AnswerGrammar | None = None
@@ -85,7 +91,7 @@ class TransferQueue:
                 lease.release()
             return False
         request.allocation = allocation
-        self.counters["prompt_tokens_held"] += allocation.cached.total
+        self._counters["prompt_tokens_held"] += allocation.cached.total
         return True
 
     def waits(self, request: DecodeRequest) -> bool:
@@ -119,11 +125,15 @@ class TransferQueue:
                 return other
         return None
 
-    def preempt(self, priority: int) -> None:
-        """Return None: pages that a room was granted can't be taken back."""
+    def preempt(self, priority: int) -> DecodeRequest | None:
+        """Take the pages of one prompt back, of no higher priority than `priority`; returns its request, or None where
+        there is no such prompt. Pages that a room was granted can't be taken back."""
+        return None
 
-    def make_way(self, request: DecodeRequest) -> None:
-        """Return None, as `preempt` does."""
+    def make_way(self, request: DecodeRequest) -> DecodeRequest | None:
+        """Take the pages of one prompt of a tenant that has several on their way back, where `request` is of a tenant
+        that has none; returns that prompt's request, or None where no such prompt can give way, as in a room."""
+        return None
 
     def poll(self) -> Iterator[PromptReceived | RequestFailed | RequestLeft | ReceiverOutcome]:
         """Yield what became of rooms, one by one. The outcome of a room without a request (that of a prefix pull) is
@@ -158,10 +168,11 @@ class TransferQueue:
         request.start(arrived.metadata)
         request.marks["arrived"] = self._clock.now() - request.arrived
         request.marks["hidden"], request.marks["exposed"] = arrived.hidden_s, arrived.exposed_s
-        self.counters["received_bytes"] += arrived.bytes
+        self._counters["received_bytes"] += arrived.bytes
         return PromptReceived(request, arrived.bytes)
 
-    def abort(self, request: DecodeRequest, reason: str) -> None:
-        """Give up the request's room, if that is still open. The room releases what it holds by its own rules. Whoever
-        computes the prompt reports it."""
+    def abort(self, request: DecodeRequest, reason: str) -> LegReport | None:
+        """Give up the request's room, if that is still open. The room releases what it holds by its own rules. Returns
+        what was done on this worker for the prompt: nothing, its prefill worker reports it."""
         self._receiver.abort(request.submit.room, reason)
+        return None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec import structs
 
@@ -28,17 +28,15 @@ from twinpool.contracts.messages import router_commands as commands
 from twinpool.contracts.messages.kept_answers import Attach, Attached
 from twinpool.contracts.messages.worker_events import Done
 from twinpool.contracts.messages.worker_status import CheckReport, EndedWorker, WorkerStatus
+from twinpool.decode.drafting import Drafter, Drafting, PromptLookupDrafter
 from twinpool.decode.kept_answers import KeptAnswers
-from twinpool.decode.migration.drain_advisor import DrainAdvisor
-from twinpool.decode.migration.migration_cost import MigrationCosts
+from twinpool.decode.migration.drain_offers import DrainAdvisor, MigrationCosts, PrefixOffers
 from twinpool.decode.migration.outgoing_migrations import OutgoingMigrations
-from twinpool.decode.migration.prefix_offers import PrefixOffers
-from twinpool.decode.migration.prefix_pull import PrefixPulls
-from twinpool.decode.migration.prefix_push import PrefixPushes
-from twinpool.decode.request.output_length import OutputLengths
-from twinpool.decode.request.prompt_source import PromptSource
-from twinpool.decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
-from twinpool.decode.request.request_outcomes import (
+from twinpool.decode.migration.prefix_push import PrefixPulls, PrefixPushes
+from twinpool.decode.request import (
+    DecodeEvent,
+    DecodePhase,
+    DecodeRequest,
     PromptPreempted,
     PromptReceived,
     RequestFailed,
@@ -46,9 +44,9 @@ from twinpool.decode.request.request_outcomes import (
     RequestLeft,
     RouterEvent,
 )
-from twinpool.decode.request.request_pages import DecodePages
+from twinpool.decode.request_pages import DecodePages
+from twinpool.decode.retraction.memory_pressure import OutputLengths
 from twinpool.decode.scheduler import DecodeScheduler
-from twinpool.decode.speculation.drafting import Drafter, Drafting, PromptLookupDrafter
 from twinpool.decode.step_commit import DecodeStepCommit
 from twinpool.decode.transfer_queue import TransferQueue
 from twinpool.engine.runner.model_runner import ModelRunner
@@ -59,7 +57,7 @@ from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
 from twinpool.transfer.rooms.room_outcomes import RoomGranted, RoomReleased
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
 from twinpool.transfer.rooms.sender.sender_rooms import SenderOutcome
-from twinpool.worker.admission_check import AdmissionRefusal
+from twinpool.worker.request_table import AdmissionRefusal
 from twinpool.worker.worker_loop import Sleeper, WorkerLoop, seconds_until
 
 Outcome = (
@@ -82,6 +80,8 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
     the parts report."""
 
     role = Role.DECODE
+    prompts: ClassVar[type[TransferQueue]] = TransferQueue
+    """Where prompts come from: the rooms in which others hand them over."""
 
     def __init__(
         self,
@@ -120,8 +120,7 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         requests, fitness = self._request_table, self._fitness
         self._lengths = OutputLengths(config.decode.output_length_quantile, config.decode.first_answer_tokens)
         self._request_pages = pages = DecodePages(manager, config.cache_for(self.role))
-        rooms = TransferQueue(receiver, requests, pages, engine.device, config.decode.prompt_wait_s, clock)
-        self._prompts = self._prompt_source(rooms, config)
+        self._prompts = self.prompts(receiver, requests, pages, engine.device, config, clock)
         drafting = Drafting(pages, config.decode, drafter or PromptLookupDrafter())
         self._scheduler = DecodeScheduler(requests, pages, self._prompts, self._lengths, drafting, config, clock)
         self._steps = DecodeStepCommit(requests, pages, engine, fitness, drafting, self._grammars, config, clock, pause)
@@ -138,10 +137,6 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
             commands.PullPrefix: self._pulls.begin,
             Attach: self._attach,
         }
-
-    def _prompt_source(self, rooms: TransferQueue, config: Config) -> PromptSource:
-        """Return where prompts come from: the rooms in which others hand them over."""
-        return rooms
 
     # ------------------------------------------------------------ the host's side
 

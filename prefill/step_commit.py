@@ -18,14 +18,11 @@ from twinpool.contracts.damage import DamageSite, log_damage
 from twinpool.contracts.errors import ErrorKind
 from twinpool.engine.runner.batch import NONFINITE, RowOutput, StepHandle
 from twinpool.engine.runner.model_runner import ModelRunner
-from twinpool.prefill.layered_sends import LayeredSends
-from twinpool.prefill.request import PrefillPhase, PrefillRequest, StepMember
-from twinpool.prefill.request_pages import PrefillPages
-from twinpool.prefill.scheduler import ScheduledChunk
-from twinpool.prefill.step_cost import StepCost
-from twinpool.worker.nonfinite_rows import NonfiniteRows
+from twinpool.prefill.handover import LayeredSends
+from twinpool.prefill.request import PrefillPages, PrefillPhase, PrefillRequest, StepMember
+from twinpool.prefill.scheduler import ScheduledChunk, StepCost
 from twinpool.worker.request_table import RequestTable
-from twinpool.worker.step_overlap import StepOverlap
+from twinpool.worker.step_commit import NonfiniteRows, StepOverlap
 
 log = logging.getLogger("twinpool.prefill")
 _STALE_LIMIT = 2

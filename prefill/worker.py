@@ -26,16 +26,19 @@ from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
 from twinpool.engine.structured_output.grammar_engine import GrammarEngine
 from twinpool.prefill.audit_runner import AuditRunner
-from twinpool.prefill.first_token_events import first_token_events, unfinished_report
-from twinpool.prefill.handover import Damaged, Granted, Lost, PrefillHandover
-from twinpool.prefill.layered_sends import LayeredSends
-from twinpool.prefill.request import PrefillEvent, PrefillPhase, PrefillRequest
-from twinpool.prefill.request_pages import PrefillPages
-from twinpool.prefill.scheduler import PrefillScheduler
+from twinpool.prefill.handover import Damaged, Granted, LayeredSends, Lost, PrefillHandover
+from twinpool.prefill.request import (
+    PrefillEvent,
+    PrefillPages,
+    PrefillPhase,
+    PrefillRequest,
+    first_token_events,
+    unfinished_report,
+)
+from twinpool.prefill.scheduler import PrefillScheduler, StepCost
 from twinpool.prefill.step_commit import ChunkFailed, PrefillStepCommit
-from twinpool.prefill.step_cost import StepCost
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
-from twinpool.worker.admission_check import AdmissionRefusal
+from twinpool.worker.request_table import AdmissionRefusal
 from twinpool.worker.worker_loop import Sleeper, WorkerLoop, seconds_until
 
 log = logging.getLogger("twinpool.prefill")

@@ -1,4 +1,4 @@
-"""The fair shares of tenants in one worker, by virtual token counters.
+"""The fair shares of tenants in one worker, by virtual token counters, and which tenants are expected back.
 
 A tenant's counter grows by what the worker does for it, in tokens over its weight; whoever has the lowest is served
 next. So tenants that always have something waiting get tokens in proportion to their weights, whatever each sends, and
@@ -9,13 +9,17 @@ all the same. (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2
 way; the forgetting is start-time fair queueing's, Goyal et al. 1996: when nobody has anything to do, all are even.)
 
 Only tenants that have something to do, and those that left with more than their share, are kept, these up to a bound.
+
+Returns: a tenant that came back lately is expected to send its next prompt soon, which must not find a long step under
+way. Of all tenants the two that came last are remembered, which is all that the question needs: whether there is one of
+the last so many seconds that isn't the only one with work now.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Set
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -117,3 +121,24 @@ class FairShares:
                 del rest[tenant]
             else:
                 yield item
+
+
+class TenantReturns:
+    """The latest returns of tenants to having something to do. Times are seconds of one clock."""
+
+    def __init__(self, window_s: float) -> None:
+        """`window_s`: seconds after which a return is forgotten."""
+        self._window_s = window_s
+        self._there: Set[str] = frozenset()
+        self._latest: list[tuple[str, float]] = []
+        """The two that came last, the last one first."""
+
+    def follow(self, active: Set[str], now: float) -> None:
+        """Take in which tenants have something to do now. To be called whenever that may have changed."""
+        for tenant in sorted(active - self._there):
+            self._latest = [(tenant, now), *(one for one in self._latest if one[0] != tenant)][:2]
+        self._there = frozenset(active)
+
+    def expected(self, now: float) -> bool:
+        """Whether a tenant came back within the window that isn't the only one with something to do now."""
+        return any(now - at < self._window_s and self._there != {tenant} for tenant, at in self._latest)

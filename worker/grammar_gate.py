@@ -17,7 +17,7 @@ from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, 
 from twinpool.engine.runner.sampling.token_mask import TokenMask
 from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
 from twinpool.engine.structured_output.grammar_engine import GrammarEngine, GrammarError, GrammarMatcher, StartedGrammar
-from twinpool.worker.admission_check import AdmissionRefusal
+from twinpool.worker.request_table import AdmissionRefusal
 
 NO_GRAMMARS = "this worker can't follow a grammar: its checkpoint has no tokenizer.json"
 _AUDIT_S = 60.0

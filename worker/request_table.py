@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from twinpool.contracts.clock import Clock
@@ -17,7 +18,14 @@ from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, Submit
 from twinpool.contracts.messages.worker_events import Audited, AuditEnd, Done, Event
 from twinpool.contracts.messages.worker_status import WorkerLimits
-from twinpool.worker.admission_check import AdmissionRefusal
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionRefusal:
+    """Why a worker refuses a request: the `kind` and `message` of the `Done` event that tells its router."""
+
+    kind: ErrorKind
+    message: str
 
 
 class TableRequest(Protocol):
@@ -37,8 +45,7 @@ class RequestTable(Generic[R]):
     """The requests of one worker by id, one attempt of each at most, and the events that wait for their routers."""
 
     def __init__(self, name: WorkerName, fits: WorkerLimits, clock: Clock) -> None:
-        self._name = name
-        self._fits = fits
+        self.name, self.fits = name, fits
         self._clock = clock
         self._requests: dict[RequestId, R] = {}
         self._events: list[tuple[SessionId, Event]] = []
@@ -64,7 +71,7 @@ class RequestTable(Generic[R]):
                 leave(request, "cancelled")
             return None
         if isinstance(command, Audit):
-            message = f"{self._name} computes no audits"
+            message = f"{self.name} computes no audits"
             self.emit(session, Audited(command.request_id, command.attempt, AuditEnd.REFUSED, message=message))
             return None
         assert isinstance(command, Submit), "what concerns the tree is its worker's business"
@@ -81,18 +88,18 @@ class RequestTable(Generic[R]):
         """Return why this request can't be taken, or None. A replay brings prefill the answer too, so all of it must
         fit."""
         if self.draining:
-            return AdmissionRefusal(ErrorKind.DRAINING, f"{self._name} is draining")
+            return AdmissionRefusal(ErrorKind.DRAINING, f"{self.name} is draining")
         if not submit.tokens or submit.prompt_len > len(submit.tokens):
             return AdmissionRefusal(ErrorKind.INVALID, "the prompt is empty")
         positions = max(submit.max_len, len(submit.tokens))
-        if positions > self._fits.context:
+        if positions > self.fits.context:
             return AdmissionRefusal(
-                ErrorKind.TOO_LONG, f"{positions} positions exceed the context of {self._fits.context}"
+                ErrorKind.TOO_LONG, f"{positions} positions exceed the context of {self.fits.context}"
             )
-        if positions > self._fits.max_positions:
-            limit = self._fits.max_positions
+        if positions > self.fits.max_positions:
+            limit = self.fits.max_positions
             return AdmissionRefusal(
-                ErrorKind.TOO_LONG, f"{positions} positions exceed what {self._name} can hold, {limit}"
+                ErrorKind.TOO_LONG, f"{positions} positions exceed what {self.name} can hold, {limit}"
             )
         if submit.request_id in self._requests:
             return AdmissionRefusal(ErrorKind.INVALID, f"request {submit.request_id} is here already")
@@ -150,7 +157,7 @@ class RequestTable(Generic[R]):
         self.emit(request.session, done)
 
     def _log(self, event: str, submit: Submit, kind: ErrorKind, reason: str) -> None:
-        facts = {"request_id": submit.request_id, "attempt": submit.attempt, "room": submit.room, "worker": self._name}
+        facts = {"request_id": submit.request_id, "attempt": submit.attempt, "room": submit.room, "worker": self.name}
         log.info(event, extra={**facts, "error": str(kind), "reason": reason})
 
     def take_events(self) -> list[tuple[SessionId, Event]]:

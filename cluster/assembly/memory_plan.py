@@ -27,7 +27,7 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.ids import Role
 from twinpool.engine.models.model_base import StateOptions
 from twinpool.engine.tensors.weight_loader import dtype_for
-from twinpool.worker.step_overlap import LAUNCHED
+from twinpool.worker.step_commit import LAUNCHED
 
 DEFAULT_CONTEXTS = 8
 """A full pool holds this many whole contexts unless memory is short."""

@@ -253,7 +253,7 @@ def pool_set_of(spec: ModelSpec, config: Config, role: Role = Role.PREFILL) -> P
 
 
 def with_speculation(config: Config, pool_set: PoolSetSpec) -> DecodeConfig:
-    from twinpool.decode.speculation.drafting import with_speculation
+    from twinpool.decode.drafting import with_speculation
 
     return with_speculation(config.decode, pool_set)
 

@@ -21,13 +21,15 @@ State that arrived damaged may have been damaged here. So before a request goes 
 state is checked against its tags once more; where it doesn't match, the request ends as damaged and is computed again.
 
 The router decides which request migrates where, by itself or because a worker that drains offers its requests
-(`decode.migration.drain_advisor`).
+(`decode.migration.drain_offers`).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 from twinpool.cache.device.device_port import DONE
 from twinpool.contracts.clock import Clock
@@ -35,20 +37,91 @@ from twinpool.contracts.config.worker_config import DecodeConfig
 from twinpool.contracts.errors import ErrorKind, WireError
 from twinpool.contracts.ids import RoomId
 from twinpool.contracts.interfaces.worker_interface import SessionId
-from twinpool.contracts.messages.router_commands import PauseForMigration, ResumeHere
+from twinpool.contracts.messages.router_commands import PauseForMigration, PeerRef, ResumeHere
 from twinpool.contracts.messages.worker_events import Done, MigrationDone, MigrationPaused, MigrationUndone
-from twinpool.decode.migration.drain_advisor import DrainAdvisor
-from twinpool.decode.migration.migration_state import MigrationStage, MigrationStageEvent, OutgoingMigration
-from twinpool.decode.request.request import DecodePhase, DecodeRequest
-from twinpool.decode.request.request_outcomes import RequestFailed, RequestLeft, RouterEvent
-from twinpool.decode.request.request_pages import DecodePages
+from twinpool.contracts.state_table import StateTable
+from twinpool.decode.migration.drain_offers import DrainAdvisor
+from twinpool.decode.request import DecodePhase, DecodeRequest, RequestFailed, RequestLeft, RouterEvent
+from twinpool.decode.request_pages import DecodePages
 from twinpool.decode.scheduler import DecodeScheduler
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
 from twinpool.transfer.rooms.room_outcomes import RoomGranted, RoomReleased
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
 from twinpool.transfer.rooms.sender.sender_rooms import SenderOutcome
+from twinpool.worker.request_pages import finished, portion
 from twinpool.worker.request_table import RequestTable
-from twinpool.worker.sendable_pages import finished, portion
+
+
+class MigrationStage(StrEnum):
+    STOPPING = "stopping"
+    OFFERED = "offered"
+    SENDING = "sending"
+    SENT = "sent"
+    GONE = "gone"
+    BACK = "back"
+
+
+class MigrationStageEvent(StrEnum):
+    LANDED = "landed"
+    """Its last launched step is committed."""
+    GRANT = "grant"
+    SENT = "sent"
+    RECEIVED = "received"
+    BACK = "back"
+    """It goes on here."""
+    END = "end"
+    """It ends here: cancelled, failed, or out of time."""
+
+
+STAGES = StateTable[MigrationStage, MigrationStageEvent](
+    "outgoing migration",
+    {
+        MigrationStage.STOPPING: {
+            MigrationStageEvent.LANDED: MigrationStage.OFFERED,
+            MigrationStageEvent.BACK: MigrationStage.BACK,
+            MigrationStageEvent.END: MigrationStage.GONE,
+        },
+        MigrationStage.OFFERED: {
+            MigrationStageEvent.GRANT: MigrationStage.SENDING,
+            MigrationStageEvent.BACK: MigrationStage.BACK,
+            MigrationStageEvent.END: MigrationStage.GONE,
+        },
+        MigrationStage.SENDING: {
+            MigrationStageEvent.SENT: MigrationStage.SENT,
+            MigrationStageEvent.BACK: MigrationStage.BACK,
+            MigrationStageEvent.END: MigrationStage.GONE,
+        },
+        MigrationStage.SENT: {
+            MigrationStageEvent.RECEIVED: MigrationStage.GONE,
+            MigrationStageEvent.BACK: MigrationStage.BACK,
+            MigrationStageEvent.END: MigrationStage.GONE,
+        },
+    },
+)
+
+
+@dataclass(eq=False)
+class OutgoingMigration:
+    """The migration of one request to another worker, at the source."""
+
+    request: DecodeRequest
+    room: RoomId
+    peer: PeerRef
+    stage: MigrationStage = MigrationStage.STOPPING
+    paused_at: float = 0.0
+    """When its stream stopped, in seconds of the clock."""
+    chain: list[bytes] = field(default_factory=list)
+    """Block hashes of all pages of its committed positions."""
+    ends: dict[str, int] = field(default_factory=dict)
+    """Digests at its end, by pool: of the last page where it is partly filled, and of the state."""
+    began: float = 0.0
+    """When it was granted and the first bytes went out, in seconds of the clock."""
+    bytes: int = 0
+    """Bytes of state posted so far."""
+
+    def step(self, event: MigrationStageEvent) -> None:
+        self.stage = STAGES.next(self.stage, event)
+
 
 log = logging.getLogger("twinpool.decode")
 

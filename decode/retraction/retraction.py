@@ -38,8 +38,7 @@ from twinpool.contracts.config.worker_config import DecodeConfig
 from twinpool.contracts.damage import DamageSite, log_damage
 from twinpool.contracts.errors import CapacityError, ErrorKind, StaleLease
 from twinpool.contracts.messages.worker_events import LegNote
-from twinpool.decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
-from twinpool.decode.request.request_outcomes import RequestFailed
+from twinpool.decode.request import DecodeEvent, DecodePhase, DecodeRequest, RequestFailed
 from twinpool.decode.retraction.retraction_policy import RetractionRates, cheaper_to_copy, returns_first
 
 log = logging.getLogger("twinpool.decode")

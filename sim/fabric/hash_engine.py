@@ -25,7 +25,7 @@ from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolKind, PoolSetSpe
 from twinpool.cache.memory.memory_layout import BufferLayout
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.sampling_params import TokenDifference, TokenLogprob
-from twinpool.decode.request.request import DecodeRequest
+from twinpool.decode.request import DecodeRequest
 from twinpool.engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenDraw, TokenFromStep
 from twinpool.engine.runner.sampling.token_history import TokenHistory
 from twinpool.engine.runner.sampling.token_mask import TokenMask
@@ -310,7 +310,7 @@ class HashEngine:
 
 
 class SimDrafter:
-    """Implements `decode.speculation.drafting.Drafter`: knows the answers, and is wrong now and then.
+    """Implements `decode.drafting.Drafter`: knows the answers, and is wrong now and then.
 
     Answers of the simulated engine never repeat anything, so prompt lookup would find nothing in them.
     """

@@ -16,7 +16,7 @@ import heapq
 from collections import deque
 from math import inf
 
-from twinpool.decode.request.output_length import OutputLengths
+from twinpool.decode.retraction.memory_pressure import OutputLengths
 from twinpool.decode.retraction.retraction_policy import RetractionCandidate, victims
 from twinpool.sim.fabric.step_costs import StepCosts, StepRun
 from twinpool.sim.scale.cluster_plan import DecodePool

@@ -22,7 +22,7 @@ from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.messages.router_commands import Audit
 from twinpool.contracts.messages.worker_events import Audited, AuditEnd, LegReport, Tokens
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.decode.request.request import DecodePhase, DecodeRequest
+from twinpool.decode.request import DecodePhase, DecodeRequest
 from twinpool.engine.runner.batch import BatchRow, TokenFromStep
 from twinpool.engine.runner.launched_step import LaunchedStep
 

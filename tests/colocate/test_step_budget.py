@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from twinpool.colocate.step_budget import prompt_tokens
+from twinpool.colocate.worker import prompt_tokens
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.decode_parts import DecodeParts
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
-from twinpool.decode.request.request import DecodeRequest
+from twinpool.decode.request import DecodeRequest
 
 
 def stepped(parts: DecodeParts, *names: str) -> list[DecodeRequest]:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from twinpool.decode.request.output_length import KNOWN, REMEMBERED, OutputLengths
+from twinpool.decode.retraction.memory_pressure import KNOWN, REMEMBERED, OutputLengths
 from twinpool.decode.retraction.retraction_policy import RetractionCandidate, RetractionRates, cheaper_to_copy, victims
 
 

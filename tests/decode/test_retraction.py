@@ -13,8 +13,7 @@ from twinpool.cache.storage.io_queue import StorageOp
 from twinpool.cache.storage.storage_backend import ObjectName
 from twinpool.cache.swap.swapped_state import SwapPlace
 from twinpool.contracts.errors import ErrorKind
-from twinpool.decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
-from twinpool.decode.request.request_outcomes import RequestFailed
+from twinpool.decode.request import DecodeEvent, DecodePhase, DecodeRequest, RequestFailed
 
 
 def crowd(host_pages: int, *names: str, **sections: Any) -> tuple[DecodeParts, list[DecodeRequest]]:

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from tests.support.decode_parts import DecodeParts
 from twinpool.contracts.errors import ErrorKind
-from twinpool.decode.request.output_length import KNOWN
-from twinpool.decode.request.request import DecodePhase
-from twinpool.decode.request.request_outcomes import RequestFailed
+from twinpool.decode.request import DecodePhase, RequestFailed
+from twinpool.decode.retraction.memory_pressure import KNOWN
 
 
 def test_requests_are_admitted_first_come_first_served() -> None:

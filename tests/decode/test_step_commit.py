@@ -14,11 +14,10 @@ from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.messages.worker_events import Tokens
-from twinpool.decode.request.request import DecodeEvent, DecodeRequest
-from twinpool.decode.request.request_outcomes import RequestFailed, RequestFinished, RouterEvent
+from twinpool.decode.request import DecodeEvent, DecodeRequest, RequestFailed, RequestFinished, RouterEvent
 from twinpool.engine.runner.batch import NONFINITE, BatchRow, DrawnToken, RowOutput
 from twinpool.engine.structured_output.grammar_engine import GrammarError
-from twinpool.worker.step_overlap import StepOverlap
+from twinpool.worker.step_commit import StepOverlap
 
 
 def step(parts: DecodeParts) -> list[RouterEvent | RequestFinished | RequestFailed]:

@@ -12,10 +12,9 @@ from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_port import DEVICE, DeviceOp, DeviceStream, spans
 from twinpool.contracts.errors import ErrorKind, UnorderedAccess
 from twinpool.contracts.ids import RoomId, WorkerName
-from twinpool.decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
-from twinpool.decode.request.request_outcomes import PromptReceived, RequestFailed, RequestLeft
+from twinpool.decode.request import DecodeEvent, DecodePhase, DecodeRequest, PromptReceived, RequestFailed, RequestLeft
 from twinpool.transfer.rooms.room_outcomes import HandoverFailed, PromptAnswered
-from twinpool.worker.admission_check import AdmissionRefusal
+from twinpool.worker.request_table import AdmissionRefusal
 
 
 def test_a_request_expects_every_page_of_its_prompt() -> None:

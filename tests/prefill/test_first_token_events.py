@@ -6,7 +6,7 @@ from tests.support.prefill_parts import PrefillParts
 from twinpool.cache.allocation.allocation import CachedTokens
 from twinpool.contracts.ids import Role, WorkerName
 from twinpool.contracts.messages.worker_events import LegReport
-from twinpool.prefill.first_token_events import first_token_events
+from twinpool.prefill.request import first_token_events
 
 
 def test_a_report_counts_what_was_computed_in_all_starts_and_what_each_tier_had() -> None:

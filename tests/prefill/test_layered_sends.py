@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from twinpool.contracts.config.worker_config import TransferConfig
-from twinpool.prefill.layered_sends import group_count
+from twinpool.prefill.handover import group_count
 from twinpool.transfer.planes.data_plane import SentCounts
 
 CONFIG = TransferConfig(layer_group_bytes=1000, layer_group_s=0.001)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from twinpool.prefill.step_cost import MIN_STEPS, StepCost
+from twinpool.prefill.scheduler import MIN_STEPS, StepCost
 
 FIXED_S, TOKEN_S, POSITION_S = 2e-3, 5e-5, 4e-8
 

@@ -15,7 +15,7 @@ from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import PeerDead
 from twinpool.contracts.ids import Role
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.decode.migration.migration_state import MigrationStage as Departing
+from twinpool.decode.migration.outgoing_migrations import MigrationStage as Departing
 from twinpool.decode.worker import DecodeWorker
 from twinpool.sim.fabric.hash_answers import VOCABULARY
 from twinpool.sim.run.run_scenario import ScenarioRun

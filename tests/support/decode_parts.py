@@ -27,11 +27,11 @@ from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.router_commands import PeerRef, Submit
 from twinpool.contracts.messages.worker_status import WorkerLimits
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.decode.request.output_length import OutputLengths
-from twinpool.decode.request.request import DecodeRequest
-from twinpool.decode.request.request_pages import DecodePages
+from twinpool.decode.drafting import Drafter, Drafting, PromptLookupDrafter
+from twinpool.decode.request import DecodeRequest
+from twinpool.decode.request_pages import DecodePages
+from twinpool.decode.retraction.memory_pressure import OutputLengths
 from twinpool.decode.scheduler import DecodeScheduler
-from twinpool.decode.speculation.drafting import Drafter, Drafting, PromptLookupDrafter
 from twinpool.decode.step_commit import DecodeStepCommit
 from twinpool.decode.transfer_queue import TransferQueue
 from twinpool.engine.runner.model_runner import ModelRunner
@@ -40,8 +40,8 @@ from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
 from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, PromptArrived
 from twinpool.worker.grammar_gate import GrammarGate
-from twinpool.worker.nonfinite_rows import NonfiniteRows
 from twinpool.worker.request_table import RequestTable
+from twinpool.worker.step_commit import NonfiniteRows
 
 PAGE = 4
 SESSION = SessionId(1)
@@ -108,9 +108,7 @@ class DecodeParts:
         self.lengths = OutputLengths(config.decode.output_length_quantile, config.decode.first_answer_tokens)
         self.receiver = ReceiverByHand()
         receiver = cast(KVReceiver, self.receiver)
-        self.transfers = TransferQueue(
-            receiver, self.requests, self.pages, device, config.decode.prompt_wait_s, self.clock
-        )
+        self.transfers = TransferQueue(receiver, self.requests, self.pages, device, config, self.clock)
         self.drafter = drafter or PromptLookupDrafter()
         self.drafting = drafting = Drafting(self.pages, config.decode, self.drafter)
         self.scheduler = DecodeScheduler(

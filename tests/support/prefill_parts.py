@@ -21,10 +21,8 @@ from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.router_commands import PeerRef, Submit
 from twinpool.contracts.messages.worker_status import WorkerLimits
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.prefill.request import PrefillRequest
-from twinpool.prefill.request_pages import PrefillPages
-from twinpool.prefill.scheduler import PrefillScheduler
-from twinpool.prefill.step_cost import StepCost
+from twinpool.prefill.request import PrefillPages, PrefillRequest
+from twinpool.prefill.scheduler import PrefillScheduler, StepCost
 from twinpool.worker.request_table import RequestTable
 
 PAGE = 4

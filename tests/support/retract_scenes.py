@@ -16,7 +16,7 @@ from tests.support.worker_pair import Answer, Pair, pair
 from twinpool.cache.swap.swapped_state import SwappedState
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Role
-from twinpool.decode.request.request import DecodeRequest
+from twinpool.decode.request import DecodeRequest
 from twinpool.decode.worker import DecodeWorker
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.ids import RequestId, Role, RoomId
 from twinpool.contracts.messages.router_commands import Cancel
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.decode.request.request import DecodePhase
+from twinpool.decode.request import DecodePhase
 from twinpool.decode.worker import DecodeWorker
 from twinpool.prefill.request import PrefillPhase
 from twinpool.prefill.worker import PrefillWorker

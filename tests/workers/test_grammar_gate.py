@@ -17,8 +17,8 @@ from twinpool.contracts.messages.router_commands import Audit, Cancel, Submit
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
 from twinpool.engine.structured_output.grammar_engine import GrammarError, StartedGrammar
-from twinpool.worker.admission_check import AdmissionRefusal
 from twinpool.worker.grammar_gate import GrammarGate
+from twinpool.worker.request_table import AdmissionRefusal
 
 ONE, OTHER = SessionId(1), SessionId(2)
 STARTED = StartedGrammar(cast(Any, object()), cast(Any, object()))

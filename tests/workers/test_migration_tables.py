@@ -34,8 +34,8 @@ from twinpool.contracts.messages.worker_events import (
 )
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.contracts.wire.stream_codec import FrameWriter, decode_commands, decode_events, encode_events
-from twinpool.decode.migration.drain_advisor import JUDGE_EVERY_S, STEPS_TO_TELL
-from twinpool.decode.migration.migration_state import STAGES, MigrationStage, MigrationStageEvent
+from twinpool.decode.migration.drain_offers import JUDGE_EVERY_S, STEPS_TO_TELL
+from twinpool.decode.migration.outgoing_migrations import STAGES, MigrationStage, MigrationStageEvent
 from twinpool.decode.migration.prefix_push import PUSH_TABLE
 from twinpool.router.migration.migration_table import MIGRATION, MigrationEvent, MigrationState
 from twinpool.transfer.planes.data_plane import RoomTarget, SlotWrite

@@ -13,7 +13,7 @@ from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.ids import RequestId, Role, RoomId, WorkerName
 from twinpool.contracts.messages.router_commands import PeerRef, PushPrefix
 from twinpool.contracts.messages.worker_events import MigrationWanted, PushReady
-from twinpool.decode.request.request import DecodePhase, DecodeRequest
+from twinpool.decode.request import DecodePhase, DecodeRequest
 from twinpool.router.state.circuit_breaker import CircuitState
 from twinpool.router.state.routed_request import AttemptLeg
 

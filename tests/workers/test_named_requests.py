@@ -19,7 +19,7 @@ from twinpool.contracts.messages.kept_answers import AnswerName, Attach, Attache
 from twinpool.contracts.messages.router_commands import Cancel, Submit
 from twinpool.contracts.messages.worker_events import Done, Event, Tokens
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.decode.request.request_outcomes import RequestFailed
+from twinpool.decode.request import RequestFailed
 
 OTHER = SessionId(SESSION + 1)
 PROMPT = list(range(1, 40))

@@ -16,7 +16,7 @@ from twinpool.contracts.ids import Incarnation, RequestId, RoomId, WorkerName
 from twinpool.contracts.messages.router_commands import PeerRef, PullPrefix, PushPrefix
 from twinpool.contracts.messages.worker_events import Event, PrefixOffered, PullDone
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.decode.migration.prefix_offers import PATIENCE_S
+from twinpool.decode.migration.drain_offers import PATIENCE_S
 from twinpool.router.state.worker_table import WorkerKey
 
 PAGE = 16

@@ -18,7 +18,7 @@ from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import CapacityError, ErrorKind
 from twinpool.contracts.ids import PAIR, Role
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.decode.request.request import PHASES, DecodePhase, DecodeRequest
+from twinpool.decode.request import PHASES, DecodePhase, DecodeRequest
 from twinpool.decode.worker import DecodeWorker
 
 PAGE = 16

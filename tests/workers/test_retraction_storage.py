@@ -17,7 +17,7 @@ from twinpool.cache.storage.io_queue import StorageTicket, WriteChain
 from twinpool.cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome, StorageBackend
 from twinpool.cache.swap.swapped_state import PLACES, SwapPlace
 from twinpool.contracts.errors import CapacityError, ErrorKind
-from twinpool.decode.request.request import DecodeRequest
+from twinpool.decode.request import DecodeRequest
 from twinpool.decode.worker import DecodeWorker
 
 PAGE_BYTES = 8192

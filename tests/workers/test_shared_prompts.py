@@ -18,7 +18,7 @@ from tests.support.worker_pair import Answer, Pair, pair
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.decode.request.request import DecodePhase
+from twinpool.decode.request import DecodePhase
 
 PAGE = 16
 SAMPLED = SamplingParams(max_tokens=20, temperature=1.0, seed=7)

@@ -16,7 +16,7 @@ from twinpool.cache.prefix_cache.nodes.tree_node import Tier
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.decode.request.request import DecodePhase
+from twinpool.decode.request import DecodePhase
 from twinpool.prefill.request import PrefillRequest
 
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0)

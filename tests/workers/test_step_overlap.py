@@ -16,7 +16,7 @@ from twinpool.cache.allocation.allocation import Allocation
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.contracts.ids import PAIR, Role
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.decode.request.request import DecodePhase, DecodeRequest
+from twinpool.decode.request import DecodePhase, DecodeRequest
 from twinpool.decode.worker import DecodeWorker
 from twinpool.prefill.worker import PrefillWorker
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from twinpool.worker.tenant_returns import TenantReturns
+from twinpool.worker.fair_shares import TenantReturns
 
 
 def test_nobody_is_expected_where_one_tenant_comes_and_goes() -> None:

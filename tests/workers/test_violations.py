@@ -26,8 +26,8 @@ from twinpool.contracts.ids import Incarnation, RequestId, RoomId, WorkerName
 from twinpool.contracts.messages.router_commands import Audit, PeerRef
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerRecord
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.decode.migration.migration_state import MigrationStage, OutgoingMigration
-from twinpool.decode.request.request import DecodeRequest
+from twinpool.decode.migration.outgoing_migrations import MigrationStage, OutgoingMigration
+from twinpool.decode.request import DecodeRequest
 from twinpool.decode.worker import DecodeWorker
 from twinpool.prefill.audit_runner import AuditRun, AuditRunState
 from twinpool.prefill.worker import PrefillWorker

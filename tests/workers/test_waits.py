@@ -16,10 +16,10 @@ from twinpool.contracts.ids import Incarnation, RoomId, WorkerName
 from twinpool.contracts.messages.router_commands import PeerRef, PushPrefix
 from twinpool.contracts.messages.worker_events import PrefixOffered
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.decode.migration.prefix_offers import PATIENCE_S, PrefixOffers
+from twinpool.decode.migration.drain_offers import PATIENCE_S, PrefixOffers
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
 from twinpool.worker.grammar_gate import GrammarGate
-from twinpool.worker.step_overlap import StepOverlap
+from twinpool.worker.step_commit import StepOverlap
 
 WORKERS = ("prefill-0", "decode-0", "colocated-0")
 

@@ -10,7 +10,7 @@ from twinpool.contracts.damage import PREFIX, DamageSite
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.kept_answers import Detach
 from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, Submit
-from twinpool.worker.worker_report import WorkerReport
+from twinpool.worker.worker_loop import WorkerReport
 
 
 def test_a_status_counts_whoever_does_not_run_as_waiting() -> None:

@@ -79,7 +79,7 @@ def config_of(plane: str, tmp_path: Path) -> Config:
         (Role.PREFILL, WORKER + "KVSender"),
         (Role.DECODE, WORKER + "KVReceiver"),
         (Role.PREFILL, WORKER + "PrefillWorker"),
-        (Role.DECODE, "twinpool.colocate.decode_class.DecodeWorker"),
+        (Role.DECODE, "twinpool.colocate.worker.DecodeWorker"),
     ],
 )
 def test_a_worker_that_cannot_be_built_leaves_nothing_behind(

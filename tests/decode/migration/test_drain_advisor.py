@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from tests.support.decode_parts import DecodeParts
 from twinpool.contracts.messages.worker_events import MigrationWanted
-from twinpool.decode.migration.drain_advisor import JUDGE_EVERY_S, STEPS_TO_TELL, DrainAdvisor
-from twinpool.decode.migration.migration_cost import MigrationCosts
-from twinpool.decode.request.request import DecodeRequest
-from twinpool.decode.request.request_outcomes import RouterEvent
+from twinpool.decode.migration.drain_offers import JUDGE_EVERY_S, STEPS_TO_TELL, DrainAdvisor, MigrationCosts
+from twinpool.decode.request import DecodeRequest, RouterEvent
 
 
 def advisor_of(parts: DecodeParts) -> DrainAdvisor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from twinpool.decode.migration.migration_cost import FIRST_BYTES_PER_S, MigrationCosts
-from twinpool.decode.request.output_length import KNOWN, OutputLengths
+from twinpool.decode.migration.drain_offers import FIRST_BYTES_PER_S, MigrationCosts
+from twinpool.decode.retraction.memory_pressure import KNOWN, OutputLengths
 
 
 def test_finishing_is_chosen_where_it_is_quicker_than_moving() -> None:

@@ -13,11 +13,9 @@ from twinpool.contracts.errors import ErrorKind, WireError
 from twinpool.contracts.ids import Incarnation, RequestId, RoomId, WorkerName
 from twinpool.contracts.messages.router_commands import PauseForMigration, PeerRef, ResumeHere
 from twinpool.contracts.messages.worker_events import Done, MigrationDone, MigrationPaused, MigrationUndone
-from twinpool.decode.migration.drain_advisor import DrainAdvisor
-from twinpool.decode.migration.migration_cost import MigrationCosts
+from twinpool.decode.migration.drain_offers import DrainAdvisor, MigrationCosts
 from twinpool.decode.migration.outgoing_migrations import OutgoingMigrations
-from twinpool.decode.request.request import DecodePhase
-from twinpool.decode.request.request_outcomes import RequestFailed, RequestLeft, RouterEvent
+from twinpool.decode.request import DecodePhase, RequestFailed, RequestLeft, RouterEvent
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
 from twinpool.transfer.rooms.room_outcomes import RoomGranted, RoomReleased, SendablePages
 from twinpool.transfer.rooms.sender.kv_sender import KVSender

@@ -14,10 +14,8 @@ from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, RoomId
 from twinpool.contracts.messages.router_commands import PullPrefix, PushPrefix
 from twinpool.contracts.messages.worker_events import PullDone, PushReady
-from twinpool.decode.migration.prefix_pull import PrefixPulls
-from twinpool.decode.migration.prefix_push import PrefixPushes
-from twinpool.decode.request.request import DecodeRequest
-from twinpool.decode.request.request_outcomes import RouterEvent
+from twinpool.decode.migration.prefix_push import PrefixPulls, PrefixPushes
+from twinpool.decode.request import DecodeRequest, RouterEvent
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
 from twinpool.transfer.rooms.room_outcomes import HandoverFailed, PromptArrived, RoomGranted, RoomReleased
 from twinpool.transfer.rooms.sender.kv_sender import KVSender

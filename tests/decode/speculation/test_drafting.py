@@ -13,8 +13,7 @@ from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.messages.worker_events import Tokens
-from twinpool.decode.request.request import DecodeRequest
-from twinpool.decode.request.request_outcomes import RequestFailed, RequestFinished, RouterEvent
+from twinpool.decode.request import DecodeRequest, RequestFailed, RequestFinished, RouterEvent
 
 MANY = 40
 

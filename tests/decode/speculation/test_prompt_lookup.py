@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from twinpool.decode.speculation import drafting
-from twinpool.decode.speculation.drafting import NGRAM, PromptLookup
+from twinpool.decode import drafting
+from twinpool.decode.drafting import NGRAM, PromptLookup
 
 
 def looked_for(tokens: list[int], most: int) -> list[int]:

@@ -1,7 +1,7 @@
 import pytest
 
 from twinpool.contracts.errors import IllegalTransition
-from twinpool.decode.request.request import PHASES as DECODE
+from twinpool.decode.request import PHASES as DECODE
 from twinpool.prefill.request import PHASES as PREFILL
 from twinpool.transfer.rooms.room_states import RECEIVER, SENDER, ReceiverEvent, ReceiverState, SenderEvent, SenderState
 

@@ -1,4 +1,4 @@
-"""Step overlap: the queue of launched steps, whose results are committed while the next step runs.
+"""The launched steps of a worker of either role: a queue, steps in parts, and rows whose logits are no finite numbers.
 
 A round plans and launches step n+1, and then commits step n, which ran meanwhile; so the device always has a step to
 run while the host publishes the results of the last one. A request has three lengths, in positions:
@@ -10,6 +10,10 @@ run while the host publishes the results of the last one. A request has three le
 A request may end at step n (a stop token, a cancel) while n+1, which names its pages, is under way. Then the result
 of n+1 is dropped, and the request's pages are not leased again before n+1 is complete (`InFlightPins`). On a device
 that completes at once (CPU torch) a step is committed in the round that launched it, and there is no overlap.
+
+Non-finite rows decide whether a worker's results can be trusted. One such row may come from the prompt itself: a model
+in half precision can overflow. Several within `cluster.nonfinite_window_s` seconds point to a device, a driver or
+weights gone bad, and whatever else that worker computes is suspect: the worker is ended and started again.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from twinpool.cache.device.device_port import Completion
+from twinpool.contracts.clock import Clock
 from twinpool.engine.runner.batch import RowOutput, StepHandle
 
 M = TypeVar("M")
@@ -74,3 +80,68 @@ class StepOverlap(Generic[M]):
         """Wait for all steps under way, and drop their results."""
         while self._flights:
             self._flights.popleft().step.completion.wait()
+
+
+def split(step: StepHandle, counts: Sequence[int]) -> list[StepHandle]:
+    """Return a handle for each run of `counts` rows of `step`, in order; together they are all of its rows."""
+    shared, first, parts = _SharedOutputs(step), 0, list[StepHandle]()
+    for count in counts:
+        parts.append(_StepPart(step, shared, first, count))
+        first += count
+    return parts
+
+
+class _SharedOutputs:
+    """The outputs of a step, fetched once for all its parts."""
+
+    def __init__(self, step: StepHandle) -> None:
+        self._step = step
+        self._outputs: list[RowOutput] | None = None
+
+    def get(self) -> list[RowOutput]:
+        if self._outputs is None:
+            self._outputs = self._step.outputs()
+        return self._outputs
+
+
+class _StepPart:
+    """Implements `engine.runner.batch.StepHandle` for `count` rows from row `first` on."""
+
+    def __init__(self, step: StepHandle, shared: _SharedOutputs, first: int, count: int) -> None:
+        self._step, self._shared = step, shared
+        self._rows = slice(first, first + count)
+
+    @property
+    def completion(self) -> Completion:
+        return self._step.completion
+
+    @property
+    def done(self) -> bool:
+        return self._step.done
+
+    def outputs(self) -> list[RowOutput]:
+        return self._shared.get()[self._rows]
+
+
+class NonfiniteRows:
+    """One worker's record of rows with non-finite logits: `limit_rows` of them within `window_s` seconds make the
+    worker unfit. See the module's prose."""
+
+    def __init__(self, limit_rows: int, window_s: float, clock: Clock) -> None:
+        self._limit, self._window_s, self._clock = limit_rows, window_s, clock
+        self._at: deque[float] = deque(maxlen=limit_rows)
+        self.rows = 0
+        """Rows with non-finite logits since the worker's start."""
+        self.unfit = ""
+        """Why this worker must not go on, in words; empty while it may."""
+
+    def nonfinite(self) -> None:
+        """Record one more row; sets `unfit` when the limit is reached within the window."""
+        now = self._clock.now()
+        self.rows += 1
+        self._at.append(now)
+        if len(self._at) == self._limit and now - self._at[0] <= self._window_s:
+            self.unfit = (
+                f"the logits of {self._limit} rows were no finite numbers within {self._window_s:g} s "
+                "(cluster.nonfinite_rows, cluster.nonfinite_window_s): its device or its weights are suspect"
+            )

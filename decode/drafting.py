@@ -23,8 +23,8 @@ from weakref import WeakKeyDictionary
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from twinpool.contracts.config.worker_config import DecodeConfig
 from twinpool.contracts.errors import ConfigError
-from twinpool.decode.request.request import DecodeRequest
-from twinpool.decode.request.request_pages import DecodePages
+from twinpool.decode.request import DecodeRequest
+from twinpool.decode.request_pages import DecodePages
 from twinpool.engine.structured_output.grammar_engine import GrammarError
 
 NGRAM = 3

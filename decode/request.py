@@ -1,4 +1,4 @@
-"""A request on its way through decode, and the states it goes through.
+"""A request on its way through decode, the states it goes through, and the outcomes that parts of the worker report.
 
 docs/states.md draws the states. A request waits until pages and a slot are granted, arrives until everything is
 verified, and runs until its last token. Where pages are short it is retracted (retracting: its steps land; retracted:
@@ -10,7 +10,10 @@ is computed there, and waits again when the prompt is preempted.
 A request is admitted with pages for its prompt and its next step, and gets more as it goes on; where there are none, a
 request is retracted (`decode.retraction.retraction`). While a step is under way the next one may be launched already,
 with the token still on the device; not where either has drafts, which follow from tokens that the host knows
-(`decode.speculation.drafting`).
+(`decode.drafting`).
+
+Outcomes: the worker alone sends events to routers, and takes requests out of the table. Parts yield outcomes one by
+one, and the worker acts on each before it takes the next, so a part goes on with the result.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from twinpool.cache.allocation.allocation import Allocation
 from twinpool.cache.manager.swap.swap_in import SwapInProgress
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from twinpool.cache.swap.swapped_state import SwappedState
+from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.kept_answers import KeptAnswer
@@ -131,7 +135,7 @@ class DecodeRequest:
     planned: int = 0
     """Positions that the scheduler has decided to compute."""
     drafts: tuple[int, ...] = ()
-    """The drafts of its next step, or of the one under way (`decode.speculation.drafting`)."""
+    """The drafts of its next step, or of the one under way (`decode.drafting`)."""
     draft_limit: int = 2
     """How many drafts its next step may have; it follows how many of the last ones were right."""
     latest: TokenFromStep | None = None
@@ -311,3 +315,53 @@ class DecodeRequest:
 
     def step(self, event: DecodeEvent) -> None:
         self.phase = PHASES.next(self.phase, event)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterEvent:
+    """An event for the router behind this session."""
+
+    session: SessionId
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReceived:
+    """The request has all state of its prompt, and its first token; `bytes` of it came through the room."""
+
+    request: DecodeRequest
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPreempted:
+    """The prompt of this request, which this worker computes, has no pages any more: the request waits for them."""
+
+    request: DecodeRequest
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFinished:
+    """The answer of this request is complete; `reason` is ``stop`` or ``length``."""
+
+    request: DecodeRequest
+    reason: str
+    stop_token: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailed:
+    """This attempt can't go on; its router is told why. `blame` is the worker at fault where it isn't this one."""
+
+    request: DecodeRequest
+    kind: ErrorKind
+    message: str
+    blame: WorkerName | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLeft:
+    """This request has left this worker, and its router knows already: no event is sent."""
+
+    request: DecodeRequest
+    reason: str

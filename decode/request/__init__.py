@@ -1,1 +1,0 @@
-"""One request on decode."""
