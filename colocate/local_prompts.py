@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.allocation import Allocation
 from twinpool.cache.device.device_port import Device
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from twinpool.contracts.block_hash import block_hashes
@@ -91,9 +91,9 @@ class LocalPromptPages(PrefillPages):
         allocation = request.allocation
         if not self.reuse or allocation is None or allocation.invalid:
             return
-        growth = self.manager.growth
+        growth = self.manager.running
         windows = growth.replace_windows(allocation, min(len(request.prefix), request.committed // self.page_tokens))
-        self.manager.sharing.cache_pages(allocation, request.prefix, request.submit.priority, windows=windows)
+        self.manager.finished.cache_pages(allocation, request.prefix, request.submit.priority, windows=windows)
         growth.trim(allocation)
         request.shared = request.committed
 

@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.allocation import Allocation
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.colocate.local_prompts import LocalPrompts
 from twinpool.contracts.config.cluster_config import Config
@@ -172,7 +172,7 @@ class ColocatedWorker(DecodeWorker):
 
     def _recover(self, invalid: list[Allocation]) -> Iterator[Outcome]:
         # By their marks: the commit of a step of prompts polls as well, and what it learns is of no use to decode.
-        damaged = [allocation for allocation in self._manager.table if allocation.invalid]
+        damaged = [allocation for allocation in self._manager.allocations if allocation.invalid]
         if damaged:
             self._chunks.recover(damaged)
             yield from self._local.restarted()

@@ -146,7 +146,7 @@ class Drafting:
             if request.under_way or most <= 0:
                 continue
             draft = self._propose(request, most)
-            reach = self._pages.manager.growth.extend(request.held, request.planned + 1 + len(draft))
+            reach = self._pages.manager.running.extend(request.held, request.planned + 1 + len(draft))
             request.drafts = tuple(draft[: reach - request.planned - 1])
             budget -= len(request.drafts)
 

@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from twinpool.cache.allocation.allocation import Allocation
-from twinpool.cache.manager.swap.swap_in import SwapInProgress
+from twinpool.cache.allocation import Allocation
+from twinpool.cache.manager.swapped_requests import SwapInProgress
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from twinpool.cache.swap.swapped_state import SwappedState
+from twinpool.cache.swap.swap_storage import SwappedState
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import SessionId

@@ -74,12 +74,12 @@ class DecodePages:
 
     def settled(self, request: DecodeRequest) -> bool:
         """Whether all state that was loaded for the request has arrived and is verified; only then it joins a batch."""
-        return request.allocation is not None and self.manager.planner.ready(request.allocation)
+        return request.allocation is not None and self.manager.allocations.ready(request.allocation)
 
     def cache_prompt(self, request: DecodeRequest) -> None:
         """Give the tree the prompt's pages of the full pool, for requests with the same prompt, from now on."""
         if self.reuse and request.allocation is not None and not request.allocation.invalid:
-            self.manager.sharing.cache_pages(
+            self.manager.finished.cache_pages(
                 request.allocation, request.prefix, request.submit.priority, full_only=True
             )
 
@@ -92,17 +92,17 @@ class DecodePages:
         tokens = request.tokens[: request.committed]
         if self._reasoning is not None:
             tokens = tokens[: self._reasoning.keeps(tokens, request.submit.prompt_len)]
-        self.manager.sealer.seal([(allocation, request.committed)])
+        self.manager.finished.seal([(allocation, request.committed)])
         known = request.prefix.head(len(tokens) // self.page_tokens)
         prefix = known.longer(tokens[len(known) * self.page_tokens :])
-        self.manager.sharing.cache_pages(allocation, prefix, request.submit.priority)
+        self.manager.finished.cache_pages(allocation, prefix, request.submit.priority)
 
     def seal(self, request: DecodeRequest) -> tuple[list[bytes], dict[str, int]]:
         """Digest all committed state; returns the block hashes of its pages, and by pool the digests of what is at its
         end: of the last page where that is partly filled, and of the recurrent state."""
         allocation, committed = request.held, request.committed
-        self.manager.sealer.seal([(allocation, committed)])
-        ends = self.manager.sealer.end_digests(allocation, committed)
+        self.manager.finished.seal([(allocation, committed)])
+        ends = self.manager.finished.end_digests(allocation, committed)
         return block_hashes(request.tokens[:committed], self.page_tokens, request.submit.salt), ends
 
     def intact(self, request: DecodeRequest, chain: Sequence[bytes], ends: Mapping[str, int]) -> bool:
@@ -118,7 +118,7 @@ class DecodePages:
 
     def distrust(self, request: DecodeRequest) -> None:
         """Invalidate the request's prompt in the tree and its allocation: none of that state is used again."""
-        self.manager.sharing.invalidate(request.prefix)
+        self.manager.finished.invalidate(request.prefix)
         request.held.invalid = True
 
     def free(self, request: DecodeRequest) -> None:
@@ -130,7 +130,7 @@ class DecodePages:
         under_way: list[Completion] = [request.latest.step.completion] if request.latest is not None else []
         if request.returning is not None:
             under_way.append(request.returning.restored)
-        self.manager.table.free(request.allocation, under_way)
+        self.manager.allocations.free(request.allocation, under_way)
         request.allocation = None
 
     def close(self) -> None:

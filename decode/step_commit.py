@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.allocation import Allocation
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.damage import DamageSite, log_damage
@@ -123,13 +123,13 @@ class DecodeStepCommit:
             request.launched = request.planned
             request.latest = TokenFromStep(step, number)
             boundary = request.launched % self._pages.page_tokens == 0
-            if self._manager.slots.stateful and request.allocation is not None and boundary:
-                self._manager.slots.snapshot(request.allocation, request.launched)
+            if self._manager.running.stateful and request.allocation is not None and boundary:
+                self._manager.running.snapshot(request.allocation, request.launched)
 
     def _row(self, request: DecodeRequest) -> BatchRow:
         at, sampling, drafts = request.launched, request.submit.sampling, request.drafts
         end = at + 1 + len(drafts)
-        tables = self._manager.growth.block_tables(request.held, at, end)
+        tables = self._manager.running.block_tables(request.held, at, end)
         draw = TokenDraw(sampling, request.history or (), request.submit.prompt_len, end, request.mask)
         if request.under_way and request.latest is not None:
             assert not drafts, "drafts follow from tokens that are known"
@@ -231,7 +231,7 @@ class DecodeStepCommit:
         event = Tokens(submit.request_id, submit.attempt, len(request.tokens), tokens, logprobs)
         request.commit(tokens, logprobs)
         if request.allocation is not None:
-            self._manager.growth.free_window_pages(request.allocation, request.committed)
+            self._manager.running.free_window_pages(request.allocation, request.committed)
         if "first_step" not in request.marks:
             request.marks["first_step"] = self._clock.now() - request.arrived
         return RouterEvent(request.session, event)

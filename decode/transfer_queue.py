@@ -76,7 +76,7 @@ class TransferQueue:
         """
         submit = request.submit
         prompt, owner = len(submit.tokens), f"room {submit.room}"
-        reserved = self._manager.handover.preallocate(
+        reserved = self._manager.allocations.preallocate(
             self._pages.reusable(request), prompt, request.positions_for(prompt + 1), owner, request.positions
         )
         if reserved is None:
@@ -86,7 +86,7 @@ class TransferQueue:
         granted = {pool: lease.indices for pool, lease in leases.items()}
         self._device.touch(f"grant of {submit.room}", writes=spans(DEVICE, granted))
         if not self._receiver.grant(submit.room, leases, allocation.held()):
-            self._manager.table.free(allocation)
+            self._manager.allocations.free(allocation)
             for lease in leases.values():
                 lease.release()
             return False
@@ -162,7 +162,7 @@ class TransferQueue:
 
     def _receive(self, request: DecodeRequest, arrived: PromptArrived) -> PromptReceived:
         request.step(DecodeEvent.ARRIVED)
-        self._manager.handover.commit_transfer(
+        self._manager.allocations.commit_transfer(
             request.held, len(request.submit.tokens), arrived.leases, arrived.digests
         )
         request.start(arrived.metadata)

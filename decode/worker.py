@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from msgspec import structs
 
-from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.allocation import Allocation
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from twinpool.contracts.clock import Clock
@@ -291,7 +291,7 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
     def _invalidate(self, session: SessionId, command: commands.InvalidatePrefix) -> Iterable[Outcome]:
         self._offers.heard_from(session)
         prefix = TokenPrefix.of(command.tokens, self._request_pages.page_tokens, command.salt)
-        self._manager.sharing.invalidate(prefix)
+        self._manager.finished.invalidate(prefix)
         return ()
 
     def _push(self, session: SessionId, command: commands.PushPrefix) -> Iterable[Outcome]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.allocation import Allocation
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from twinpool.contracts.config.cluster_config import Config
@@ -157,7 +157,7 @@ class AuditRunner:
         if isinstance(command, Audit):
             self._take(session, command, grammar, busy=busy)
         elif isinstance(command, InvalidatePrefix):
-            self._manager.sharing.invalidate(
+            self._manager.finished.invalidate(
                 TokenPrefix.of(command.tokens, self._manager.spec.page_tokens, command.salt)
             )
         elif isinstance(command, Cancel):
@@ -207,7 +207,7 @@ class AuditRunner:
             return
         audit, start = audition.audit, audition.committed
         # The last token's state isn't needed: nothing was drawn after it.
-        end = self._manager.growth.extend(audition.held, min(len(audit.tokens) - 1, start + self._chunk))
+        end = self._manager.running.extend(audition.held, min(len(audit.tokens) - 1, start + self._chunk))
         (output,) = self._engine.launch([self._row(audition, start, end)]).outputs()
         if output.stale:
             self.counters[f"{PREFIX}{DamageSite.STEP}"] += 1
@@ -227,7 +227,7 @@ class AuditRunner:
             self.counters["audits_computed"] += 1
             self._end(audition, AuditRunEvent.DONE, AuditEnd.COMPUTED)
         else:
-            self._manager.growth.free_window_pages(audition.held, end)
+            self._manager.running.free_window_pages(audition.held, end)
 
     def _admit(self) -> AuditRun | None:
         if not self._waiting:
@@ -235,7 +235,7 @@ class AuditRunner:
         audition = self._waiting.popleft()
         nothing = TokenPrefix.of((), self._manager.spec.page_tokens)
         positions = len(audition.audit.tokens) - 1
-        allocation = self._manager.prefixes.allocate(
+        allocation = self._manager.allocations.allocate(
             nothing, positions, f"audit {audition.audit.request_id}", reusable=0
         )
         if allocation is None:
@@ -249,7 +249,7 @@ class AuditRunner:
 
     def _row(self, audition: AuditRun, start: int, end: int) -> BatchRow:
         audit, allocation = audition.audit, audition.held
-        tables = self._manager.growth.block_tables(allocation, start, end)
+        tables = self._manager.running.block_tables(allocation, start, end)
         known = KnownAnswer(audit.sampling, audit.tokens, audit.prompt_len)
         if audition.grammar is not None:
             masks = self._masks(audition.grammar, audit, known.positions(start, end - start))
@@ -299,7 +299,7 @@ class AuditRunner:
         """Free what the audit holds and take it out of the queue. Every audit ends through here."""
         audition.state = AUDITS.next(audition.state, event)
         if audition.allocation is not None:
-            self._manager.table.free(audition.allocation)
+            self._manager.allocations.free(audition.allocation)
             audition.allocation = None
         if self._running is audition:
             self._running = None

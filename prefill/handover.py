@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from twinpool.cache.allocation.block_table import NULL_PAGE
+from twinpool.cache.allocation import NULL_PAGE
 from twinpool.cache.device.device_port import Completion, Device
 from twinpool.cache.device.layer_marks import LayerMarks, layer_groups
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec

@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from twinpool.cache.allocation.allocation import Allocation, CachedTokens
+from twinpool.cache.allocation import Allocation, CachedTokens
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from twinpool.cache.tiers.prefetch_request import PrefetchRequest
@@ -233,7 +233,7 @@ class PrefillPages:
 
     def _take(self, request: PrefillRequest, positions: int, most: int) -> bool:
         """Allocate for `positions` positions, of a request that may reach `most`; on False nothing was taken."""
-        allocation = self.manager.prefixes.allocate(
+        allocation = self.manager.allocations.allocate(
             request.prefix,
             positions,
             f"request {request.submit.request_id}",
@@ -252,7 +252,7 @@ class PrefillPages:
     def cache(self, request: PrefillRequest) -> None:
         """Give the request's finished pages to the tree at once, locked until it is freed; others may wait for them."""
         if self.reuse and request.allocation is not None and not request.allocation.invalid:
-            self.manager.sharing.cache_pages(request.allocation, request.prefix, request.submit.priority)
+            self.manager.finished.cache_pages(request.allocation, request.prefix, request.submit.priority)
             request.shared = request.committed
 
     def free(self, request: PrefillRequest) -> None:
@@ -261,7 +261,9 @@ class PrefillPages:
             return
         self.cache(request)
         # Shared pages are not the request's own to free, but a step under way may read them too.
-        self.manager.table.free(request.allocation, [request.latest.completion] if request.latest is not None else [])
+        self.manager.allocations.free(
+            request.allocation, [request.latest.completion] if request.latest is not None else []
+        )
         request.allocation = None
 
     def preempt(self, request: PrefillRequest) -> None:
@@ -276,7 +278,7 @@ class PrefillPages:
 
     def distrust(self, request: PrefillRequest) -> None:
         """Invalidate the request's prompt in the tree and its allocation: none of that state is used again."""
-        self.manager.sharing.invalidate(request.prefix)
+        self.manager.finished.invalidate(request.prefix)
         request.held.invalid = True
 
     def restart(self, request: PrefillRequest) -> None:

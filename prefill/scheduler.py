@@ -262,7 +262,7 @@ class PrefillScheduler:
         Under `cache.write_policy: back`, pages of the device can't be evicted while the host is full and keeps pages
         below them: with nothing allocated and nothing being copied, prefetched pages are all that keeps them.
         """
-        if len(self._manager.table) or self._manager.busy:
+        if len(self._manager.allocations) or self._manager.busy:
             return False
         holders = [r for r in waiting if r.phase is PrefillPhase.WAITING and r.prefetch is not None]
         if not holders:
@@ -372,9 +372,9 @@ class PrefillScheduler:
         """Plan up to `most` more positions of the request for this step, whose budget is `budget`; returns how many."""
         size, planned = self._page_tokens, request.planned
         # Recurrent states are kept as they are at the last page boundary: a chunk ends there.
-        boundary = request.last_boundary(size) if self._manager.slots.stateful else 0
+        boundary = request.last_boundary(size) if self._manager.running.stateful else 0
         whole = boundary if request.launched < boundary else len(request.tokens)
-        if self._manager.slots.stateful and request.awaited > request.launched:
+        if self._manager.running.stateful and request.awaited > request.launched:
             whole = min(whole, request.awaited)  # Requests that wait for it go on from the state there.
         end = min(whole, planned + most)
         if end < whole and end // size * size > planned:
@@ -383,7 +383,7 @@ class PrefillScheduler:
             return 0  # Less than a page is left to a step with the whole budget for it.
         if request.allocation is None or end <= planned:
             return 0
-        request.planned = max(planned, self._manager.growth.extend(request.allocation, end))
+        request.planned = max(planned, self._manager.running.extend(request.allocation, end))
         return request.planned - planned
 
     def _row(self, request: PrefillRequest, count: int) -> BatchRow:
@@ -396,7 +396,7 @@ class PrefillScheduler:
             if request.grammar is not None:
                 draw = draw.masked(request.grammar.first)
         follow = tokens[start + 1 : end + 1] if request.wants_scores else ()
-        tables = self._manager.growth.block_tables(request.held, start, end)
+        tables = self._manager.running.block_tables(request.held, start, end)
         top = sampling.prompt_logprobs or 0
         return BatchRow(tokens[start:end], start, tables, draw, follow or None, top)
 

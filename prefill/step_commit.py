@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.allocation import Allocation
 from twinpool.cache.device.device_port import Completion
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config
@@ -94,8 +94,8 @@ class PrefillStepCommit:
             request.launched = request.planned
             request.latest = step
             boundary = request.launched % self._pages.page_tokens == 0
-            if self._manager.slots.stateful and request.allocation is not None and boundary:
-                self._manager.slots.snapshot(request.allocation, request.launched)
+            if self._manager.running.stateful and request.allocation is not None and boundary:
+                self._manager.running.snapshot(request.allocation, request.launched)
 
     def landed(self, began: float, *, go_on: bool) -> Iterator[ChunkDone | ChunkFailed]:
         """Commit the steps that are complete; yields what came of each row.
@@ -133,8 +133,8 @@ class PrefillStepCommit:
         damaged; before that, nothing of the step is committed."""
         for member in members:
             allocation = member.request.allocation
-            if member.current and allocation is not None and not self._manager.planner.ready(allocation):
-                for completion in self._manager.planner.completions(allocation):
+            if member.current and allocation is not None and not self._manager.allocations.ready(allocation):
+                for completion in self._manager.allocations.completions(allocation):
                     completion.wait()
                 self.recover(self._manager.poll())
 
@@ -188,13 +188,13 @@ class PrefillStepCommit:
         """Digest every page that the step finished, the partly filled last page of a prompt that is handed over too,
         and give the tree those that other requests can use already."""
         allocations = [(r.allocation, r.committed) for r in requests if r.allocation is not None]
-        self._manager.sealer.seal(allocations)
+        self._manager.finished.seal(allocations)
         for request, (allocation, committed) in zip(requests, allocations, strict=True):
             if committed == len(request.tokens):
                 if not request.alone:  # Nothing of it is sent.
-                    request.ends = self._manager.sealer.end_digests(allocation, committed)
+                    request.ends = self._manager.finished.end_digests(allocation, committed)
             else:
-                self._manager.growth.free_window_pages(allocation, committed)
+                self._manager.running.free_window_pages(allocation, committed)
                 share = committed - request.shared >= self._config.prefill.share_tokens
                 if share or 0 < request.awaited <= committed:
                     self._pages.cache(request)

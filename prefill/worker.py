@@ -189,11 +189,11 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
                 case Damaged(request):
                     facts = {"request_id": request.submit.request_id, "attempt": request.submit.attempt}
                     log.warning("its state arrived damaged", extra={**facts, "peer": request.peer})
-                    self._manager.sharing.invalidate(request.prefix)
+                    self._manager.finished.invalidate(request.prefix)
                 case Granted(request):
                     request.marks["grant"] = self._clock.now() - request.arrived
                     # What is still being loaded goes out with the step that waits for it.
-                    if request.allocation is not None and self._manager.planner.ready(request.allocation):
+                    if request.allocation is not None and self._manager.allocations.ready(request.allocation):
                         self._write(request, DONE)
                 case Lost(request, reason):
                     self._fail(request, ErrorKind.ROOM, reason, request.peer)

@@ -89,7 +89,7 @@ class WorkerReport:
 
         `allocations`: how many the worker's requests, and whatever else it does, hold. `slots`: its metadata slots.
         """
-        booked, known = list(found), len(self._manager.table)
+        booked, known = list(found), len(self._manager.allocations)
         if allocations != known:
             booked.append(f"{known} allocations, requests hold {allocations}")
         return CheckReport(self._name, self._pages.total, slots, self._pages.leases, rooms, tuple(booked))

@@ -32,8 +32,7 @@ from twinpool.cache.memory.memory_layout import LayoutOrder
 from twinpool.cache.memory.page_moves import PageMove, PoolMove, copy_state, gather
 from twinpool.cache.pool.page_extent import PageExtent
 from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.cache.swap.offload import offload
-from twinpool.cache.swap.restore import restore
+from twinpool.cache.swap.offload import offload, restore
 
 LAYER, PAGE = LayoutOrder.LAYER_FIRST, LayoutOrder.PAGE_FIRST
 PATTERNS = ("scattered", "in runs")

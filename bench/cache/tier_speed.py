@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.allocation import Allocation
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
@@ -117,7 +117,7 @@ class Bed:
         return TokenPrefix.of(range(1000 * number, 1000 * number + self.tokens), self.shape.page_tokens)
 
     def allocate(self, prefix: TokenPrefix) -> Allocation:
-        allocation = self.manager.prefixes.allocate(prefix, self.tokens, "bench", reusable=self.shape.pages)
+        allocation = self.manager.allocations.allocate(prefix, self.tokens, "bench", reusable=self.shape.pages)
         assert allocation is not None, "an allocation fits an empty device"
         self.manager.launch()
         return allocation
@@ -136,11 +136,11 @@ class Bed:
 
     def seal(self, allocation: Allocation) -> None:
         """As if all its positions had been computed and committed."""
-        self.manager.sealer.seal([(allocation, self.tokens)])
+        self.manager.finished.seal([(allocation, self.tokens)])
 
     def share(self, allocation: Allocation, prefix: TokenPrefix) -> None:
         """Give it to the tree, which copies it down."""
-        self.manager.sharing.cache_pages(allocation, prefix)
+        self.manager.finished.cache_pages(allocation, prefix)
         self.settle(lambda: not self.manager.busy)
 
     def close(self) -> None:
@@ -159,16 +159,16 @@ def measure_host(bed: Bed, rates: Rates, number: int) -> None:
         bed.seal(allocation)
     with rates.timing("device to host (share, write-through)"):
         bed.share(allocation, prefix)
-    manager.table.free(allocation)
+    manager.allocations.free(allocation)
     manager.supply.evict("full", bed.shape.pages)
     assert manager.tree.accounts.sizes[Tier.DEVICE, "full"] == 0
     with rates.timing("host to device, digests verified (allocate, launch, poll)"):
         with rates.timing("host to device (allocate, launch)"):
             allocation = bed.allocate(prefix)
-        bed.settle(lambda: manager.planner.ready(allocation))
+        bed.settle(lambda: manager.allocations.ready(allocation))
     assert allocation.cached.host == bed.tokens
-    manager.table.free(allocation)
-    manager.sharing.invalidate(prefix)
+    manager.allocations.free(allocation)
+    manager.finished.invalidate(prefix)
 
 
 def measure_storage(bed: Bed, rates: Rates, name: str, number: int) -> None:
@@ -178,14 +178,14 @@ def measure_storage(bed: Bed, rates: Rates, name: str, number: int) -> None:
     bed.seal(allocation)
     with rates.timing(f"device to host to {name} (share)"):
         bed.share(allocation, prefix)
-    manager.table.free(allocation)
-    manager.sharing.invalidate(prefix)
+    manager.allocations.free(allocation)
+    manager.finished.invalidate(prefix)
     with rates.timing(f"{name} to host, digests verified (prefetch)"):
         prefetch = manager.tiers.prefetcher.start(bed.prefix(number))
         assert prefetch is not None
         bed.settle(lambda: prefetch.over)
     assert prefetch.gained == bed.shape.pages, f"{name} gave {prefetch.gained} of {bed.shape.pages} pages"
-    manager.sharing.invalidate(prefix)
+    manager.finished.invalidate(prefix)
 
 
 def measure_plain(shape: Shape, rates: Rates, source: torch.Tensor, target: torch.Tensor, folder: Path) -> None:

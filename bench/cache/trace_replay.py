@@ -30,7 +30,7 @@ from rich.table import Table
 from bench.cache.trace_bounds import Ask, Trace, load, plain_lru, unlimited
 from bench.common import machine
 from bench.common.bench_report import flag_parser, write_report
-from twinpool.cache.allocation.allocation import CachedTokens
+from twinpool.cache.allocation import CachedTokens
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, PoolSpec
@@ -129,15 +129,15 @@ class Replay:
         prefix = self._prefix(ask)
         prefetch = self.manager.tiers.prefetcher.start(prefix.head(ask.reusable))
         self._settle()
-        allocation = self.manager.prefixes.allocate(
+        allocation = self.manager.allocations.allocate(
             prefix, ask.tokens, "request", reusable=ask.reusable, prefetch=prefetch
         )
         assert allocation is not None, "the device holds any single request"
         self.manager.launch()
         self._settle()
-        self.manager.sealer.seal([(allocation, ask.tokens)])
-        self.manager.sharing.cache_pages(allocation, prefix)
-        self.manager.table.free(allocation)
+        self.manager.finished.seal([(allocation, ask.tokens)])
+        self.manager.finished.cache_pages(allocation, prefix)
+        self.manager.allocations.free(allocation)
         self._settle()
         return allocation.cached
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
 from bench.common import bench_clock as clock
-from twinpool.cache.allocation.block_table import TableSlice
+from twinpool.cache.allocation import TableSlice
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.cache.memory.kv_cache_spec import PoolKind

@@ -24,7 +24,7 @@ from torch import Tensor
 from bench.common import machine
 from bench.common.bench_report import flag_parser, write_report
 from bench.common.random_model import DEMO
-from twinpool.cache.allocation.block_table import BlockTable, TableSlice
+from twinpool.cache.allocation import BlockTable, TableSlice
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.pool.epoch_table import EpochTable
 from twinpool.cache.pool.pool_set import PoolSet

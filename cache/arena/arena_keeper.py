@@ -31,7 +31,7 @@ from twinpool.cache.prefix_cache.nodes.node_list import TreeCursor
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from twinpool.cache.prefix_cache.nodes.tree_node import NodePart, Tier, TreeNode
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
-from twinpool.cache.swap.swapped_state import SwappedState
+from twinpool.cache.swap.swap_storage import SwappedState
 from twinpool.contracts.block_hash import KEY_BYTES, chain_on, chain_start
 from twinpool.contracts.damage import DamageSite, log_damage
 

@@ -3,18 +3,18 @@
 A request's way through the parts:
 
     prefetch    the request is queued: storage begins to read pages of its prefix to the host (`tiers.prefetcher`)
-    allocate    it is admitted: lock cached pages, lease the rest, all pools or none; loads are planned (`prefixes`)
+    allocate    it is admitted: lock cached pages, lease the rest, all pools or none; loads are planned (`allocations`).
+                For a prompt that another worker computes, pages are preallocated, and committed on arrival
     launch      the loads of all allocations of this round begin, layer by layer; forward passes wait at the gates
-    extend      tables get pages for the positions of the next step; pages that a window left are reused (`growth`)
-    seal        a step was committed: finished pages get their digests (`sealer`)
-    share       finished pages go into the tree, and from there down the tiers (`sharing`)
-    snapshot    the recurrent state is copied aside at a page boundary, for the tree (`slots`)
-    hand over   pages are preallocated for a prompt that another worker computes, and committed on arrival (`handover`)
-    swap        the state goes off the device to host memory, and back into other pages (`swap_out`, `swap_in`)
-    free        locks, pages, slots and snapshots are given back: the only end of an allocation (`table`)
+    extend      tables get pages for the positions of the next step; pages that a window left are reused; the recurrent
+                state is copied aside at page boundaries (`running`)
+    seal        a step was committed: finished pages get their digests, go into the tree, and from there down the tiers
+                (`finished`)
+    swap        the state goes off the device to host memory, and back into other pages (`swapped`)
+    free        locks, pages, slots and snapshots are given back: the only end of an allocation (`allocations`)
 
-Each part uses only parts that come before it: tiers, table, supply, planner, growth, slots and sealer, then the parts
-that allocate, share and swap. Only committed positions may be sealed, shared or snapshotted.
+Each part uses only parts that come before it: tiers, `supply`, `planner`, `running`, `allocations`, then `finished` and
+`swapped`. Only committed positions may be sealed, shared or snapshotted.
 """
 
 from __future__ import annotations
@@ -23,24 +23,15 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.allocation import Allocation
 from twinpool.cache.arena.arena import Arena
 from twinpool.cache.device.device_port import Device
-from twinpool.cache.manager.absent_tiers import NoEvents
-from twinpool.cache.manager.allocation_table import AllocationTable
-from twinpool.cache.manager.pages.load_planner import LoadPlanner
-from twinpool.cache.manager.pages.page_growth import PageGrowth
-from twinpool.cache.manager.pages.page_sealer import PageSealer
-from twinpool.cache.manager.pages.page_supply import PageSupply
-from twinpool.cache.manager.pages.state_slots import StateSlots
-from twinpool.cache.manager.pool_kinds import PoolKinds
-from twinpool.cache.manager.prefix.handover_pages import HandoverPages
-from twinpool.cache.manager.prefix.prefix_allocation import PrefixAllocation
-from twinpool.cache.manager.prefix.prefix_sharing import PrefixSharing
-from twinpool.cache.manager.prefix.prefix_transfer import PrefixTransfer
-from twinpool.cache.manager.swap.swap_in import SwapIn
-from twinpool.cache.manager.swap.swap_out import SwapOut
-from twinpool.cache.manager.tier_set import TierSet
+from twinpool.cache.manager.allocations import Allocations
+from twinpool.cache.manager.finished_pages import FinishedPages
+from twinpool.cache.manager.page_supply import LoadPlanner, PageSupply, PoolKinds
+from twinpool.cache.manager.running_pages import RunningPages
+from twinpool.cache.manager.swapped_requests import SwappedRequests
+from twinpool.cache.manager.tier_set import NoEvents, TierSet
 from twinpool.cache.pool.in_flight import InFlightPins
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.prefix_cache.eviction_policy import POLICIES
@@ -99,36 +90,28 @@ class KVCacheManager:
         )
         self.host = host
         self._in_flight = in_flight = InFlightPins()
-        self.table = table = AllocationTable(pools, kinds, tree.locks, in_flight)
         self.supply = supply = PageSupply(pools, kinds, tree, tiers.backup)
-        self.planner = planner = LoadPlanner(tree, tiers.load_back, table, supply, config)
-        self.growth = PageGrowth(pools, kinds, supply)
-        self.slots = slots = StateSlots(pools, kinds, device, supply, planner, in_flight)
-        self.sealer = PageSealer(pools, kinds, device)
-        self.prefixes = PrefixAllocation(pools, kinds, tree, table, supply, planner, tiers.prefetcher)
-        self.handover = HandoverPages(pools, kinds, tree, table, planner, slots)
-        self.prefix_transfer = PrefixTransfer(pools, kinds, tree, table, supply)
-        self.sharing = PrefixSharing(pools, kinds, device, tree, tiers.backup, config)
-        self.swap_out = SwapOut(pools, kinds, device, tree, tiers, in_flight, config)
-        self.swap_in = SwapIn(pools, kinds, device, tree, table, planner, config.copy_chunk_bytes)
+        self.planner = planner = LoadPlanner(supply, tiers.load_back, config)
+        self.running = RunningPages(device, supply, in_flight)
+        self.allocations = Allocations(device, supply, planner, tiers.load_back, tiers.prefetcher, in_flight)
+        self.finished = FinishedPages(device, supply, tiers.backup, config)
+        self.swapped = SwappedRequests(device, supply, planner, self.allocations, tiers, in_flight, config)
 
     # ------------------------------------------------------------ rounds
 
     def launch(self) -> None:
         """Begin the loads planned since the last call, and fill the state slots of requests allocated since then."""
         self.tiers.load_back.launch()
-        for allocation in self.table.take_fresh():
-            self.slots.start_all(allocation)
+        self.allocations.launch()
 
     def poll(self) -> list[Allocation]:
         """Take in completed operations, without waiting.
 
         Returns the allocations that are invalid from now on: state that they rely on is damaged or failed to arrive.
         """
-        self.tiers.poll(idle=not len(self.table))
+        self.tiers.poll(idle=not len(self.allocations))
         self._in_flight.sweep()
-        failed = self.table.failed()
-        return self.table.invalidate_reliant(failed, self.tiers.load_back.poll())
+        return self.allocations.invalidate(self.tiers.load_back.poll())
 
     @property
     def busy(self) -> bool:
@@ -138,11 +121,11 @@ class KVCacheManager:
     def stats(self) -> dict[str, float]:
         """Counters of everything that happened, how fast it went, and how full the tiers are."""
         out: dict[str, float] = {}
-        for part in (self.supply, self.sharing, self.planner, self.table):
+        for part in (self.supply, self.finished, self.planner, self.allocations):
             out |= part.counters
         out["device_pages_kept"] = self.tree.accounts.sizes[Tier.DEVICE, self.full]
         out["device_pages_unused"] = self.pools.allocators[self.full].free
-        out["host_pages_swapped"] = self.swap_out.leased(self.full)
+        out["host_pages_swapped"] = self.swapped.leased(self.full)
         return out | self.planner.rates | self.tiers.stats()
 
     def check(self, others: Mapping[str, int] = {}) -> list[str]:
@@ -150,18 +133,18 @@ class KVCacheManager:
 
         `others`: how many pages (or slots) of each pool the caller leases itself.
         """
-        held = {pool: self.table.own(pool) + others.get(pool, 0) for pool in self.pools.allocators}
+        held = {pool: self.allocations.own(pool) + others.get(pool, 0) for pool in self.pools.allocators}
         found = [
             *self.pools.check(),
             *self.tree.check(),
             *self.supply.check(held),
-            *self.table.check(),
-            *self.swap_out.check(),
+            *self.allocations.check(),
+            *self.swapped.check(),
         ]
-        locks = len(self.table) + len(self.swap_out) + self.tiers.locks
+        locks = len(self.allocations) + len(self.swapped) + self.tiers.locks
         if locks != len(self.tree.locks):
             found.append(f"tree: {len(self.tree.locks)} locks, allocations and moves hold {locks}")
-        return found + self.tiers.check(self.swap_out.leased)
+        return found + self.tiers.check(self.swapped.leased)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Free every allocation and end all prefetches; storage operations under way get `timeout_s` seconds.
@@ -171,7 +154,8 @@ class KVCacheManager:
         """
         if not self.tiers.close(timeout_s):
             return
-        self.table.free_all()
+        for allocation in list(self.allocations):
+            self.allocations.free(allocation)
         self.tiers.prefetcher.close()
         self.tiers.swap_storage.poll()
         self._in_flight.settle()

@@ -1,29 +1,32 @@
 """The tier set: host memory and storage below a worker's device, the parts that copy pages between tiers, KV events.
 
-`TierSet.build` decides once which tiers there are. For a tier that a worker doesn't have there is a stand-in
-(`cache.manager.absent_tiers`), so callers need not ask.
+`TierSet.build` decides once which tiers there are. For a tier that a worker doesn't have there is a stand-in, which
+answers like a real tier that holds nothing, so callers need not ask: a worker without host memory has no backup, load
+back, prefetch, swap storage nor arena; one without storage neither prefetch nor swap storage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from twinpool.cache.arena.arena import Arena
 from twinpool.cache.arena.arena_keeper import ArenaKeeper
-from twinpool.cache.device.device_port import Device
-from twinpool.cache.manager.absent_tiers import NoArena, NoBackup, NoEvents, NoLoadBack, NoPrefetcher, NoSwapStorage
-from twinpool.cache.manager.page_accounts import unaccounted
+from twinpool.cache.device.device_port import Completion, Device
+from twinpool.cache.pool.page_allocator import Lease
 from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.nodes.tree_node import NodeLock, NodePart, Tier, TreeNode
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
 from twinpool.cache.storage.io_queue import IoQueue
 from twinpool.cache.storage.page_store import PageStore
-from twinpool.cache.swap.swap_storage import SwapStorage
+from twinpool.cache.swap.swap_storage import SwappedState, SwapStorage
 from twinpool.cache.tiers.host_backup import HostBackup
 from twinpool.cache.tiers.kv_event_recorder import KVEventRecorder
 from twinpool.cache.tiers.load_back import LoadBack
 from twinpool.cache.tiers.prefetch import Prefetcher
+from twinpool.cache.tiers.prefetch_request import PrefetchRequest
 from twinpool.contracts.config.cache_config import CacheConfig
 
 
@@ -136,3 +139,166 @@ class TierSet:
         """
         self.events.close()
         return self.storage is None or self.storage.close(timeout_s)
+
+
+def unaccounted(pools: PoolSet, held: Mapping[str, int], tier: str = "") -> list[str]:
+    """Return a line for each pool where the number in use isn't `held`; `tier` is a word for these lines."""
+    found = []
+    for pool, allocator in pools.allocators.items():
+        used = allocator.total - allocator.free - allocator.quarantined
+        if used != held[pool]:
+            name = f"{tier} {pool}" if tier else pool
+            found.append(f"{name} pages: {used} in use, {held[pool]} accounted for")
+    return found
+
+
+# ---------------------------------------------------------------- stand-ins for absent tiers
+
+_NOTHING: Mapping[str, float] = MappingProxyType({})
+
+
+class NoBackup:
+    """The backup of a worker without host memory: it copies nothing down."""
+
+    counters = _NOTHING
+    busy = False
+    locks = 0
+
+    def save(self, nodes: Iterable[TreeNode]) -> bool:
+        return False
+
+    def leased(self, component: str) -> int:
+        return 0
+
+    def poll(self) -> None:
+        pass
+
+    def check(self) -> list[str]:
+        return []
+
+
+class NoLoadBack:
+    """The load back of a worker without host memory: it finds nothing to load."""
+
+    counters = _NOTHING
+    busy = False
+    locks = 0
+    nbytes = 0
+    bytes_per_s = 0.0
+
+    def missing(self, lock: NodeLock) -> list[NodePart]:
+        return []
+
+    def plan(self, lock: NodeLock, leases: dict[str, Lease]) -> None:
+        assert not leases, "there is nothing to load from"
+
+    def launch(self) -> None:
+        pass
+
+    def under_way(self, lock: NodeLock) -> bool:
+        return False
+
+    def completions(self, lock: NodeLock) -> list[Completion]:
+        return []
+
+    def poll(self) -> list[NodeLock]:
+        return []
+
+
+class NoPrefetcher:
+    """The prefetcher of a worker without storage: it reads nothing, and no request waits for it."""
+
+    counters = _NOTHING
+    locks = 0
+
+    def __len__(self) -> int:
+        return 0
+
+    def start(self, prefix: TokenPrefix, owner: str = "") -> PrefetchRequest | None:
+        return None
+
+    def may_run(self, prefetch: PrefetchRequest) -> bool:
+        return True
+
+    def deadline(self, prefetch: PrefetchRequest) -> float | None:
+        return None
+
+    def release(self, prefetch: PrefetchRequest) -> None:
+        pass
+
+    def leased(self, component: str) -> int:
+        return 0
+
+    def poll(self) -> None:
+        pass
+
+    def check(self) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+class NoSwapStorage:
+    """The swap storage of a worker without storage: it takes nothing."""
+
+    counters = _NOTHING
+    busy = False
+
+    def takes(self, swapped: SwappedState) -> bool:
+        return False
+
+    def store(self, swapped: SwappedState, keys: Sequence[bytes]) -> None:
+        raise AssertionError("there is no storage to put it on")
+
+    def fetch(self, swapped: SwappedState, keys: Sequence[bytes]) -> None:
+        raise AssertionError("there is no storage to fetch it from")
+
+    def poll(self) -> None:
+        pass
+
+
+class NoArena:
+    """The arena keeper of a worker whose host memory ends with its process: nothing to take over or to check."""
+
+    counters = _NOTHING
+    bond = b""
+
+    def take_copies(self) -> int:
+        return 0
+
+    def adopt(self, unfinished: bool = False) -> int:
+        return 0
+
+    def begin(self, bond: bytes) -> None:
+        pass
+
+    def seal_swapped(self, swapped: SwappedState) -> None:
+        pass
+
+    def unproven(self, part: NodePart) -> bool:
+        return False
+
+    def proved(self, part: NodePart) -> None:
+        pass
+
+    def torn(self, part: NodePart, count: int) -> bool:
+        return False
+
+    def poll(self, idle: bool) -> None:
+        pass
+
+    def check(self) -> list[str]:
+        return []
+
+
+class NoEvents:
+    """The KV events of a worker that publishes none."""
+
+    endpoint = replay_endpoint = ""
+
+    def round(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from twinpool.cache.manager.pages.state_slots import SNAPSHOTS
+from twinpool.cache.manager.running_pages import SNAPSHOTS
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.config.cluster_config import Config

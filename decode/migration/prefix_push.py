@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.allocation import Allocation
 from twinpool.cache.device.device_port import DONE
 from twinpool.cache.memory.required_pages import due
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
@@ -111,14 +111,14 @@ class PrefixPushes:
         """
         prefix = self._prefix(session, command)
         allocation = (
-            self._manager.prefix_transfer.hold_for_push(prefix, f"push {command.room}") if prefix is not None else None
+            self._manager.allocations.hold_for_push(prefix, f"push {command.room}") if prefix is not None else None
         )
         positions = allocation.depth * self._manager.spec.page_tokens if allocation is not None else 0
         worth = allocation is not None and (
             bool(command.tokens) or self._bytes(allocation) > self._config.decode.migration_precopy_bytes
         )
         if allocation is not None and (not positions or not worth or not self._open(command, allocation)):
-            self._manager.table.free(allocation)
+            self._manager.allocations.free(allocation)
             positions = 0
         return [RouterEvent(session, PushReady(command.request_id, command.attempt, positions))]
 
@@ -164,7 +164,8 @@ class PrefixPushes:
                 self._sender.fail(push.room, ErrorKind.ROOM, "a page of it turned out damaged")
                 self._end(push)
             elif push.state is PushState.WRITING:
-                if self._manager.planner.ready(push.allocation):  # Some of it may still be on its way from the host.
+                # Some of it may still be on its way from the host.
+                if self._manager.allocations.ready(push.allocation):
                     self._write(push)
             elif push.state is PushState.OPEN and push.opened_at <= late:
                 self._sender.fail(push.room, ErrorKind.ROOM, "nobody fetched it")
@@ -189,7 +190,7 @@ class PrefixPushes:
     def _end(self, push: _Push) -> None:
         push.state = PUSH_TABLE.next(push.state, PushEvent.END)
         del self._pushes[push.room]
-        self._manager.table.free(push.allocation)
+        self._manager.allocations.free(push.allocation)
 
     def close(self) -> None:
         for push in list(self._pushes.values()):
@@ -235,7 +236,7 @@ class PrefixPulls:
         if not self._pages.reuse or self._requests.draining or not positions:
             return False
         prefix = TokenPrefix.of(command.tokens[:positions], self._manager.spec.page_tokens, command.salt, keys)
-        borrowed = self._manager.prefix_transfer.reserve_for_pull(prefix, f"fetch {command.room}", spare=command.spare)
+        borrowed = self._manager.allocations.reserve_for_pull(prefix, f"fetch {command.room}", spare=command.spare)
         if borrowed is None:
             return False
         allocation, lease = borrowed
@@ -244,7 +245,7 @@ class PrefixPulls:
         held[self._manager.full] -= set(allocation.lacking[self._manager.full])
         if not self._receiver.grant(command.room, {self._manager.full: lease}, held):
             lease.release()
-            self._manager.table.free(allocation)
+            self._manager.allocations.free(allocation)
             return False
         self._fetches[command.room] = _Pull(session, command, allocation)
         return True
@@ -259,20 +260,20 @@ class PrefixPulls:
             return []
         if isinstance(outcome, PromptArrived):
             full = self._manager.full
-            self._manager.prefix_transfer.insert_pulled(
+            self._manager.allocations.insert_pulled(
                 fetch.allocation, outcome.leases[full], outcome.digests.get(full, {})
             )
             nbytes = outcome.bytes
             self.bytes += nbytes
         else:
             # The room releases its leases by itself.
-            self._manager.table.free(fetch.allocation)
+            self._manager.allocations.free(fetch.allocation)
         return [_done(fetch.session, fetch.command, nbytes)]
 
     def close(self) -> None:
         for fetch in self._fetches.values():
             self._receiver.abort(fetch.command.room, "the worker closes")
-            self._manager.table.free(fetch.allocation)
+            self._manager.allocations.free(fetch.allocation)
         self._fetches.clear()
 
 

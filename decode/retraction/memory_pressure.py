@@ -139,7 +139,7 @@ class MemoryPressure:
         for request in able:
             if len(batch) == limit:
                 break
-            if self._manager.growth.extend(request.held, request.planned + 1) > request.planned:
+            if self._manager.running.extend(request.held, request.planned + 1) > request.planned:
                 batch.append(request)
             elif not request.under_way:
                 short.append(request)
@@ -164,7 +164,7 @@ class MemoryPressure:
 
     def _alone(self) -> bool:
         """Whether one request has all that is allocated, and no copy under way is about to free anything."""
-        return len(self._manager.table) == 1 and not self._manager.busy
+        return len(self._manager.allocations) == 1 and not self._manager.busy
 
     def _may_go(self, request: DecodeRequest) -> bool:
         """Whether the request may be retracted: it took a step since it came back, and is below the limit."""

@@ -31,8 +31,8 @@ from msgspec.structs import replace
 
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.memory.required_pages import due
-from twinpool.cache.swap.restore import PageDamage
-from twinpool.cache.swap.swapped_state import SwappedState, SwapPlace
+from twinpool.cache.swap.offload import PageDamage
+from twinpool.cache.swap.swap_storage import SwappedState, SwapPlace
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.worker_config import DecodeConfig
 from twinpool.contracts.damage import DamageSite, log_damage
@@ -101,7 +101,7 @@ class Retraction:
             if request.swapped is None and self._at_rest(request):
                 lost += self._copy(request)
             if request.swapped is not None:
-                self._manager.swap_out.settle(request.swapped)
+                self._manager.swapped.settle(request.swapped)
                 if request.swapped.place is not SwapPlace.SAVING:
                     lost += self._arrive(request)
         return lost
@@ -109,7 +109,7 @@ class Retraction:
     def _at_rest(self, request: DecodeRequest) -> bool:
         """Whether nothing is under way that writes its state: steps have landed, what was loaded for it has come."""
         allocation = request.allocation
-        return not request.under_way and allocation is not None and self._manager.planner.ready(allocation)
+        return not request.under_way and allocation is not None and self._manager.allocations.ready(allocation)
 
     def _copy(self, request: DecodeRequest) -> Iterator[RequestFailed]:
         allocation, committed = request.held, request.committed
@@ -118,7 +118,7 @@ class Retraction:
             return
         began = self._clock.now()
         try:
-            swapped = self._manager.swap_out.start(allocation, request.whole(self._page_tokens, committed), committed)
+            swapped = self._manager.swapped.swap_out(allocation, request.whole(self._page_tokens, committed), committed)
         except CapacityError as error:
             if not self._make_room():
                 yield self._again(request, str(error))
@@ -132,7 +132,7 @@ class Retraction:
         if request.notes and request.notes[-1].kind == "retracted":
             request.notes[-1] = replace(request.notes[-1], bytes=swapped.nbytes)
         self._noted.append(request)
-        self._manager.table.free(allocation)
+        self._manager.allocations.free(allocation)
         request.swapped, request.allocation, request.latest, request.stepped = swapped, None, None, False
 
     def _copies(self, committed: int) -> bool:
@@ -158,11 +158,7 @@ class Retraction:
             swapped = request.swapped
             assert swapped is not None
             tokens = request.tokens[: request.committed]
-            if (
-                swapped.place is SwapPlace.HOST
-                and swapped.leases
-                and self._manager.swap_out.to_storage(swapped, tokens)
-            ):
+            if swapped.place is SwapPlace.HOST and swapped.leases and self._manager.swapped.to_storage(swapped, tokens):
                 return True
         return False
 
@@ -203,7 +199,7 @@ class Retraction:
             positions = request.positions_for(1 << 62 if self.assured(request) else request.committed + 1)
             began = self._clock.now()
             try:
-                returning = self._manager.swap_in.start(swapped, positions)
+                returning = self._manager.swapped.swap_in(swapped, positions)
             except (StaleLease, RuntimeError) as error:
                 lost.append(self._damaged(request, str(error)))
                 continue
@@ -225,7 +221,7 @@ class Retraction:
         if swapped.place is not SwapPlace.STORED:
             return
         try:
-            self._manager.swap_out.from_storage(swapped, request.tokens[: request.committed])
+            self._manager.swapped.from_storage(swapped, request.tokens[: request.committed])
         except CapacityError as error:
             # Requests that are coming back leave host memory in a moment.
             if not self._coming and not self._make_room():
@@ -241,10 +237,10 @@ class Retraction:
             assert swapped is not None
             if not returning.restored.done:
                 continue
-            if not self._manager.swap_in.finished(returning):
+            if not returning.restored.complete:
                 pages = _by_pool(swapped, returning.restored.damage)
                 lost.append(self._damaged(request, "on the way back", pages))
-            elif self._manager.planner.ready(allocation):
+            elif self._manager.allocations.ready(allocation):
                 self.rates.saw_back(swapped.nbytes, self._clock.now() - self._began[request])
                 self.counters["resumptions"] += 1
                 self.counters["resumed_bytes"] += swapped.nbytes
@@ -270,7 +266,7 @@ class Retraction:
                 queue.remove(request)
         self._began.pop(request, None)
         if request.swapped is not None:
-            self._manager.swap_out.drop(request.swapped)
+            self._manager.swapped.drop(request.swapped)
         request.swapped = request.returning = None
 
     def check(self) -> list[str]:
@@ -300,8 +296,8 @@ class Retraction:
                         f"request {name}: {request.swapped.positions} positions are swapped out of {request.committed}"
                     )
         swapped = sum(r.swapped is not None for r in self)
-        if swapped != len(self._manager.swap_out):
-            found.append(f"{len(self._manager.swap_out)} swapped out copies, requests hold {swapped}")
+        if swapped != len(self._manager.swapped):
+            found.append(f"{len(self._manager.swapped)} swapped out copies, requests hold {swapped}")
         under_way = sum(r.swapped is not None for r in [*self._leaving, *self._coming])
         if len(self._began) != under_way:
             found.append(f"the begin of {len(self._began)} copies is kept, {under_way} are under way")

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twinpool.cache.allocation.block_table import NULL_PAGE
+from twinpool.cache.allocation import NULL_PAGE
 
 
 @dataclass(frozen=True)

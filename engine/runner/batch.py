@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from twinpool.cache.allocation.block_table import TableSlice
+from twinpool.cache.allocation import TableSlice
 from twinpool.cache.device.device_port import Completion
 from twinpool.contracts.sampling_params import SamplingParams, TokenDifference, TokenLogprob
 from twinpool.engine.runner.sampling.token_history import TokenHistory

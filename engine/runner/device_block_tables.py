@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from twinpool.cache.allocation.block_table import TableSlice
+from twinpool.cache.allocation import TableSlice
 from twinpool.cache.pool.epoch_table import EpochTable
 from twinpool.engine.runner.device_rows import DeviceRows, RowUpdate
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twinpool.cache.allocation.block_table import DeviceRow
+from twinpool.cache.allocation import DeviceRow
 from twinpool.cache.memory.pinned_memory import HostIntegers, upload
 
 _FIRST_ROWS = 16

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twinpool.cache.allocation.block_table import DeviceRow, numbers
+from twinpool.cache.allocation import DeviceRow, numbers
 from twinpool.cache.device.device_port import DEVICE, Device, DeviceOp, DeviceStream, spans
 from twinpool.cache.device.layer_marks import LayerMarks
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec

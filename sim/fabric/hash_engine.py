@@ -18,7 +18,7 @@ from functools import partial
 
 import numpy as np
 
-from twinpool.cache.allocation.block_table import TableSlice
+from twinpool.cache.allocation import TableSlice
 from twinpool.cache.device.device_port import DEVICE, DONE, Completion, Device, DeviceOp, DeviceStream, spans
 from twinpool.cache.device.layer_marks import LayerMarks
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolKind, PoolSetSpec, PoolSpec

@@ -102,10 +102,10 @@ def test_a9_an_allocation_that_was_not_launched_is_not_ready() -> None:
     visit(world, TOKENS)
     visitor = admitted(world, [*TOKENS, 9, 9])
     assert visitor.allocation is not None
-    assert not world.manager.planner.ready(visitor.allocation), "its slot holds another's state still"
+    assert not world.manager.allocations.ready(visitor.allocation), "its slot holds another's state still"
     world.manager.launch()
     answer(world)
-    assert world.manager.planner.ready(visitor.allocation)
+    assert world.manager.allocations.ready(visitor.allocation)
     world.settle()
 
 
@@ -170,23 +170,25 @@ def test_a9_what_relies_on_a_load_that_is_planned_and_not_begun_is_not_ready(nam
     manager, leases = world.manager, dict[str, Lease]()
     prefix = TokenPrefix.of([*TOKENS, 9, 9], PAGE_TOKENS)
     if use == "taken over":
-        reserved = manager.handover.preallocate(prefix, 2 * len(prefix), 2 * len(prefix), "a prompt computed elsewhere")
+        reserved = manager.allocations.preallocate(
+            prefix, 2 * len(prefix), 2 * len(prefix), "a prompt computed elsewhere"
+        )
         assert reserved is not None
         allocation, leases = reserved
     else:
         admitted(world, [*TOKENS, 9, 9])
-        allocation = manager.prefix_transfer.hold_for_push(prefix, "a push to another worker")
+        allocation = manager.allocations.hold_for_push(prefix, "a push to another worker")
     assert allocation.depth == PAGES
-    assert not manager.planner.ready(allocation)
+    assert not manager.allocations.ready(allocation)
     answer(world)
-    assert not manager.planner.ready(allocation), "time begins no load"
+    assert not manager.allocations.ready(allocation), "time begins no load"
     manager.launch()
-    assert not manager.planner.ready(allocation), "it is under way"
+    assert not manager.allocations.ready(allocation), "it is under way"
     answer(world)
-    assert manager.planner.ready(allocation)
+    assert manager.allocations.ready(allocation)
     for lease in leases.values():
         lease.release()
-    manager.table.free(allocation)
+    manager.allocations.free(allocation)
     world.settle()
 
 
@@ -205,7 +207,7 @@ def test_a9_a_load_whose_bytes_are_damaged_is_no_hit_whichever_pool_it_is(name: 
         world.compute(visitor, 1)
         answer(world, 2)
         assert visitor not in world.visitors, "it is told before anything of it is committed"
-        assert world.manager.sharing.counters["pages_invalidated"] == 0
+        assert world.manager.finished.counters["pages_invalidated"] == 0
         assert world.manager.tree.match(visitor.prefix).depth == 0, "what is damaged is never found again"
         world.settle()
 
@@ -239,7 +241,7 @@ def test_digests_of_a_load_are_an_operation_of_the_device_and_read_when_it_is_ov
     answer(world)
     assert sorted(begun) == sorted(read) == ["full", "state"]
     assert visitor.allocation is not None
-    assert world.manager.planner.ready(visitor.allocation)
+    assert world.manager.allocations.ready(visitor.allocation)
     world.settle()
 
 
@@ -488,15 +490,15 @@ def test_b9_a_prefix_is_locked_before_room_is_counted_and_let_go_when_there_is_n
     tree, free = world.manager.tree, world.pools.allocators["full"].free
     assert free == 4
     prefix = TokenPrefix.of([*TOKENS, *[9] * 10], PAGE_TOKENS)
-    assert world.manager.prefixes.allocate(prefix, 2 * 9, "too much", reusable=PAGES) is None, (
+    assert world.manager.allocations.allocate(prefix, 2 * 9, "too much", reusable=PAGES) is None, (
         "it would evict what it reuses"
     )
     assert tree.match(prefix).depth == PAGES, "nothing was taken from the tree for it"
     assert (len(tree.locks), world.pools.allocators["full"].free) == (0, free)
-    allocation = world.manager.prefixes.allocate(prefix, 2 * 8, "fits", reusable=PAGES)
+    allocation = world.manager.allocations.allocate(prefix, 2 * 8, "fits", reusable=PAGES)
     assert allocation is not None
     assert (allocation.depth, world.pools.allocators["full"].free) == (PAGES, 0)
-    world.manager.table.free(allocation)
+    world.manager.allocations.free(allocation)
     assert world.check() == []
     world.settle()
 

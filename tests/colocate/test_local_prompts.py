@@ -10,7 +10,7 @@ from tests.support.hash_colocated import PAGE, HashColocated, hash_colocated
 from tests.support.hash_engine import recite
 from tests.support.pool_sets import NAMES, pool_sets
 from tests.support.random_pairs import run_colocated_seed
-from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.allocation import Allocation
 from twinpool.cache.prefix_cache.nodes.tree_node import Tier
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId

@@ -11,7 +11,7 @@ from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.prefix_cache.nodes.tree_node import Tier
 from twinpool.cache.storage.io_queue import StorageOp
 from twinpool.cache.storage.storage_backend import ObjectName
-from twinpool.cache.swap.swapped_state import SwapPlace
+from twinpool.cache.swap.swap_storage import SwapPlace
 from twinpool.contracts.errors import ErrorKind
 from twinpool.decode.request import DecodeEvent, DecodePhase, DecodeRequest, RequestFailed
 

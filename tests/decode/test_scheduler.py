@@ -129,7 +129,7 @@ def test_whoever_ends_is_in_no_queue_any_more() -> None:
     assert not parts.scheduler.waiting
     assert not parts.scheduler.busy
     assert parts.scheduler.check() == parts.manager.check() == []
-    assert len(parts.manager.table) == 0
+    assert len(parts.manager.allocations) == 0
 
 
 def granted(parts: DecodeParts, *asked: str) -> list[str]:

@@ -196,7 +196,7 @@ def test_in_a_mixed_batch_each_draw_has_the_mask_of_its_own_row(failing: bool) -
     for name, drafts in (("a", (1, 2)), ("b", (3,)), ("d", (4, 5, 6))):
         requests[name].drafts = drafts
         requests[name].planned += len(drafts)
-        assert parts.manager.growth.extend(requests[name].held, 12) == 12
+        assert parts.manager.running.extend(requests[name].held, 12) == 12
     for name in "bdef":
         requests[name].grammar = cast(Any, Grammar(name, "no such rule" if failing and name == "d" else ""))
     parts.steps.launch(batch)

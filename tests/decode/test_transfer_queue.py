@@ -44,7 +44,7 @@ def test_without_a_slot_nothing_is_taken() -> None:
     parts.receiver.slots = False
     assert not parts.transfers.preallocate(request)
     assert request.allocation is None
-    assert (parts.manager.supply.free_pages("full"), len(parts.manager.table)) == (free, 0)
+    assert (parts.manager.supply.free_pages("full"), len(parts.manager.allocations)) == (free, 0)
 
 
 def test_tokens_that_were_held_are_counted_once_and_with_the_grant() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.support.checkpoints import Oracle
-from twinpool.cache.allocation.block_table import TableSlice
+from twinpool.cache.allocation import TableSlice
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.cache.memory.kv_cache_spec import PoolKind

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from twinpool.cache.allocation.block_table import BlockTable, TableSlice
+from twinpool.cache.allocation import BlockTable, TableSlice
 from twinpool.cache.memory.pinned_memory import HostIntegers, upload_packed
 from twinpool.cache.pool.epoch_table import EpochTable
 from twinpool.engine.runner.device_block_tables import DeviceBlockTables, PlannedTables

@@ -9,7 +9,7 @@ import torch
 
 from tests.engine.harness import GREEDY, Bench, MakeCheckpoint
 from tests.support.model_families import FAMILIES
-from twinpool.cache.allocation.block_table import TableSlice
+from twinpool.cache.allocation import TableSlice
 from twinpool.engine.runner.batch import BatchRow, TokenDraw
 
 PROMPT = list(range(40, 77))

@@ -10,7 +10,7 @@ import torch
 
 from tests.engine.harness import GREEDY, Bench, MakeCheckpoint, row
 from tests.support.checkpoints import VOCAB
-from twinpool.cache.allocation.block_table import TableSlice
+from twinpool.cache.allocation import TableSlice
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.device.device_port import Device

@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_flatten
 from triton.runtime.interpreter import GridExecutor
 
 from tests.support.model_families import FAMILIES
-from twinpool.cache.allocation.block_table import TableSlice
+from twinpool.cache.allocation import TableSlice
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.memory.kv_cache_spec import PoolKind
 from twinpool.cache.memory.memory_layout import PoolSetLayout

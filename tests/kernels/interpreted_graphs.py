@@ -17,7 +17,7 @@ from tests.engine.harness import Bench, Held
 from tests.kernels.claims import answer
 from tests.kernels.recorded_graph import RecordedRun, capture
 from tests.support.model_families import FAMILIES
-from twinpool.cache.allocation.block_table import TableSlice
+from twinpool.cache.allocation import TableSlice
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.engine.runner.batch import BatchRow, RowOutput, TokenDraw

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.support.prefill_parts import PrefillParts
-from twinpool.cache.allocation.allocation import CachedTokens
+from twinpool.cache.allocation import CachedTokens
 from twinpool.contracts.ids import Role, WorkerName
 from twinpool.contracts.messages.worker_events import LegReport
 from twinpool.prefill.request import first_token_events

@@ -19,8 +19,7 @@ import torch
 from tests.support.cache_faults import FaultyDevice, Watch, damage_host, damage_storage
 from tests.support.cache_requests import Step, Visitor, as_bytes, content
 from tests.support.pool_sets import worn
-from twinpool.cache.allocation.allocation import Allocation
-from twinpool.cache.allocation.block_table import NULL_PAGE
+from twinpool.cache.allocation import NULL_PAGE, Allocation
 from twinpool.cache.arena.arena import Arena
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_backends import CpuDevice
@@ -183,7 +182,7 @@ class World:
         expected = self.expected(visitor.prefix, visitor.reusable)
         positions = len(visitor.prefix) * self.spec.page_tokens
         before = self.manager.supply.counters["pages_evicted"]
-        allocation = self.manager.prefixes.allocate(
+        allocation = self.manager.allocations.allocate(
             visitor.prefix, positions, visitor.name, reusable=visitor.reusable, prefetch=visitor.prefetch
         )
         self.look(before)
@@ -250,17 +249,17 @@ class World:
         """Windows get their pages up to page `end`; returns how far they go."""
         allocation, size = visitor.allocation, self.spec.page_tokens
         assert allocation is not None
-        there = self.manager.growth.extend(allocation, end * size) // size
+        there = self.manager.running.extend(allocation, end * size) // size
         if there < end and not visitor.steps:
-            self.manager.growth.free_window_pages(allocation, visitor.done * size)
-            there = self.manager.growth.extend(allocation, end * size) // size
+            self.manager.running.free_window_pages(allocation, visitor.done * size)
+            there = self.manager.running.extend(allocation, end * size) // size
         self.seen["a window waited for its pages"] += there < end
         self.seen["a window used its pages again"] += bool(allocation.spare)
         return there
 
     def _snapshot(self, allocation: Allocation, pages: int) -> list[Completion]:
         before = self.manager.supply.counters["pages_evicted"]
-        if not self.manager.slots.snapshot(allocation, pages * self.spec.page_tokens):
+        if not self.manager.running.snapshot(allocation, pages * self.spec.page_tokens):
             self.seen["no slot for a snapshot"] += 1
             return []
         self.look(before)
@@ -322,19 +321,19 @@ class World:
         if allocation is None or not visitor.steps or not visitor.steps[0].completion.done:
             return False
         self.poll()
-        if allocation.released or not self.manager.planner.ready(allocation):
+        if allocation.released or not self.manager.allocations.ready(allocation):
             return allocation.released
         step = visitor.steps.pop(0)
         assert not step.wrong, f"read other bytes than its own: {step.wrong}"
         assert failure(step.completion) is None
         visitor.done = step.end
         positions = step.end * self.spec.page_tokens
-        self.manager.sealer.seal([(allocation, positions)])
+        self.manager.finished.seal([(allocation, positions)])
         before = self.manager.supply.counters["pages_evicted"]
         if snapshot and allocation.slots and not visitor.steps:
             self._snapshot(allocation, step.end)
         if self.rng.random() < 0.5:
-            self.manager.growth.free_window_pages(allocation, positions)
+            self.manager.running.free_window_pages(allocation, positions)
         if share:
             self._share(visitor, allocation)
         self.look(before)
@@ -349,7 +348,7 @@ class World:
         self.manager.launch()
         after = (
             [step.completion for step in visitor.steps]
-            + self.manager.planner.completions(allocation)
+            + self.manager.allocations.completions(allocation)
             + allocation.started
         )
         pages = {pool: self.attended(allocation, pool, end) for pool in allocation.tables}
@@ -389,7 +388,7 @@ class World:
         prefix = visitor.prefix.head(visitor.done)
         snapshots = [s for held in allocation.snapshots.values() for s in held]
         there = [s for s in snapshots if s.completion.done and failure(s.completion) is None]
-        self.manager.sharing.cache_pages(allocation, prefix)
+        self.manager.finished.cache_pages(allocation, prefix)
         for pool, table in allocation.tables.items():
             known = [p for p in range(len(prefix)) if p < allocation.depth or table.pages[p] != NULL_PAGE]
             if pool != self.manager.full:
@@ -405,8 +404,8 @@ class World:
         allocation = visitor.allocation
         if allocation is not None:
             self.seen["left with a step launched"] += bool(visitor.steps)
-            self.seen["left with a load under way"] += not self.manager.planner.ready(allocation)
-            self.manager.table.free(allocation, [step.completion for step in visitor.steps])
+            self.seen["left with a load under way"] += not self.manager.allocations.ready(allocation)
+            self.manager.allocations.free(allocation, [step.completion for step in visitor.steps])
         if visitor.prefetch is not None:
             self.manager.tiers.prefetcher.release(visitor.prefetch)
         self.visitors.remove(visitor)
@@ -453,7 +452,7 @@ class World:
         return all(self.backend.exists([ObjectName("model", name, key) for name, key in keys]))
 
     def invalidate(self, prefix: TokenPrefix, page: int) -> None:
-        invalidated = self.manager.sharing.invalidate(prefix, page)
+        invalidated = self.manager.finished.invalidate(prefix, page)
         self.disturbed |= invalidated > 0
         self.changes += invalidated > 0
 

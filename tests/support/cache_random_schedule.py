@@ -23,9 +23,9 @@ from tests.support.cache_harness import World
 from tests.support.cache_requests import Visitor
 from tests.support.pool_sets import NAMES, pool_sets
 from twinpool.cache.device.device_port import DEVICE
-from twinpool.cache.manager.swap.swap_in import SwapInProgress
+from twinpool.cache.manager.swapped_requests import SwapInProgress
 from twinpool.cache.prefix_cache.nodes.tree_node import Tier
-from twinpool.cache.swap.swapped_state import SwappedState, SwapPlace
+from twinpool.cache.swap.swap_storage import SwappedState, SwapPlace
 from twinpool.contracts.errors import CapacityError
 
 PAGE_TOKENS = 2
@@ -132,21 +132,21 @@ class Schedule:
         idle = [
             v
             for v in world.visitors
-            if v.allocation and v.done and not v.steps and world.manager.planner.ready(v.allocation)
+            if v.allocation and v.done and not v.steps and world.manager.allocations.ready(v.allocation)
         ]
         if not idle:
             return
         visitor = self.rng.choice(idle)
         assert visitor.allocation is not None
         try:
-            swapped = world.manager.swap_out.start(
+            swapped = world.manager.swapped.swap_out(
                 visitor.allocation, visitor.prefix.head(visitor.done), visitor.done * size
             )
         except CapacityError:
             world.disturbed = True
             return
         world.disturbed = True
-        world.manager.table.free(visitor.allocation)
+        world.manager.allocations.free(visitor.allocation)
         world.visitors.remove(visitor)
         self.away.append((visitor, swapped))
         world.seen["retracted"] += 1
@@ -155,31 +155,31 @@ class Schedule:
     def shelve(self) -> None:
         """Send what is swapped out on to storage, or bring it back to the host."""
         for visitor, swapped in self.away:
-            self.world.manager.swap_out.settle(swapped)
+            self.world.manager.swapped.settle(swapped)
             tokens = list(visitor.prefix.tokens(0, visitor.done))
             if swapped.place is SwapPlace.HOST and self.rng.random() < 0.3 and swapped.leases:
-                self.world.seen["swapped out on storage"] += self.world.manager.swap_out.to_storage(swapped, tokens)
+                self.world.seen["swapped out on storage"] += self.world.manager.swapped.to_storage(swapped, tokens)
             elif swapped.place is SwapPlace.STORED:
                 self._fetch(swapped, tokens)
 
     def _fetch(self, swapped: SwappedState, tokens: list[int]) -> None:
         self.world.disturbed = True
         with suppress(CapacityError):
-            self.world.manager.swap_out.from_storage(swapped, tokens)
+            self.world.manager.swapped.from_storage(swapped, tokens)
 
     def resume(self) -> None:
         """Begin to bring a retracted request back, or take in one that has come."""
         world = self.world
         self._take_in()
         for _, swapped in self.away:
-            world.manager.swap_out.settle(swapped)
+            world.manager.swapped.settle(swapped)
         assert all(swapped.place is not SwapPlace.LOST for _, swapped in self.away)
         ready = [entry for entry in self.away if entry[1].place is SwapPlace.HOST]
         if not ready:
             return
         visitor, swapped = self.rng.choice(ready)
         before = world.manager.supply.counters["pages_evicted"]
-        returning = world.manager.swap_in.start(swapped, len(visitor.prefix) * PAGE_TOKENS)
+        returning = world.manager.swapped.swap_in(swapped, len(visitor.prefix) * PAGE_TOKENS)
         world.look(before)
         if returning is None:
             return
@@ -192,11 +192,13 @@ class Schedule:
     def _take_in(self) -> None:
         world = self.world
         world.poll()
-        for entry in [e for e in self.coming if e[1].restored.done and world.manager.planner.ready(e[1].allocation)]:
+        for entry in [
+            e for e in self.coming if e[1].restored.done and world.manager.allocations.ready(e[1].allocation)
+        ]:
             self.coming.remove(entry)
             visitor, returning = entry
-            assert world.manager.swap_in.finished(returning), returning.restored.damage
-            world.manager.swap_out.drop(returning.swapped)
+            assert returning.restored.complete, returning.restored.damage
+            world.manager.swapped.drop(returning.swapped)
             world.visitors.append(visitor)
             world.seen["resumed"] += 1
 
@@ -204,7 +206,7 @@ class Schedule:
         """Everyone who is coming arrives; those who are still away are given up."""
         away, self.away = self.away, []
         for _, swapped in away:
-            self.world.manager.swap_out.drop(swapped)
+            self.world.manager.swapped.drop(swapped)
         self.adversarial.settle()
         if self.world.queue is not None:
             self.world.queue.run_all(self.rng)

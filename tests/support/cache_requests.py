@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.allocation import Allocation
 from twinpool.cache.device.device_port import Completion
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from twinpool.cache.tiers.prefetch_request import PrefetchRequest

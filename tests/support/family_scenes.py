@@ -178,7 +178,7 @@ class Watch:
         self.hits: Counter[str] = Counter()
         """Requests that found state of a component."""
         tree, load_back = manager.tree, manager.tiers.load_back
-        allocate, preallocate = manager.prefixes.allocate, manager.handover.preallocate
+        allocate, preallocate = manager.allocations.allocate, manager.allocations.preallocate
         evict, insert, plan = tree.eviction.evict, tree.insert, load_back.plan
 
         def counted_evict(tier: Tier, pool: str, *rest: Any) -> int:
@@ -209,7 +209,7 @@ class Watch:
             return found
 
         tree.eviction.evict, tree.insert, load_back.plan = counted_evict, counted_insert, counted_plan
-        manager.prefixes.allocate, manager.handover.preallocate = counted_allocate, counted_preallocate
+        manager.allocations.allocate, manager.allocations.preallocate = counted_allocate, counted_preallocate
 
 
 def device_bytes(family: Family, tokens: int, **cache: Any) -> int:
@@ -430,4 +430,4 @@ def expect_unnoticed_damage_shows(family: Family) -> None:
             (loaded,) = ask(both, [prompt], DAMAGED_TOKENS)
             assert loaded.progress[Role.PREFILL].cached_by_tier["host"] > 0
             assert loaded.list != good.list, f"{buffer} was damaged in a load and nothing changed"
-            managers(both)[0].sharing.invalidate(TokenPrefix.of(prompt, DAMAGED_PAGE))
+            managers(both)[0].finished.invalidate(TokenPrefix.of(prompt, DAMAGED_PAGE))

@@ -8,7 +8,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from twinpool.cache.allocation.block_table import NULL_PAGE
+from twinpool.cache.allocation import NULL_PAGE
 from twinpool.cache.memory.pinned_memory import to_device
 from twinpool.engine.attention.attention_plan import AttentionPlan, SlotPlan, StepShape, make_plan
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.support.family_scenes import PAGE, Buffer, Family, buffers_of, device_bytes, greedy, tokens_of
 from tests.support.worker_pair import Answer, Pair, pair
-from twinpool.cache.swap.swapped_state import SwappedState
+from twinpool.cache.swap.swap_storage import SwappedState
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Role
 from twinpool.decode.request import DecodeRequest

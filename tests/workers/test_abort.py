@@ -314,7 +314,7 @@ def test_a7_what_is_still_being_loaded_is_not_sent_when_its_grant_comes(
                 scene.both.step(Role.DECODE)
                 scene.prefill._poll()
         assert scene.prefill._sender.granted(request.submit.room)
-        assert not scene.prefill._manager.planner.ready(request.allocation), "the load was to be under way"
+        assert not scene.prefill._manager.allocations.ready(request.allocation), "the load was to be under way"
         assert scene.prefill._sender.sent_bytes == before
         scene.check(list(request.submit.tokens), rid)
         assert scene.prefill._sender.sent_bytes > before

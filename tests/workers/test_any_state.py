@@ -125,7 +125,7 @@ def test_windows_go_back_to_the_pool_as_the_answer_goes_on() -> None:
         request = both.submit(prompt, SamplingParams(max_tokens=60, temperature=0.0))
         while len(both.answers[request].tokens) < 50:
             both.step()
-        (allocation,) = both.decode._manager.table
+        (allocation,) = both.decode._manager.allocations
         seen = both.decode._manager.spec.window_pages("window")
         assert sum(page != 0 for page in allocation.tables["window"].pages[: (60 + 48) // PAGE]) <= seen + 1
         assert both.decode._manager.tree.accounts.sizes[Tier.DEVICE, "window"] == 0

@@ -16,8 +16,8 @@ import pytest
 
 from tests.support.served_cluster import ROOT, environment
 from tests.support.worker_pair import Pair, pair
-from twinpool.cache.manager.absent_tiers import NoEvents
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.manager.tier_set import NoEvents
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix, token_ids
 from twinpool.cache.prefix_cache.nodes.tree_node import IN_TREE, Tier, TreeNode
 from twinpool.cache.prefix_cache.nodes.tree_observer import NoObserver
@@ -256,7 +256,7 @@ def test_invalidated_pages_are_told_as_gone_though_a_request_still_reads_them(mo
             both.step()
         heard = recording(decode)
         assert decode.tree.accounts.protected[Tier.DEVICE, decode.full], "a request reads them"
-        assert decode.sharing.invalidate(TokenPrefix.of(prompt, PAGE), 1)
+        assert decode.finished.invalidate(TokenPrefix.of(prompt, PAGE), 1)
         assert decode.tree.accounts.invalidated
         keys = block_hashes(prompt, PAGE)
         gone = {key for event in heard if isinstance(event, BlockRemoved) for key in event.hashes}
@@ -273,7 +273,7 @@ def test_invalidated_pages_are_told_as_gone_though_a_request_still_reads_them(mo
         both.settle()
         assert not decode.tree.accounts.invalidated
         catch_up(both, readers)
-        prefill.sharing.invalidate(TokenPrefix.of(prompt, PAGE))
+        prefill.finished.invalidate(TokenPrefix.of(prompt, PAGE))
         catch_up(both, readers)
         assert not set(keys) & set(readers[0].index.pages[Medium.DEVICE])
 

@@ -179,7 +179,7 @@ def test_where_both_go_on_the_router_hears_one_and_cancels_the_other(
 def _damage(c: Company, worker: str, rid: RequestId, page: int) -> None:
     """One byte of a page of the request changes in the memory of `worker`."""
     manager = c.decode(worker)._manager
-    (allocation,) = manager.table
+    (allocation,) = manager.allocations
     index = allocation.tables[manager.full].pages[page]
     manager.pools.layout.buffers[manager.full][0].stack(
         manager.pools.region, manager.pools.layout.counts[manager.full]

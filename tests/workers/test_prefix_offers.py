@@ -120,7 +120,7 @@ def test_what_can_not_be_granted_any_more_is_told_and_keeps_nothing(
         c.drain("decode-0")
         c.until(lambda: len(told) == 2, "both to be told", 1000)
         assert [event.bytes for event in told if isinstance(event, PullDone)] == [0, 0]
-        assert len(c.decode("decode-1")._manager.table) == 0
+        assert len(c.decode("decode-1")._manager.allocations) == 0
 
 
 def test_a_room_that_there_is_already_is_pulled_once_and_the_second_time_told_at_once(model: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 from tests.support.checkpoints import VOCAB, Oracle, compare
 from tests.support.model_families import FAMILIES
 from tests.support.worker_pair import pair
-from twinpool.cache.allocation.allocation import Allocation
-from twinpool.cache.manager.prefix.prefix_allocation import PrefixAllocation
+from twinpool.cache.allocation import Allocation
+from twinpool.cache.manager.allocations import Allocations
 from twinpool.contracts.ids import Role
 from twinpool.contracts.sampling_params import SamplingParams
 
@@ -30,15 +30,15 @@ def test_the_next_turn_of_a_conversation_goes_on_from_a_snapshot(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshots: dict[int, int] = {}
-    allocate_of = PrefixAllocation.allocate
+    allocate_of = Allocations.allocate
 
-    def noted(self: PrefixAllocation, *args: object, **options: object) -> Allocation | None:
+    def noted(self: Allocations, *args: object, **options: object) -> Allocation | None:
         allocation = allocate_of(self, *args, **options)  # type: ignore[arg-type]
         if allocation is not None:
             snapshots[allocation.cached.total] = len(allocation.lock.of("state"))
         return allocation
 
-    monkeypatch.setattr(PrefixAllocation, "allocate", noted)
+    monkeypatch.setattr(Allocations, "allocate", noted)
     folder = FAMILIES[name](tmp_path / "model")
     oracle = Oracle(folder)
     with pair(folder, prefill={"chunk_tokens": 40}, cache={"page_tokens": PAGE}) as both:

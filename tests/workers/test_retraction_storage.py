@@ -15,7 +15,7 @@ from tests.workers.test_retraction import greedy, hold_back, prompt_of, run_unti
 from twinpool.cache.storage.inline_queue import InlineIoQueue
 from twinpool.cache.storage.io_queue import StorageTicket, WriteChain
 from twinpool.cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome, StorageBackend
-from twinpool.cache.swap.swapped_state import PLACES, SwapPlace
+from twinpool.cache.swap.swap_storage import PLACES, SwapPlace
 from twinpool.contracts.errors import CapacityError, ErrorKind
 from twinpool.decode.request import DecodeRequest
 from twinpool.decode.worker import DecodeWorker
@@ -168,7 +168,7 @@ def test_who_has_no_way_back_through_the_host_is_computed_again_and_the_answer_s
             def refuse(*_: object) -> None:
                 raise CapacityError("no room for it on the host")
 
-            patch.setattr(decode._manager.swap_out, "from_storage", refuse)
+            patch.setattr(decode._manager.swapped, "from_storage", refuse)
             patch.setattr(decode._scheduler.retraction, "_make_room", lambda: False)
             (lost,) = decode._scheduler.retraction._bring_to_host(stored, stored.swapped)
             assert (lost.request, lost.kind) == (stored, ErrorKind.RETRACTED)

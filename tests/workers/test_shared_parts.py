@@ -9,8 +9,7 @@ from typing import Any, cast
 import pytest
 
 from tests.support.prefill_parts import PrefillParts
-from twinpool.cache.allocation.allocation import Allocation
-from twinpool.cache.allocation.block_table import BlockTable
+from twinpool.cache.allocation import Allocation, BlockTable
 from twinpool.cache.device.device_port import DONE
 from twinpool.cache.memory.page_digest import ContentTag
 from twinpool.contracts.errors import WireError

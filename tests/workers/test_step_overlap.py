@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.support.worker_pair import Answer, Pair, pair
-from twinpool.cache.allocation.allocation import Allocation
+from twinpool.cache.allocation import Allocation
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.contracts.ids import PAIR, Role
 from twinpool.contracts.sampling_params import SamplingParams

@@ -297,7 +297,7 @@ def test_a_worker_whose_round_broke_off_closes_all_the_same(
             raise PeerDead("rank 1 of this worker can't be reached")
 
         with monkeypatch.context() as patch:
-            patch.setattr(worker._manager.table, "free", broken)
+            patch.setattr(worker._manager.allocations, "free", broken)
             with pytest.raises(PeerDead):
                 worker.drop_session(request.session)
             assert list(worker._request_table) == [request], "it isn't out of the books"
@@ -307,6 +307,6 @@ def test_a_worker_whose_round_broke_off_closes_all_the_same(
         if not still_broken:
             worker.close()
             assert list(worker._request_table) == []
-            assert len(worker._manager.table) == 0
+            assert len(worker._manager.allocations) == 0
         assert isinstance(worker._waiter, Waiter)
         assert worker._waiter._event < 0, "what it listens on is closed, whatever went wrong"

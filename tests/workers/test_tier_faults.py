@@ -141,7 +141,7 @@ def test_a_request_that_waits_for_pages_is_not_woken_again_and_again_as_storage_
         assert due > clock.now(), "it is woken as its patience with storage ends"
         clock.advance(2.0)
         both.step(Role.PREFILL)
-        assert len(manager.table) == 1
+        assert len(manager.allocations) == 1
         assert not prefetch.over, "nobody has asked: who came before it lacks pages"
         assert manager.tiers.prefetcher.deadline(prefetch) is None, "and then sleeps on"
         *_, answer = both.run(holder, first, second)

@@ -17,7 +17,7 @@ import pytest
 from tests.support.served_cluster import ROOT, until
 from tests.support.worker_pair import SESSION, Pair, pair
 from twinpool.cache.pool.page_allocator import Lease, PageAllocator
-from twinpool.cache.swap.swapped_state import SwapPlace
+from twinpool.cache.swap.swap_storage import SwapPlace
 from twinpool.cluster.serve.local_directory import LocalDirectory
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.checkpoint.model_spec import read_model_spec

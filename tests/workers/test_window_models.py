@@ -61,9 +61,11 @@ def test_pages_that_the_window_has_left_go_back_while_prompt_and_answer_go_on(ge
         leased = 0
         while both.answers[request].done is None:
             both.step()
-            leased = max([leased, *(allocation.own("window") for allocation in both.prefill._manager.table)])
+            leased = max([leased, *(allocation.own("window") for allocation in both.prefill._manager.allocations)])
             tables = [
-                allocation.tables["window"].pages for allocation in both.decode._manager.table if allocation.tables
+                allocation.tables["window"].pages
+                for allocation in both.decode._manager.allocations
+                if allocation.tables
             ]
             held += [[page for page in table if page] for table in tables if any(table)]
         assert compare(Oracle(gemma3), words, both.answers[request].list).equal

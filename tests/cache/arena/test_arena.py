@@ -459,9 +459,9 @@ def test_what_a_retracted_request_has_on_the_host_is_a_prefix_for_whoever_comes_
         assert world.commit(visitor, share=False)
     allocation, manager = visitor.allocation, world.manager
     assert allocation is not None
-    swapped = manager.swap_out.start(allocation, visitor.prefix, len(TOKENS))
+    swapped = manager.swapped.swap_out(allocation, visitor.prefix, len(TOKENS))
     world.leave(visitor)
-    manager.swap_out.settle(swapped)
+    manager.swapped.settle(swapped)
     assert manager.check() == []
     second = world_on(memoryview(bytearray(segment)), name, 2)
     assert second.manager.stats()["arena_pages_adopted"] == len(visitor.prefix)
@@ -474,7 +474,7 @@ def test_what_a_retracted_request_has_on_the_host_is_a_prefix_for_whoever_comes_
     assert again.allocation is not None
     assert again.allocation.depth == len(again.prefix), "all of it can be computed from"
     second.settle()
-    manager.swap_out.drop(swapped)
+    manager.swapped.drop(swapped)
     assert manager.check() == []
     third = world_on(segment, name, 3)
     assert third.manager.stats()["arena_pages_adopted"] == 0, "what was given back is nobody's prefix"
@@ -492,10 +492,10 @@ def test_what_a_retracted_request_has_below_the_trees_own_pages_is_found_below_t
         world.poll()
         assert world.commit(visitor, share=False)
     assert visitor.allocation is not None
-    swapped = manager.swap_out.start(visitor.allocation, visitor.prefix, len(TOKENS))
+    swapped = manager.swapped.swap_out(visitor.allocation, visitor.prefix, len(TOKENS))
     assert swapped.kept == 2
     world.leave(visitor)
-    manager.swap_out.settle(swapped)
+    manager.swapped.settle(swapped)
     second = world_on(segment, "full", 2)
     assert second.manager.stats()["arena_pages_adopted"] == 4
     assert second.manager.stats()["arena_pages_dropped"] == 0

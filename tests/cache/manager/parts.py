@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.support.pool_sets import pool_sets
-from twinpool.cache.allocation.allocation import Allocation, CachedTokens
+from twinpool.cache.allocation import Allocation, CachedTokens
 from twinpool.cache.device.device_backends import CpuDevice
-from twinpool.cache.manager.absent_tiers import NoBackup
-from twinpool.cache.manager.allocation_table import AllocationTable
-from twinpool.cache.manager.pages.load_planner import LoadPlanner
-from twinpool.cache.manager.pages.page_supply import PageSupply
-from twinpool.cache.manager.pool_kinds import PoolKinds
+from twinpool.cache.manager.allocations import Allocations
+from twinpool.cache.manager.finished_pages import FinishedPages
+from twinpool.cache.manager.page_supply import LoadPlanner, PageSupply, PoolKinds
+from twinpool.cache.manager.running_pages import RunningPages
+from twinpool.cache.manager.tier_set import NoBackup, NoPrefetcher
 from twinpool.cache.pool.in_flight import InFlightPins
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.cache.pool.pool_set import PoolSet
@@ -84,10 +84,17 @@ class Parts:
         self.tree = RadixTree(spec)
         self.device, self.in_flight, self.loads = CpuDevice(), InFlightPins(), Loads()
         self.config = CacheConfig(page_tokens=PAGE_TOKENS, load_back=load_back, load_bytes=load_bytes)  # type: ignore[arg-type]
-        self.table = AllocationTable(self.pools, self.kinds, self.tree.locks, self.in_flight)
         self.supply = PageSupply(self.pools, self.kinds, self.tree, NoBackup())
         loads: Any = self.loads
-        self.planner = LoadPlanner(self.tree, loads, self.table, self.supply, self.config)
+        self.planner = LoadPlanner(self.supply, loads, self.config)
+        self.running = self.running_on(self.device)
+        self.allocations = Allocations(self.device, self.supply, self.planner, loads, NoPrefetcher(), self.in_flight)
+
+    def running_on(self, device: Any) -> RunningPages:
+        return RunningPages(device, self.supply, self.in_flight)
+
+    def finished_on(self, device: Any) -> FinishedPages:
+        return FinishedPages(device, self.supply, NoBackup(), self.config)
 
     def free(self) -> dict[str, int]:
         return {pool: allocator.free for pool, allocator in self.pools.allocators.items()}
@@ -103,7 +110,7 @@ class Parts:
         allocation.tables[self.kinds.full].put(0, lease.indices, lease.epochs)
         allocation.spare[self.kinds.full] = lease
         allocation.slots = {pool: leases[pool] for pool in self.kinds.states}
-        return self.table.open(allocation)
+        return self.allocations.open(allocation)
 
     def prefix(self, pages: int, first: int = 0) -> TokenPrefix:
         return TokenPrefix.of(range(first, first + pages * PAGE_TOKENS), PAGE_TOKENS)

@@ -74,12 +74,12 @@ def test_the_first_load_always_fits_and_the_next_one_only_within_the_limit() -> 
 
 
 def test_an_allocation_is_ready_when_all_of_its_state_is_there_and_good(parts: Parts) -> None:
-    ready = parts.planner.ready
+    ready = parts.allocations.ready
     allocation = parts.open()
     assert ready(allocation)
-    parts.table.open(allocation, fresh=True)
+    parts.allocations.open(allocation, fresh=True)
     assert not ready(allocation), "its slot holds another's state still"
-    parts.table.take_fresh()
+    parts.allocations.launch()
     parts.loads.loading = True
     assert not ready(allocation)
     parts.loads.loading = False

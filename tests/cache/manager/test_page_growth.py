@@ -30,7 +30,7 @@ def compute(world: World, visitor: Visitor) -> int:
         assert visitor.allocation is not None
         most = max(most, visitor.allocation.own("window"))
         assert world.commit(visitor, share=False)
-        world.manager.growth.free_window_pages(visitor.allocation, visitor.done * PAGE_TOKENS)
+        world.manager.running.free_window_pages(visitor.allocation, visitor.done * PAGE_TOKENS)
         assert world.check() == []
     return most
 
@@ -98,10 +98,10 @@ def test_a_request_alone_does_without_its_prefix_where_that_leaves_no_room_for_t
     tree = world.manager.tree
     longer = world.arrive(LONG)
     assert tree.match(longer.prefix).device_depth == 8, "the tree has a window for it"
-    allocation = world.manager.prefixes.allocate(longer.prefix, len(LONG), "longer", reusable=20)
+    allocation = world.manager.allocations.allocate(longer.prefix, len(LONG), "longer", reusable=20)
     assert allocation is not None, "nobody else would ever give it room"
     assert allocation.depth == 0
-    world.manager.table.free(allocation)
+    world.manager.allocations.free(allocation)
     world.visitors.remove(longer)
     world.settle()
 
@@ -114,13 +114,13 @@ def test_a_request_alone_keeps_its_prefix_and_waits_for_pages_that_are_still_bei
     world.leave(visitor)
     sent.release()
     longer = world.arrive(LONG)
-    assert world.manager.prefixes.allocate(longer.prefix, 2 * 9, "longer", reusable=8) is None
+    assert world.manager.allocations.allocate(longer.prefix, 2 * 9, "longer", reusable=8) is None
     assert world.manager.tree.match(longer.prefix).device_depth == 8, "what it is to go on from is still there"
     pin.release()
-    allocation = world.manager.prefixes.allocate(longer.prefix, 2 * 9, "longer", reusable=8)
+    allocation = world.manager.allocations.allocate(longer.prefix, 2 * 9, "longer", reusable=8)
     assert allocation is not None
     assert allocation.depth == 8
-    world.manager.table.free(allocation)
+    world.manager.allocations.free(allocation)
     world.visitors.remove(longer)
     world.settle()
 
@@ -137,9 +137,9 @@ def test_a_request_that_asks_for_all_of_its_length_at_once_gets_its_share_of_a_w
     assert world.admit(visitor)
     allocation = visitor.allocation
     assert allocation is not None
-    reached = world.manager.growth.extend(allocation, len(LONG))
+    reached = world.manager.running.extend(allocation, len(LONG))
     assert allocation.own("window") <= HOLD
     assert reached < len(LONG), "the window has to move on before the next positions"
-    assert world.manager.growth.extend(allocation, len(LONG)) == reached
+    assert world.manager.running.extend(allocation, len(LONG)) == reached
     world.leave(visitor)
     world.settle()

@@ -8,20 +8,17 @@ import pytest
 
 from tests.cache.manager.parts import PAGE_TOKENS, PAGES, Parts
 from tests.support.room_ends import LateDevice
-from twinpool.cache.allocation.allocation import StateSnapshot
+from twinpool.cache.allocation import StateSnapshot
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_port import DEVICE, DeviceOp, DeviceStream, PageSpanUse
-from twinpool.cache.manager.absent_tiers import NoBackup
-from twinpool.cache.manager.pages.page_sealer import PageSealer
-from twinpool.cache.manager.pages.state_slots import SNAPSHOTS, StateSlots
-from twinpool.cache.manager.prefix.prefix_sharing import PrefixSharing
+from twinpool.cache.manager.running_pages import SNAPSHOTS
 from twinpool.contracts.errors import UnorderedAccess
 
 
 def test_the_slot_of_an_oldest_snapshot_is_leased_to_nobody_while_it_is_being_copied() -> None:
     parts, late = Parts(), LateDevice()
     device: Any = late
-    slots = StateSlots(parts.pools, parts.kinds, device, parts.supply, parts.planner, parts.in_flight)
+    slots = parts.running_on(device)
     allocation = parts.open()
     for number in range(1, SNAPSHOTS + 2):
         assert slots.snapshot(allocation, number * PAGE_TOKENS)
@@ -31,20 +28,20 @@ def test_the_slot_of_an_oldest_snapshot_is_leased_to_nobody_while_it_is_being_co
     late.run_all()
     parts.in_flight.sweep()
     assert parts.free()["state"] == PAGES - 1 - SNAPSHOTS
-    parts.table.free(allocation)
+    parts.allocations.free(allocation)
     assert set(parts.free().values()) == {PAGES}
 
 
 def test_a_state_is_sealed_only_when_the_host_knows_that_nothing_writes_it_any_more() -> None:
     parts, device = Parts(), AdversarialDevice(2, polled=0.0)
-    sealer, allocation = PageSealer(parts.pools, parts.kinds, device), parts.open()
+    sealer, allocation = parts.finished_on(device), parts.open()
     writes = (PageSpanUse(DEVICE, "state", allocation.slots["state"].indices),)
     step = device.submit(DeviceOp("a step", DeviceStream.COMPUTE, writes=writes), lambda: None)
     with pytest.raises(UnorderedAccess, match="seal state"):
         sealer.end_digests(allocation, PAGE_TOKENS)
     step.wait()
     assert sealer.end_digests(allocation, PAGE_TOKENS).keys() == {"state"}
-    parts.table.free(allocation)
+    parts.allocations.free(allocation)
 
 
 class Copied:
@@ -62,7 +59,7 @@ class Copied:
 
 def test_only_snapshots_whose_copy_came_to_a_good_end_are_given_to_the_tree() -> None:
     parts = Parts("full+state")
-    sharing = PrefixSharing(parts.pools, parts.kinds, parts.device, parts.tree, NoBackup(), parts.config)
+    sharing = parts.finished_on(parts.device)
     allocation = parts.open()
     copies = [Copied(True), Copied(True, RuntimeError("an illegal address was touched")), Copied(False), Copied(True)]
     held = [

@@ -43,15 +43,15 @@ class Path:
         lease.release()
 
     def allocate(self) -> None:
-        allocation = self.manager.prefixes.allocate(
+        allocation = self.manager.allocations.allocate(
             self.prefix, self.positions + 1, "a request", reusable=len(self.prefix)
         )
         assert allocation is not None
         assert allocation.depth == len(self.prefix)
-        self.manager.table.free(allocation)
+        self.manager.allocations.free(allocation)
 
     def receive(self) -> None:
-        allocation, leases = self.manager.handover.preallocate(
+        allocation, leases = self.manager.allocations.preallocate(
             self.prefix, self.positions, self.positions + 1, "a request"
         ) or (
             None,
@@ -59,18 +59,18 @@ class Path:
         )
         assert allocation is not None
         assert not allocation.lacking["full"]
-        self.manager.handover.commit_transfer(allocation, self.positions, leases, {})
-        self.manager.table.free(allocation)
+        self.manager.allocations.commit_transfer(allocation, self.positions, leases, {})
+        self.manager.allocations.free(allocation)
         for lease in leases.values():
             lease.release()
 
     def share(self) -> None:
-        allocation = self.manager.prefixes.allocate(
+        allocation = self.manager.allocations.allocate(
             self.prefix, self.positions + 1, "a request", reusable=len(self.prefix)
         )
         assert allocation is not None
-        self.manager.sharing.cache_pages(allocation, self.prefix)
-        self.manager.table.free(allocation)
+        self.manager.finished.cache_pages(allocation, self.prefix)
+        self.manager.allocations.free(allocation)
 
     def invalidate(self) -> None:
         lock = self.manager.tree.lock(self.manager.tree.match(self.prefix), "a reader")
@@ -223,12 +223,12 @@ def test_sharing_the_last_chunk_of_a_prompt_costs_no_more_than_sharing_the_first
     spec, pages, chunk = path.manager.spec, 4000, 500
     manager = KVCacheManager(PoolSet(spec, {"full": pages + 9}), CpuDevice(), CacheConfig(), time.monotonic)
     prefix = TokenPrefix.of(range(pages * PAGE_TOKENS), PAGE_TOKENS)
-    allocation = manager.prefixes.allocate(prefix, pages * PAGE_TOKENS, "a request", reusable=0)
+    allocation = manager.allocations.allocate(prefix, pages * PAGE_TOKENS, "a request", reusable=0)
     assert allocation is not None
     costs = []
     for end in range(chunk, pages + 1, chunk):
-        manager.sealer.seal([(allocation, end * PAGE_TOKENS)])
-        costs.append(steps(partial(manager.sharing.cache_pages, allocation, prefix.head(end))))
+        manager.finished.seal([(allocation, end * PAGE_TOKENS)])
+        costs.append(steps(partial(manager.finished.cache_pages, allocation, prefix.head(end))))
     assert max(costs[1:]) < 1.5 * costs[0], costs
-    manager.table.free(allocation)
+    manager.allocations.free(allocation)
     assert manager.check() == []

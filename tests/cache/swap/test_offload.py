@@ -17,8 +17,7 @@ from twinpool.cache.pool.in_flight import InFlightPins
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.cache.pool.page_extent import PageExtent
 from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.cache.swap.offload import OffloadedPages, offload
-from twinpool.cache.swap.restore import RestoredPages, restore
+from twinpool.cache.swap.offload import OffloadedPages, RestoredPages, offload, restore
 from twinpool.contracts.errors import CapacityError, LayoutMismatch, StaleLease
 
 PAGE = 4

@@ -6,12 +6,12 @@ import pytest
 
 from tests.cache.test_hazards_tiers import PAGE_TOKENS, PAGES, TOKENS, admitted, answer, visit, world_of
 from tests.support.cache_harness import World
-from twinpool.cache.allocation.allocation import Allocation
-from twinpool.cache.manager.swap import swap_in, swap_out
+from twinpool.cache.allocation import Allocation
+from twinpool.cache.manager import swapped_requests
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from twinpool.cache.storage.storage_backend import ObjectName
 from twinpool.cache.swap import swap_storage
-from twinpool.cache.swap.swapped_state import SwappedState, SwapPlace
+from twinpool.cache.swap.swap_storage import SwappedState, SwapPlace
 from twinpool.contracts.errors import CapacityError, StaleLease
 
 SHARED = 2
@@ -32,11 +32,11 @@ def computed(world: World) -> tuple[Allocation, TokenPrefix]:
 
 def swapped_out(world: World, allocation: Allocation, prefix: TokenPrefix) -> SwappedState:
     world.disturbed = True
-    swapped = world.manager.swap_out.start(allocation, prefix, len(TOKENS))
+    swapped = world.manager.swapped.swap_out(allocation, prefix, len(TOKENS))
     (visitor,) = world.visitors
     world.leave(visitor)
     answer(world)
-    world.manager.swap_out.settle(swapped)
+    world.manager.swapped.settle(swapped)
     return swapped
 
 
@@ -52,7 +52,7 @@ def test_a9_a_page_that_was_damaged_since_it_was_sealed_makes_the_copy_of_its_re
     world.pools.region[buffer.offset(0, allocation.tables[pool].pages[page])] ^= 1
     swapped = swapped_out(world, allocation, prefix)
     assert (swapped.place, swapped.damage) == (SwapPlace.LOST, {pool: [page]})
-    world.manager.swap_out.drop(swapped)
+    world.manager.swapped.drop(swapped)
     world.settle()
 
 
@@ -67,15 +67,15 @@ def test_a9_damage_on_storage_is_told_by_the_pages_number_in_its_request(
     world = world_of("all")
     swapped = swapped_out(world, *computed(world))
     assert (swapped.place, swapped.kept) == (SwapPlace.HOST, SHARED)
-    assert world.manager.swap_out.to_storage(swapped, TOKENS)
+    assert world.manager.swapped.to_storage(swapped, TOKENS)
     answer(world)
     assert swapped.place is SwapPlace.STORED
     objects, key = world.backend.store.objects, ObjectName("model", pool, swapped.prefix.key(page)).key
     objects[key] = bytes([objects[key][0] ^ 1]) + objects[key][1:]
-    world.manager.swap_out.from_storage(swapped, TOKENS)
+    world.manager.swapped.from_storage(swapped, TOKENS)
     answer(world)
     assert (swapped.place, swapped.damage) == (SwapPlace.LOST, {pool: [page]})
-    world.manager.swap_out.drop(swapped)
+    world.manager.swapped.drop(swapped)
     world.settle()
 
 
@@ -90,14 +90,14 @@ def test_a_copy_that_cannot_begin_takes_nothing_and_locks_nothing(
     def refuse(*_: object, **__: object) -> None:
         raise refused
 
-    monkeypatch.setattr(swap_out, "offload", refuse)
+    monkeypatch.setattr(swapped_requests, "offload", refuse)
     assert world.host is not None
     allocators = world.host.allocators
     before = len(world.manager.tree.locks), {pool: one.free for pool, one in allocators.items()}
     with pytest.raises(type(refused), match=str(refused)):
-        world.manager.swap_out.start(allocation, prefix, len(TOKENS))
+        world.manager.swapped.swap_out(allocation, prefix, len(TOKENS))
     assert (len(world.manager.tree.locks), {pool: one.free for pool, one in allocators.items()}) == before
-    assert len(world.manager.swap_out) == 0
+    assert len(world.manager.swapped) == 0
     (visitor,) = world.visitors
     world.leave(visitor)
     answer(world)
@@ -116,17 +116,17 @@ def test_a_state_that_cannot_be_brought_back_now_takes_no_pages(
     def refuse(*_: object, **__: object) -> None:
         raise refused
 
-    monkeypatch.setattr(swap_in.SwapIn, "_restore", refuse)
+    monkeypatch.setattr(swapped_requests, "restore", refuse)
     with pytest.raises(type(refused), match=str(refused)):
-        world.manager.swap_in.start(swapped, len(TOKENS) + 1)
+        world.manager.swapped.swap_in(swapped, len(TOKENS) + 1)
     answer(world)
     assert (len(world.manager.tree.locks), {pool: one.free for pool, one in allocators.items()}) == before
     monkeypatch.undo()
-    coming = world.manager.swap_in.start(swapped, len(TOKENS) + 1)
+    coming = world.manager.swapped.swap_in(swapped, len(TOKENS) + 1)
     assert coming is not None
     answer(world)
-    world.manager.table.free(coming.allocation)
-    world.manager.swap_out.drop(swapped)
+    world.manager.allocations.free(coming.allocation)
+    world.manager.swapped.drop(swapped)
     world.settle()
 
 
@@ -138,8 +138,8 @@ def test_a_worker_is_busy_as_long_as_storage_writes_or_reads_for_a_request_that_
     assert queue is not None
     assert not manager.busy
     for begin, on_the_way, there in (
-        (manager.swap_out.to_storage, SwapPlace.STORING, SwapPlace.STORED),
-        (manager.swap_out.from_storage, SwapPlace.FETCHING, SwapPlace.HOST),
+        (manager.swapped.to_storage, SwapPlace.STORING, SwapPlace.STORED),
+        (manager.swapped.from_storage, SwapPlace.FETCHING, SwapPlace.HOST),
     ):
         begin(swapped, TOKENS)
         while queue.run_next():
@@ -147,5 +147,5 @@ def test_a_worker_is_busy_as_long_as_storage_writes_or_reads_for_a_request_that_
         assert manager.busy, "nobody has taken in what storage said"
         manager.poll()
         assert (manager.busy, swapped.place) == (False, there)
-    manager.swap_out.drop(swapped)
+    manager.swapped.drop(swapped)
     world.settle()

@@ -76,14 +76,14 @@ class Office:
     def ask(self, tokens: Sequence[int]) -> TokenPrefix:
         """A request computes all of `tokens` and shares them."""
         prefix = TokenPrefix.of(tokens, PAGE_TOKENS)
-        allocation = self.manager.prefixes.allocate(prefix, len(tokens) + 1, "a request", reusable=0)
+        allocation = self.manager.allocations.allocate(prefix, len(tokens) + 1, "a request", reusable=0)
         assert allocation is not None
         for page, index in enumerate(allocation.tables["full"].pages[: len(prefix)]):
             for buffer in self.pools.layout.buffers["full"]:
                 buffer.stack(self.pools.region, self.pools.layout.counts["full"])[:, index] = tokens[2 * page] % 251
-        self.manager.sealer.seal([(allocation, len(tokens))])
-        self.manager.sharing.cache_pages(allocation, prefix)
-        self.manager.table.free(allocation)
+        self.manager.finished.seal([(allocation, len(tokens))])
+        self.manager.finished.cache_pages(allocation, prefix)
+        self.manager.allocations.free(allocation)
         self.manager.poll()
         return prefix
 
@@ -106,14 +106,14 @@ class Office:
         assert prefetch is not None
         while not self.manager.tiers.prefetcher.may_run(prefetch):
             self.work()
-        allocation = self.manager.prefixes.allocate(
+        allocation = self.manager.allocations.allocate(
             prefix, len(tokens) + 1, "a request", reusable=len(prefix), prefetch=prefetch
         )
         assert allocation is not None
         self.manager.launch()
         self.work()
         pages = allocation.cached.storage // PAGE_TOKENS
-        self.manager.table.free(allocation)
+        self.manager.allocations.free(allocation)
         return pages
 
 
@@ -285,17 +285,17 @@ def test_cancels_leak_nothing_however_often_a_request_is_given_up_while_storage_
             reader.manager.poll()
         allocation = None
         if rng.random() < 0.5:
-            allocation = reader.manager.prefixes.allocate(
+            allocation = reader.manager.allocations.allocate(
                 prefix, 41, "a request", reusable=len(prefix), prefetch=prefetch
             )
             reader.manager.launch() if rng.random() < 0.5 else None
         reader.manager.tiers.prefetcher.release(prefetch)
         if allocation is not None:
-            reader.manager.table.free(allocation)
+            reader.manager.allocations.free(allocation)
         if rng.random() < 0.3:
             reader.manager.tree.eviction.clear()
     reader.work(5)
-    assert len(reader.manager.tree.locks) == len(reader.manager.table) == 0
+    assert len(reader.manager.tree.locks) == len(reader.manager.allocations) == 0
     assert not reader.manager.busy
     reader.manager.tree.eviction.clear()
     for pools in (reader.pools, reader.host):
@@ -376,16 +376,16 @@ def test_what_a_prefetch_brought_stays_while_its_request_finds_no_room() -> None
         office.work()
     others = device.lease(device.free, "others")
     for _ in range(2):
-        assert manager.prefixes.allocate(prefix, 41, "a request", reusable=20, prefetch=prefetch) is None
+        assert manager.allocations.allocate(prefix, 41, "a request", reusable=20, prefetch=prefetch) is None
         forget(office, Tier.HOST)
         assert host.free == host.total - 20
     others.release()
-    allocation = manager.prefixes.allocate(prefix, 41, "a request", reusable=20, prefetch=prefetch)
+    allocation = manager.allocations.allocate(prefix, 41, "a request", reusable=20, prefetch=prefetch)
     assert allocation is not None
     assert (allocation.cached.storage, allocation.cached.host, allocation.cached.device) == (40, 0, 0)
     manager.launch()
     office.work(2)
-    manager.table.free(allocation)
+    manager.allocations.free(allocation)
     assert manager.check() == []
     forget(office, Tier.DEVICE, Tier.HOST)
     assert host.free == host.total, "the prefetch is over for good"
@@ -403,12 +403,12 @@ def test_pages_that_another_request_computed_while_they_were_read_did_not_come_f
         office.work()
     assert manager.stats()["pages_prefetched"] == 0
     forget(office, Tier.DEVICE)
-    allocation = manager.prefixes.allocate(prefix, 41, "a request", reusable=20, prefetch=prefetch)
+    allocation = manager.allocations.allocate(prefix, 41, "a request", reusable=20, prefetch=prefetch)
     assert allocation is not None
     assert (allocation.cached.storage, allocation.cached.host, allocation.cached.device) == (0, 40, 0)
     manager.launch()
     office.work(2)
-    manager.table.free(allocation)
+    manager.allocations.free(allocation)
     assert manager.check() == []
 
 
@@ -444,7 +444,7 @@ def test_pages_that_were_invalidated_are_not_stored_though_somebody_holds_them_s
     (node,) = manager.tree.accounts.nodes()
     lock = manager.tree.locks.keep([node.parts[Tier.HOST]["full"]], "a reader")
     assert manager.stats()["stores_waiting"] == 1
-    manager.sharing.invalidate(prefix, 0)
+    manager.finished.invalidate(prefix, 0)
     assert manager.stats()["stores_waiting"] == 0
     office.queue.fault = None
     for _ in range(200):

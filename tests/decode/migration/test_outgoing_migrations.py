@@ -184,9 +184,9 @@ def test_what_a_room_of_a_push_comes_to_is_told_as_it_is() -> None:
 
 def test_a_request_is_offered_when_all_that_is_loaded_for_it_has_come_and_not_before() -> None:
     leaving = Leaving()
-    planner = leaving.parts.manager.planner
+    allocations = leaving.parts.manager.allocations
     loading = True
-    planner.ready = lambda allocation: not loading  # type: ignore[method-assign]
+    allocations.ready = lambda allocation: not loading  # type: ignore[method-assign]
     assert leaving.begin() == []
     assert list(leaving.migrations.settle()) == []
     loading = False

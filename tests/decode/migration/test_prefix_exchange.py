@@ -56,7 +56,7 @@ class Exchange:
     def at_rest(self) -> bool:
         """Whether nothing is held but what the tree has."""
         manager = self.parts.manager
-        held = (len(manager.table), len(manager.tree.locks), len(self.pushes), len(self.pulls))
+        held = (len(manager.allocations), len(manager.tree.locks), len(self.pushes), len(self.pulls))
         return held == (0, 0, 0, 0) and manager.check() == []
 
 
@@ -150,8 +150,8 @@ def test_a_push_holds_its_pages_until_its_end_whatever_that_is(ending: str) -> N
     exchange = Exchange()
     exchange.cached()
     loading = False
-    planner = exchange.parts.manager.planner
-    planner.ready = lambda allocation: not loading  # type: ignore[method-assign]
+    allocations = exchange.parts.manager.allocations
+    allocations.ready = lambda allocation: not loading  # type: ignore[method-assign]
     exchange.sender.left = {"full": range(4)}
     assert exchange.push() == [ready(4 * PAGE)]
     (push,) = exchange.pushes._pushes.values()
@@ -165,7 +165,7 @@ def test_a_push_holds_its_pages_until_its_end_whatever_that_is(ending: str) -> N
         assert exchange.sender.left == {"full": range(4)}, "some of it is still on its way from the host"
         assert exchange.pushes.writing
         loading = False
-    assert len(exchange.parts.manager.table) == 1
+    assert len(exchange.parts.manager.allocations) == 1
     if ending == "damaged":
         push.allocation.invalid = True
     elif ending == "its room fails":
@@ -176,7 +176,7 @@ def test_a_push_holds_its_pages_until_its_end_whatever_that_is(ending: str) -> N
     if ending == "all written":
         assert (exchange.sender.left, len(exchange.sender.sealed)) == ({"full": range(4, 4)}, 1)
         assert not exchange.pushes.writing
-        assert len(exchange.parts.manager.table) == 1, "decode hasn't confirmed it yet"
+        assert len(exchange.parts.manager.allocations) == 1, "decode hasn't confirmed it yet"
         exchange.pushes.on_room(RoomReleased(ROOM, True))
     told = {"nobody fetches it": ["nobody fetched it"], "damaged": ["a page of it turned out damaged"],
             "closing": ["the worker closes"]}  # fmt: skip

@@ -1,38 +1,83 @@
-"""Prefix sharing: finished pages go into the prefix tree and from there down the tiers; damaged ones are taken out."""
+"""Finished pages: sealed with their digests, shared with the tree, copied down the tiers; damaged ones taken out.
+
+Only pages and states of committed positions are sealed and shared, and nothing else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from twinpool.cache.allocation.allocation import Allocation
-from twinpool.cache.allocation.block_table import PageRun, numbers
+from twinpool.cache.allocation import NULL_PAGE, Allocation, PageRun, numbers
 from twinpool.cache.device.device_port import DEVICE, Device, PageSpanUse, failure
-from twinpool.cache.manager.absent_tiers import NoBackup
-from twinpool.cache.manager.pool_kinds import PoolKinds
-from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.manager.page_supply import PageSupply
+from twinpool.cache.manager.tier_set import NoBackup
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from twinpool.cache.prefix_cache.nodes.tree_node import PageOffer, Tier, TreeNode
-from twinpool.cache.prefix_cache.radix_tree import RadixTree
 from twinpool.cache.tiers.host_backup import HostBackup
 from twinpool.contracts.config.cache_config import CacheConfig
 
 
-class PrefixSharing:
-    """Shares sealed pages and snapshots of committed positions, and nothing else."""
+class FinishedPages:
+    """Takes digests from the device's bytes, and gives sealed pages and snapshots to the tree and to the host."""
 
-    def __init__(
-        self,
-        pools: PoolSet,
-        kinds: PoolKinds,
-        device: Device,
-        tree: RadixTree,
-        backup: HostBackup | NoBackup,
-        config: CacheConfig,
-    ) -> None:
-        self._pools, self._kinds, self._device, self._tree, self._backup = pools, kinds, device, tree, backup
+    def __init__(self, device: Device, supply: PageSupply, backup: HostBackup | NoBackup, config: CacheConfig) -> None:
+        self._device, self._backup = device, backup
+        self._pools, self._kinds, self._tree = supply.pools, supply.kinds, supply.tree
         self._write_policy, self._write_hits = config.write_policy, config.write_hits
         self.counters = {"pages_invalidated": 0.0}
+
+    # ------------------------------------------------------------ seal
+
+    def seal(self, finished: Sequence[tuple[Allocation, int]]) -> None:
+        """Digest the pages of each allocation that have become whole at its committed length (positions)."""
+        size = self._pools.spec.page_tokens
+        begun: list[tuple[str, list[tuple[Allocation, int]], Callable[[], list[int]]]] = []
+        for pool in self._kinds.paged:
+            todo: list[tuple[Allocation, int]] = []
+            for allocation, committed in finished:
+                digests, table = allocation.digests[pool], allocation.tables[pool].pages
+                first = len(digests)
+                digests += [None] * max(0, committed // size - first)
+                todo += [(allocation, page) for page in range(first, len(digests)) if table[page] != NULL_PAGE]
+            indices = [allocation.tables[pool].pages[page] for allocation, page in todo]
+            firsts = [page * size for _, page in todo]
+            self._device.touch("seal", reads=[PageSpanUse(DEVICE, pool, indices)])
+            if todo:
+                begun.append((pool, todo, self._pools.digesting(pool, indices, firsts, [at + size for at in firsts])))
+        # A device takes those of all pools while the first are waited for.
+        for pool, todo, read in begun:
+            for (allocation, page), digest in zip(todo, read(), strict=True):
+                allocation.digests[pool][page] = digest
+
+    def end_digests(self, allocation: Allocation, committed: int) -> dict[str, int]:
+        """Digests of the last, partly filled pages and of the recurrent states at `committed` positions, by pool.
+
+        No step may have been launched beyond `committed`.
+        """
+        begun = self._tail_digests(allocation, committed) | self._state_digests(allocation, committed)
+        return {pool: read()[0] for pool, read in begun.items()}
+
+    def _tail_digests(self, allocation: Allocation, committed: int) -> dict[str, Callable[[], list[int]]]:
+        """Begins digests of the last, partly filled page at `committed` positions, by pool; none at a page boundary."""
+        size = self._pools.spec.page_tokens
+        page = committed // size
+        if committed % size == 0:
+            return {}
+        return {
+            pool: self._pools.digesting(pool, [allocation.tables[pool].pages[page]], [page * size], [committed])
+            for pool in self._kinds.paged
+        }
+
+    def _state_digests(self, allocation: Allocation, committed: int) -> dict[str, Callable[[], list[int]]]:
+        """Begins digests of the recurrent states by pool; a slot has the state after all launched positions."""
+        out = {}
+        for pool, lease in allocation.slots.items():
+            self._device.touch("seal state", reads=[PageSpanUse(DEVICE, pool, lease.indices)])
+            out[pool] = self._pools.digesting(pool, lease.indices, [committed], [committed + 1])
+        return out
+
+    # ------------------------------------------------------------ share
 
     def cache_pages(
         self,

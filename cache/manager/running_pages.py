@@ -1,21 +1,33 @@
-"""Page growth: pages of running requests are leased for new positions, and given back as windows move on."""
+"""The pages and slots of running requests: leased for new positions, given back as windows move on, copied aside.
+
+Tables grow at their end, a step at a time. Pages that a window has left are used again further on, under new epochs.
+Recurrent states are in working slots, of which snapshots are taken at page boundaries, for the tree. Copies of slots
+are on the stream of the forward passes, so that accesses to a slot keep the order of launches.
+"""
 
 from __future__ import annotations
 
-from twinpool.cache.allocation.allocation import Allocation
-from twinpool.cache.allocation.block_table import PageRun, TableSlice
-from twinpool.cache.manager.pages.page_supply import PageSupply
-from twinpool.cache.manager.pool_kinds import PoolKinds
+from collections.abc import Sequence
+
+from twinpool.cache.allocation import Allocation, PageRun, StateSnapshot, TableSlice
+from twinpool.cache.device.device_port import DEVICE, Completion, Device, DeviceOp, DeviceStream, PageSpanUse, attempt
+from twinpool.cache.manager.page_supply import PageSupply
+from twinpool.cache.memory.page_moves import PageMove, PoolMove
+from twinpool.cache.pool.in_flight import InFlightPins
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.cache.pool.pool_set import PoolSet
 
+SNAPSHOTS = 2
+"""The most snapshots of a request that aren't in the tree yet: a further one replaces the oldest."""
 
-class PageGrowth:
-    """Extends allocations to the positions of the next step, frees pages that windows left, and makes block tables."""
 
-    def __init__(self, pools: PoolSet, kinds: PoolKinds, supply: PageSupply) -> None:
-        self._pools, self._kinds, self._supply = pools, kinds, supply
-        self._spec = pools.spec
+class RunningPages:
+    """Extends allocations to the positions of the next step, frees pages that windows left, makes block tables, and
+    takes snapshots of recurrent states."""
+
+    def __init__(self, device: Device, supply: PageSupply, in_flight: InFlightPins) -> None:
+        self._device, self._supply, self._in_flight = device, supply, in_flight
+        self._pools, self._kinds, self._spec = supply.pools, supply.kinds, supply.pools.spec
 
     def extend(self, allocation: Allocation, end: int) -> int:
         """Extend all tables to positions up to `end`; returns the position that every table reaches, at most `end`.
@@ -133,3 +145,45 @@ class PageGrowth:
         again = min(to_come, self._kinds.windows[pool] - allocation.own(pool), self._pools.allocators[pool].free)
         if again > 0:
             self._add_spare(allocation, pool, self._pools.allocators[pool].lease(again, allocation.owner))
+
+    # ------------------------------------------------------------ recurrent states
+
+    @property
+    def stateful(self) -> bool:
+        """Whether requests have recurrent states, of which snapshots are wanted at page boundaries."""
+        return bool(self._kinds.states)
+
+    def snapshot(self, allocation: Allocation, committed: int) -> bool:
+        """Copy the recurrent states aside, as they are after `committed` positions (whole pages).
+
+        Steps must have been launched up to `committed` and no further. Returns False without a free slot in every
+        state pool; nothing happens then.
+        """
+        assert committed % self._pools.spec.page_tokens == 0, "snapshots are taken at page boundaries"
+        needs = dict.fromkeys(self._kinds.states, 1)
+        leases = self._supply.lease_all(needs, f"snapshot of {allocation.owner}")
+        if leases is None:
+            return False
+        for pool, lease in leases.items():
+            source, target = allocation.slots[pool].indices[0], lease.indices[0]
+            copied = copy_slot(self._device, self._pools, pool, source, target)
+            held = allocation.snapshots.setdefault(pool, [])
+            held.append(StateSnapshot(committed // self._pools.spec.page_tokens, lease, copied))
+            while len(held) > SNAPSHOTS:
+                self._give_back(held.pop(0))
+        return True
+
+    def _give_back(self, snapshot: StateSnapshot) -> None:
+        if not snapshot.completion.done:
+            self._in_flight.hold(snapshot.completion, snapshot.lease.pin("snapshot under way"))
+        snapshot.lease.release()
+
+
+def copy_slot(
+    device: Device, pools: PoolSet, pool: str, source: int, target: int, after: Sequence[Completion] = ()
+) -> Completion:
+    """Begin to copy one slot of a state pool to another, after the operations in `after`, on the stream of steps."""
+    read, written = (PageSpanUse(DEVICE, pool, (source,)),), (PageSpanUse(DEVICE, pool, (target,)),)
+    move = PageMove((PoolMove(pool, (source,), (target,)),))
+    op = DeviceOp("copy slot", DeviceStream.COMPUTE, read, written)
+    return attempt(device, op, lambda: pools.copy(move, pools), after)

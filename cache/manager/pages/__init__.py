@@ -1,1 +1,0 @@
-"""Pages and slots of running requests: leased, loaded, grown, sealed."""

@@ -1,1 +1,0 @@
-"""Prefixes of requests: allocated from the tiers, shared with the tree, handed over, pushed and pulled."""
