@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
-from twinpool.cluster.processes.run_file import RunFile
+from twinpool.cluster.processes.run_folder import RunFile
 from twinpool.contracts.errors import ConfigError, TwinpoolError
 from twinpool.contracts.outside_data import read_json
 

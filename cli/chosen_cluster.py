@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twinpool.cli.admin_client import AdminClient, ClusterNotFound
-from twinpool.cluster.processes.run_file import START_REPORT, RunFile, live_runs
+from twinpool.cluster.processes.run_folder import START_REPORT, RunFile, live_runs
 from twinpool.contracts.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from twinpool.cluster.doctor.finding import Finding, Severity
+from twinpool.cluster.doctor.doctor_case import Finding, Severity
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

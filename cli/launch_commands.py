@@ -98,7 +98,7 @@ def _launch(prepared: ServePlan) -> int:
 
 def up(args: argparse.Namespace) -> int:
     """Launch the file's cluster, or bring the one that was launched with this file to what it says now."""
-    from twinpool.cluster.processes.run_file import live_run_of
+    from twinpool.cluster.processes.run_folder import live_run_of
 
     run = live_run_of(args.config)
     if run is not None:

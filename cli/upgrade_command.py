@@ -15,7 +15,7 @@ from twinpool.cli.admin_client import POLL_S, AdminClient, CommandRefused, Route
 from twinpool.cli.handover_classes import between_builds
 from twinpool.cli.rolling_restart import RollingRestart
 from twinpool.cli.router_marks import left_alone, routers_of
-from twinpool.cluster.processes.run_file import RunFile
+from twinpool.cluster.processes.run_folder import RunFile
 from twinpool.cluster.serve.supervisor_upgrade import CheckedBuild, replace_supervisor, services_build
 
 ROUTER_S = 30.0

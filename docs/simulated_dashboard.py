@@ -23,10 +23,9 @@ from bench.common.random_model import DEMO
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.dashboard_source import dashboard_of
 from twinpool.cluster.controller.record_board import RecordBoard
-from twinpool.cluster.dashboard.event_log import EventKind
-from twinpool.cluster.dashboard.history import KEPT_S
-from twinpool.cluster.dashboard.request_rows import SHOWN
-from twinpool.cluster.serve.local_directory import LocalDirectory
+from twinpool.cluster.dashboard.cluster_frames import KEPT_S, EventKind
+from twinpool.cluster.dashboard.frame_rows import SHOWN
+from twinpool.cluster.serve.serve_one_process import LocalDirectory
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.clock import Clock, SystemClock

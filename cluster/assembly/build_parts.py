@@ -1,16 +1,22 @@
-"""Building the parts that workers of both roles are made of: pools, KV cache manager, data plane, model runner."""
+"""Building the parts that workers of both roles are made of: pools, KV cache manager, data plane, model runner.
+
+A rank's host tier lies in an arena that outlives the process if the node's agent lends one, else in memory of its own.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from twinpool.cache.arena.arena import Arena
+import torch
+
+from twinpool.cache.arena.arena import BOND_BYTES, Arena, arena_bytes
 from twinpool.cache.device.async_cpu_device import BESIDE
 from twinpool.cache.device.device_backends import make_device
 from twinpool.cache.device.device_port import DEVICE, HOST, Device, DeviceStream
@@ -26,10 +32,8 @@ from twinpool.cache.storage.page_store import PageStore
 from twinpool.cache.storage.rank_page_store import RankPageStore
 from twinpool.cache.storage.tp_page_store import TPPageStore
 from twinpool.cluster.arena.arena_client import ArenaProvider
-from twinpool.cluster.assembly.host_tier_memory import host_memory, take_over
 from twinpool.cluster.assembly.memory_plan import state_options, stride
-from twinpool.cluster.ranks.leader_channel import LeaderChannel
-from twinpool.cluster.ranks.rendezvous import RankGroup
+from twinpool.cluster.ranks import LeaderChannel, RankGroup
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.cluster_secret import SECRET_VARIABLE
@@ -37,7 +41,7 @@ from twinpool.contracts.config.cluster_config import Config, section_of
 from twinpool.contracts.credentials.curve_file import read_curve_pair
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import PAIR, Role, WorkerName
-from twinpool.contracts.messages.rank_orders import AwaitReady
+from twinpool.contracts.messages.rank_orders import AwaitReady, BindArenas
 from twinpool.engine.models.model_base import Model
 from twinpool.engine.models.registry import model_for
 from twinpool.engine.runner.kernel_choice import class_of, hold_to_class
@@ -222,3 +226,55 @@ def worker_fingerprint(pools: PoolSet, spec: ModelSpec, config: Config, device: 
     computed = [config.engine.numerics, *([numerics_class_of(config, spec, device)] if invariant else [])]
     described = json.dumps([spec.fingerprint, describe_spec(pools.spec.whole), *computed], sort_keys=True)
     return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
+
+
+log = logging.getLogger("twinpool.arena")
+
+
+def host_memory(
+    tier: PoolSetLayout, device: Device, arenas: ArenaProvider | None, rank: int, size: int, fingerprint: str
+) -> tuple[torch.Tensor, Arena | None]:
+    """Memory for a rank's part of the host tier, uint8 [tier.nbytes], and the arena that it lies in.
+
+    `fingerprint` is `worker_fingerprint`: all that state depends on besides its tokens. An arena with another one, or
+    of another rank or number of ranks, is not taken over. Without an arena, memory comes from `device`, and None.
+    """
+    named = f"{fingerprint}/{rank}/{size}"
+    memory = arenas.take(rank, arena_bytes(tier), named) if arenas is not None else None
+    if memory is None:
+        return device.allocate_host(tier.nbytes), None
+    arena = Arena(memory, tier, named)
+    device.register_host(arena.region)
+    return arena.region, arena
+
+
+def take_over(manager: KVCacheManager, line: LeaderChannel | None) -> None:
+    """Give the manager the state that the worker's last incarnation left in host memory, if the arenas of all its ranks
+    have the same bond.
+
+    Else the arenas of all ranks begin empty under a new bond: all parts of a page must come from one incarnation.
+    """
+    if manager.host is None:
+        return
+    keeper = manager.tiers.keeper
+    mine = keeper.bond
+    others = line.ask(BindArenas(b"")).wait() if line is not None else []
+    copies = keeper.take_copies()
+    if mine and all(bond == mine for bond, _ in others):
+        pages = keeper.adopt(unfinished=any(count != copies for _, count in others))
+        log.info("host memory taken over", extra={"pages": pages, **keeper.counters})
+        return
+    fresh = os.urandom(BOND_BYTES)
+    if line is not None:
+        line.ask(BindArenas(fresh)).wait()
+    keeper.begin(fresh)
+
+
+def rebind(arena: Arena | None, order: BindArenas) -> tuple[bytes, int]:
+    """A follower's part of `take_over`: returns its arena's bond, and how many copies it has carried out since it was
+    last asked. An order with a bond first empties the arena under that bond."""
+    if arena is None:
+        return b"", 0
+    if order.bond:
+        arena.begin(order.bond)
+    return arena.bond, arena.take_copies()

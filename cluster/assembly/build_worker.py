@@ -1,4 +1,7 @@
-"""Building a worker from its parts: checkpoint, pools, engine, data plane, rooms. They meet nowhere else."""
+"""Building a worker of one rank, the leading rank of a worker of several, or a follower, from its parts.
+
+The parts (checkpoint, pools, engine, data plane, rooms) meet nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,35 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from twinpool.cache.device.device_port import Device
+from twinpool.cache.arena.arena import Arena
+from twinpool.cache.device.device_backends import make_device
+from twinpool.cache.device.device_copies import settled
+from twinpool.cache.device.device_port import DEVICE, HOST, Device
+from twinpool.cache.pool.follower_steps import FollowerSteps
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.pool.tp_pool_set import FollowerPools
+from twinpool.cache.storage.backends.backend_factory import make_backend
+from twinpool.cache.storage.io_queue import ThreadedIoQueue
+from twinpool.cache.storage.rank_page_store import RankPageStore
+from twinpool.cache.storage.tp_page_store import FollowerPageStore
 from twinpool.cluster.arena.arena_client import ArenaProvider
-from twinpool.cluster.assembly.build_parts import WorkerParts, build_parts, numerics_class_of
-from twinpool.cluster.ranks.rendezvous import RankGroup
+from twinpool.cluster.assembly.build_parts import (
+    WorkerParts,
+    build_parts,
+    curve_keys_for,
+    host_memory,
+    host_tier,
+    numerics_class_of,
+    rank_layout,
+    streams_beside,
+    worker_fingerprint,
+)
+from twinpool.cluster.ranks import RankGroup
 from twinpool.colocate import decode_class_for
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.checkpoint.tokenizer_files import read_tokenizer_files
@@ -26,11 +51,16 @@ from twinpool.contracts.messages.fingerprint import numerics_class
 from twinpool.decode.worker import DecodeWorker
 from twinpool.engine.runner.graphs.graph_capture import Capture, CudaCapture
 from twinpool.engine.runner.graphs.step_graphs import DraftedSteps
-from twinpool.engine.runner.load_model import KeptModel
+from twinpool.engine.runner.kernel_choice import hold_to_class
+from twinpool.engine.runner.load_model import KeptModel, load_engine
 from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.structured_output.grammar_engine import GrammarEngine
+from twinpool.engine.tensors.tensor_parallel import TensorParallelGroup
 from twinpool.prefill.worker import PrefillWorker
+from twinpool.transfer.net.waiter import Waiter
 from twinpool.transfer.net.zmq_channel import ZmqControlTransport
+from twinpool.transfer.planes.follower_links import FollowerLinks
+from twinpool.transfer.planes.make_plane import make_plane
 from twinpool.transfer.rooms.compatibility import fingerprint as fingerprint_of
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
@@ -198,3 +228,79 @@ def _numerics(parts: WorkerParts) -> str:
     config = parts.config.engine
     computed_by = numerics_class_of(parts.config, parts.spec, parts.device)
     return numerics_class(config.numerics, f"{computed_by}, {GRAMMAR_ENGINE}")
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """The parts of a follower."""
+
+    state: FollowerPools
+    links: FollowerLinks
+    steps: FollowerSteps
+    engine: ModelRunner
+    storage: FollowerPageStore | None
+    waiter: Waiter
+    arena: Arena | None
+
+    def close(self) -> None:
+        if self.storage is not None:
+            self.storage.close(1.0)
+        self.steps.close()
+        self.links.close()
+        self.waiter.close()
+
+
+def build_rank(
+    role: Role,
+    spec: ModelSpec,
+    config: Config,
+    *,
+    host: str,
+    counts: Mapping[str, int],
+    ranks: TensorParallelGroup,
+    arenas: ArenaProvider | None = None,
+    kept: KeptModel | None = None,
+) -> RankParts:
+    """Build the parts with which a follower carries out its leader's orders. Raises what `build_worker` does.
+
+    `counts`: pages and slots that each pool can lease, the same on all ranks. `kept`: as for
+    `build_worker`.
+    """
+    hold_to_class(config.engine)
+    storage: FollowerPageStore | None = None
+    arena: Arena | None = None
+    with ExitStack() as undo:
+        waiter = Waiter()
+        undo.callback(waiter.close)
+        device = make_device(config.engine.device, waiter.wake, streams=streams_beside(config, ranks.size))
+        plane = make_plane(config, host, curve_keys_for(host), waiter.wake, ranks.rank, ranks.size)
+        undo.callback(plane.close)
+        model, layout = rank_layout(role, spec, config, counts, ranks)
+        pools = PoolSet(layout.spec, layout.counts, plane.allocate("pages", layout.nbytes, device.torch_device))
+        plane.register(pools, None)
+        steps = FollowerSteps(device, pools.gates)
+        undo.callback(steps.close)
+        places = {DEVICE: pools}
+        tier = host_tier(layout, config, role, ranks.size)
+        if tier is not None:
+            named = worker_fingerprint(pools, spec, config, device)
+            memory, arena = host_memory(tier, device, arenas, ranks.rank, ranks.size, named)
+            mirror = PoolSet(tier.spec, tier.counts, memory, tier.order, "host")
+            places[HOST] = mirror
+            backend = make_backend(config.cache_for(role).storage)
+            if backend is not None:
+                queue = ThreadedIoQueue(backend, wake=waiter.wake)
+                undo.callback(queue.close, 1.0)
+                storage = FollowerPageStore(RankPageStore(queue, mirror, named, ranks.rank, ranks.size))
+        epochs = {pool: allocator.epochs for pool, allocator in pools.allocators.items()}
+        engine = load_engine(model, config.engine, layout.spec, pools.gates, epochs, device, ranks, kept=kept)
+        undo.pop_all()
+    for socket in plane.waitable:
+        waiter.add(socket)
+    state = FollowerPools(
+        places,
+        ranks.size,
+        lambda place: arena.count_copy() if arena and place == HOST else None,
+        partial(settled, device.torch_device),
+    )
+    return RankParts(state, FollowerLinks(plane, steps), steps, engine, storage, waiter, arena)

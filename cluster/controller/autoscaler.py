@@ -20,8 +20,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
-from twinpool.cluster.autoscaling.load_window import LatencyTotals, LoadWindow
-from twinpool.cluster.autoscaling.pool_state import PoolState, WorkerLoad
+from twinpool.cluster.autoscaling.load_window import LatencyTotals, LoadWindow, PoolState, WorkerLoad
 from twinpool.cluster.autoscaling.sizing_rules import (
     CancelStarts,
     ChangeRole,

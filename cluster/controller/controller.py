@@ -13,7 +13,7 @@ Guarantees:
 - A *lease* ends `lease_s` after the controller last heard from the worker. The worker counts from when it sent that
   message, which is earlier, and takes a margin; so by the time the controller declares the worker dead and starts the
   next incarnation, the old one has already stopped sending.
-- A worker that renews but makes no progress (`cluster.worker_process.step_watchdog`) loses its lease as if it had not
+- A worker that renews but makes no progress (`cluster.worker_process.worker_thread`) loses its lease as if it had not
   renewed, and is killed and started again.
 - A worker that is known to have died (its process is gone) is restarted at once; a worker that dies again soon after
   its start waits longer each time; a worker that dies more than `restart_limit` times in `restart_window_s` is left
@@ -47,16 +47,15 @@ from twinpool.cluster.controller.controller_actions import (
     StartWorker,
     WorkerKey,
 )
-from twinpool.cluster.controller.controller_ledger import ControllerLedger
 from twinpool.cluster.controller.controller_table import ControllerTable, RowChange, killing
-from twinpool.cluster.controller.node_room import ClusterRoom
-from twinpool.cluster.controller.node_table import NOWHERE, NodePlace
+from twinpool.cluster.controller.leadership import ControllerLedger
+from twinpool.cluster.controller.node_room import NOWHERE, ClusterRoom, NodePlace
 from twinpool.cluster.controller.pool_operations import PoolOperations
 from twinpool.cluster.controller.start_queue import StartQueue
 from twinpool.cluster.controller.wanted_worker import WantedWorker
 from twinpool.cluster.controller.worker_states import WorkerEvent, WorkerState, advance
 from twinpool.cluster.worker_process.lease_keeper import renewal_pause_s
-from twinpool.cluster.worker_process.step_watchdog import why_stalled
+from twinpool.cluster.worker_process.worker_thread import why_stalled
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.ids import NO_INCARNATION, Incarnation, WorkerName

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.controller.node_room import NodePlace
 from twinpool.contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
 from twinpool.contracts.messages.settings_change import SettingsChange
 from twinpool.contracts.messages.worker_status import EndedWorker

@@ -17,8 +17,7 @@ from typing import Any
 import grpc.aio
 
 from twinpool.cluster.controller.controller_actions import ControllerAction, EndedProcess, PlacedProcess, WorkerKey
-from twinpool.cluster.controller.node_room import ClusterRoom
-from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.controller.node_room import ClusterRoom, NodePlace
 from twinpool.cluster.controller.supervisor_wire import (
     action_from_proto,
     ended_to_proto,

@@ -29,9 +29,8 @@ from pathlib import Path
 
 from twinpool.cluster.controller.autoscaler import Autoscaler
 from twinpool.cluster.controller.controller import Controller
-from twinpool.cluster.controller.controller_ledger import LeasedLedger
 from twinpool.cluster.controller.controller_server import ControllerServer
-from twinpool.cluster.controller.leadership import Leadership
+from twinpool.cluster.controller.leadership import Leadership, LeasedLedger
 from twinpool.cluster.controller.open_ledger import open_ledger
 from twinpool.cluster.processes.priority import LEASES, set_niceness
 from twinpool.cluster.processes.process_ids import kill_process, same_process

@@ -22,8 +22,8 @@ import grpc.aio
 from twinpool.cluster.controller.autoscaler import Autoscaler
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import LeaseGrant
-from twinpool.cluster.controller.controller_ledger import LedgerLost
 from twinpool.cluster.controller.dashboard_source import dashboard_of
+from twinpool.cluster.controller.leadership import LedgerLost
 from twinpool.cluster.controller.quota_ledger import SAVE_S, QuotaLedger
 from twinpool.cluster.controller.record_board import ID_CHARS, MAX_RECENT, RecordBoard, TooManyAsks
 from twinpool.cluster.controller.settings_orders import SettingsOrders
@@ -35,8 +35,8 @@ from twinpool.cluster.controller.supervisor_wire import (
     placed_from_proto,
     room_from_proto,
 )
+from twinpool.cluster.dashboard.cluster_frames import EventKind
 from twinpool.cluster.dashboard.dashboard_feed import TooManyWatch
-from twinpool.cluster.dashboard.event_log import EventKind
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.errors import ConfigError, WireError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from twinpool.cluster.controller.controller_actions import ControllerAction, KillWorker, OperatorNote
-from twinpool.cluster.controller.controller_ledger import ControllerLedger, LedgerLost
-from twinpool.cluster.controller.node_room import ClusterRoom
-from twinpool.cluster.controller.node_table import NodePlace, NodeTable
+from twinpool.cluster.controller.leadership import ControllerLedger, LedgerLost
+from twinpool.cluster.controller.node_room import ClusterRoom, NodePlace, NodeTable
 from twinpool.cluster.controller.wanted_worker import WantedWorker, from_ledger, to_ledger
 from twinpool.cluster.controller.worker_states import WorkerEvent, WorkerState, advance
 from twinpool.contracts.clock import Clock

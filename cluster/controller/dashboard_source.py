@@ -10,11 +10,9 @@ from twinpool.cluster.controller.autoscaler import Autoscaler
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.record_board import RecordBoard
 from twinpool.cluster.controller.wanted_worker import WantedWorker
-from twinpool.cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
+from twinpool.cluster.dashboard.cluster_frames import ClusterFrames, ClusterState, EventKind
 from twinpool.cluster.dashboard.dashboard_feed import DashboardFeed
-from twinpool.cluster.dashboard.event_log import EventKind
-from twinpool.cluster.dashboard.request_rows import SHOWN
-from twinpool.cluster.dashboard.worker_rates import WorkerSample
+from twinpool.cluster.dashboard.frame_rows import SHOWN, WorkerSample
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.messages.control_plane import ControlPlane

@@ -1,4 +1,4 @@
-"""What nodes have for workers and what is left of it: the one check that all go through who add a worker.
+"""Nodes: which there are and are cordoned, what they have for workers, and whether more fit there.
 
 The supervisor tells it, since it knows the plan: for each node its memory, the processes that its cores take, the
 places that Ray gives there, the cards that were dealt, and what a worker of each role takes. The controller counts
@@ -18,9 +18,58 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
-from twinpool.cluster.controller.node_table import NOWHERE, NodePlace
 from twinpool.contracts.ids import Role, WorkerName
 from twinpool.contracts.outside_data import read_json
+
+NODE_ID_CHARS = 8
+"""The first characters of a Ray node id that are enough to name a node."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlace:
+    """A node that workers can be placed on."""
+
+    node_id: str
+    """The Ray node id, hex; empty without Ray."""
+    host: str
+    """The node's host name."""
+
+    def named(self, name: str) -> bool:
+        """Whether `name` means this node: its host name, or (the beginning of) its Ray node id."""
+        return bool(name) and (self.host == name or (len(name) >= NODE_ID_CHARS and self.node_id.startswith(name)))
+
+
+NOWHERE = NodePlace("", "")
+"""The place of a worker whose node isn't known."""
+
+
+class NodeTable:
+    """The nodes that take workers, and the names of cordoned ones."""
+
+    def __init__(self, cordoned: Iterable[str] = ()) -> None:
+        self.places: tuple[NodePlace, ...] = ()
+        """The nodes that workers can be placed on; none while none are known."""
+        self.names = set(cordoned)
+        """Names of cordoned nodes, as operators and Ray gave them."""
+
+    def cordoned(self, node: NodePlace) -> bool:
+        """Whether no worker may be placed on this node."""
+        return bool(self.names) and any(node.named(name) for name in self.names)
+
+    def cordon(self, name: str) -> None:
+        self.names.add(name)
+
+    def uncordon(self, name: str, known: Iterable[NodePlace]) -> None:
+        """Take back all cordons of the node called `name`, under whichever of its names; `known`: nodes that workers
+        are or were on."""
+        same = {node for node in {*self.places, *known} if node.named(name)}
+        self.names -= {one for one in self.names if one == name or any(node.named(one) for node in same)}
+
+    def free(self, only: str = "") -> bool:
+        """Whether some node can take a worker, or none is known. `only`: the one node that will do; empty: any."""
+        able = [node for node in self.places if not only or node.named(only)]
+        return not self.places or any(not self.cordoned(node) for node in able)
+
 
 ANY_NUMBER = 1 << 30
 MANY_NODES = 3

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twinpool.cluster.controller.controller_ledger import LeasedLedger
+from twinpool.cluster.controller.leadership import LeasedLedger
 from twinpool.cluster.controller.sqlite_ledger import SqliteLedger
 from twinpool.contracts.config.ledger_place import NAME, check_ledger, on_server
 from twinpool.contracts.config.security_config import SecurityConfig

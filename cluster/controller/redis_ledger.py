@@ -16,7 +16,7 @@ from typing import Any
 
 import redis
 
-from twinpool.cluster.controller.controller_ledger import LedgerLeader, LedgerLost
+from twinpool.cluster.controller.leadership import LedgerLeader, LedgerLost
 from twinpool.contracts.config.ledger_place import NO_SENTINEL, without_password
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.wire.redis_connection import RedisAccess, open_redis

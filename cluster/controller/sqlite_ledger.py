@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from twinpool.cluster.controller.controller_ledger import LedgerLeader, LedgerLost
+from twinpool.cluster.controller.leadership import LedgerLeader, LedgerLost
 from twinpool.contracts.clock import Clock, SystemClock
 from twinpool.contracts.errors import ConfigError
 

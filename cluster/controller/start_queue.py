@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from twinpool.cluster.controller.controller_table import ControllerTable
-from twinpool.cluster.controller.node_room import ClusterRoom, NodeRoom, Occupant
-from twinpool.cluster.controller.node_table import NOWHERE
+from twinpool.cluster.controller.node_room import NOWHERE, ClusterRoom, NodeRoom, Occupant
 from twinpool.cluster.controller.wanted_worker import WantedWorker
 from twinpool.cluster.controller.worker_states import WorkerState
 

@@ -21,8 +21,7 @@ from twinpool.cluster.controller.controller_actions import (
     StartFailed,
     StartWorker,
 )
-from twinpool.cluster.controller.node_room import ClusterRoom
-from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.controller.node_room import ClusterRoom, NodePlace
 from twinpool.cluster.controller.worker_launcher import WorkerLauncher
 from twinpool.cluster.worker_process.worker_plan import WorkerPlan
 from twinpool.contracts.errors import TwinpoolError

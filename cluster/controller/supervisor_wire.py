@@ -14,8 +14,7 @@ from twinpool.cluster.controller.controller_actions import (
     StartFailed,
     StartWorker,
 )
-from twinpool.cluster.controller.node_room import ClusterRoom, NodeRoom, RoleRoom
-from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.controller.node_room import ClusterRoom, NodePlace, NodeRoom, RoleRoom
 from twinpool.contracts.errors import WireError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.settings_change import SettingsChange

@@ -8,7 +8,7 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict, ParseDict
 
-from twinpool.cluster.controller.node_table import NOWHERE, NodePlace
+from twinpool.cluster.controller.node_room import NOWHERE, NodePlace
 from twinpool.cluster.controller.worker_states import WorkerState
 from twinpool.cluster.processes.restart_policy import RestartHistory
 from twinpool.contracts.config.cluster_config import ClusterConfig

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from twinpool.cluster.controller.controller_actions import EndedProcess, PlacedProcess, WorkerKey
-from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.controller.node_room import NodePlace
 from twinpool.cluster.worker_process.worker_plan import WorkerPlan
 from twinpool.contracts.ids import NO_INCARNATION, Incarnation, WorkerName
 

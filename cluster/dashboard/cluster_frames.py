@@ -1,21 +1,35 @@
 """The dashboard's frames: what there is to see of a cluster now, and of its last hours.
 
+`EventLog` has what happened to the cluster, in words, the latest entries of it. `History` has the past: a row of
+numbers every few seconds for a quarter of an hour, and one a minute for hours. `ClusterFrames` makes the frames of
+both.
+
 The logic alone: whoever has the cluster's state hands it in (`take`), as often as somebody watches, or every few
 seconds where nobody does, and asks for frames. What has happened between two states becomes entries of the log.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
-from twinpool.cluster.dashboard.event_log import EventKind, EventLog
-from twinpool.cluster.dashboard.history import SAMPLE_S, History
-from twinpool.cluster.dashboard.request_rows import SHOWN, request_row
+from twinpool.cluster.dashboard.frame_rows import (
+    GONE,
+    HITS,
+    SERVING,
+    SHOWN,
+    WorkerRates,
+    WorkerSample,
+    link_rows,
+    ordered,
+    pool_rows,
+    request_row,
+    worker_row,
+)
 from twinpool.cluster.dashboard.router_totals import Latencies, RouterTotals
-from twinpool.cluster.dashboard.worker_rates import HITS, WorkerRates, WorkerSample
-from twinpool.cluster.dashboard.worker_rows import GONE, SERVING, link_rows, ordered, pool_rows, worker_row
 from twinpool.contracts.damage import DamageSite
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyTarget
@@ -25,6 +39,122 @@ from twinpool.contracts.messages.request_record import RequestRecord
 from twinpool.contracts.messages.router_report import RouterReport
 from twinpool.contracts.messages.worker_status import CPU_SECONDS
 from twinpool.router.verification.damage_totals import DamageTotals
+
+KEPT = 200
+TEXT_CHARS = 400
+
+
+class EventKind(StrEnum):
+    """Who or what an entry is about, by which the page marks it."""
+
+    WORKER = "worker"
+    SCALE = "scale"
+    OPERATOR = "operator"
+    CONTROL = "control"
+    ROUTER = "router"
+    DAMAGE = "damage"
+
+
+class EventLog:
+    """The latest `KEPT` entries. They are numbered, so that whoever has missed some sees how many."""
+
+    def __init__(self) -> None:
+        self._events: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self._count = 0
+
+    def add(self, at: float, kind: EventKind, text: str) -> None:
+        """Add an entry. `at`: seconds since 1970."""
+        self._count += 1
+        self._events.append({"n": self._count, "at": round(at, 3), "kind": kind, "text": text[:TEXT_CHARS]})
+
+    def latest(self, most: int = KEPT) -> list[dict[str, Any]]:
+        """The latest entries as JSON has them, the oldest first."""
+        return list(self._events)[-most:]
+
+
+SAMPLE_S = 5.0
+"""Seconds between two rows."""
+KEPT_S = 900.0
+MINUTE_S, MINUTES = 60.0, 360
+"""What a row of the longer past is of, and how many are kept."""
+COLUMNS = (
+    "at",
+    "requests_s",
+    "tokens_s",
+    "prompt_tokens_s",
+    "hit_share",
+    "bytes_s",
+    "ttft_p50",
+    "ttft_p99",
+    "tpot_p50",
+    "tpot_p99",
+    "itl_p50",
+    "itl_p99",
+    "running",
+    "queued",
+    "cpu_workers",
+    "cpu_routers",
+    "pages_prefill",
+    "pages_decode",
+    "serving_prefill",
+    "serving_decode",
+)
+"""`at` in seconds since 1970; percentiles in seconds; pages as the share that requests hold, and hits as the share
+of prompt tokens; processors in use; None where unknown."""
+
+WORST = frozenset({"ttft_p99", "tpot_p99", "itl_p99"})
+"""Columns of which a minute has the worst; of the others it has the mean."""
+
+Row = Mapping[str, float | None]
+
+
+class History:
+    """The latest rows."""
+
+    def __init__(self) -> None:
+        self._rows: deque[tuple[float | None, ...]] = deque(maxlen=int(KEPT_S / SAMPLE_S))
+        self._minutes: deque[tuple[float | None, ...]] = deque(maxlen=MINUTES)
+        self._minute: list[tuple[float | None, ...]] = []
+        """Rows of the minute that isn't over."""
+
+    def add(self, row: Row) -> None:
+        """Add a row; it must have every column."""
+        values = tuple(row[name] for name in COLUMNS)
+        self._rows.append(values)
+        if self._minute and _minute_of(self._minute[0]) != _minute_of(values):
+            self._minutes.append(_together(self._minute))
+            self._minute = []
+        self._minute.append(values)
+
+    def columns(self) -> dict[str, list[float | None]]:
+        """All rows, column by column, the oldest first."""
+        return _columns(self._rows)
+
+    def minutes(self) -> dict[str, list[float | None]]:
+        """Whole minutes, likewise; `at` is the middle of each."""
+        return _columns(self._minutes)
+
+
+def _columns(rows: Sequence[tuple[float | None, ...]]) -> dict[str, list[float | None]]:
+    return {name: [row[index] for row in rows] for index, name in enumerate(COLUMNS)}
+
+
+def _minute_of(row: tuple[float | None, ...]) -> int:
+    at = row[0]
+    assert at is not None
+    return int(at // MINUTE_S)
+
+
+def _together(rows: Sequence[tuple[float | None, ...]]) -> tuple[float | None, ...]:
+    found: list[float | None] = [(_minute_of(rows[0]) + 0.5) * MINUTE_S]
+    for name, values in zip(COLUMNS[1:], list(zip(*rows, strict=True))[1:], strict=True):
+        known = [value for value in values if value is not None]
+        if not known:
+            found.append(None)
+        else:
+            found.append(max(known) if name in WORST else round(sum(known) / len(known), 4))
+    return tuple(found)
+
 
 VERSION = 1
 WINDOW_S = 5.0

@@ -11,8 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 
-from twinpool.cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
-from twinpool.cluster.dashboard.history import SAMPLE_S
+from twinpool.cluster.dashboard.cluster_frames import SAMPLE_S, ClusterFrames, ClusterState
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.compact_json import compact_json
 from twinpool.contracts.errors import TwinpoolError

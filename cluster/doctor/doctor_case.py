@@ -1,4 +1,6 @@
-"""What the doctor examines: a launch that is planned, and the machine that it is planned for."""
+"""The doctor's case (a launch that is planned, and the machine that it is planned for), and findings of its checks:
+what was seen, how bad that is, and what to do about it.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,14 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 
 import yaml
 
-from twinpool.cluster.assembly.device_cards import CardFacts, cards_of
-from twinpool.cluster.assembly.node_shares import CGROUP
-from twinpool.cluster.models.hub_model import hub_name
-from twinpool.cluster.models.model_source import find_model
-from twinpool.cluster.models.wheel_model import WHEELS
+from twinpool.cluster.assembly.node_shares import CGROUP, CardFacts, cards_of
+from twinpool.cluster.models import WHEELS, find_model, hub_name
 from twinpool.cluster.ray_nodes.host_facts import HostFacts, ask_hosts
 from twinpool.cluster.ray_nodes.ray_facts import RayFacts, ask_ray
 from twinpool.cluster.serve.preflight import ServeOptions, with_settings
@@ -148,3 +148,55 @@ class DoctorCase:
     def ranks(self) -> int:
         """Processes of workers that compute."""
         return sum(count * self.config.tp_for(role) for role, count in self.options.workers.items())
+
+
+class Severity(StrEnum):
+    """How bad a finding is. The values are words for people and for JSON."""
+
+    FINE = "fine"
+    """Nothing to do: it says what was seen, or why there was nothing to look at."""
+    WARNING = "warning"
+    """The cluster would start, and be worse than it could be, or end badly later."""
+    ERROR = "error"
+    """The cluster would not start, or not serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that a check saw."""
+
+    severity: Severity
+    found: str
+    """What was seen, in a line."""
+    advice: str = ""
+    """What to do, in a line; empty where it is fine."""
+    detail: str = ""
+    """Why it matters, or the numbers behind it; may be empty."""
+    check: str = ""
+    """The check's name, which `examine` fills in."""
+
+
+def fine(found: str) -> Finding:
+    return Finding(Severity.FINE, found)
+
+
+def warning(found: str, advice: str, detail: str = "") -> Finding:
+    return Finding(Severity.WARNING, found, advice, detail)
+
+
+def error(found: str, advice: str, detail: str = "") -> Finding:
+    return Finding(Severity.ERROR, found, advice, detail)
+
+
+def from_refusal(refusal: Exception) -> Finding:
+    """An error in the words of a check that `serve` makes itself: they say what to do after a colon or semicolon."""
+    text = " ".join(str(refusal).split()) or type(refusal).__name__
+    cut = max(text.rfind("; "), text.rfind(": "))
+    if cut <= 0:
+        return error(text, "change what it names, and look again")
+    return error(text[:cut], text[cut + 2 :])
+
+
+def sized(nbytes: int) -> str:
+    """Bytes for people, in MiB or GiB."""
+    return f"{nbytes / 2**30:,.1f} GiB" if nbytes >= 10 << 30 else f"{nbytes / 2**20:,.0f} MiB"

@@ -8,55 +8,38 @@ from dataclasses import replace
 from threading import Lock
 from typing import Protocol
 
-from twinpool.cluster.doctor.checks import (
-    clocks,
-    containers,
-    credential_files,
-    devices,
-    free_ports,
-    host_memory,
-    hosts,
-    ledger_access,
-    leftovers,
-    model_files,
-    process_limits,
-    ray_head,
-    settings,
-    storage_tier,
-    versions,
-)
-from twinpool.cluster.doctor.doctor_case import DoctorCase
-from twinpool.cluster.doctor.finding import Finding, Severity, error
+from twinpool.cluster.doctor import device_checks, machine_checks, network_checks, settings_checks, storage_checks
+from twinpool.cluster.doctor.doctor_case import DoctorCase, Finding, Severity, error
 from twinpool.contracts.clock import Clock, SystemClock
 
 Check = Callable[[DoctorCase], Iterator[Finding]]
 """Yields what it sees: one finding at least, all of them fine where there is nothing to do."""
 
 CHECKS: dict[str, Check] = {
-    "configuration": settings.check_configuration,
-    "versions": versions.check_versions,
-    "ports": free_ports.check_ports,
-    "model": model_files.check_model,
-    "tokenizer": model_files.check_tokenizer,
-    "memory": host_memory.check_memory,
-    "shared memory": host_memory.check_shared_memory,
-    "swap": host_memory.check_swap,
-    "disks": model_files.check_disks,
-    "open files": process_limits.check_descriptors,
-    "processes": process_limits.check_processes,
-    "locked memory": process_limits.check_locked_memory,
-    "processors": process_limits.check_processors,
-    "numerics": settings.check_numerics,
-    "GPUs": devices.check_gpus,
-    "RDMA": devices.check_rdma,
-    "container": containers.check_container,
-    "Ray": ray_head.check_ray,
-    "hosts": hosts.check_hosts,
-    "ledger": ledger_access.check_ledger_access,
-    "storage": storage_tier.check_storage,
-    "credentials": credential_files.check_credentials,
-    "clock": clocks.check_clock,
-    "leftovers": leftovers.check_leftovers,
+    "configuration": settings_checks.check_configuration,
+    "versions": machine_checks.check_versions,
+    "ports": network_checks.check_ports,
+    "model": settings_checks.check_model,
+    "tokenizer": settings_checks.check_tokenizer,
+    "memory": device_checks.check_memory,
+    "shared memory": device_checks.check_shared_memory,
+    "swap": device_checks.check_swap,
+    "disks": settings_checks.check_disks,
+    "open files": machine_checks.check_descriptors,
+    "processes": machine_checks.check_processes,
+    "locked memory": machine_checks.check_locked_memory,
+    "processors": machine_checks.check_processors,
+    "numerics": settings_checks.check_numerics,
+    "GPUs": device_checks.check_gpus,
+    "RDMA": device_checks.check_rdma,
+    "container": machine_checks.check_container,
+    "Ray": network_checks.check_ray,
+    "hosts": network_checks.check_hosts,
+    "ledger": storage_checks.check_ledger_access,
+    "storage": storage_checks.check_storage,
+    "credentials": storage_checks.check_credentials,
+    "clock": machine_checks.check_clock,
+    "leftovers": storage_checks.check_leftovers,
 }
 """All checks by name, in the order in which they are shown."""
 

@@ -1,4 +1,5 @@
-"""Priorities on a machine that has more to do than it can: who starts comes after who serves, leases before all.
+"""Priorities on a busy machine (starts after serving, leases before all), and deadlines of calls in foreign
+code.
 
 Linux has a niceness for each thread, and a thread begins with that of whoever starts it. Lowering one is always
 allowed, and raising one takes the right to (CAP_SYS_NICE, which containers rarely have, or RLIMIT_NICE). So:
@@ -7,13 +8,17 @@ allowed, and raising one takes the right to (CAP_SYS_NICE, which containers rare
   with `STARTING` niceness: nothing that serves later has come from it, and no right is needed to be back.
 - Threads that renew leases, and the controller, raise themselves by `LEASES` where they may. They take next to nothing,
   so that nobody misses it.
+
+`exit_deadline` is for a call that nothing can interrupt: the process ends when it has passed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -66,3 +71,28 @@ def may_raise() -> bool:
     thread.start()
     thread.join()
     return allowed[0]
+
+
+log = logging.getLogger("twinpool.deadline")
+
+
+@contextlib.contextmanager
+def exit_deadline(seconds: float, what: str) -> Iterator[None]:
+    """End this process with code 1 where the block takes longer than `seconds`; `what` says in the log what didn't
+    happen.
+
+    For calls that wait in foreign code, which no exception reaches: a call of Ray, say, whose answer was lost with
+    Ray's control store. Whoever keeps the process starts the next one, which tries anew.
+    """
+
+    def end() -> None:
+        log.error("%s within %g s: this process ends, and the next one tries again", what, seconds)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,19 +1,32 @@
-"""The files of a run (temporary folder, log folder, run file), and the reaper that removes all of them but the logs."""
+"""What a run leaves on disk: its folders, its logs, and the run file by which commands find it.
+
+The reaper removes all of it but the logs: a file for each process, whose last lines say why the process died.
+
+By the run file `status`, `drain` and `check` find a live cluster on this machine. There is one JSON file for each run,
+named after the pid of `serve`. A file whose process is gone (or whose pid belongs to another process by now) is stale:
+it is ignored and removed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Protocol
 
 from twinpool.cluster.processes import reaper
-from twinpool.cluster.processes.process_ids import start_time
-from twinpool.cluster.processes.run_file import run_file_path, write_run_file
+from twinpool.cluster.processes.process_ids import same_process, start_time
+from twinpool.contracts.json_logs import log_to_stream
+from twinpool.contracts.outside_data import read_json
 from twinpool.contracts.python_command import script_command
 
 KEPT_LOGS = 20
@@ -135,3 +148,133 @@ def new_log_folder() -> Path:
     folder = parent / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}"
     folder.mkdir(mode=0o700)
     return folder
+
+
+START_REPORT = "start.txt"
+"""The file beside a run's logs with what `serve` found and decided at its start."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFile:
+    """The content of a run file."""
+
+    url: str
+    """Where the router answers operators."""
+    pid: int
+    started: int
+    """Start time of `pid`, as `cluster.processes.process_ids.start_time` gives it."""
+    logs: str
+    model: str
+    ca: str = ""
+    """The file of certificates by which the URL's is checked; empty: the system's."""
+    folder: str = ""
+    """The folder of a detached cluster; empty where the cluster ends with its terminal."""
+    config: str = ""
+    """The configuration's file that it was launched with, an absolute path; empty: none."""
+    since: float = 0.0
+    """When it first served, in seconds since 1970; 0: an older build wrote this."""
+
+
+def runs_folder() -> Path:
+    """The folder of run files, which only this user can enter; made if needed. Raises `OSError` where none can be
+    made."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    for candidate in (base, str(Path.home() / ".cache"), tempfile.gettempdir()):
+        if candidate:
+            folder = Path(candidate) / "twinpool"
+            with contextlib.suppress(OSError):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                if os.access(folder, os.W_OK):
+                    return folder
+    raise OSError("no folder for run files: set XDG_RUNTIME_DIR to a folder that can be written")
+
+
+def write_run_file(
+    url: str, logs: Path, model: str, ca: str = "", keeper: int | None = None, folder: str = "", config: str = ""
+) -> Path:
+    """Write a run's file, atomically; returns its path. `keeper`: the pid of a detached run's keeper; None: this
+    process's, with which the run ends. `folder`: a detached run's. `config`: the configuration's file."""
+    pid = os.getpid() if keeper is None else keeper
+    run = RunFile(url, pid, start_time(pid) or 0, str(logs), model, ca, folder, config)
+    path = run_file_path(pid)
+    before = _read(path)  # Another build's supervisor takes the same run over.
+    run = replace(run, since=before.since if before is not None and before.started == run.started else time.time())
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps(asdict(run)))
+    fresh.replace(path)
+    return path
+
+
+def run_file_path(pid: int) -> Path:
+    return runs_folder() / f"run-{pid}.json"
+
+
+def newest_live_run(url: str = "") -> RunFile | None:
+    """The newest run whose process is alive, and whose `url` this is where one is given."""
+    return next((run for run in live_runs() if not url or run.url == url.rstrip("/")), None)
+
+
+def live_run_of(config: Path) -> RunFile | None:
+    """The newest run whose process is alive and that was launched with the configuration's file `config`."""
+    return next((run for run in live_runs() if run.config == str(config.absolute())), None)
+
+
+def live_runs() -> list[RunFile]:
+    """The runs of this user whose process is alive, the newest first; stale files are removed on the way."""
+    found: list[tuple[float, RunFile]] = []
+    for path in runs_folder().glob("run-*.json"):
+        with contextlib.suppress(OSError):
+            run = _read(path)
+            if run is None:
+                continue
+            if same_process(run.pid, run.started):
+                found.append((path.stat().st_mtime, run))
+            else:
+                path.unlink(missing_ok=True)
+    return [run for _, run in sorted(found, key=lambda item: item[0], reverse=True)]
+
+
+def _read(path: Path) -> RunFile | None:
+    """The run of a file; None where it can't be read."""
+    try:
+        tree = read_json(path.read_text())
+        # Other builds may write more.
+        return RunFile(**{one.name: tree[one.name] for one in fields(RunFile) if one.name in tree})
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def log_to_file(path: Path, process: str) -> None:
+    """Send this process's logs, standard output and error, and the stacks of a crash (faulthandler) to `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    faulthandler.enable(sys.__stderr__ or sys.stderr)
+    log_to_stream(process)
+
+
+def last_words(path: Path, lines: int = 8, limit_bytes: int = 16_384) -> list[str]:
+    """The last lines of a log as text for the operator: JSON events as their text, tracebacks as their last line. Empty
+    where the log can't be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - limit_bytes))
+            raw = file.read().decode(errors="replace").splitlines()[-lines:]
+    except OSError:
+        return []
+    return [text for line in raw if (text := _readable(line))]
+
+
+def _readable(line: str) -> str:
+    try:
+        entry = read_json(line)
+    except ValueError:
+        return line.rstrip()
+    if not isinstance(entry, Mapping) or "event" not in entry:
+        return line.rstrip()
+    trace = str(entry.get("traceback", "")).strip().splitlines()
+    return f"{entry.get('level')}: {entry['event']}" + (f" ({trace[-1]})" if trace else "")

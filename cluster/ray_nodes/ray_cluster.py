@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from twinpool.cluster.assembly.node_shares import NodeFacts, by_machine, measured
-from twinpool.cluster.processes.exit_deadline import exit_deadline
+from twinpool.cluster.processes.priority import exit_deadline
 from twinpool.cluster.processes.process_ids import kill_process, same_process, start_time
 from twinpool.cluster.processes.restart_policy import RestartHistory
 from twinpool.cluster.ray_nodes.control_store import (

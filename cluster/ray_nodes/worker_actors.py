@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from twinpool.cluster.arena.local_agent import ArenaAgents, NoArenaAgents
 from twinpool.cluster.assembly.node_shares import WorkerShare
 from twinpool.cluster.controller.controller_actions import EndedProcess, PlacedProcess, WorkerKey
-from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.controller.node_room import NodePlace
 from twinpool.cluster.processes.process_ids import kill_process
 from twinpool.cluster.ray_nodes.role_places import (
     NODE_LABEL,

@@ -18,8 +18,7 @@ from typing import TextIO
 
 from twinpool.cluster.processes import keeper, reaper
 from twinpool.cluster.processes.process_ids import same_process
-from twinpool.cluster.processes.run_file import START_REPORT, RunFile
-from twinpool.cluster.processes.run_folder import KeptFolder, new_folder, new_log_folder
+from twinpool.cluster.processes.run_folder import START_REPORT, KeptFolder, RunFile, new_folder, new_log_folder
 from twinpool.cluster.serve.detached_state import DetachedState
 from twinpool.cluster.serve.preflight import ServePlan
 from twinpool.cluster.serve.serve_cluster import SECRETS, ServeCluster, exit_code

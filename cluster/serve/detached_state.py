@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from twinpool.cluster.assembly.device_cards import CardFacts
-from twinpool.cluster.assembly.node_shares import NodeFacts
+from twinpool.cluster.assembly.node_shares import CardFacts, NodeFacts
 from twinpool.cluster.processes.keeper import END_SECONDS, TAKEN_OVER
 from twinpool.cluster.processes.process_ids import same_process
 from twinpool.cluster.serve.preflight import ServeOptions, ServePlan, plan_again

@@ -8,10 +8,17 @@ from typing import Any
 
 from twinpool.cache.arena.arena import max_index_bytes
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
-from twinpool.cluster.assembly.device_cards import CardParts, Dealt, deal, min_part
-from twinpool.cluster.assembly.memory_plan import MemoryPlan, plan_memory, unit_bytes
-from twinpool.cluster.assembly.node_shares import MemoryShort, NodeFacts, NodeShare, copies_beside
-from twinpool.cluster.assembly.step_memory import StepMemory, step_memory
+from twinpool.cluster.assembly.memory_plan import MemoryPlan, StepMemory, plan_memory, step_memory, unit_bytes
+from twinpool.cluster.assembly.node_shares import (
+    CardParts,
+    Dealt,
+    MemoryShort,
+    NodeFacts,
+    NodeShare,
+    copies_beside,
+    deal,
+    min_part,
+)
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.config.cache_config import CacheOverride
 from twinpool.contracts.config.cluster_config import Config, section_of

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from twinpool.cluster.assembly.device_cards import CardFacts, apart, cards_of
-from twinpool.cluster.assembly.node_shares import NodeFacts, NodeShare, measured
-from twinpool.cluster.models.model_source import DEMO_NAME, find_model
+from twinpool.cluster.assembly.node_shares import CardFacts, NodeFacts, NodeShare, apart, cards_of, measured
+from twinpool.cluster.models import DEMO_NAME, find_model
 from twinpool.cluster.processes.free_port import free_port
 from twinpool.cluster.serve.security_check import check_security, with_absolute_paths
 from twinpool.contracts import cpu_levels as processor

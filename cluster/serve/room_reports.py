@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from twinpool.cluster.assembly.node_shares import NodeShare
-from twinpool.cluster.controller.node_room import ANY_NUMBER, ClusterRoom, NodeRoom, RoleRoom
-from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.controller.node_room import ANY_NUMBER, ClusterRoom, NodePlace, NodeRoom, RoleRoom
 from twinpool.cluster.serve.preflight import ServePlan
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config

@@ -26,10 +26,8 @@ from twinpool.cluster.controller.controller_actions import EndedProcess, StartWo
 from twinpool.cluster.controller.controller_client import ControllerAway, ControllerClient
 from twinpool.cluster.controller.open_ledger import PASSWORD_VARIABLE
 from twinpool.cluster.controller.supervisor import Supervisor
-from twinpool.cluster.processes.log_files import last_words
 from twinpool.cluster.processes.process_ids import start_time
-from twinpool.cluster.processes.run_file import START_REPORT
-from twinpool.cluster.processes.run_folder import RunFiles, RunFolder
+from twinpool.cluster.processes.run_folder import START_REPORT, RunFiles, RunFolder, last_words
 from twinpool.cluster.processes.service_manager import ServiceManager
 from twinpool.cluster.ray_nodes.node_drains import NodeDrains, draining_ray_nodes
 from twinpool.cluster.serve.changed_settings import SettingsChanger, digest_of
@@ -39,11 +37,10 @@ from twinpool.cluster.serve.detached_state import DetachedState
 from twinpool.cluster.serve.kept_service import PartFailed
 from twinpool.cluster.serve.kv_index_process import with_kv_events
 from twinpool.cluster.serve.preflight import ServePlan
-from twinpool.cluster.serve.ready_banner import summary, ways_in
 from twinpool.cluster.serve.room_reports import RoomReports
 from twinpool.cluster.serve.security_check import open_ways
 from twinpool.cluster.serve.shutdown_signal import ASKED, FAILED, ShutdownSignal
-from twinpool.cluster.serve.terminal import Terminal, show_failure, take_over_output, urls_of
+from twinpool.cluster.serve.terminal import Terminal, show_failure, summary, take_over_output, urls_of, ways_in
 from twinpool.cluster.worker_process.worker_plan import WorkerPlan, node_name
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.clock import Clock, SystemClock

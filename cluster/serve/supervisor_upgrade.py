@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twinpool.cluster.processes.keeper import FAILED, TAKEN_OVER, TRIAL_S, NextSupervisor
-from twinpool.cluster.processes.run_file import RunFile
+from twinpool.cluster.processes.run_folder import RunFile
 from twinpool.contracts.errors import ConfigError, TwinpoolError
 from twinpool.contracts.outside_data import read_json
 from twinpool.contracts.python_command import module_command

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from twinpool.cluster.assembly.build_rank import RankParts, build_rank
-from twinpool.cluster.assembly.host_tier_memory import rebind
-from twinpool.cluster.processes.log_files import log_to_file
+from twinpool.cluster.assembly.build_parts import rebind
+from twinpool.cluster.assembly.build_worker import RankParts, build_rank
 from twinpool.cluster.processes.process_ids import die_with_parent
-from twinpool.cluster.ranks.rendezvous import FollowerRank, follow
+from twinpool.cluster.processes.run_folder import log_to_file
+from twinpool.cluster.ranks import FollowerRank, follow
 from twinpool.cluster.worker_process.planned_workers import free_memory
 from twinpool.cluster.worker_process.worker_plan import WorkerPlan, arenas_of, images_of
 from twinpool.contracts import cpu_levels as processor

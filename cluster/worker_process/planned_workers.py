@@ -24,7 +24,7 @@ from twinpool.contracts.messages.rank_orders import LeaveRole
 
 if TYPE_CHECKING:
     from twinpool.cluster.arena.arena_client import ArenaClient
-    from twinpool.cluster.ranks.rendezvous import RankGroup
+    from twinpool.cluster.ranks import RankGroup
     from twinpool.engine.runner.load_model import KeptModel
 
 
@@ -128,8 +128,7 @@ def free_memory() -> None:
 def _meet(plan: WorkerPlan, end: Callable[[str], None]) -> RankGroup:
     """Meet the plan's other ranks as their leader; `end` is called when one of them dies. Raises `PeerDead` when a rank
     doesn't come."""
-    from twinpool.cluster.ranks.follower_channel import DeathWatch
-    from twinpool.cluster.ranks.rendezvous import lead
+    from twinpool.cluster.ranks import DeathWatch, lead
 
     cluster = plan.config.cluster
     group = lead(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from twinpool.cluster.assembly.node_shares import WorkerShare
-from twinpool.cluster.models.model_source import path_on_this_node
+from twinpool.cluster.models import path_on_this_node
 from twinpool.cluster.processes.process_ids import start_time
 from twinpool.cluster.worker_process.worker_thread import WorkerEnd
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec
@@ -24,8 +24,7 @@ from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import Worker
 
 if TYPE_CHECKING:
-    from twinpool.cluster.arena.arena_client import ArenaClient
-    from twinpool.cluster.arena.shared_images import SharedImages
+    from twinpool.cluster.arena.arena_client import ArenaClient, SharedImages
 
 
 class NodeUnmeasured(ConfigError):
@@ -128,7 +127,7 @@ def arenas_of(plan: WorkerPlan) -> ArenaClient:
 def images_of(plan: WorkerPlan) -> SharedImages:
     """The weights that the workers of this node share: the client of its arena agent. Another process that loads them
     may take half of the time that a start has."""
-    from twinpool.cluster.arena.shared_images import SharedImages
+    from twinpool.cluster.arena.arena_client import SharedImages
 
     return SharedImages(plan.arena, plan.config.cluster.start_timeout_s / 2, SystemClock(), time.sleep)
 

@@ -5,6 +5,9 @@ parent or its engine thread: a fenced or dead worker must not send another byte,
 cleaning up. The exception is a worker that was drained to change its role: it is closed, and when all that it had is
 gone, its process goes on as the next incarnation, with the model that is loaded. Whatever fails on that way ends the
 process, and the worker is started again like after any death.
+
+At SIGTERM the worker drains, and leaves when its requests have ended or migrated (`SigtermDrain`). The process's
+main thread is Ray's, and runs no Python while it waits; a handler would never be called.
 """
 
 from __future__ import annotations
@@ -12,28 +15,22 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 
-from twinpool.cluster.processes.log_files import log_to_file
 from twinpool.cluster.processes.priority import LEASES, may_raise
 from twinpool.cluster.processes.process_ids import die_with_parent
+from twinpool.cluster.processes.run_folder import log_to_file
 from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
 from twinpool.cluster.worker_process.grpc_service import LINK_TIMEOUT_S, ServiceServer, WorkerService
 from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper
 from twinpool.cluster.worker_process.planned_workers import PlannedWorkers, free_memory
 from twinpool.cluster.worker_process.processor_use import processor_use
 from twinpool.cluster.worker_process.router_streams import RouterStreams
-from twinpool.cluster.worker_process.sigterm_drain import TERMINATED
-from twinpool.cluster.worker_process.worker_plan import (
-    BuildWorker,
-    ProcessOutcome,
-    WorkerPlan,
-    node_name,
-    write_exit,
-)
+from twinpool.cluster.worker_process.worker_plan import BuildWorker, ProcessOutcome, WorkerPlan, node_name, write_exit
 from twinpool.cluster.worker_process.worker_thread import WorkerEnd, WorkerThread
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.clock import SystemClock
@@ -43,7 +40,56 @@ from twinpool.contracts.ids import Incarnation, WorkerName
 from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL
 from twinpool.contracts.messages.worker_status import WorkerRecord
 from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
+from twinpool.contracts.signal_listener import SignalListener
 from twinpool.transfer.net.fault_injection import via_proxy
+
+
+class SigtermDrain:
+    """Calls registered functions at SIGTERM, and at once if SIGTERM came before they were registered."""
+
+    def __init__(self) -> None:
+        self.listening = False
+        self._asked = threading.Event()
+        self._calls: list[Callable[[], object]] = []
+        self._lock = threading.Lock()
+
+    def listen(self) -> bool:
+        """Take SIGTERM over. Call it on the main thread; on another nothing happens, and False is returned."""
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        SignalListener([signal.SIGTERM], lambda number: self.announce()).listen()
+        self.listening = True
+        return True
+
+    def off(self, call: Callable[[], object]) -> None:
+        """Call `call`, which was registered, no more."""
+        with self._lock:
+            self._calls.remove(call)
+
+    @property
+    def asked(self) -> bool:
+        """Whether SIGTERM has come."""
+        return self._asked.is_set()
+
+    def announce(self) -> None:
+        """Call all registered functions, as at a SIGTERM."""
+        self._asked.set()
+        with self._lock:
+            calls = list(self._calls)
+        for call in calls:
+            call()
+
+    def on(self, call: Callable[[], object]) -> None:
+        """Register `call`, which is called at each SIGTERM on the signal thread, and now if one has come."""
+        with self._lock:
+            self._calls.append(call)
+        if self._asked.is_set():
+            call()
+
+
+TERMINATED = SigtermDrain()
+"""The drain on SIGTERM of this process."""
+
 
 START_S = 10.0
 

@@ -19,10 +19,10 @@ from twinpool.cache.pool.pool_set import PoolSet, host_layout
 from twinpool.cache.pool.tp_pool_set import FollowerPools, TPPoolSet
 from twinpool.cache.storage.rank_page_store import RankPageStore
 from twinpool.cache.storage.tp_page_store import FollowerPageStore, TPPageStore
-from twinpool.cluster.assembly.host_tier_memory import take_over
+from twinpool.cluster.assembly.build_parts import take_over
 from twinpool.cluster.assembly.memory_plan import plan_memory, stride
 from twinpool.cluster.controller.controller_actions import LeaseGrant
-from twinpool.cluster.ranks.leader_channel import LeaderChannel
+from twinpool.cluster.ranks import LeaderChannel
 from twinpool.colocate import decode_class_for
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.ids import Incarnation, Role, WorkerName

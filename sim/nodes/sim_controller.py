@@ -21,9 +21,8 @@ from twinpool.cluster.controller.controller_actions import (
     OperatorNote,
     StartWorker,
 )
-from twinpool.cluster.controller.controller_ledger import MemoryLedger
-from twinpool.cluster.controller.node_room import ClusterRoom, NodeRoom, RoleRoom
-from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.controller.leadership import MemoryLedger
+from twinpool.cluster.controller.node_room import ClusterRoom, NodePlace, NodeRoom, RoleRoom
 from twinpool.contracts.ids import Incarnation, WorkerName
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
 from twinpool.sim.fabric.sim_network import SimPipe

@@ -20,7 +20,7 @@ from twinpool.cache.pool.follower_steps import FollowerSteps
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.pool.tp_pool_set import FollowerPools
 from twinpool.cache.storage.tp_page_store import FollowerPageStore
-from twinpool.cluster.assembly.host_tier_memory import rebind
+from twinpool.cluster.assembly.build_parts import rebind
 from twinpool.contracts.errors import PeerDead
 from twinpool.contracts.messages.rank_order_codec import decode, encode
 from twinpool.contracts.messages.rank_orders import (

@@ -14,8 +14,7 @@ from functools import partial
 
 from twinpool.cluster.controller.controller_actions import LeaseGrant
 from twinpool.cluster.worker_process.lease_keeper import WorkerLease
-from twinpool.cluster.worker_process.step_watchdog import StepWatchdog
-from twinpool.cluster.worker_process.worker_thread import WorkerEnd
+from twinpool.cluster.worker_process.worker_thread import StepWatchdog, WorkerEnd
 from twinpool.contracts.errors import PeerDead
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import SessionId, Worker

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from twinpool.cluster.controller.autoscaler import Autoscaler
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import KillWorker, StartWorker
-from twinpool.cluster.controller.controller_ledger import MemoryLedger
-from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.controller.leadership import MemoryLedger
+from twinpool.cluster.controller.node_room import NodePlace
 from twinpool.cluster.worker_process.lease_keeper import COUNTERS_S
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.ids import PAIR, Role, WorkerName

@@ -17,7 +17,7 @@ from tests.cluster.router_stub import RouterStub, router_stub, row
 from twinpool.cli import command_line
 from twinpool.cli import commands as cli
 from twinpool.cluster.processes.process_ids import start_time
-from twinpool.cluster.processes.run_file import live_runs, run_file_path, write_run_file
+from twinpool.cluster.processes.run_folder import live_runs, run_file_path, write_run_file
 
 CHANGES = {
     "drain": ["decode-0"], "undrain": ["decode-0"], "role": ["decode-0", "prefill"], "add": ["decode"],

@@ -19,8 +19,8 @@ from twinpool.cli.admin_client import AdminClient, ClusterNotFound, CommandRefus
 from twinpool.cli.router_marks import left_alone, router_lines, routers_of, wanted_marks
 from twinpool.cli.status_view import status_view
 from twinpool.cluster.controller.controller import Controller
-from twinpool.cluster.controller.controller_ledger import MemoryLedger
 from twinpool.cluster.controller.controller_server import ControllerServer
+from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.config.cluster_config import ClusterConfig, Config

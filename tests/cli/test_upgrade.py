@@ -18,7 +18,7 @@ from twinpool.cli.rolling_restart import next_in_turn
 from twinpool.cli.status_view import status_view
 from twinpool.cli.upgrade_command import UpgradeCommand
 from twinpool.cluster.processes.keeper import FAILED, NEXT, TAKEN_OVER, NextSupervisor
-from twinpool.cluster.processes.run_file import RunFile
+from twinpool.cluster.processes.run_folder import RunFile
 from twinpool.cluster.serve.supervisor_upgrade import (
     CheckedBuild,
     UpgradeRefused,

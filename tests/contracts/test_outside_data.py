@@ -115,7 +115,7 @@ def test_yaml_that_is_none_is_an_error_of_the_configuration(tmp_path: Path, text
 
 
 OWN = {
-    "cluster/assembly/device_cards.py": "a process of ours wrote it",
+    "cluster/assembly/node_shares.py": "a process of ours wrote it",
     "cluster/ray_nodes/control_store.py": "this program wrote it, into a folder of its own",
     "cluster/ray_nodes/host_facts.py": "a process of ours wrote it",
     "cluster/ray_nodes/ray_facts.py": "a process of ours and Ray wrote it",

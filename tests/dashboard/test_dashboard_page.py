@@ -17,8 +17,7 @@ from tests.support.browser import Browser, Tab, browsing, chromium
 from tests.support.served_cluster import until
 from tests.support.worker_pair import counts_for
 from twinpool.cluster.assembly.build_worker import build_worker
-from twinpool.cluster.serve.local_directory import LocalDirectory
-from twinpool.cluster.serve.serve_one_process import LocalDashboard
+from twinpool.cluster.serve.serve_one_process import LocalDashboard, LocalDirectory
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.clock import SystemClock

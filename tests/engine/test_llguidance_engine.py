@@ -10,7 +10,7 @@ import pytest
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
-from twinpool.cluster.models.model_source import DEMO
+from twinpool.cluster.models import DEMO
 from twinpool.engine.runner.sampling.token_mask import TokenMask
 from twinpool.engine.structured_output import llguidance_engine as module
 from twinpool.engine.structured_output.grammar_engine import GrammarError, GrammarMatcher

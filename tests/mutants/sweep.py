@@ -95,7 +95,7 @@ TARGETS = (
     "transfer/planes/tcp/bounce_buffers.py", "transfer/planes/tcp/page_stream.py",
     "transfer/planes/tcp/data_listener.py", "transfer/planes/tcp/data_connection.py",
     "transfer/planes/tcp/zmq_link.py", "transfer/planes/tcp/zmq_plane.py", "transfer/planes/tcp/ordered_notices.py",
-    "transfer/net/sealed_stream.py", "cluster/assembly/device_cards.py", "cluster/serve/memory_fit.py",
+    "transfer/net/sealed_stream.py", "cluster/assembly/node_shares.py", "cluster/serve/memory_fit.py",
     "contracts/config/plane_choice.py", "cache/memory/head_slices.py", "cache/device/layer_marks.py",
     "cache/device/async_cpu_device.py",
     "contracts/wire/frame_connection.py", "contracts/wire/frame_listener.py", "contracts/wire/socket_acceptor.py",

@@ -140,8 +140,7 @@ def test_c7_a_worker_gets_nothing_before_it_has_registered_and_is_reached() -> N
 
 def test_c7_a_worker_is_not_there_before_all_of_its_ranks_are() -> None:
     """Its leader waits for the others before it builds anything, and ends when one doesn't come."""
-    from twinpool.cluster.ranks.follower_channel import FollowerChannel
-    from twinpool.cluster.ranks.leader_channel import LeaderChannel
+    from twinpool.cluster.ranks import FollowerChannel, LeaderChannel
 
     secret = "5a" * 32
     clock = ManualClock()

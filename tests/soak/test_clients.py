@@ -29,7 +29,7 @@ from tests.soak.client_scripts import (
     PYDANTIC_AI,
 )
 from tests.support.served_cluster import ROOT, Serving, serving
-from twinpool.cluster.models.wheel_model import SMOLLM2
+from twinpool.cluster.models import SMOLLM2
 from twinpool.contracts.errors import CheckpointError
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -12,9 +12,8 @@ import pytest
 
 from tests.soak.test_ray_node import more_nodes, nodes, said
 from tests.support.served_cluster import ROOT
-from twinpool.cluster.doctor.doctor_case import DoctorCase, DoctorHost
+from twinpool.cluster.doctor.doctor_case import DoctorCase, DoctorHost, Severity
 from twinpool.cluster.doctor.examine import CHECKS
-from twinpool.cluster.doctor.finding import Severity
 from twinpool.cluster.ray_nodes.host_facts import ask_hosts, facts_here
 from twinpool.cluster.ray_nodes.ray_facts import ask_ray
 from twinpool.cluster.serve.preflight import ServeOptions

@@ -22,7 +22,7 @@ from tests.soak.published import prose
 from tests.support.checkpoints import compare
 from tests.support.gguf_files import GgufOracle
 from tests.support.served_cluster import ROOT, complete, serving
-from twinpool.cluster.models.wheel_model import SMOLLM2
+from twinpool.cluster.models import SMOLLM2
 from twinpool.contracts.errors import CheckpointError
 from twinpool.router.text.tokenizer import read_model_tokenizer
 

@@ -23,7 +23,7 @@ from twinpool.contracts.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from tests.support.rank_followers import RankProcesses
-    from twinpool.cluster.ranks.rendezvous import RankGroup
+    from twinpool.cluster.ranks import RankGroup
 
 ROLE = Role.COLOCATED
 

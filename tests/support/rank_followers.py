@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tests.support.fork_server import forked_processes
-from twinpool.cluster.ranks.rendezvous import RankGroup, lead
+from twinpool.cluster.ranks import RankGroup, lead
 from twinpool.cluster.worker_process.follower_process import serve_rank
 from twinpool.cluster.worker_process.worker_plan import WorkerPlan
 from twinpool.contracts.clock import SystemClock

@@ -17,7 +17,7 @@ from tests.support.default_device import default_device
 from tests.support.rank_followers import RankProcesses, group_of
 from tests.support.worker_pair import SESSION, counts_for
 from twinpool.cluster.assembly.build_worker import build_worker
-from twinpool.cluster.ranks.rendezvous import RankGroup
+from twinpool.cluster.ranks import RankGroup
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.clock import Clock, SystemClock
 from twinpool.contracts.config.cluster_config import Config

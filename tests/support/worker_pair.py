@@ -33,7 +33,7 @@ from twinpool.prefill.worker import PrefillWorker
 if TYPE_CHECKING:
     from tests.support.rank_followers import RankProcesses
     from twinpool.cluster.arena.arena_client import ArenaProvider
-    from twinpool.cluster.ranks.rendezvous import RankGroup
+    from twinpool.cluster.ranks import RankGroup
     from twinpool.engine.runner.load_model import KeptModel
 
 SESSION = SessionId(1)

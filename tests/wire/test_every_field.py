@@ -29,8 +29,7 @@ from twinpool.cluster.controller.controller_service import ControllerService
 from twinpool.cluster.controller.controller_table import RowChange
 from twinpool.cluster.controller.quota_ledger import QuotaLedger
 from twinpool.cluster.controller.stream_lines import WatcherLine
-from twinpool.cluster.ranks.follower_channel import FollowerChannel
-from twinpool.cluster.ranks.leader_channel import LeaderChannel
+from twinpool.cluster.ranks import FollowerChannel, LeaderChannel
 from twinpool.cluster.worker_process.grpc_service import WorkerService
 from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper
 from twinpool.cluster.worker_process.router_streams import RouterStreams

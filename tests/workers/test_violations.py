@@ -18,7 +18,7 @@ from tests.support.served_cluster import ROOT, until
 from tests.support.worker_pair import SESSION, Pair, pair
 from twinpool.cache.pool.page_allocator import Lease, PageAllocator
 from twinpool.cache.swap.swap_storage import SwapPlace
-from twinpool.cluster.serve.local_directory import LocalDirectory
+from twinpool.cluster.serve.serve_one_process import LocalDirectory
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.config.load_config import config_from_dict

@@ -17,9 +17,8 @@ import pytest
 
 from tests.support.served_cluster import ROOT, until
 from twinpool.cluster.arena.arena_agent import IMAGE_SEALS, IMAGES
-from twinpool.cluster.arena.arena_client import ask, forget, reach
+from twinpool.cluster.arena.arena_client import SharedImages, ask, forget, reach
 from twinpool.cluster.arena.local_agent import LocalArenaAgent
-from twinpool.cluster.arena.shared_images import SharedImages
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.ids import WorkerName
 from twinpool.contracts.interfaces.model_images import ImageUnfit
@@ -119,7 +118,7 @@ def test_an_image_outlives_who_made_it_until_another_is_asked_for(agent: LocalAr
 def test_what_nobody_uses_is_dropped(agent: LocalArenaAgent, token: str, how: str) -> None:
     script = (
         "import sys, time\n"
-        "from twinpool.cluster.arena.shared_images import SharedImages\n"
+        "from twinpool.cluster.arena.arena_client import SharedImages\n"
         "from twinpool.contracts.clock import SystemClock\n"
         "from tests.cluster.arena.test_shared_images import Text\n"
         "images = SharedImages(sys.argv[1], 0.1, SystemClock(), time.sleep)\n"

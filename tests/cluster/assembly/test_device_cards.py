@@ -13,16 +13,18 @@ from rich.console import Console
 
 from tests.support.model_families import FAMILIES
 from twinpool.cache.device.device_choice import GpuView
-from twinpool.cluster.assembly.device_cards import (
+from twinpool.cluster.assembly.node_shares import (
     PROCESS_BYTES,
     CardFacts,
+    MemoryShort,
+    NodeFacts,
     _measure,
     cards_of,
     deal,
+    measured,
     min_part,
     read_cards,
 )
-from twinpool.cluster.assembly.node_shares import MemoryShort, NodeFacts, measured
 from twinpool.cluster.ray_nodes.worker_actor import rank_resources
 from twinpool.cluster.serve.memory_fit import CUDA_WORKER_BYTES
 from twinpool.cluster.serve.preflight import ServeOptions, ServePlan, on_device, prepare

@@ -12,8 +12,7 @@ import pytest
 
 from tests.support.checkpoints import make_checkpoint
 from tests.support.worker_pair import counts_for
-from twinpool.cluster.assembly.build_rank import build_rank
-from twinpool.cluster.assembly.build_worker import build_worker
+from twinpool.cluster.assembly.build_worker import build_rank, build_worker
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import config_from_dict
@@ -105,4 +104,4 @@ def test_a_follower_that_cannot_be_built_leaves_nothing_behind(
     def build() -> object:
         return build_rank(Role.DECODE, spec, config, host="127.0.0.1", counts=counts, ranks=ALONE)
 
-    fails_and_leaves_nothing(build, monkeypatch, "twinpool.cluster.assembly.build_rank.load_engine")
+    fails_and_leaves_nothing(build, monkeypatch, "twinpool.cluster.assembly.build_worker.load_engine")

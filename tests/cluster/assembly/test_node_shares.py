@@ -10,10 +10,17 @@ import psutil
 import pytest
 from rich.console import Console
 
-from twinpool.cluster.assembly.device_cards import CardFacts
 from twinpool.cluster.assembly.memory_plan import MemoryPlan
-from twinpool.cluster.assembly.node_shares import MemoryShort, NodeFacts, NodeShare, by_machine, cores, free_bytes
-from twinpool.cluster.models.model_source import DEMO
+from twinpool.cluster.assembly.node_shares import (
+    CardFacts,
+    MemoryShort,
+    NodeFacts,
+    NodeShare,
+    by_machine,
+    cores,
+    free_bytes,
+)
+from twinpool.cluster.models import DEMO
 from twinpool.cluster.serve.preflight import ServeOptions, ServePlan, prepare
 from twinpool.cluster.serve.terminal import node_table, threads_of
 from twinpool.cluster.worker_process.worker_plan import WorkerPlan

@@ -16,10 +16,10 @@ from tests.support.model_families import FAMILIES
 from tests.support.worker_pair import pair
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.memory.kv_cache_spec import PoolKind
-from twinpool.cluster.assembly.memory_plan import state_options
-from twinpool.cluster.assembly.step_memory import (
+from twinpool.cluster.assembly.memory_plan import (
     StepMemory,
     kept_bytes,
+    state_options,
     step_memory,
     step_rows,
     step_tokens,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from twinpool.cluster.autoscaling.load_window import LoadWindow, MeasuredLoad, Outcomes
-from twinpool.cluster.autoscaling.pool_state import WorkerLoad
+from twinpool.cluster.autoscaling.load_window import LoadWindow, MeasuredLoad, Outcomes, WorkerLoad
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.autoscaler_messages import LatencyCounts
 

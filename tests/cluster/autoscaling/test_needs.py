@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from twinpool.cluster.autoscaling.load_window import LatencyTotals, LoadWindow, MeasuredLoad, Outcomes
+from twinpool.cluster.autoscaling.load_window import LatencyTotals, LoadWindow, MeasuredLoad, Outcomes, WorkerLoad
 from twinpool.cluster.autoscaling.pool_need import decode_need, prefill_need
-from twinpool.cluster.autoscaling.pool_state import WorkerLoad
 from twinpool.contracts.config.autoscaling_config import AutoscalingConfig
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.autoscaler_messages import LatencyCounts

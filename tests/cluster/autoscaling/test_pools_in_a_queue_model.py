@@ -9,8 +9,7 @@ import pytest
 from tests.support.autoscaling_loads import COSTS, model, poisson, scaling, sizes_at, told, turns
 from tests.support.autoscaling_queue_model import AutoscalingModel, ModelAsk, ModelCosts, changes
 from twinpool.cluster.controller.controller_actions import StartWorker
-from twinpool.cluster.controller.node_room import ClusterRoom, NodeRoom, RoleRoom
-from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.controller.node_room import ClusterRoom, NodePlace, NodeRoom, RoleRoom
 from twinpool.contracts.ids import Role
 
 BURST = poisson(1, (4.0, 150.0), (14.0, 150.0), (4.0, 500.0), prompt=800, answer=60)

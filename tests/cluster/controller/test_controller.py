@@ -15,8 +15,8 @@ from twinpool.cluster.controller.controller_actions import (
     StartFailed,
     StartWorker,
 )
-from twinpool.cluster.controller.controller_ledger import MemoryLedger
-from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.controller.leadership import MemoryLedger
+from twinpool.cluster.controller.node_room import NodePlace
 from twinpool.cluster.controller.worker_states import TRANSITIONS, WorkerEvent, WorkerState, advance
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig

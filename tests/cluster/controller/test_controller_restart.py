@@ -16,9 +16,9 @@ from twinpool.cluster.controller.controller_actions import (
     LeaseGrant,
     StartWorker,
 )
-from twinpool.cluster.controller.controller_ledger import ControllerLedger, LedgerLost, MemoryLedger
 from twinpool.cluster.controller.controller_table import ControllerTable
-from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.controller.leadership import ControllerLedger, LedgerLost, MemoryLedger
+from twinpool.cluster.controller.node_room import NodePlace
 from twinpool.cluster.controller.sqlite_ledger import SqliteLedger
 from twinpool.cluster.controller.wanted_worker import WantedWorker, from_ledger, to_ledger
 from twinpool.cluster.controller.worker_states import WorkerState

@@ -13,8 +13,8 @@ import pytest
 from twinpool.cluster.controller.autoscaler import Autoscaler
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import StartWorker
-from twinpool.cluster.controller.controller_ledger import MemoryLedger
 from twinpool.cluster.controller.controller_service import MAX_CHANGES, NAME_CHARS, ControllerService
+from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.errors import WireError

@@ -9,8 +9,8 @@ import pytest
 
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import OperatorNote
-from twinpool.cluster.controller.controller_ledger import MemoryLedger
-from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.controller.leadership import MemoryLedger
+from twinpool.cluster.controller.node_room import NodePlace
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.ids import Incarnation, Role, WorkerName

@@ -14,9 +14,9 @@ import pytest
 
 from tests.cluster.fake_worker import FakeWorker
 from twinpool.cluster.controller.controller import Controller
-from twinpool.cluster.controller.controller_ledger import MemoryLedger
 from twinpool.cluster.controller.controller_server import ControllerServer
-from twinpool.cluster.dashboard.history import SAMPLE_S
+from twinpool.cluster.controller.leadership import MemoryLedger
+from twinpool.cluster.dashboard.cluster_frames import SAMPLE_S
 from twinpool.cluster.worker_process import lease_keeper
 from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper
 from twinpool.contracts.clock import ManualClock, SystemClock

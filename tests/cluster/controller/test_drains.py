@@ -22,7 +22,7 @@ from twinpool.cli.drain_command import DrainReport as Progress
 from twinpool.cli.pool_commands import OrderedWorker, follow
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import OperatorNote, StartWorker
-from twinpool.cluster.controller.controller_ledger import MemoryLedger
+from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.cluster.ray_nodes.node_drains import NodeDrains
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
@@ -228,7 +228,7 @@ def test_workers_of_other_nodes_stay() -> None:
 
 SIGNALLED = """
 import os, signal, sys, threading
-from twinpool.cluster.worker_process.sigterm_drain import TERMINATED
+from twinpool.cluster.worker_process.worker_process import TERMINATED
 told = threading.Event()
 assert TERMINATED.listen()
 TERMINATED.on(told.set)

@@ -20,9 +20,8 @@ from twinpool.cluster.controller import controller_client
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import StartWorker
 from twinpool.cluster.controller.controller_client import ControllerAway, ControllerClient
-from twinpool.cluster.controller.controller_ledger import LedgerLeader, LedgerLost, MemoryLedger
 from twinpool.cluster.controller.controller_server import ControllerServer
-from twinpool.cluster.controller.leadership import Leadership
+from twinpool.cluster.controller.leadership import Leadership, LedgerLeader, LedgerLost, MemoryLedger
 from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper, LeaseRefused
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig

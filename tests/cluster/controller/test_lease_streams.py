@@ -13,8 +13,8 @@ import pytest
 
 from tests.support.raw_frames import RawStream
 from twinpool.cluster.controller.controller import Controller
-from twinpool.cluster.controller.controller_ledger import MemoryLedger
 from twinpool.cluster.controller.controller_server import ControllerServer
+from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.cluster.worker_process import lease_keeper
 from twinpool.cluster.worker_process.lease_keeper import COUNTERS_S, LeaseKeeper, renewal_pause_s
 from twinpool.cluster.worker_process.lease_stream import LeaseStream

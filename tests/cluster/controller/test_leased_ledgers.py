@@ -20,7 +20,7 @@ from tests.support.served_cluster import until
 from twinpool.cluster.controller import sqlite_ledger
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import StartWorker
-from twinpool.cluster.controller.controller_ledger import LeasedLedger, LedgerLeader, LedgerLost
+from twinpool.cluster.controller.leadership import LeasedLedger, LedgerLeader, LedgerLost
 from twinpool.cluster.controller.open_ledger import PASSWORD_VARIABLE, open_ledger
 from twinpool.cluster.controller.redis_ledger import TIMEOUT_S, RedisLedger
 from twinpool.cluster.controller.sqlite_ledger import SqliteLedger

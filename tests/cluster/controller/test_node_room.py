@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twinpool.cluster.controller.node_room import ClusterRoom, NodeRoom, Occupant, RoleRoom
-from twinpool.cluster.controller.node_table import NOWHERE, NodePlace
+from twinpool.cluster.controller.node_room import NOWHERE, ClusterRoom, NodePlace, NodeRoom, Occupant, RoleRoom
 from twinpool.cluster.controller.supervisor_wire import room_from_proto, room_to_proto
 from twinpool.contracts.ids import PAIR, Role, WorkerName
 from twinpool.contracts.proto import worker_pb2 as pb

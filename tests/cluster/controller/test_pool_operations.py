@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import KillWorker, StartWorker
-from twinpool.cluster.controller.controller_ledger import MemoryLedger
-from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.controller.leadership import MemoryLedger
+from twinpool.cluster.controller.node_room import NodePlace
 from twinpool.cluster.controller.worker_states import WorkerState
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig

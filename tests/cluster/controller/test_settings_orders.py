@@ -11,8 +11,8 @@ import pytest
 
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_client import ControllerClient
-from twinpool.cluster.controller.controller_ledger import MemoryLedger
 from twinpool.cluster.controller.controller_server import ControllerServer
+from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.cluster.controller.settings_orders import SettingsOrders
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig

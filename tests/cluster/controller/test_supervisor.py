@@ -8,9 +8,8 @@ from typing import Any
 from twinpool.cluster.assembly.node_shares import MemoryShort
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import ControllerAction, EndedProcess, PlacedProcess, WorkerKey
-from twinpool.cluster.controller.controller_ledger import MemoryLedger
-from twinpool.cluster.controller.node_room import ClusterRoom
-from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.controller.leadership import MemoryLedger
+from twinpool.cluster.controller.node_room import ClusterRoom, NodePlace
 from twinpool.cluster.controller.supervisor import Supervisor
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig

@@ -24,10 +24,9 @@ from twinpool.cluster.controller.controller_actions import (
     WorkerKey,
 )
 from twinpool.cluster.controller.controller_client import ControllerAway, ControllerClient
-from twinpool.cluster.controller.controller_ledger import MemoryLedger
 from twinpool.cluster.controller.controller_server import ControllerServer
-from twinpool.cluster.controller.node_room import ClusterRoom, NodeRoom, RoleRoom
-from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.controller.leadership import MemoryLedger
+from twinpool.cluster.controller.node_room import ClusterRoom, NodePlace, NodeRoom, RoleRoom
 from twinpool.cluster.controller.supervisor_wire import action_from_proto, action_to_proto
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.cluster_secret import access_metadata

@@ -12,13 +12,10 @@ import pytest
 from tests.cluster.dashboard.made_workers import worker
 from twinpool.cluster.controller.autoscaler import Autoscaler
 from twinpool.cluster.controller.controller import Controller
-from twinpool.cluster.controller.controller_ledger import MemoryLedger
-from twinpool.cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
-from twinpool.cluster.dashboard.event_log import EventKind
-from twinpool.cluster.dashboard.history import COLUMNS, KEPT_S, SAMPLE_S
+from twinpool.cluster.controller.leadership import MemoryLedger
+from twinpool.cluster.dashboard.cluster_frames import COLUMNS, KEPT_S, SAMPLE_S, ClusterFrames, ClusterState, EventKind
+from twinpool.cluster.dashboard.frame_rows import MAX_LINKS, WorkerSample
 from twinpool.cluster.dashboard.router_totals import MAX_ROUTERS, RouterTotals
-from twinpool.cluster.dashboard.worker_rates import WorkerSample
-from twinpool.cluster.dashboard.worker_rows import MAX_LINKS
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.compact_json import compact_json
 from twinpool.contracts.config.cluster_config import ClusterConfig

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from twinpool.cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
-from twinpool.cluster.dashboard.request_rows import MAX_EVENTS, MAX_SPANS, SHOWN, TEXT_CHARS, request_row
+from twinpool.cluster.dashboard.frame_rows import MAX_EVENTS, MAX_SPANS, SHOWN, TEXT_CHARS, request_row
 from twinpool.contracts.messages.request_record import RecordEvent, RecordSpan, RequestRecord
 
 RECORD = RequestRecord(

@@ -35,12 +35,11 @@ from twinpool.cli import command_line
 from twinpool.cli import commands as cli
 from twinpool.cli.doctor_command import CheckProgress
 from twinpool.cli.tool_commands import new_key
-from twinpool.cluster.assembly.device_cards import CardFacts
-from twinpool.cluster.doctor.doctor_case import DoctorCase, DoctorHost
+from twinpool.cluster.assembly.node_shares import CardFacts
+from twinpool.cluster.doctor.doctor_case import DoctorCase, DoctorHost, Finding, Severity, sized
 from twinpool.cluster.doctor.examine import BESIDE, CHECKS, examine, exit_code
-from twinpool.cluster.doctor.finding import Finding, Severity, sized
-from twinpool.cluster.models.model_source import DEMO
-from twinpool.cluster.processes.run_file import write_run_file
+from twinpool.cluster.models import DEMO
+from twinpool.cluster.processes.run_folder import write_run_file
 from twinpool.cluster.ray_nodes.ray_facts import RayFacts, RayNode
 from twinpool.cluster.serve import preflight
 from twinpool.cluster.serve.memory_fit import CUDA_WORKER_BYTES
@@ -332,7 +331,7 @@ def test_small_limits_of_the_control_group_are_found(tmp_path: Path) -> None:
 IN_A_SMALL_SHM = """
 import sys
 from pathlib import Path
-from twinpool.cluster.doctor.checks.host_memory import check_shared_memory
+from twinpool.cluster.doctor.device_checks import check_shared_memory
 from twinpool.cluster.doctor.doctor_case import DoctorCase
 from twinpool.cluster.serve import preflight
 from twinpool.cluster.serve.memory_fit import CUDA_WORKER_BYTES
@@ -714,7 +713,7 @@ def test_looking_for_free_ports_loads_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom twinpool.cluster.doctor.doctor_case import DoctorCase\n"
         "from twinpool.cluster.serve.preflight import ServeOptions\n"
-        "from twinpool.cluster.doctor.checks.free_ports import check_ports\n"
+        "from twinpool.cluster.doctor.network_checks import check_ports\n"
         "list(check_ports(DoctorCase(ServeOptions(port=0))))\nprint('torch' in sys.modules)"
     )
     done = subprocess.run(

@@ -12,10 +12,9 @@ import torch
 
 from tests.cluster.doctor.test_doctor import host, only
 from tests.support.served_cluster import ROOT
-from twinpool.cluster.doctor.checks.hosts import numerics_of
-from twinpool.cluster.doctor.doctor_case import DoctorCase
+from twinpool.cluster.doctor.doctor_case import DoctorCase, Finding, Severity
 from twinpool.cluster.doctor.examine import CHECKS
-from twinpool.cluster.doctor.finding import Finding, Severity
+from twinpool.cluster.doctor.network_checks import numerics_of
 from twinpool.cluster.ray_nodes.host_facts import HostFacts, facts_here, offset
 from twinpool.cluster.serve.preflight import ServeOptions
 from twinpool.contracts.build_id import build_id

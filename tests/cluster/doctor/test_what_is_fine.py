@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.cluster.doctor.test_doctor import case, host, look, only
-from twinpool.cluster.assembly.device_cards import CardFacts
-from twinpool.cluster.doctor.checks import clocks, containers
-from twinpool.cluster.doctor.checks.model_files import MIN_FREE
-from twinpool.cluster.doctor.doctor_case import DoctorCase
+from twinpool.cluster.assembly.node_shares import CardFacts
+from twinpool.cluster.doctor import machine_checks
+from twinpool.cluster.doctor.doctor_case import DoctorCase, Severity
 from twinpool.cluster.doctor.examine import CHECKS
-from twinpool.cluster.doctor.finding import Severity
+from twinpool.cluster.doctor.settings_checks import MIN_FREE
 
 JOINED: dict[str, Any] = {"ray_address": "head:6379"}
 
@@ -40,7 +39,7 @@ def test_a_clock_that_nobody_keeps_matters_where_there_are_other_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for kept, alone in ((True, "synchronised"), (False, "kept by nobody, and alone"), (None, "unknown")):
-        monkeypatch.setattr(clocks, "_synchronised", lambda kept=kept: kept)
+        monkeypatch.setattr(machine_checks, "_synchronised", lambda kept=kept: kept)
         assert alone in says("clock", case(tmp_path))
         if kept is False:
             assert "nothing keeps this machine's clock" in only(look("clock", case(tmp_path, **JOINED))).found
@@ -50,7 +49,7 @@ def test_a_clock_that_nobody_keeps_matters_where_there_are_other_machines(
 
 def test_the_kernel_is_asked_whether_it_keeps_the_clock() -> None:
     """Against what it tells of itself by another way, where there is one."""
-    told = clocks._synchronised()
+    told = machine_checks._synchronised()
     if (tool := shutil.which("adjtimex")) is None:
         assert told in (True, False, None)
         return
@@ -134,14 +133,14 @@ def test_a_model_that_is_to_be_fetched_is_told_with_the_room_for_it(
 @pytest.fixture
 def child(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     """What the child process says, where that isn't what it says by itself."""
-    said, line = list[str | None](), containers._line
+    said, line = list[str | None](), machine_checks._line
 
     def told(process: Any) -> str | None:
         real = line(process)
         assert real is not None
         return said[0] and said[0].replace("FD", real.split()[0]) if said else real
 
-    monkeypatch.setattr(containers, "_line", told)
+    monkeypatch.setattr(machine_checks, "_line", told)
     return said
 
 

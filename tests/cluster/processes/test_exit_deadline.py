@@ -7,14 +7,14 @@ import sys
 
 STUCK = """
 import logging, socket
-from twinpool.cluster.processes.exit_deadline import exit_deadline
+from twinpool.cluster.processes.priority import exit_deadline
 logging.basicConfig()
 one, other = socket.socketpair()
 with exit_deadline(0.1, "nobody answers"):
     one.recv(1)
 """
 DONE = """
-from twinpool.cluster.processes.exit_deadline import exit_deadline
+from twinpool.cluster.processes.priority import exit_deadline
 with exit_deadline(600.0, "nobody answers"):
     pass
 raise SystemExit(7)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from twinpool.cluster.processes import run_file as runfile
+from twinpool.cluster.processes import run_folder as runfile
 from twinpool.cluster.processes.process_ids import kill_process, same_process, start_time
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from twinpool.cluster.ranks.rendezvous import FollowerRank, follow, lead
+from twinpool.cluster.ranks import FollowerRank, follow, lead
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import ConfigError

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.wire.instances import full
-from twinpool.cluster.ranks.follower_channel import FollowerChannel
-from twinpool.cluster.ranks.leader_channel import LeaderChannel
+from twinpool.cluster.ranks import FollowerChannel, LeaderChannel
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import PeerDead
 from twinpool.contracts.messages.rank_orders import AwaitReady, DescribeMemory, LinkLost

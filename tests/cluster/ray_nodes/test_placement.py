@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from twinpool.cluster.assembly.node_shares import WorkerShare
-from twinpool.cluster.controller.node_table import NodePlace
+from twinpool.cluster.controller.node_room import NodePlace
 from twinpool.cluster.worker_process.worker_plan import WorkerPlan
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.ids import Incarnation, Role, WorkerName

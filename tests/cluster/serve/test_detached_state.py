@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from twinpool.cluster.assembly.device_cards import CardFacts
-from twinpool.cluster.assembly.node_shares import NodeFacts
+from twinpool.cluster.assembly.node_shares import CardFacts, NodeFacts
 from twinpool.cluster.processes.keeper import end_seconds
 from twinpool.cluster.serve.build_check import why_not
 from twinpool.cluster.serve.detached_state import STATE_FILE, DetachedState, ServiceProcess

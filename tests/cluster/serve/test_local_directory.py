@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 import pytest
 
 from tests.cluster.fake_worker import FakeWorker, submit
-from twinpool.cluster.serve.local_directory import LocalDirectory
+from twinpool.cluster.serve.serve_one_process import LocalDirectory
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName

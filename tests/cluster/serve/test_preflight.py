@@ -14,7 +14,7 @@ import pytest
 from tests.support.model_families import FAMILIES
 from twinpool.cli.tool_commands import new_key
 from twinpool.cluster.assembly.node_shares import MemoryShort, measured
-from twinpool.cluster.models.model_source import DEMO
+from twinpool.cluster.models import DEMO
 from twinpool.cluster.serve.preflight import ServeOptions, prepare
 from twinpool.contracts.config.security_config import SecurityConfig
 from twinpool.contracts.errors import CheckpointError, ConfigError

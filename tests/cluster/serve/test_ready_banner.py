@@ -13,8 +13,7 @@ import pytest
 
 from tests.support.checkpoints import make_checkpoint
 from twinpool.cluster.serve.preflight import ServeOptions, ServePlan, prepare
-from twinpool.cluster.serve.ready_banner import ask_line, summary, ways_in
-from twinpool.cluster.serve.terminal import Terminal
+from twinpool.cluster.serve.terminal import Terminal, ask_line, summary, ways_in
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.ids import PAIR, Incarnation, Role, WorkerName
 from twinpool.contracts.messages.fingerprint import Fingerprint

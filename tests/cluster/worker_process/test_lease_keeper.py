@@ -13,8 +13,8 @@ import pytest
 from tests.cluster.fake_worker import FakeWorker
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import StartWorker
-from twinpool.cluster.controller.controller_ledger import MemoryLedger
 from twinpool.cluster.controller.controller_server import ControllerServer
+from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.cluster.worker_process import lease_keeper as lease
 from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper, LeaseRefused, WorkerLease
 from twinpool.contracts.clock import ManualClock

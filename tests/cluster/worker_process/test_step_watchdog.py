@@ -9,10 +9,9 @@ import pytest
 from tests.cluster.fake_worker import FakeWorker, submit
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import KillWorker, StartWorker
-from twinpool.cluster.controller.controller_ledger import MemoryLedger
-from twinpool.cluster.worker_process.step_watchdog import StepWatchdog, allowed_s
+from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.cluster.worker_process.worker_process import hang_at
-from twinpool.cluster.worker_process.worker_thread import WorkerThread
+from twinpool.cluster.worker_process.worker_thread import StepWatchdog, WorkerThread, allowed_s
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.errors import ConfigError

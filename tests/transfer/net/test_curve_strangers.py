@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from twinpool.cluster.ranks.follower_channel import FollowerChannel
-from twinpool.cluster.ranks.leader_channel import JOIN, LeaderChannel, meeting_point
+from twinpool.cluster.ranks import JOIN, FollowerChannel, LeaderChannel, meeting_point
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.errors import PeerDead
 from twinpool.transfer.net.curve_keys import CurveKeys, dial

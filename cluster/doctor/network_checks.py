@@ -1,17 +1,155 @@
-"""The hosts of a Ray against each other: which of them can hand over to which, and what to do where they can't."""
+"""Checks of the network.
+
+- Ports that a cluster listens on at numbers that were chosen: whether they are free.
+- The Ray that is to be joined: there, of this build's version, with nodes that take workers.
+- The hosts of a Ray against each other: which of them can hand over to which, and what to do where they can't.
+"""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
 
-from twinpool.cluster.doctor.checks.clocks import MAX_SKEW_S
-from twinpool.cluster.doctor.doctor_case import DoctorCase
-from twinpool.cluster.doctor.finding import Finding, error, fine, from_refusal, warning
+from twinpool.cluster.doctor.doctor_case import DoctorCase, Finding, error, fine, from_refusal, warning
+from twinpool.cluster.doctor.machine_checks import MAX_SKEW_S
+from twinpool.cluster.processes.free_port import free_port
+from twinpool.cluster.processes.run_folder import live_run_of, newest_live_run
 from twinpool.cluster.ray_nodes.host_facts import HostFacts
-from twinpool.cluster.ray_nodes.worker_resources import RESOURCES
+from twinpool.cluster.ray_nodes.ray_cluster import check_reachable
+from twinpool.cluster.ray_nodes.ray_facts import RayFacts
+from twinpool.cluster.ray_nodes.worker_resources import RESOURCES, has_places, resource_example
+from twinpool.cluster.serve.terminal import url_of
 from twinpool.contracts import cpu_levels
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import ConfigError
+
+
+def check_ports(case: DoctorCase) -> Iterator[Finding]:
+    """The endpoint's port, the operators', the controller's, and those of KV events."""
+    taken, free = 0, list[str]()
+    if case.options.file and (run := live_run_of(Path(case.options.file))) is not None:
+        yield fine(f"{run.url} was launched with this file: up brings it to what the file says now")
+        return
+    for setting, host, port in _ports(case):
+        try:
+            free_port(host, port)
+        except ConfigError as refused:
+            taken += 1
+            yield error(f"{setting} {port}: {refused}", _advice(case, host, port, setting))
+        else:
+            free.append(f"{setting} {port}")
+    if not taken:
+        yield fine(f"free: {', '.join(free)}" if free else "every port is any free one")
+
+
+def _advice(case: DoctorCase, host: str, port: int, setting: str) -> str:
+    if port == case.options.port:
+        url = url_of(host, port, https=case.config.security.https is not None)
+        run = newest_live_run(url)
+        if run is not None:
+            return f"a cluster of yours serves there: twinpool down --url {run.url}, or another --port"
+    return f"end what listens there, or set another {setting} (0: any)"
+
+
+def _ports(case: DoctorCase) -> Iterator[tuple[str, str, int]]:
+    """Setting, address and port of each listener whose port isn't any."""
+    options, security, events = case.options, case.config.security, case.config.cache.events
+    if options.port:
+        yield "--port", options.host, options.port
+    for number in range(options.routers if security.admin_port else 0):
+        yield "security.admin_port", security.admin_host, security.admin_port + number
+    if case.config.cluster.controller_port:
+        yield "cluster.controller_port", "127.0.0.1", case.config.cluster.controller_port
+    if options.ray_address is not None:
+        return  # Workers may listen on any node.
+    for setting, endpoint in (
+        ("cache.events.endpoint", events.endpoint),
+        ("cache.events.replay_endpoint", events.replay_endpoint),
+    ):
+        parts = urlsplit(endpoint)
+        if parts.scheme != "tcp" or not parts.port:
+            continue
+        from twinpool.cluster.assembly.build_parts import event_rank  # These import torch, which takes seconds.
+        from twinpool.cluster.serve.memory_fit import named
+
+        for name, role in named(options.workers):
+            yield setting, parts.hostname or "0.0.0.0", parts.port + event_rank(role, name)
+
+
+def check_ray(case: DoctorCase) -> Iterator[Finding]:
+    """Ask the head, without joining it."""
+    address = case.options.ray_address
+    if address is None:
+        if case.options.dashboard and find_spec("aiohttp") is None:
+            yield error("--dashboard, and aiohttp isn't installed", "pip install 'ray[default]', or leave the flag out")
+        else:
+            yield fine("a Ray of our own is started, on loopback")
+        return
+    if address == "auto":
+        address = case.host.environment.get("RAY_ADDRESS", "") or _here(case)
+    if not address:
+        yield error(
+            "--ray-address auto, and no Ray runs on this machine",
+            "ray start --head here, or give the head's address as HOST:6379",
+        )
+        return
+    try:
+        check_reachable(address)
+        facts = case.host.ask_ray(address)
+    except ConfigError as refused:
+        yield from_refusal(refused)
+        return
+    wrong = False
+    for finding in (*_versions(case, facts), *_places(case, facts)):
+        wrong = True
+        yield finding
+    if not wrong:
+        yield fine(f"Ray {facts.ray} at {address}: {', '.join(node.name for node in facts.nodes)}")
+
+
+def _here(case: DoctorCase) -> str:
+    """The address that a Ray on this machine has left; empty where there is none."""
+    return case.host.read(case.host.temporary / "ray" / "ray_current_cluster")
+
+
+def _versions(case: DoctorCase, facts: RayFacts) -> Iterator[Finding]:
+    try:
+        ours = case.host.version("ray")
+    except PackageNotFoundError:
+        return  # Told of among the versions.
+    python = platform.python_version()
+    if facts.ray != ours:
+        yield error(
+            f"that Ray is {facts.ray}, and {ours} is installed here",
+            f"pip install ray=={facts.ray} here, or have all nodes run {ours}",
+        )
+    if facts.python != python:
+        yield error(
+            f"that Ray runs Python {facts.python}, and this is {python}",
+            "use the same Python on all nodes: Ray takes processes of its own alone",
+        )
+
+
+def _places(case: DoctorCase, facts: RayFacts) -> Iterator[Finding]:
+    if not any(has_places(node.places) for node in facts.nodes):
+        yield error(
+            f"none of its {len(facts.nodes)} nodes has a place for workers",
+            f"ray start --resources='{resource_example(case.options.workers)}' on the nodes that take workers",
+        )
+        return
+    for role, count in case.options.workers.items():
+        wanted = count * case.config.tp_for(role)
+        there = sum(node.places.get(RESOURCES[role], 0) for node in facts.nodes)
+        if there < wanted:
+            yield warning(
+                f"its nodes have {there:g} of {wanted} {RESOURCES[role]}: workers wait until more join",
+                "start the other nodes, or ask for fewer workers",
+            )
+
 
 Groups = Mapping[Hashable, Sequence[HostFacts]]
 

@@ -1,1 +1,0 @@
-"""The channel between the ranks of one worker: leader and followers."""
