@@ -124,21 +124,19 @@ class Drafting:
         self._config = with_speculation(config, pages.manager.spec)
         self._pages, self._drafter = pages, drafter
 
-    def _few(self, running: int) -> bool:
+    def few(self, running: int) -> bool:
         """Whether steps have drafts while so many requests run."""
         return running <= self._config.draft_requests and self._config.drafts > 0
 
-    def waits(self, request: DecodeRequest, running: int) -> bool:
-        """Whether the next step of one of `running` requests waits for the one under way: to know how far its drafts
-        came, or because there is a draft for the next one."""
-        if not request.under_way:
-            return False
-        return bool(request.drafts) or (self._few(running) and bool(self._drafter.propose(request, 1)))
+    def waits(self, request: DecodeRequest, *, few: bool) -> bool:
+        """Whether the next step of a request waits for the one that is under way: to know how far its drafts came, or,
+        while `few` requests run, because there is a draft for the next one."""
+        return bool(request.drafts) or (few and bool(self._drafter.propose(request, 1)))
 
     def plan(self, batch: Sequence[DecodeRequest], running: int, budget: int) -> None:
         """Give drafts to the requests of a step, in order, while few enough are `running`: up to `budget` tokens in
         all, where there are pages for them."""
-        if not self._few(running):
+        if not self.few(running):
             return
         for request in batch:
             # The last token of the longest answer is computed by no step.

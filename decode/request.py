@@ -92,6 +92,8 @@ PHASES = StateTable[DecodePhase, DecodeEvent](
 
 OFF_DEVICE = (DecodePhase.RETRACTING, DecodePhase.RETRACTED, DecodePhase.RESUMING)
 """Phases in which a request is in a queue of `decode.retraction.retraction`."""
+STEPPING = (DecodePhase.RUNNING, DecodePhase.RETRACTING)
+"""Phases in which steps of a request may be under way."""
 
 
 @dataclass(eq=False)
@@ -140,6 +142,10 @@ class DecodeRequest:
     """How many drafts its next step may have; it follows how many of the last ones were right."""
     latest: TokenFromStep | None = None
     """The row of a launched step that draws its latest token."""
+    ready: Allocation | None = None
+    """Its allocation, once all state that was loaded for it is known to have arrived (`DecodePages.settled`)."""
+    reach: int = 0
+    """Positions for which that is known to have pages in every pool (`DecodePages.grow`)."""
     stopping: bool = False
     """It is to be migrated: no step of it is launched any more."""
     claim: int = 0
@@ -193,7 +199,7 @@ class DecodeRequest:
     @property
     def stepping(self) -> bool:
         """Whether steps of it may be under way."""
-        return self.phase in (DecodePhase.RUNNING, DecodePhase.RETRACTING)
+        return self.phase in STEPPING
 
     @property
     def under_way(self) -> int:
@@ -226,16 +232,6 @@ class DecodeRequest:
         """Return the prefix of the whole pages of its first `end` tokens."""
         known = self.prefix.head(end // page_tokens)
         return known.longer(self.tokens[len(known) * page_tokens : end])
-
-    @property
-    def can_go_on(self) -> bool:
-        """Whether its next step can be launched now: it isn't to be migrated, and doesn't reach `max_tokens` with the
-        steps under way; whether it waits for drafts is `Drafting`'s to say."""
-        if self.stopping:
-            return False
-        if not self.under_way:
-            return True
-        return self.generated + self.under_way < self.submit.sampling.max_tokens
 
     @property
     def positions(self) -> int:

@@ -73,12 +73,29 @@ class DecodePages:
         return request.prefix if self.reuse else request.prefix.head(0)
 
     def settled(self, request: DecodeRequest) -> bool:
-        """Whether all state that was loaded for the request has arrived and is verified; only then it joins a batch."""
-        return request.allocation is not None and self.manager.allocations.ready(request.allocation)
+        """Whether all state that was loaded for the request has arrived and is verified; only then it joins a batch.
+
+        It stays so (`DecodeRequest.ready`) until the request has another allocation, or shares pages with the tree
+        anew: the tree may have the same ones on their way. State that turns out damaged ends the request.
+        """
+        if request.allocation is None or not self.manager.allocations.ready(request.allocation):
+            return False
+        request.ready, request.reach = request.allocation, request.planned
+        return True
+
+    def grow(self, request: DecodeRequest) -> bool:
+        """Get pages for one more position, in every pool; False where one has none, or none yet. A page has room for
+        the positions behind that one, so most steps need none."""
+        end = request.planned + 1
+        if self.manager.running.extend(request.held, end) < end:
+            return False
+        request.reach = -(-end // self.page_tokens) * self.page_tokens
+        return True
 
     def cache_prompt(self, request: DecodeRequest) -> None:
         """Give the tree the prompt's pages of the full pool, for requests with the same prompt, from now on."""
         if self.reuse and request.allocation is not None and not request.allocation.invalid:
+            request.ready = None
             self.manager.finished.cache_pages(
                 request.allocation, request.prefix, request.submit.priority, full_only=True
             )
@@ -89,7 +106,7 @@ class DecodePages:
         allocation = request.allocation
         if not self.reuse or allocation is None or allocation.invalid:
             return
-        tokens = request.tokens[: request.committed]
+        request.ready, tokens = None, request.tokens[: request.committed]
         if self._reasoning is not None:
             tokens = tokens[: self._reasoning.keeps(tokens, request.submit.prompt_len)]
         self.manager.finished.seal([(allocation, request.committed)])

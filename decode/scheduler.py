@@ -48,7 +48,7 @@ class DecodeScheduler:
         self.running: deque[DecodeRequest] = deque()
         """Requests of the continuous batch; the one that has waited longest for a step comes first."""
         self.retraction = Retraction(pages.manager, config.decode, clock)
-        self.pressure = MemoryPressure(pages.manager, self.retraction, lengths)
+        self.pressure = MemoryPressure(requests, pages.manager, self.retraction, lengths)
         self._shares = FairShares()
         self._steps = 0
 
@@ -72,9 +72,12 @@ class DecodeScheduler:
 
         A migrating request that gets none now fails at once: its stream stands still elsewhere.
         """
-        yield from self.retraction.advance()
-        yield from self.retraction.resume(self._has_room)
+        if len(self.retraction):
+            yield from self.retraction.advance()
+            yield from self.retraction.resume(self.pressure.has_room_for)
         self._shares.follow({r.submit.tenant: r.submit.weight for r in self.waiting})
+        if not self.waiting:
+            return
         if not self.retraction.first_in_line:
             self._grant()
         for request in [r for r in self.waiting if r.submit.migrating]:
@@ -86,9 +89,6 @@ class DecodeScheduler:
         self.running += back
         return lost
 
-    def _has_room(self, request: DecodeRequest) -> bool:
-        return self.pressure.has_room_for(request, self._requests)
-
     def _grant(self) -> None:
         """Grant pages to waiting requests, in order.
 
@@ -99,7 +99,7 @@ class DecodeScheduler:
         for request in self._in_turn():
             if self._prompts.waits(request):
                 continue
-            while not (self._has_room(request) and self._prompts.preallocate(request)):
+            while not (self.pressure.has_room_for(request) and self._prompts.preallocate(request)):
                 if (preempted := self._prompts.make_way(request)) is None:
                     return
                 self.requeue(preempted)
@@ -140,14 +140,12 @@ class DecodeScheduler:
         There are at most `decode.max_batch_tokens`. Where a request lacks pages for its step, others are retracted.
         """
         running = len(self.running)
-        able = (
-            r for r in self.running if r.can_go_on and self._pages.settled(r) and not self._drafting.waits(r, running)
-        )
-        batch, short = self.pressure.backed(able, self._config.max_batch_tokens)
-        short = self._make_way(short)
-        for victim in self.pressure.choose_victims(short, self.running):
-            self.retract(victim)
-        batch = [request for request in batch if request.phase is DecodePhase.RUNNING]
+        batch, short = self._able(few=self._drafting.few(running))
+        if short:
+            short = self._make_way(short)
+            for victim in self.pressure.choose_victims(short, self.running):
+                self.retract(victim)
+            batch = [request for request in batch if request.phase is DecodePhase.RUNNING]
         if not short:
             self._drafting.plan(batch, running, self._config.max_batch_tokens - len(batch))
         for request in batch:
@@ -156,10 +154,37 @@ class DecodeScheduler:
                 self._charge(request, 1)
         return batch
 
+    def _able(self, *, few: bool) -> tuple[list[DecodeRequest], list[DecodeRequest]]:
+        """Return, in turn, the requests that can take a step and have pages for it, and those that are short of pages.
+
+        A request waits while it is to be migrated, while it comes to `max_tokens` with the steps under way, while those
+        have to say how far its drafts came, and while state that was loaded for it hasn't arrived. One with steps under
+        way isn't short: they may free a page of a window, or end it. `few`: whether steps have drafts now.
+        """
+        batch: list[DecodeRequest] = []
+        short: list[DecodeRequest] = []
+        for request in self.running:
+            if len(batch) == self._config.max_batch_tokens:
+                break
+            if request.stopping:
+                continue
+            under_way = request.launched - request.committed
+            if under_way and request.generated + under_way >= request.submit.sampling.max_tokens:
+                continue
+            if request.ready is not request.allocation and not self._pages.settled(request):
+                continue
+            if under_way and (few or request.drafts) and self._drafting.waits(request, few=few):
+                continue
+            if request.planned < request.reach or self._pages.grow(request):
+                batch.append(request)
+            elif not under_way:
+                short.append(request)
+        return batch, short
+
     def _make_way(self, short: list[DecodeRequest]) -> list[DecodeRequest]:
         """Take its pages from a prompt that is being computed here, where requests are `short` of pages; returns those
         for which others have to be retracted."""
-        if not short or self.retraction.leaving:
+        if self.retraction.leaving:
             return short
         preempted = self._prompts.preempt(max(request.submit.priority for request in short))
         if preempted is None:

@@ -20,13 +20,13 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.damage import DamageSite, log_damage
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.messages.worker_events import Tokens
+from twinpool.contracts.sampling_params import TokenLogprob
 from twinpool.decode.drafting import Drafting
-from twinpool.decode.request import DecodeRequest, RequestFailed, RequestFinished, RouterEvent
+from twinpool.decode.request import STEPPING, DecodeRequest, RequestFailed, RequestFinished
 from twinpool.decode.request_pages import DecodePages
 from twinpool.engine.runner.batch import (
     NONFINITE,
     BatchRow,
-    DrawnToken,
     RowOutput,
     StepHandle,
     TokenDraw,
@@ -102,6 +102,7 @@ class DecodeStepCommit:
     # ------------------------------------------------------------ launch
 
     def launch(self, batch: list[DecodeRequest]) -> None:
+        """Launch the step of a batch."""
         step = self.begin(batch)
         self.launched(step, step, batch)
         if self._config.faults.step_delay_s:
@@ -110,7 +111,8 @@ class DecodeStepCommit:
     def begin(self, batch: list[DecodeRequest], others: Sequence[BatchRow] = ()) -> LaunchedStep:
         """Launch a step of one row for each request, and `others` behind them; where a grammar has to say what may be
         drawn, it is begun, and `landed` draws it."""
-        rows = [*(self._row(request) for request in batch), *others]
+        rows = [self._row(request) for request in batch]
+        rows += others
         return self._engine.begin(rows) if _masked(batch) else self._engine.launch(rows)
 
     def launched(self, step: LaunchedStep, mine: StepHandle, batch: list[DecodeRequest]) -> None:
@@ -119,27 +121,29 @@ class DecodeStepCommit:
             self._begun = BegunStep(step, mine, batch)
         else:
             self._overlap.launched(mine, batch)
+        stateful = self._manager.running.stateful
         for number, request in enumerate(batch):
             request.launched = request.planned
             request.latest = TokenFromStep(step, number)
-            boundary = request.launched % self._pages.page_tokens == 0
-            if self._manager.running.stateful and request.allocation is not None and boundary:
+            if stateful and request.allocation is not None and request.launched % self._pages.page_tokens == 0:
                 self._manager.running.snapshot(request.allocation, request.launched)
 
     def _row(self, request: DecodeRequest) -> BatchRow:
-        at, sampling, drafts = request.launched, request.submit.sampling, request.drafts
+        at, submit, drafts, history = request.launched, request.submit, request.drafts, request.history
+        assert request.allocation is not None, "a request of a batch has its pages"
         end = at + 1 + len(drafts)
-        tables = self._manager.running.block_tables(request.held, at, end)
-        draw = TokenDraw(sampling, request.history or (), request.submit.prompt_len, end, request.mask)
-        if request.under_way and request.latest is not None:
+        tables = self._manager.running.block_tables(request.allocation, at, end)
+        draw = TokenDraw(submit.sampling, () if history is None else history, submit.prompt_len, end, request.mask)
+        if at > request.committed and request.latest is not None:
             assert not drafts, "drafts follow from tokens that are known"
             return BatchRow(request.latest, at, tables, draw)
         return BatchRow([request.tokens[-1], *drafts], at, tables, draw, drafted=len(drafts))
 
     # ------------------------------------------------------------ commit
 
-    def landed(self, *, go_on: bool) -> Iterator[RouterEvent | RequestFinished | RequestFailed]:
-        """Commit the steps that are complete, row by row; yields what came of each row.
+    def landed(self, *, go_on: bool) -> Iterator[RequestFinished | RequestFailed]:
+        """Commit the steps that are complete, row by row: what a row drew is emitted for its router, and the requests
+        that it ends are yielded.
 
         The caller must act on each outcome before it takes the next. `go_on`: another step was launched in this round,
         so the last one may be waited for later.
@@ -179,62 +183,59 @@ class DecodeStepCommit:
 
     def _commit_step(
         self, results: Sequence[tuple[DecodeRequest, RowOutput]]
-    ) -> Iterator[RouterEvent | RequestFinished | RequestFailed]:
+    ) -> Iterator[RequestFinished | RequestFailed]:
         self.committed = True
         self.steps += 1
         for request, output in results:
             # A request that ended while this step was under way has no use for what it drew.
-            if request.stepping:
-                yield from self._take(request, output)
+            if request.phase in STEPPING and (outcome := self._commit(request, output)) is not None:
+                yield outcome
 
-    def recover(self, invalid: list[Allocation]) -> Iterator[RequestFailed]:
+    def recover(self, invalid: list[Allocation]) -> list[RequestFailed]:
         """Fail the requests whose allocations are in `invalid`: state that was loaded for them is damaged.
 
         Their next attempts find that state gone from the tree, and are sent all of it.
         """
-        for request in [r for r in self._requests if r.allocation in invalid]:
-            yield RequestFailed(request, ErrorKind.DAMAGED, "a page loaded for it was damaged")
+        if not invalid:
+            return []
+        damaged = [r for r in self._requests if r.allocation in invalid]
+        return [RequestFailed(r, ErrorKind.DAMAGED, "a page loaded for it was damaged") for r in damaged]
 
-    def _take(
-        self, request: DecodeRequest, output: RowOutput
-    ) -> Iterator[RouterEvent | RequestFinished | RequestFailed]:
+    def _commit(self, request: DecodeRequest, output: RowOutput) -> RequestFinished | RequestFailed | None:
+        """Count what a row drew and emit it; returns the request's end, if that was its last step."""
         if output.stale:
-            yield self._stale(request)
-            return
+            return self._stale(request)
         if output.nonfinite:
-            yield self._nonfinite(request)
-            return
+            return self._nonfinite(request)
         assert output.drawn is not None
-        sampling, drawn = request.submit.sampling, [*output.accepted, output.drawn]
-        # What is drawn behind the answer's end isn't part of it.
-        stop = next((n for n, one in enumerate(drawn) if one.token in sampling.stop_token_ids), len(drawn))
-        drawn = drawn[: min(stop + 1, sampling.max_tokens - request.generated)]
-        yield self._commit(request, drawn)
+        submit, sampling, before = request.submit, request.submit.sampling, len(request.tokens)
+        left, stops = sampling.max_tokens - (before - submit.prompt_len), sampling.stop_token_ids
+        tokens: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        for token, logprob in (*output.accepted, output.drawn):
+            tokens.append(token)
+            if logprob is not None:
+                logprobs.append(logprob)
+            if token in stops or len(tokens) == left:
+                break  # What is drawn behind the answer's end isn't part of it.
+        if request.committed < len(submit.tokens):
+            request.computed += 1
+            self.counters["prompt_tokens_computed"] += 1
+        self.counters["tokens_generated"] += len(tokens)
+        event = Tokens(submit.request_id, submit.attempt, before, tuple(tokens), tuple(logprobs))
+        request.commit(tokens, logprobs)
+        if self._manager.kinds.windows and request.allocation is not None:
+            self._manager.running.free_window_pages(request.allocation, request.committed)
+        if "first_step" not in request.marks:
+            request.marks["first_step"] = self._clock.now() - request.arrived
+        self._requests.emit(request.session, event)
         if request.drafts:
             self.counters["tokens_drafted"] += len(request.drafts)
             self.counters["drafts_accepted"] += len(output.accepted)
             self._drafting.landed(request, len(output.accepted))
-        last = drawn[-1].token
-        if last in sampling.stop_token_ids:
-            yield RequestFinished(request, "stop", last)
-        elif request.generated >= sampling.max_tokens:
-            yield RequestFinished(request, "length", None)
-
-    def _commit(self, request: DecodeRequest, drawn: Sequence[DrawnToken]) -> RouterEvent:
-        submit = request.submit
-        computed = int(request.committed < len(submit.tokens))
-        request.computed += computed
-        self.counters["prompt_tokens_computed"] += computed
-        self.counters["tokens_generated"] += len(drawn)
-        logprobs = tuple(one.logprob for one in drawn if one.logprob is not None)
-        tokens = tuple(one.token for one in drawn)
-        event = Tokens(submit.request_id, submit.attempt, len(request.tokens), tokens, logprobs)
-        request.commit(tokens, logprobs)
-        if request.allocation is not None:
-            self._manager.running.free_window_pages(request.allocation, request.committed)
-        if "first_step" not in request.marks:
-            request.marks["first_step"] = self._clock.now() - request.arrived
-        return RouterEvent(request.session, event)
+        if tokens[-1] in stops:
+            return RequestFinished(request, "stop", tokens[-1])
+        return RequestFinished(request, "length", None) if len(tokens) == left else None
 
     def _stale(self, request: DecodeRequest) -> RequestFailed:
         """Fail a request whose row found one of its pages given away: the token is dropped, the tree forgets what it
@@ -256,4 +257,5 @@ class DecodeStepCommit:
 
 
 def _masked(batch: Sequence[DecodeRequest]) -> bool:
-    return any(request.grammar is not None for request in batch)
+    """Whether a grammar says what may be drawn, for any of these requests."""
+    return bool([request for request in batch if request.grammar is not None])

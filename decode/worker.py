@@ -378,9 +378,14 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         self._kept.expire()
 
     def _admit(self) -> None:
+        retracted = len(self._scheduler.retraction) > 0
+        admits = retracted or bool(self._scheduler.waiting)
         self._act(self._scheduler.admit())
         self._manager.launch()
-        self._act(self._recover(self._manager.poll()))
+        if admits:  # Loads that were planned just now may have come at once.
+            self._act(self._recover(self._manager.poll()))
+        if not retracted:
+            return
         self._act(self._scheduler.returned())
         for request in self._scheduler.retraction.take_noted():
             if self._request_table.holds(request):

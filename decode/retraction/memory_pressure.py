@@ -38,6 +38,7 @@ from twinpool.decode.request import DecodeRequest
 from twinpool.decode.retraction import retraction_policy as policy
 from twinpool.decode.retraction.retraction import Retraction
 from twinpool.decode.retraction.retraction_policy import RetractionCandidate
+from twinpool.worker.request_table import RequestTable
 
 REMEMBERED = 256
 """Recent answers that the estimate is made of."""
@@ -95,17 +96,20 @@ class OutputLengths:
 class MemoryPressure:
     """The decisions, which the scheduler carries out; see the module's prose."""
 
-    def __init__(self, manager: KVCacheManager, retraction: Retraction, lengths: OutputLengths) -> None:
-        self._manager, self._retraction, self._lengths = manager, retraction, lengths
+    def __init__(
+        self,
+        requests: RequestTable[DecodeRequest],
+        manager: KVCacheManager,
+        retraction: Retraction,
+        lengths: OutputLengths,
+    ) -> None:
+        self._requests, self._manager, self._retraction, self._lengths = requests, manager, retraction, lengths
 
     # ------------------------------------------------------------ admission
 
-    def has_room_for(self, request: DecodeRequest, everybody: Iterable[DecodeRequest]) -> bool:
-        """Whether `request`, new or retracted, may take pages beside the requests that hold some.
-
-        `everybody`: all requests of the worker.
-        """
-        holders = [other for other in everybody if other.allocation is not None]
+    def has_room_for(self, request: DecodeRequest) -> bool:
+        """Whether `request`, new or retracted, may take pages beside the requests that hold some."""
+        holders = [other for other in self._requests if other.allocation is not None]
         if not holders:
             return True
         shared = self._manager.supply.kept_pages(request.prefix)
@@ -127,23 +131,6 @@ class MemoryPressure:
         return max(len(request.held.tables[self._manager.full]), granted)
 
     # ------------------------------------------------------------ steps
-
-    def backed(self, able: Iterable[DecodeRequest], limit: int) -> tuple[list[DecodeRequest], list[DecodeRequest]]:
-        """Give pages for one more position to up to `limit` of `able`, in turn; returns the requests with them, and the
-        short.
-
-        A request with steps under way isn't short: those steps may free a page of a window, or end it.
-        """
-        batch: list[DecodeRequest] = []
-        short: list[DecodeRequest] = []
-        for request in able:
-            if len(batch) == limit:
-                break
-            if self._manager.running.extend(request.held, request.planned + 1) > request.planned:
-                batch.append(request)
-            elif not request.under_way:
-                short.append(request)
-        return batch, short
 
     def choose_victims(self, short: Sequence[DecodeRequest], running: Iterable[DecodeRequest]) -> list[DecodeRequest]:
         """Return the requests to retract so that `short` ones can go on; none while pages are about to become free

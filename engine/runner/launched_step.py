@@ -98,17 +98,22 @@ class LaunchedStep:
         computed = self._computed
         assert computed is not None, "a complete step has been computed"
         draws = iter(self._draws.listed() if self._draws is not None else [])
-        outputs = [
-            accepted_draws(row, list(islice(draws, 1 + row.drafted)) if row.draw is not None else (), stale=stale)
-            for row, stale in zip(self.rows, computed.stale_b.tolist(), strict=True)
-        ]
-        for row, (scores, replays) in enumerate(zip(computed.scores, computed.replays, strict=True)):
+        outputs: list[RowOutput] = []
+        for row, stale in zip(self.rows, computed.stale_b.tolist(), strict=True):
+            if row.drafted:
+                outputs.append(accepted_draws(row, list(islice(draws, 1 + row.drafted)), stale=stale))
+            elif row.draw is None:
+                outputs.append(RowOutput(stale=stale))
+            else:
+                drawn = next(draws)
+                outputs.append(RowOutput(drawn, stale=stale, nonfinite=drawn is None))
+        for number, (scores, replays) in enumerate(zip(computed.scores, computed.replays, strict=True)):
             if scores or replays:
-                outputs[row] = outputs[row]._replace(
+                outputs[number] = outputs[number]._replace(
                     scores=tuple(score for part in scores for score in part.listed()),
                     replayed=sum(len(part.tokens_n) for part in replays),
                     differences=tuple(found for part in replays for found in part.listed()),
-                    nonfinite=outputs[row].nonfinite or computed.damaged(row),
+                    nonfinite=outputs[number].nonfinite or computed.damaged(number),
                 )
         return outputs
 

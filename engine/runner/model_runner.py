@@ -128,7 +128,9 @@ class ModelRunner:
         if not step.draws:
             return
         assert masks.keys() <= set(range(len(step.draws))), "a mask is of a draw"
-        wanted = [draw.masked(masks.get(number)) for number, draw in enumerate(step.draws)]
+        wanted = step.draws
+        if masks:
+            wanted = [draw.masked(masks.get(number)) for number, draw in enumerate(wanted)]
         step.completion = self._device.submit(
             DeviceOp("draw", DeviceStream.COMPUTE), lambda: step.draw(self._draw(step, wanted))
         )

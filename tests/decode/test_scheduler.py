@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tests.support.decode_parts import DecodeParts
+from twinpool.cache.manager.allocations import Allocations
 from twinpool.contracts.errors import ErrorKind
 from twinpool.decode.request import DecodePhase, RequestFailed
 from twinpool.decode.retraction.memory_pressure import KNOWN
@@ -200,3 +203,32 @@ def test_where_nobody_waits_nothing_is_remembered() -> None:
         parts.ask(name, prompt=12, most=4, tenant=name[0])
         parts.clock.advance(1)
     assert granted(parts, *names) == ["a3", "z1"]
+
+
+def test_a_request_that_shares_pages_anew_waits_for_those_that_are_on_their_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tree may have the same pages, and they may still be loading: until they came, no step reads its state."""
+    parts = DecodeParts()
+    (request,) = parts.run("a", most=20)
+    loading = False
+    monkeypatch.setattr(Allocations, "ready", lambda allocations, allocation: not loading)
+    assert parts.scheduler.next_batch() == [request]
+    parts.steps.launch([request])
+    assert list(parts.steps.landed(go_on=False)) == []
+    loading = True
+    parts.pages.cache(request)
+    assert parts.scheduler.next_batch() == []
+    loading = False
+    assert parts.scheduler.next_batch() == [request]
+
+
+def test_a_step_has_a_page_for_its_position_in_every_pool_however_few_are_asked_for() -> None:
+    parts = DecodeParts(pages=6)
+    (request,) = parts.run("a", prompt=6, most=40)
+    for position in range(6, 20):  # Five pages of four tokens, and the null page.
+        assert parts.scheduler.next_batch() == [request], position
+        assert 4 * len(request.held.tables["full"]) > position
+        parts.steps.launch([request])
+        assert list(parts.steps.landed(go_on=False)) == []
+    assert parts.scheduler.next_batch() == []

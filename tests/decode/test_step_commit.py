@@ -14,13 +14,13 @@ from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.messages.worker_events import Tokens
-from twinpool.decode.request import DecodeEvent, DecodeRequest, RequestFailed, RequestFinished, RouterEvent
+from twinpool.decode.request import DecodeEvent, DecodeRequest, RequestFailed, RequestFinished
 from twinpool.engine.runner.batch import NONFINITE, BatchRow, DrawnToken, RowOutput
 from twinpool.engine.structured_output.grammar_engine import GrammarError
 from twinpool.worker.step_commit import StepOverlap
 
 
-def step(parts: DecodeParts) -> list[RouterEvent | RequestFinished | RequestFailed]:
+def step(parts: DecodeParts) -> list[RequestFinished | RequestFailed]:
     batch = parts.scheduler.next_batch()
     parts.steps.launch(batch)
     parts.scheduler.launched(batch)
@@ -43,11 +43,9 @@ def test_each_step_tells_a_token_at_its_position_and_the_last_the_end() -> None:
     first = step(parts)
     parts.clock.advance(0.25)
     second = step(parts)
-    assert [told.event for told in first if isinstance(told, RouterEvent)] == [
-        Tokens(request.submit.request_id, 0, 7, (request.tokens[7],), ())
-    ]
-    assert [told.session for told in first if isinstance(told, RouterEvent)] == [SESSION]
-    assert second[1:] == [RequestFinished(request, "length", None)]
+    events = [(SESSION, Tokens(request.submit.request_id, 0, at, (request.tokens[at],), ())) for at in (7, 8)]
+    assert parts.requests.take_events() == events
+    assert (first, second) == ([], [RequestFinished(request, "length", None)])
     assert (request.committed, request.generated) == (8, 3)
     assert request.marks["first_step"] == 0.5, "its pace is reckoned from there on"
     assert (parts.steps.steps, parts.steps.counters["tokens_generated"]) == (2, 2)
@@ -61,7 +59,7 @@ def test_a_stop_token_ends_the_answer_and_is_named(monkeypatch: pytest.MonkeyPat
     stop = DrawnToken(5, None)
     structs.force_setattr(request.submit.sampling, "stop_token_ids", (5,))
     told = output(parts, request, RowOutput(stop), monkeypatch)
-    assert told[1:] == [RequestFinished(request, "stop", 5)]
+    assert told == [RequestFinished(request, "stop", 5)]
 
 
 def test_a_row_of_a_page_that_was_given_away_fails_its_request_and_nothing_of_it_is_kept(
@@ -135,7 +133,7 @@ def test_a_stop_token_ends_the_answer_wherever_its_request_stands_when_the_step_
     row = RowOutput(other, accepted=(stop, other)) if "drafts" in phase else RowOutput(stop)
     monkeypatch.setattr(parts.steps._overlap, "landed", lambda *, go_on: iter([[(request, row)]]))
     told = list(parts.steps.landed(go_on=False))
-    assert told[1:] == [RequestFinished(request, "stop", 5)]
+    assert told == [RequestFinished(request, "stop", 5)]
     assert request.tokens[-1] == 5
 
 
@@ -144,7 +142,7 @@ def test_an_answer_of_full_length_is_over_though_its_request_is_leaving_the_devi
     (request,) = parts.run("a", prompt=6, most=2)
     parts.steps.launch(parts.scheduler.next_batch())
     parts.scheduler.retract(request)
-    assert list(parts.steps.landed(go_on=False))[1:] == [RequestFinished(request, "length", None)]
+    assert list(parts.steps.landed(go_on=False)) == [RequestFinished(request, "length", None)]
 
 
 class EngineByHand:
@@ -251,5 +249,5 @@ def test_drafts_that_reach_over_an_answers_end_are_no_part_of_it(monkeypatch: py
     told = output(parts, request, RowOutput(drawn[2], accepted=tuple(drawn[:2])), monkeypatch)
     kept = min(3, most - 1)
     assert request.answer[1:] == [11, 12, 13][:kept]
-    assert told[1:] == ([RequestFinished(request, "length", None)] if most <= 4 else [])
+    assert told == ([RequestFinished(request, "length", None)] if most <= 4 else [])
     assert parts.steps.counters["tokens_generated"] == kept

@@ -44,7 +44,7 @@ def test_d1_who_is_retracted_at_a_draining_worker_comes_back_and_is_handed_on(
         c.start(Role.DECODE, WorkerName("decode-1"))
         before, after = on_worker(c, rids[0]), on_worker(c, rids[3])
         with monkeypatch.context() as patch:
-            patch.setattr(worker._scheduler.pressure, "has_room_for", lambda request, everybody: False)
+            patch.setattr(worker._scheduler.pressure, "has_room_for", lambda request: False)
             worker._scheduler.retract(before, on_purpose=True)
             c.drain("decode-0")
             c.step()

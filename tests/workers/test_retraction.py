@@ -85,7 +85,7 @@ def undisturbed(model: Path, asked: list[tuple[list[int], int]]) -> list[list[in
 
 def hold_back(decode: DecodeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody comes back for now."""
-    monkeypatch.setattr(decode._scheduler.pressure, "has_room_for", lambda request, everybody: False)
+    monkeypatch.setattr(decode._scheduler.pressure, "has_room_for", lambda request: False)
 
 
 # ------------------------------------------------------------ the life cycle

@@ -12,8 +12,8 @@ from tests.support.decode_parts import DecodeParts
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.contracts.errors import ConfigError
-from twinpool.contracts.messages.worker_events import Tokens
-from twinpool.decode.request import DecodeRequest, RequestFailed, RequestFinished, RouterEvent
+from twinpool.contracts.messages.worker_events import Event, Tokens
+from twinpool.decode.request import DecodeRequest, RequestFailed, RequestFinished
 
 MANY = 40
 
@@ -54,18 +54,18 @@ def drafting(
     return DecodeParts(pages, device, drafter=drafter, decode=config), drafter
 
 
-def step(parts: DecodeParts, *, go_on: bool = False) -> list[RouterEvent | RequestFinished | RequestFailed]:
+def step(parts: DecodeParts, *, go_on: bool = False) -> list[Event | RequestFinished | RequestFailed]:
     batch = parts.scheduler.next_batch()
     if batch:
         parts.steps.launch(batch)
         parts.scheduler.launched(batch)
-    return list(parts.steps.landed(go_on=go_on and bool(batch)))
+    ended = list(parts.steps.landed(go_on=go_on and bool(batch)))
+    return [*(event for _, event in parts.requests.take_events()), *ended]
 
 
 def said(told: Sequence[object]) -> list[tuple[int, tuple[int, ...]]]:
     """Positions and tokens."""
-    events = [one.event for one in told if isinstance(one, RouterEvent)]
-    return [(event.position, event.tokens) for event in events if isinstance(event, Tokens)]
+    return [(event.position, event.tokens) for event in told if isinstance(event, Tokens)]
 
 
 def test_a_step_tells_all_drafts_that_were_drawn_and_the_token_behind_them() -> None:
@@ -176,7 +176,8 @@ def test_who_has_drafts_under_way_takes_no_step_until_they_are_known() -> None:
     assert (request.drafts, request.under_way) == (tuple(want[7:9]), 3)
     assert request.check(1) == []
     assert parts.scheduler.next_batch() == [], "how far it comes isn't known"
-    assert said(list(parts.steps.landed(go_on=False))) == [(7, tuple(want[7:10]))]
+    assert list(parts.steps.landed(go_on=False)) == []
+    assert said([event for _, event in parts.requests.take_events()]) == [(7, tuple(want[7:10]))]
     assert parts.scheduler.next_batch() == [request]
 
 
@@ -225,5 +226,5 @@ def test_a_model_with_recurrent_states_can_have_no_drafts(kind: str) -> None:
     ):
         DecodeParts(kind=kind, drafter=drafter, decode={"speculation": "prompt_lookup"})
     drafting = DecodeParts(kind=kind, drafter=drafter).drafting
-    assert not drafting._few(1)
+    assert not drafting.few(1)
     assert drafter.asked == []
