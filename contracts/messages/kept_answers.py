@@ -19,7 +19,7 @@ class AnswerName(Message, frozen=True):
     """The name under which one choice of an answer is kept."""
 
     key: str
-    """Made from the client's key and its tenant (`router.security.answer_identity`)."""
+    """Made from the client's key and its tenant (`router.service.answer_claims`)."""
     body: str
     """The hash of the endpoint and the body."""
     index: Uint32

@@ -1,9 +1,20 @@
-"""Operators' endpoints for status and check (`router.api.admin_drain` has drain, undrain and role).
+"""Operators' endpoints that show: status, check, what became of a request, and the dashboard.
 
-With ``TWINPOOL_ADMIN_TOKEN`` or ``security.admin_keys_file`` set every request needs the token or one of the keys.
-Without either only clients on this machine are answered,
-and neither pages of a browser nor requests through a proxy on this machine, both of which reach the router from
-loopback too. A worker that doesn't answer within `STATUS_DEADLINE_S` or `CHECK_DEADLINE_S` is shown as unreachable.
+`router.api.admin_changes` has those that change the cluster. Who may ask is looked at for all of them alike, before any
+is called (`forbidden`). With ``TWINPOOL_ADMIN_TOKEN`` or ``security.admin_keys_file`` set every request needs the token
+or one of the keys. Without either only clients on this machine are answered, and neither pages of a browser nor
+requests through a proxy on this machine, both of which reach the router from loopback too. A worker that doesn't answer
+within `STATUS_DEADLINE_S` or `CHECK_DEADLINE_S` is shown as unreachable.
+
+Records tell what became of a request, or what it does now (`twinpool explain`).
+
+The dashboard has a page, which anybody may load, and events, which operators alone may have:
+
+    GET /dashboard            the page, and the files that it is made of below it
+    GET /cluster/dashboard    events: `past`, then a `frame` about once a second, `away` while the controller is away
+
+The page asks for events by fetch, so that it can send an operator's key. It says nothing of the cluster by itself and
+loads nothing from elsewhere, which its Content-Security-Policy has browsers keep.
 """
 
 from __future__ import annotations
@@ -15,16 +26,21 @@ import os
 import platform
 import socket
 import time
+import urllib.parse
 from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.ids import Role
 from twinpool.contracts.messages.autoscaler_messages import AutoscalerView
+from twinpool.contracts.messages.record_ring import in_order
 from twinpool.contracts.messages.router_report import RouterReport
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerStatus, WorkerView
-from twinpool.router.api.asgi_exchange import HttpExchange
-from twinpool.router.openai.api_errors import ApiError
+from twinpool.router.api.http_exchange import HttpExchange
+from twinpool.router.openai.api_errors import ApiError, ClientGone
+from twinpool.router.service.dashboard_relay import NoViewer
 from twinpool.router.service.router_service import RouterService
 from twinpool.router.state.worker_table import GONE
 
@@ -91,7 +107,7 @@ def unknown_as_yet(service: RouterService) -> ApiError | None:
 async def status(service: RouterService, exchange: HttpExchange) -> None:
     """Answer with a row for each worker that the controller knows, asked now, prefill first, then by name; with the
     build of this router, and a row for each router that the controller hears of."""
-    if failure := forbidden(service, exchange) or unknown_as_yet(service):
+    if failure := unknown_as_yet(service):
         await exchange.fail(failure)
         return
     views = service.worker_links.views
@@ -245,7 +261,7 @@ def natural(name: str) -> tuple[str, int]:
 
 async def check(service: RouterService, exchange: HttpExchange) -> None:
     """Have every worker and the router recount their books; answer with the violations of each."""
-    if failure := forbidden(service, exchange) or unknown_as_yet(service):
+    if failure := unknown_as_yet(service):
         await exchange.fail(failure)
         return
     alive = [v for v in service.worker_links.views if v.status.state not in GONE and v.status.state != "starting"]
@@ -283,3 +299,116 @@ async def _check_of(service: RouterService, view: WorkerView) -> CheckReport:
     except (OSError, TimeoutError) as error:
         reason = str(error) or f"no answer within {CHECK_DEADLINE_S:g} s"
         return CheckReport(view.record.name, 0, 0, 0, 0, (f"unreachable: {reason}",))
+
+
+REQUESTS_PREFIX = "/cluster/requests/"
+ID_CHARS = 256
+
+
+async def explain(service: RouterService, exchange: HttpExchange) -> None:
+    """Answer with the records of a request's choices, found here, at the controller or at other routers."""
+    asked = urllib.parse.unquote(exchange.path.removeprefix(REQUESTS_PREFIX))
+    if len(asked) > ID_CHARS:
+        message = f"a request's id has at most {ID_CHARS} characters"
+        await exchange.fail(ApiError(400, message, "invalid_request_error", "bad_request_id"))
+        return
+    records = service.records.kept.find(asked)
+    elsewhere = "" if service.records.recorder is not None else "; there are no others"
+    kept_s = service.records.kept.kept_s
+    if not records and service.records.recorder is not None:
+        try:
+            found = await service.records.recorder.find_records(asked)
+        except ConnectionError as error:
+            elsewhere = f"; the controller, who asks the other routers, doesn't answer: {error}"
+        else:
+            records, kept_s = in_order(found.records), max(kept_s, found.kept_s)
+            silent = found.asked - found.answered
+            elsewhere = f"; {silent} of {found.asked} routers did not answer" if silent else "; nor have other routers"
+    if not records:
+        await exchange.fail(
+            ApiError(404, _unknown(service, asked, kept_s, elsewhere), "invalid_request_error", "unknown")
+        )
+        return
+    await exchange.answer_json(200, {"records": [record.as_json() for record in records]})
+
+
+def _unknown(service: RouterService, asked: str, kept_s: float, elsewhere: str) -> str:
+    """What is said of an id of which nothing is known."""
+    config = service.config
+    if not config.kept_records:
+        return f"no request {asked!r} is running, and records of others aren't kept (router.kept_records is 0)"
+    held = f"those here go back {kept_s:.0f} s" if kept_s else "there are none yet"
+    return (
+        f"nothing is known of a request {asked!r}{elsewhere}. Each router keeps its latest {config.kept_records} "
+        f"records (router.kept_records) in {config.kept_record_bytes // 1024**2} MiB (router.kept_record_bytes), "
+        f"and {held}; of requests that were refused it keeps the latest {config.kept_refusals} (router.kept_refusals). "
+        f"Give the id of an answer, or what it has in the header x-request-id"
+    )
+
+
+FOLDER = Path(__file__).parent / "dashboard"
+PAGE = "/dashboard"
+KINDS = {".html": b"text/html; charset=utf-8", ".css": b"text/css", ".js": b"text/javascript"}
+HEADERS = (
+    (
+        b"content-security-policy",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+        b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cache-control", b"no-cache"),
+)
+WRITE_S = 30.0
+"""Seconds that one event may take to a viewer that doesn't read, before its connection is closed."""
+SITE_HEADER = b"sec-fetch-site"
+OWN_SITES = frozenset({"", "same-origin", "none"})
+"""What browsers say of a request by the page itself; programs say nothing."""
+
+
+@cache
+def page_files() -> dict[str, tuple[bytes, bytes]]:
+    """The page's files by path, each as its content type and its bytes; read once."""
+    found = {}
+    for file in sorted(FOLDER.iterdir()):
+        if file.suffix in KINDS:
+            path = PAGE if file.name == "index.html" else f"{PAGE}/{file.name}"
+            found[path] = KINDS[file.suffix], file.read_bytes()
+    return found
+
+
+async def page(service: RouterService, exchange: HttpExchange) -> None:
+    """Answer with a file of the page."""
+    kind, body = page_files()[exchange.path]
+    await exchange.answer(200, body, kind=kind, headers=HEADERS)
+
+
+async def events(service: RouterService, exchange: HttpExchange) -> None:
+    """Answer with the dashboard's events until the client leaves."""
+    if failure := _cross_site(exchange):
+        return await exchange.fail(failure)
+    if service.controller.dashboard is None:
+        return await exchange.fail(ApiError(409, "this router shows no dashboard", "conflict_error", "conflict"))
+    try:
+        viewer = service.controller.dashboard.open()
+    except NoViewer as error:
+        return await exchange.fail(ApiError(503, str(error), "server_error", "no_viewer", retry_after_s=10))
+    try:
+        exchange.on_gone(viewer.close)
+        await exchange.begin_events()
+        async for event in viewer.events():
+            async with asyncio.timeout(WRITE_S):
+                await exchange.write(event)
+        await exchange.write(b"", more=False)
+    except TimeoutError:
+        raise ClientGone("the viewer doesn't read") from None
+    finally:
+        viewer.close()
+
+
+def _cross_site(exchange: HttpExchange) -> ApiError | None:
+    """Return the error if another site's page asks, which could keep a viewer's place though it couldn't read."""
+    if exchange.header(SITE_HEADER) in OWN_SITES:
+        return None
+    return ApiError(403, "the dashboard's events are for its own page", "permission_error", "forbidden")

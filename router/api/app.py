@@ -11,15 +11,11 @@ from typing import Any
 
 from twinpool.contracts.build_id import package_version
 from twinpool.contracts.errors import TwinpoolError
-from twinpool.router.api import admin_dashboard as dashboard
-from twinpool.router.api import admin_drain as drains
-from twinpool.router.api import admin_pools as pools
-from twinpool.router.api import admin_requests as requests
-from twinpool.router.api import admin_settings as settings
+from twinpool.router.api import admin_changes as changes
 from twinpool.router.api import admin_status as admin
-from twinpool.router.api.asgi_exchange import AsgiReceive, AsgiScope, AsgiSend, HttpExchange
 from twinpool.router.api.front_page import PATH as FRONT
 from twinpool.router.api.front_page import answer_front, unsupported_reason
+from twinpool.router.api.http_exchange import AsgiReceive, AsgiScope, AsgiSend, HttpExchange
 from twinpool.router.api.http_protocol import OPEN_PATHS
 from twinpool.router.api.openapi import openapi_document
 from twinpool.router.openai.api_errors import (
@@ -34,14 +30,12 @@ from twinpool.router.openai.api_errors import (
     failure_of_done,
 )
 from twinpool.router.openai.parse_request import check_model, sampling_defaults
+from twinpool.router.openai.request_headers import NO_TRACE, read_request_headers, read_traceparent
 from twinpool.router.openai.response_stream import WRITE_BYTES, ResponseStream, StreamHeartbeat
-from twinpool.router.openai.resume_headers import KEY_HEADER, SEEN_HEADER, read_resume_headers
 from twinpool.router.records.kept_records import RefusedRequest
 from twinpool.router.security.tenant_accounts import TenantLimited
-from twinpool.router.service.request_limits import SESSION_HEADER, SLO_HEADER
-from twinpool.router.service.router_service import RouterService
+from twinpool.router.service.router_service import ClientRequest, RouterService
 from twinpool.router.state.router_log import log
-from twinpool.router.state.trace_context import NO_TRACE, TRACE_HEADER, read_traceparent
 from twinpool.router.tokenizer_pool.tokenizer_process import FrameKind
 
 ERROR_WRITE_TIMEOUT_S = 5.0
@@ -108,7 +102,7 @@ async def _serve(
         elif isinstance(handler, ApiError):
             await exchange.fail(handler)
         elif (refusal := refuse(service, exchange)) is not None:
-            if handler in REQUESTS:
+            if handler is _generate:
                 _keep_refusal(service, exchange, refusal)
             await (exchange.refuse_body if exchange.method == "POST" else exchange.fail)(refusal)
         else:
@@ -130,19 +124,21 @@ async def _serve(
 
 def _refusal(service: RouterService, exchange: HttpExchange) -> ApiError | None:
     """Return why a request may not pass, None where it may; notes who asks. Operators have a token of their own."""
-    without = exchange.path in WITHOUT_KEY or exchange.path in PAGE_ROUTES or exchange.path in FRONT_ROUTES
-    if service.keys is None or without or exchange.path.startswith("/cluster/"):
+    if exchange.path.startswith("/cluster/"):
+        return admin.forbidden(service, exchange)
+    keys = service.admission.keys
+    if keys is None or exchange.path in WITHOUT_KEY or exchange.path in PAGE_ROUTES or exchange.path in FRONT_ROUTES:
         return None
     given = exchange.header(b"authorization")
     secret = given[7:].strip() if given[:7].lower() == "bearer " else exchange.header(b"x-api-key")
     if not secret:
         message = "an API key is needed: send the header Authorization: Bearer KEY"
         return ApiError(401, message, "authentication_error", "missing_api_key")
-    tenant = service.keys.tenant_of(secret)
+    tenant = keys.tenant_of(secret)
     if tenant is None:
         return ApiError(401, "this API key is not known", "authentication_error", "invalid_api_key")
     exchange.tenant = tenant
-    models = service.keys.limits(tenant).models
+    models = keys.limits(tenant).models
     if models and not set(models) & set(service.spec.names):
         message = f"{tenant} may use {' and '.join(models)}; this server has {' and '.join(service.spec.names)}"
         return ApiError(403, message, "permission_error", "model_not_allowed")
@@ -173,33 +169,28 @@ def _find(exchange: HttpExchange, routes: Routes, prefixes: Routes) -> Handler |
 
 # ---------------------------------------------------------------- text
 
-
-async def _completions(service: RouterService, exchange: HttpExchange) -> None:
-    await _generate(service, exchange, FrameKind.COMPLETION)
-
-
-async def _chat(service: RouterService, exchange: HttpExchange) -> None:
-    await _generate(service, exchange, FrameKind.CHAT)
-
-
-async def _messages(service: RouterService, exchange: HttpExchange) -> None:
-    await _generate(service, exchange, FrameKind.MESSAGES)
-
-
-async def _responses(service: RouterService, exchange: HttpExchange) -> None:
-    await _generate(service, exchange, FrameKind.RESPONSES)
-
-
-REQUESTS = frozenset({_completions, _chat, _messages, _responses})
-"""The handlers of requests for text: of each one that is refused it is kept why."""
+TEXT_KINDS = {
+    "/v1/completions": FrameKind.COMPLETION,
+    "/v1/chat/completions": FrameKind.CHAT,
+    "/v1/responses": FrameKind.RESPONSES,
+    "/v1/messages": FrameKind.MESSAGES,
+}
+"""The endpoints that generate text, by path: of each request that is refused it is kept why."""
+COUNT_KINDS = {
+    "/tokenize": FrameKind.TOKENIZE,
+    "/detokenize": FrameKind.DETOKENIZE,
+    "/v1/messages/count_tokens": FrameKind.COUNT_TOKENS,
+    "/v1/responses/input_tokens": FrameKind.INPUT_TOKENS,
+}
+"""The endpoints that count or make tokens, by path."""
 
 
-async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameKind) -> None:
+async def _generate(service: RouterService, exchange: HttpExchange) -> None:
     """Answer a request for text; of one that is refused before it is placed, keep why."""
     began = service.clock.now()
     service.answering += 1
     try:
-        await _placed(service, exchange, kind)
+        await _answer(service, exchange)
     except ClientGone:
         raise
     except TwinpoolError as error:
@@ -218,23 +209,20 @@ def _keep_refusal(
 ) -> None:
     """Keep why a request for text is refused. One of nobody who is known here is no trace: else strangers would fill
     the collector."""
-    stranger = service.keys is not None and not exchange.tenant
-    trace = NO_TRACE if stranger else service.records.traced(read_traceparent(exchange.header(TRACE_HEADER.encode())))
+    stranger = service.admission.keys is not None and not exchange.tenant
+    trace = NO_TRACE if stranger else service.records.traced(read_traceparent(exchange.header(b"traceparent")))
     service.refused(RefusedRequest(exchange.client_id, exchange.tenant, trace, total_s), failure, numbers)
 
 
-async def _placed(service: RouterService, exchange: HttpExchange, kind: FrameKind) -> None:
+async def _answer(service: RouterService, exchange: HttpExchange) -> None:
     if service.draining:
         raise ShuttingDown
     exchange.require_json()
-    service.room.check()  # Before the body takes memory, and time to read.
-    resume = read_resume_headers(
-        exchange.header(KEY_HEADER.lower().encode()), exchange.header(SEEN_HEADER.lower().encode())
-    )
-    if resume is None:  # A client that comes back may be the one that fills its own limit.
+    service.admission.check_room()  # Before the body takes memory, and time to read.
+    headers = read_request_headers(exchange.header)
+    if headers.resume is None:  # A client that comes back may be the one that fills its own limit.
         await service.check_tenant(exchange.tenant)
     raw = await exchange.body(service.body_limit, service.buffer)
-    wants_timeline = exchange.header(b"x-twinpool-timeline") == "1"
     gone = False
     stream: ResponseStream | None = None
 
@@ -246,11 +234,9 @@ async def _placed(service: RouterService, exchange: HttpExchange, kind: FrameKin
             stream.fail("the client left")
 
     exchange.on_gone(client_left)
-    slo = exchange.header(SLO_HEADER.encode())
-    session = exchange.header(SESSION_HEADER.encode())
-    trace = read_traceparent(exchange.header(TRACE_HEADER.encode()))
+    kind = TEXT_KINDS[exchange.path]
     stream = await service.open(
-        kind, raw, exchange.client_id, exchange.on_gone, exchange.tenant, slo, session, resume, trace
+        ClientRequest(kind, raw, exchange.client_id, exchange.tenant, headers, exchange.on_gone)
     )
     del raw
     exchange.forget_body()
@@ -261,7 +247,7 @@ async def _placed(service: RouterService, exchange: HttpExchange, kind: FrameKin
             if gone:
                 return
             if stream.request.stream:
-                await _stream(service, exchange, stream, wants_timeline)
+                await _stream(service, exchange, stream, headers.timeline)
                 return
             await stream.ended()
             if gone:
@@ -269,7 +255,7 @@ async def _placed(service: RouterService, exchange: HttpExchange, kind: FrameKin
             if stream.failed is not None:
                 await exchange.fail(failure_of_done(stream.failed, stream.request))
                 return
-            await exchange.answer_parts(200, stream.answer.whole(stream.timeline() if wants_timeline else None))
+            await exchange.answer_parts(200, stream.answer.whole(stream.timeline() if headers.timeline else None))
     except TimeoutError:
         log("request was not ended in time", request_id=stream.id, level=logging.ERROR)
         await _give_up(
@@ -325,36 +311,20 @@ async def _give_up(exchange: HttpExchange, stream: ResponseStream, failure: ApiE
                 await exchange.fail(failure)
 
 
-async def _tokenize(service: RouterService, exchange: HttpExchange) -> None:
-    await _text(service, exchange, FrameKind.TOKENIZE)
-
-
-async def _detokenize(service: RouterService, exchange: HttpExchange) -> None:
-    await _text(service, exchange, FrameKind.DETOKENIZE)
-
-
-async def _count_tokens(service: RouterService, exchange: HttpExchange) -> None:
-    await _text(service, exchange, FrameKind.COUNT_TOKENS)
-
-
-async def _input_tokens(service: RouterService, exchange: HttpExchange) -> None:
-    await _text(service, exchange, FrameKind.INPUT_TOKENS)
-
-
 async def _stored_response(service: RouterService, exchange: HttpExchange) -> None:
     await exchange.fail(
         ApiError(404, "responses aren't stored here: keep what was answered", "invalid_request_error", "not_stored")
     )
 
 
-async def _text(service: RouterService, exchange: HttpExchange, kind: FrameKind) -> None:
+async def _count(service: RouterService, exchange: HttpExchange) -> None:
     if service.draining:
         raise ShuttingDown
     exchange.require_json()
     raw = await exchange.body(service.body_limit, service.buffer)
-    told = await service.text(kind, raw)
-    exchange.ignored = told.ignored
-    return await exchange.answer(200, told.body)
+    answer = await service.text(COUNT_KINDS[exchange.path], raw)
+    exchange.ignored = answer.ignored
+    await exchange.answer(200, answer.body)
 
 
 # ---------------------------------------------------------------- what is served, and how it is
@@ -449,15 +419,9 @@ async def _openapi(service: RouterService, exchange: HttpExchange) -> None:
 WITHOUT_KEY = frozenset({"/live", "/health", "/ping", "/version", "/load", "/metrics", "/openapi.json"})
 """Endpoints that tell nothing about anybody's text."""
 ROUTES: Routes = {
-    "/v1/completions": {"POST": _completions},
-    "/v1/chat/completions": {"POST": _chat},
-    "/v1/responses": {"POST": _responses},
-    "/v1/responses/input_tokens": {"POST": _input_tokens},
-    "/v1/messages": {"POST": _messages},
-    "/v1/messages/count_tokens": {"POST": _count_tokens},
+    **{path: {"POST": _generate} for path in TEXT_KINDS},
+    **{path: {"POST": _count} for path in COUNT_KINDS},
     "/v1/models": {"GET": _models},
-    "/tokenize": {"POST": _tokenize},
-    "/detokenize": {"POST": _detokenize},
     "/health": {"GET": _health},
     "/live": {"GET": _live},
     "/ping": {"GET": _health, "POST": _health},
@@ -466,25 +430,25 @@ ROUTES: Routes = {
     "/metrics": {"GET": _metrics},
     "/openapi.json": {"GET": _openapi},
     "/cluster/status": {"GET": admin.status},
-    "/cluster/dashboard": {"GET": dashboard.events},
+    "/cluster/dashboard": {"GET": admin.events},
     "/cluster/check": {"POST": admin.check},
-    "/cluster/add": {"POST": pools.add},
-    "/cluster/scale": {"POST": pools.scale},
-    "/cluster/apply": {"POST": settings.apply},
+    "/cluster/add": {"POST": changes.add},
+    "/cluster/scale": {"POST": changes.scale},
+    "/cluster/apply": {"POST": changes.apply},
 }
 PREFIX_ROUTES: Routes = {
     "/v1/models/": {"GET": _one_model},
     "/v1/responses/": {"GET": _stored_response, "DELETE": _stored_response, "POST": _stored_response},
-    "/cluster/drain/": {"POST": drains.drain},
-    "/cluster/undrain/": {"POST": drains.undrain},
-    "/cluster/role/": {"POST": drains.role},
-    "/cluster/restart/": {"POST": pools.restart},
-    "/cluster/cordon/": {"POST": pools.cordon},
-    "/cluster/uncordon/": {"POST": pools.uncordon},
-    requests.PREFIX: {"GET": requests.explain},
+    "/cluster/drain/": {"POST": changes.drain},
+    "/cluster/undrain/": {"POST": changes.undrain},
+    "/cluster/role/": {"POST": changes.role},
+    "/cluster/restart/": {"POST": changes.restart},
+    "/cluster/cordon/": {"POST": changes.cordon},
+    "/cluster/uncordon/": {"POST": changes.uncordon},
+    admin.REQUESTS_PREFIX: {"GET": admin.explain},
 }
 
-PAGE_ROUTES: Routes = {path: {"GET": dashboard.page} for path in dashboard.page_files()}
+PAGE_ROUTES: Routes = {path: {"GET": admin.page} for path in admin.page_files()}
 """The files of the dashboard's page, which say nothing of the cluster; it asks for `/cluster/dashboard`."""
 FRONT_ROUTES: Routes = {FRONT: {"GET": _front}}
 """What is here; the operators' port has one of its own."""

@@ -15,7 +15,7 @@ from html import escape
 from typing import Any
 
 from twinpool.contracts.build_id import package_version
-from twinpool.router.api.asgi_exchange import HttpExchange
+from twinpool.router.api.http_exchange import HttpExchange
 from twinpool.router.api.openapi import openapi_document
 from twinpool.router.service.router_service import RouterService
 
@@ -82,7 +82,7 @@ async def answer_front(
 
 def describe(service: RouterService, routes: Iterable[str], *, problems: bool, dashboard: bool) -> dict[str, Any]:
     """What is here, as JSON has it."""
-    keys = service.keys is not None
+    keys = service.admission.keys is not None
     return {
         "server": "twinpool",
         "version": package_version(),

@@ -33,7 +33,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from twinpool.contracts.config.router_config import RouterConfig
-from twinpool.router.api.asgi_exchange import DIRECT_WRITE, ON_GONE, AsgiMessage, AsgiReceive, AsgiScope, AsgiSend
+from twinpool.router.api.http_exchange import DIRECT_WRITE, ON_GONE, AsgiMessage, AsgiReceive, AsgiScope, AsgiSend
 from twinpool.router.openai.api_errors import ApiError
 from twinpool.router.state.router_log import log
 

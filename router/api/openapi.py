@@ -7,8 +7,7 @@ from typing import Any
 
 from twinpool.contracts.build_id import package_version
 from twinpool.router.api.openapi_bodies import BODIES, TEXT, TOKENS, Schema
-from twinpool.router.openai.resume_headers import KEY_HEADER, MAX_KEY_CHARS, SEEN_HEADER
-from twinpool.router.service.request_limits import SESSION_HEADER, SLO_HEADER
+from twinpool.router.openai.request_headers import KEY_HEADER, MAX_KEY_CHARS, SEEN_HEADER, SESSION_HEADER, SLO_HEADER
 
 _INTEGER: Schema = {"type": "integer"}
 _NUMBER: Schema = {"type": "number"}

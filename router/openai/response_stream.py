@@ -25,8 +25,7 @@ from twinpool.contracts.messages.worker_events import Done, LegReport
 from twinpool.router.openai.api_errors import ApiError
 from twinpool.router.openai.choice_output import ChoiceOutput, OutputDelta
 from twinpool.router.openai.parse_request import GenerateRequest
-from twinpool.router.openai.resume_headers import SeenEvents, event_id
-from twinpool.router.state.trace_context import NO_TRACE, TraceContext
+from twinpool.router.openai.request_headers import NO_TRACE, SeenEvents, TraceContext, event_id
 
 END = b"\n\n"
 

@@ -16,9 +16,9 @@ from twinpool.contracts.messages.record_ring import RecordRing, in_order
 from twinpool.contracts.messages.request_record import RecordEvent, RecordSpan, RequestRecord
 from twinpool.router.openai.api_errors import ApiError
 from twinpool.router.openai.choice_output import ChoiceOutput
+from twinpool.router.openai.request_headers import TraceContext
 from twinpool.router.openai.response_stream import ResponseStream
 from twinpool.router.records.make_record import RecordDraft, make_record
-from twinpool.router.state.trace_context import TraceContext
 from twinpool.router.verification.audits import AuditEnded
 
 MESSAGE_CHARS = 300

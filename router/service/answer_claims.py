@@ -4,21 +4,72 @@ A claim exists from the moment that a client asks until its answer ends or is gi
 client that comes with the same key and the same body takes the claim over, and the one before ends with an error,
 whichever of the two was read first; with another body it is refused. While a claim is asked for, the question goes on
 whoever waits for it, so that what a worker hands over always reaches the one who waits then, or is given up again.
+
+**Identity** (`AnswerIdentity`) is what every router makes of the same key, tenant and body. Everything is a keyed hash
+(HMAC-SHA-256, RFC 2104) with the cluster's secret, or a fixed key without one. So all routers of a cluster agree
+without speaking to each other: on the name under which workers keep the answer, on its id, and on the seed where the
+client gave none. An answer of which nothing is kept any more is drawn again, token for token the same (``numerics:
+invariant``, in one class). Without the secret nobody can make the name of another's answer.
+
+**Choices** of a request with a key (`KeyedRequest`) are made anew, or restored from what a decode worker has kept.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import itertools
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
+from twinpool.contracts.errors import RequestError
 from twinpool.contracts.ids import RequestId
+from twinpool.contracts.messages.kept_answers import AnswerName
 from twinpool.router.core.answer_lookups import FoundAnswer, LookupEnded
 from twinpool.router.core.router_core import RouterCore
 from twinpool.router.openai.api_errors import ClientGone, KeyReused, Superseded
+from twinpool.router.openai.parse_request import GenerateRequest
+from twinpool.router.openai.request_headers import MAX_RESUMED_CHOICES, SEEN_HEADER, ResumeHeaders
 from twinpool.router.openai.response_stream import ResponseStream
-from twinpool.router.security.answer_identity import AnswerIdentity
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.tokenizer_pool.prepare_request import PreparedPrompt
+
+WITHOUT_SECRET = b"twinpool answers"
+ID_DIGITS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerIdentity:
+    """Who asks for what, in hex but for the seed."""
+
+    key: str
+    """Of the tenant and its key."""
+    body: str
+    """Of the endpoint and the body."""
+    answer_id: str
+    """The id that the client is told, without its prefix."""
+    seed: int
+    """64 bits."""
+
+
+def identity_of(secret: str, tenant: str, key: str, endpoint: str, raw: bytes) -> AnswerIdentity:
+    """Return the identity of a request. `secret`: the cluster's, in hex; empty where there is none."""
+    made_with = bytes.fromhex(secret) or WITHOUT_SECRET
+
+    def of(what: str, *parts: str) -> str:
+        # JSON-like framing by lengths: no two lists of parts have the same bytes.
+        message = b"".join(len(p.encode()).to_bytes(4) + p.encode() for p in (what, *parts))
+        return hmac.new(made_with, message, hashlib.sha256).hexdigest()
+
+    body = of("body", endpoint, hashlib.sha256(raw).hexdigest())[:32]
+    name = of("key", tenant, key)[:32]
+    answer_id, seed = of("id", name, body)[:ID_DIGITS], int(of("seed", name, body)[:16], 16)
+    return AnswerIdentity(name, body, answer_id, seed)
+
 
 REUSED = (
     "this Idempotency-Key was sent with another body before; send the same bytes to the same endpoint to have the rest "
@@ -199,3 +250,76 @@ class AnswerClaims:
     def _drop(self, claim: AnswerClaim) -> None:
         if self._claims.get(claim.identity.key) is claim:
             del self._claims[claim.identity.key]
+
+
+HASHED_INLINE_BYTES = 1024**2
+"""Bodies up to this size are hashed on the loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedRequest:
+    """A request with a key, once it is known what workers have kept of it."""
+
+    identity: AnswerIdentity
+    headers: ResumeHeaders
+    claim: AnswerClaim
+    created: int
+    """When the answer was created, in seconds since 1970: as the worker or the client says, or now."""
+
+    def new(self, routed: Sequence[RoutedRequest]) -> list[RoutedRequest]:
+        """Return the choices of which nothing was found."""
+        return [one for index, one in enumerate(routed) if index not in self.claim.found]
+
+    def named(self, index: int, choice: RoutedRequest) -> RoutedRequest:
+        """Return a choice as workers are to keep it: under a name and, where it was found, an id that they know."""
+        name = None
+        # What prefill says of a prompt's log-probabilities is nowhere kept: such an answer is computed again.
+        if choice.sampling.prompt_logprobs is None:
+            name = AnswerName(self.identity.key, self.identity.body, index, self.created)
+        found, sampling, request_id = self.claim.found.get(index), choice.sampling, choice.id
+        if found is not None:
+            request_id, sampling = found.answer.request_id, replace(sampling, max_tokens=found.answer.max_tokens)
+        made = RoutedRequest(
+            request_id,
+            choice.prompt,
+            sampling,
+            now=choice.arrived,
+            deadline=choice.deadline if found is None else choice.arrived + found.answer.left_s,
+            hashes=choice.hashes,
+            salt=choice.salt,
+            priority=choice.priority,
+            first_token_by=choice.first_token_by if found is None else None,
+            share=choice.share,
+            session=choice.session,
+            name=name,
+        )
+        if found is not None:
+            made.arrived -= max(0.0, time.time() - self.created)
+            made.restore(found.answer, found.last_attempt)
+        return made
+
+
+def check_headers(request: GenerateRequest, headers: ResumeHeaders) -> None:
+    """Raise `RequestError` where the headers don't fit the request."""
+    if headers.seen is not None and not request.stream:
+        raise RequestError(f"{SEEN_HEADER} is for streams; without it the whole answer comes")
+    if request.stream and request.choices > MAX_RESUMED_CHOICES:
+        raise RequestError(
+            f"a stream with an Idempotency-Key may have {MAX_RESUMED_CHOICES} choices; this has {request.choices}"
+        )
+    if headers.seen is not None and len(headers.seen.counts) != request.choices:
+        raise RequestError(f"{SEEN_HEADER} must be the id of an event of this answer")
+
+
+def usable(claim: AnswerClaim, request: GenerateRequest, prompts: Sequence[PreparedPrompt]) -> dict[int, FoundAnswer]:
+    """Return what was found that fits the request; what doesn't is of another build, and of no use."""
+    return {
+        index: found
+        for index, found in claim.found.items()
+        if index < request.choices and found.answer.prompt_len == len(prompts[index // request.n].tokens)
+    }
+
+
+def request_ids(answer_id: str, nonce: str, index: int) -> RequestId:
+    """The id of a choice among workers, which no other request has, whoever asks for the same answer elsewhere."""
+    return RequestId(f"{answer_id}.{nonce}-{index}")

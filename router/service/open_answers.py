@@ -1,65 +1,240 @@
 """The answers that a router is giving: what workers send becomes text for clients, and each choice ends once.
 
-Each `ChoiceOutput` turns tokens into text, and each `ResponseStream` holds events that its client has not read yet.
+Of a request that was read (`OpenedRequest`) the router core takes the choices and the client gets the answer: each
+`ChoiceOutput` turns tokens into text, and each `ResponseStream` holds events that its client has not read yet.
+
+**A large request is placed in shares.** To place a choice takes up to a millisecond, and a request may have as many as
+`router.max_queue`: placed at once, they would hold up every stream of the router. So `SHARE` of one request's choices
+are placed in each turn of the loop. All are booked from the beginning on, so that each has its place whenever its share
+comes; those whose client leaves meanwhile are never placed.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Set
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId
-from twinpool.contracts.key_file import TenantLimits
 from twinpool.contracts.messages.worker_events import Done
+from twinpool.router.anthropic.messages_writer import MessagesWriter
 from twinpool.router.core.answer_lookups import FoundAnswer
 from twinpool.router.core.router_actions import DeliverScores, DeliverTokens, EndRequest
 from twinpool.router.core.router_core import RouterCore
 from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
 from twinpool.router.openai.choice_output import ChoiceOutput
-from twinpool.router.openai.response_stream import ResponseStream
-from twinpool.router.security.tenant_accounts import TenantAccounts
-from twinpool.router.service.answer_claims import AnswerClaims
-from twinpool.router.service.answer_room import AnswerRoom
+from twinpool.router.openai.parse_request import GenerateRequest
+from twinpool.router.openai.request_headers import NO_TRACE, TraceContext
+from twinpool.router.openai.response_stream import AnswerWriter, NumberedEvents, ResponseStream
+from twinpool.router.openai.response_writer import ResponseWriter
+from twinpool.router.openai_responses.responses_writer import ResponsesWriter
+from twinpool.router.service.admission import Admission
+from twinpool.router.service.answer_claims import AnswerClaims, KeyedRequest, request_ids
+from twinpool.router.state.prefill_queue import TenantWeight
+from twinpool.router.state.routed_request import RoutedRequest
 from twinpool.router.state.router_log import log
+from twinpool.router.text.tokenizer import ModelTokenizer
+from twinpool.router.tokenizer_pool.prepare_request import PreparedPrompt
 from twinpool.router.verification.stream_watch import StreamWatch
 from twinpool.router.verification.verification_log import log_flag
 
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """When a request came and until when it is of use, in seconds of the router's clock."""
+
+    began: float
+    timeout_s: float
+    first_token_by: float | None
+    """After which its prompt isn't begun any more; None: it may always be."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedRequest:
+    """A client request that was read, and that its tenant may ask."""
+
+    id: str
+    """Of its answer."""
+    request: GenerateRequest
+    prompts: Sequence[PreparedPrompt]
+    limits: Sequence[int]
+    """The most tokens of an answer, by prompt."""
+    times: RequestTimes
+    share: TenantWeight
+    client_id: str
+    keyed: KeyedRequest | None
+    """What is known of its answer, where its client may come back; else None."""
+    trace: TraceContext = NO_TRACE
+
+    def routed(self, now: float, nonce: str) -> list[RoutedRequest]:
+        """The choices, of which nothing is booked yet, as far as workers have kept those of a request with a key.
+        `nonce`: what makes the ids of these unlike those at other routers."""
+        choices, request = [], self.request
+        for index in range(request.choices):
+            prompt, limit = self.prompts[index // request.n], self.limits[index // request.n]
+            sampling, number = request.sampling, index % request.n
+            if (sampling.max_tokens, sampling.choice) != (limit, number):
+                sampling = replace(sampling, max_tokens=limit, choice=number)
+            if len(prompt.tokens) < 2 and sampling.prompt_logprobs is not None:
+                sampling = replace(sampling, prompt_logprobs=None)  # A prompt's first token has no log-probability.
+            routed = RoutedRequest(
+                RequestId(f"{self.id}-{index}") if self.keyed is None else request_ids(self.id, nonce, index),
+                prompt.tokens,
+                sampling,
+                now=now,
+                deadline=self.times.began + self.times.timeout_s,
+                hashes=prompt.hashes,
+                salt=request.salt,
+                priority=request.priority,
+                first_token_by=self.times.first_token_by,
+                share=self.share,
+                session=request.session,
+            )
+            choices.append(routed if self.keyed is None else self.keyed.named(index, routed))
+        return choices
+
+    def stream(
+        self, routed: Sequence[RoutedRequest], model: str, tokenizer: ModelTokenizer, buffered_events: int
+    ) -> ResponseStream:
+        """The answer to the client, and of each choice what turns its tokens into text."""
+        request, keyed = self.request, self.keyed
+        created = int(time.time()) if keyed is None else keyed.created
+        numbered, key = None, ""
+        if keyed is not None:
+            numbered, key = NumberedEvents(created, request.choices, keyed.headers.seen), keyed.identity.key
+        stream = ResponseStream(
+            self.id,
+            request,
+            self._writer(created, model, tokenizer),
+            buffered_events,
+            self.client_id,
+            self.times.timeout_s,
+            self.share.tenant,
+            numbered,
+            key,
+            self.trace,
+        )
+        choices = []
+        for index, one in enumerate(routed):
+            choice = ChoiceOutput(index, one, request, tokenizer, self.prompts[index // request.n].text)
+            choice.tokenise_s = one.arrived - self.times.began
+            choices.append(choice)
+        stream.bind(choices)
+        return stream
+
+    def _writer(self, created: int, model: str, tokenizer: ModelTokenizer) -> AnswerWriter:
+        match self.request.shape:
+            case "anthropic":
+                return MessagesWriter(self.id, model)
+            case "responses":
+                return ResponsesWriter(self.request, self.id, created, model)
+            case _:
+                return ResponseWriter(self.request, self.id, created, model, tokenizer)
+
+
+SHARE = 8
+"""Choices that are placed in one turn. A request that has no more is placed at once."""
 Owners = dict[RequestId, tuple[ResponseStream, ChoiceOutput]]
 """Choices by id, each with the answer that it is of."""
 
 
 class OpenAnswers:
-    """The choices of one router that have not ended. Whoever calls carries out the router core's actions afterwards."""
+    """The choices of one router that have not ended, on its event loop. After `deliver`, `score` and `end` the caller
+    carries out the router core's actions."""
 
     def __init__(
         self,
-        owners: Owners,
         core: RouterCore,
         clock: Clock,
-        room: AnswerRoom,
+        admission: Admission,
         metrics: PrometheusMetrics,
-        tenants: TenantAccounts,
         claims: AnswerClaims,
         watch: StreamWatch | None,
         ended: Callable[[ResponseStream, ChoiceOutput], object],
+        act: Callable[[], object],
     ) -> None:
-        """`owners`: empty, and others may read it. `ended` is told each choice that is over."""
-        self._owners = owners
-        self._core, self._clock, self._room, self._metrics = core, clock, room, metrics
-        self._tenants, self._claims, self._watch, self._ended = tenants, claims, watch, ended
+        """`ended` is told each choice that is over. `act` carries out the router core's actions."""
+        self._core, self._clock, self._admission, self._metrics = core, clock, admission, metrics
+        self._claims, self._watch, self._ended, self._act = claims, watch, ended, act
+        self.owners: Owners = {}
+        """Changed here alone."""
+        self._waiting: deque[tuple[ResponseStream, deque[ChoiceOutput]]] = deque()
+        """Choices that wait for their share of a turn, by answer."""
+        self._turn_due = False
 
-    def begin(self, stream: ResponseStream, limits: TenantLimits | None, prompt_tokens: int) -> None:
-        """Book an answer that begins: its choices, and what it takes of its tenant's `limits`, with so many tokens of
-        prompts; None: nobody needs a key. Places are given back as each choice ends, or all by `abandon`. Raises
-        `TenantLimited`, having booked nothing."""
-        assert not any(choice.request.id in self._owners for choice in stream.choices), "a choice belongs to one client"
-        if limits is not None:
-            self._tenants.admit(stream.tenant, limits, len(stream.choices), prompt_tokens, self._clock.now())
-        self._room.choices += len(stream.choices)
+    # ------------------------------------------------------------ an answer begins
+
+    def begin(self, stream: ResponseStream, prompt_tokens: int) -> None:
+        """Book an answer that begins: its choices, and what it takes of its tenant's limits, with so many tokens of
+        prompts. Places are given back as each choice ends, or all by `abandon`. Raises `TenantLimited`, having booked
+        nothing."""
+        assert not any(choice.request.id in self.owners for choice in stream.choices), "a choice belongs to one client"
+        self._admission.book(stream.tenant, len(stream.choices), prompt_tokens)
         for choice in stream.choices:
-            self._owners[choice.request.id] = (stream, choice)
+            self.owners[choice.request.id] = (stream, choice)
+
+    def admit(self, stream: ResponseStream, keyed: KeyedRequest | None) -> None:
+        """Hand an answer that is booked to the router core, and go on with what workers have kept of it. Where that
+        fails, everything is given back."""
+        found = dict(keyed.claim.found) if keyed is not None else {}
+        try:
+            if keyed is not None:
+                self._claims.begun(keyed.claim, stream)
+            new = [choice for choice in stream.choices if choice.index not in found] if found else stream.choices
+            for choice in stream.choices:
+                if choice.index in found:
+                    self.catch_up(stream, choice, found[choice.index])
+                    del found[choice.index]
+            self._place(new[:SHARE])
+            if len(new) > SHARE:
+                self._waiting.append((stream, deque(new[SHARE:])))
+                self._place_later()
+        except BaseException:
+            for left in found.values():
+                self._core.asks.give_up(left.worker, (left.answer,))
+            self._abandon(stream)
+            raise
+
+    def waiting(self) -> Iterator[RequestId]:
+        """The choices that wait for their share and have not ended."""
+        for _, choices in self._waiting:
+            yield from (choice.request.id for choice in choices if choice.request.id in self.owners)
+
+    def _place(self, choices: Sequence[ChoiceOutput]) -> None:
+        for choice in choices:
+            self._core.submit(choice.request)
+        self._act()
+
+    def _place_later(self) -> None:
+        if not self._turn_due:
+            self._turn_due = True
+            asyncio.get_running_loop().call_soon(self._place_share)
+
+    def _place_share(self) -> None:
+        self._turn_due = False
+        stream, choices = self._waiting.popleft()
+        share: list[ChoiceOutput] = []
+        while choices and len(share) < SHARE:
+            choice = choices.popleft()
+            if choice.request.id in self.owners:
+                share.append(choice)
+        if choices:
+            self._waiting.append((stream, choices))
+        if self._waiting:
+            self._place_later()
+        try:
+            self._place(share)
+        except Exception:  # Our own bug: this answer ends, others go on.
+            log("answer failed", level=logging.ERROR, trace=True, request_id=stream.id)
+            self.abandon(stream)
+            stream.fail("the router failed to place a choice", ErrorKind.WORKER)
 
     def catch_up(self, stream: ResponseStream, choice: ChoiceOutput, found: FoundAnswer) -> None:
         """Tell the client what a worker has kept of a choice, and go on from there."""
@@ -87,7 +262,15 @@ class OpenAnswers:
         else:
             self._core.adopt(routed, found)
 
+    # ------------------------------------------------------------ an answer goes on, and ends
+
     def abandon(self, stream: ResponseStream, *, slow: bool = False) -> None:
+        """End an answer whose client has left or (`slow`) reads too slowly, and carry out the router core's actions.
+        Idempotent."""
+        self._abandon(stream, slow=slow)
+        self._act()
+
+    def _abandon(self, stream: ResponseStream, *, slow: bool = False) -> None:
         """Cancel all choices that have not ended, because the client left or (`slow`) reads too slowly. Idempotent.
 
         Those with a key are left to their workers for a while, as their client may come back.
@@ -95,7 +278,7 @@ class OpenAnswers:
         took = False
         give_up = self._core.detach if stream.answer_key else self._core.cancel
         for choice in stream.choices:
-            if choice.request.id in self._owners:
+            if choice.request.id in self.owners:
                 took = True
                 give_up(choice.request.id)
                 choice.ended_at = self._clock.now()
@@ -110,14 +293,14 @@ class OpenAnswers:
 
     def deliver(self, action: DeliverTokens) -> None:
         """Give tokens to the client of their choice."""
-        owner = self._owners.get(action.request_id)
+        owner = self.owners.get(action.request_id)
         if owner is None:
             return
         stream, choice = owner
         now = self._clock.now()
         self._metrics.tally.tokens(choice, len(action.tokens), now)
         if stream.tenant:
-            self._tenants.spend(stream.tenant, len(action.tokens))
+            self._admission.tenants.spend(stream.tenant, len(action.tokens))
         if self._watch is not None:
             for flag in self._watch.feed(action.request_id, action.tokens):
                 self._core.audits.flag(action.request_id)
@@ -137,17 +320,17 @@ class OpenAnswers:
             self._core.cancel(action.request_id, finished=True)
             self._close(stream, choice)
         elif stream.overflowed:
-            self.abandon(stream, slow=True)
+            self._abandon(stream, slow=True)
             stream.fail("the client took the answer too slowly")
 
     def score(self, action: DeliverScores) -> None:
         """Note the scores of a choice's prompt."""
-        if owner := self._owners.get(action.request_id):
+        if owner := self.owners.get(action.request_id):
             owner[1].scores = action.scores
 
     def end(self, action: EndRequest) -> None:
         """End a choice as its worker or the router core has."""
-        owner = self._owners.get(action.request_id)
+        owner = self.owners.get(action.request_id)
         if owner is None:
             return
         stream, choice = owner
@@ -162,22 +345,23 @@ class OpenAnswers:
             choice.fail("the router failed to turn tokens into text")
         self._close(stream, choice)
 
-    def check(self, waiting: Set[RequestId]) -> Iterator[str]:
-        """Recount: a sentence for each disagreement. `waiting`: choices that the router core is still to be given."""
-        owned, held = set(self._owners), set(self._core.requests.ids())
+    def check(self) -> Iterator[str]:
+        """Recount: a sentence for each disagreement."""
+        waiting = set(self.waiting())
+        owned, held = set(self.owners), set(self._core.requests.ids())
         yield from (f"request {rid} runs and belongs to no client" for rid in sorted(held - owned))
         yield from (f"request {rid} has a client and runs nowhere" for rid in sorted(owned - held - waiting))
         yield from (f"request {rid} runs and waits to be placed" for rid in sorted(held & waiting))
-        if self._room.choices != len(owned):
-            yield f"{len(owned)} choices are in flight, {self._room.choices} are booked"
-        if lost := self._room.ended_holders():
+        if self._admission.choices != len(owned):
+            yield f"{len(owned)} choices are in flight, {self._admission.choices} are booked"
+        if lost := self._admission.ended_holders():
             yield f"{lost} requests have ended and still hold places"
-        of_tenants = Counter(stream.tenant for stream, _ in self._owners.values() if stream.tenant)
-        booked = self._tenants.places
+        of_tenants = Counter(stream.tenant for stream, _ in self.owners.values() if stream.tenant)
+        booked = self._admission.tenants.places
         for tenant in sorted(of_tenants.keys() | booked.keys()):
             if of_tenants[tenant] != booked[tenant]:
                 yield f"{of_tenants[tenant]} choices of {tenant} are in flight, {booked[tenant]} are booked"
-        for stream in {id(stream): stream for stream, _ in self._owners.values() if stream.answer_key}.values():
+        for stream in {id(stream): stream for stream, _ in self.owners.values() if stream.answer_key}.values():
             if not stream.over and self._claims.stream_of(stream.answer_key) is not stream:
                 yield f"the answer {stream.id} goes on and its claim is another's"
 
@@ -188,7 +372,7 @@ class OpenAnswers:
         if choice.error is not None:
             log("request failed", error=choice.error.error, reason=choice.error.message, **stream.facts())
             for other in stream.choices:  # The client gets one error, so the other choices are of no use.
-                if other.request.id in self._owners:
+                if other.request.id in self.owners:
                     gone = choice.error.error is ErrorKind.SUPERSEDED
                     (self._core.detach if gone else self._core.cancel)(other.request.id)
                     other.ended_at = choice.ended_at
@@ -202,11 +386,9 @@ class OpenAnswers:
 
     def _release(self, choice: ChoiceOutput) -> None:
         """Give back what a choice holds in this service; every choice ends through this method. Idempotent."""
-        owner = self._owners.pop(choice.request.id, None)
+        owner = self.owners.pop(choice.request.id, None)
         if owner is not None:
-            self._room.choices -= 1
-            if owner[0].tenant:
-                self._tenants.ended(owner[0].tenant)
+            self._admission.give_back(owner[0].tenant)
             if self._watch is not None:
                 self._watch.end(choice.request.id)
             if not choice.first_at:

@@ -14,11 +14,11 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.messages.record_ring import RecordRing
 from twinpool.router.openai.api_errors import ApiError
 from twinpool.router.openai.choice_output import ChoiceOutput
+from twinpool.router.openai.request_headers import TraceContext
 from twinpool.router.openai.response_stream import ResponseStream
 from twinpool.router.records.kept_records import KeptRecords, RefusedRequest
 from twinpool.router.records.record_reports import RecordListener, RecordReports
 from twinpool.router.state.router_log import log
-from twinpool.router.state.trace_context import TraceContext
 from twinpool.router.tracing.otlp_exporter import OtlpSender, SpanSender, TraceExporter, TraceSampling
 
 CLOSE_S = 1.0

@@ -12,8 +12,8 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from msgspec import structs
@@ -27,7 +27,6 @@ from twinpool.contracts.config.sampling_defaults import read_sampling_defaults
 from twinpool.contracts.errors import ErrorKind, RequestError
 from twinpool.contracts.ids import Role
 from twinpool.contracts.interfaces.discovery import WorkerDirectory
-from twinpool.contracts.key_file import TenantLimits
 from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Event, LegReport
@@ -39,42 +38,39 @@ from twinpool.router.kv_indexer.holder_table import KVIndexReader
 from twinpool.router.links.worker_links import WorkerLinks
 from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
 from twinpool.router.metrics.worker_metrics import index_metrics
-from twinpool.router.openai.api_errors import ApiError, ClientGone, ReaderFailed, SloUnreachable
+from twinpool.router.openai.api_errors import ApiError, ReaderFailed, SloUnreachable
 from twinpool.router.openai.choice_output import ChoiceOutput
 from twinpool.router.openai.parse_request import GenerateRequest
+from twinpool.router.openai.request_headers import NO_HEADERS, RequestHeaders, ResumeHeaders
 from twinpool.router.openai.response_stream import ResponseStream
-from twinpool.router.openai.resume_headers import ResumeHeaders
-from twinpool.router.openai.structured_output import may_need_grammar
 from twinpool.router.openai_responses.responses_request import renamed
 from twinpool.router.records.kept_records import RefusedRequest
-from twinpool.router.security.answer_identity import AnswerIdentity, identity_of
 from twinpool.router.security.api_keys import ApiKeys
 from twinpool.router.security.tenant_accounts import TenantAccounts
-from twinpool.router.service.answer_claims import SUPERSEDED, AnswerClaims
-from twinpool.router.service.answer_room import AnswerRoom
-from twinpool.router.service.body_buffer import BodyBuffer
-from twinpool.router.service.choice_shares import ChoiceShares
+from twinpool.router.service.admission import Admission, BodyBuffer
+from twinpool.router.service.answer_claims import (
+    HASHED_INLINE_BYTES,
+    SUPERSEDED,
+    AnswerClaims,
+    AnswerIdentity,
+    KeyedRequest,
+    check_headers,
+    identity_of,
+    usable,
+)
 from twinpool.router.service.controller_calls import ControllerCalls
 from twinpool.router.service.controller_ports import NO_CONTROLLER, ControllerPorts
-from twinpool.router.service.open_answers import OpenAnswers, Owners
+from twinpool.router.service.open_answers import OpenAnswers, OpenedRequest, RequestTimes
 from twinpool.router.service.record_keeping import RecordKeeping
-from twinpool.router.service.request_limits import RequestLimits
-from twinpool.router.service.restored_choice import HASHED_INLINE_BYTES, KeyedRequest, check_headers, usable
-from twinpool.router.service.routed_choices import OpenedRequest, RequestTimes
 from twinpool.router.state.prefill_queue import TenantWeight
 from twinpool.router.state.router_log import log
-from twinpool.router.state.trace_context import NO_TRACE, TraceContext
 from twinpool.router.state.worker_table import WorkerKey
 from twinpool.router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from twinpool.router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, TextAnswer, body_limit
 from twinpool.router.tokenizer_pool.tokenizer_pool import TokenizerPool
 from twinpool.router.tokenizer_pool.tokenizer_process import (
-    REQUESTS,
-    TEXTS,
     FrameKind,
-    prepared_of,
     setup_frame,
-    text_of,
 )
 from twinpool.router.tracing.otlp_exporter import SpanSender
 from twinpool.router.verification.audits import AuditEnded, AuditFinding
@@ -82,20 +78,21 @@ from twinpool.router.verification.stream_watch import StreamWatch
 from twinpool.router.verification.verification_log import log_finding
 
 TICK_S = 0.1
-INLINE_BYTES = 2048
-"""Bodies up to this size are read on the loop: that takes less time than a hop to a reader."""
 SHUTTING_DOWN = "the server is shutting down"
 
 
-async def _unless_gone(reply: asyncio.Future[tuple[FrameKind, bytes]]) -> tuple[FrameKind, bytes]:
-    """Await a reader's reply. Raises `ClientGone` where the reply was cancelled because the client left."""
-    try:
-        return await reply
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if not reply.cancelled() or task is None or task.cancelling():
-            raise
-        raise ClientGone("the client left while its body was read") from None
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """A request for text as it came: its body, whose it is, and its headers."""
+
+    kind: FrameKind
+    """One of `REQUESTS`."""
+    raw: bytes
+    client_id: str
+    tenant: str = ""
+    headers: RequestHeaders = NO_HEADERS
+    on_gone: Callable[[Callable[[], object]], None] | None = None
+    """Called with functions that the caller must call when the client leaves, so that a waiting body isn't read."""
 
 
 class RouterService:
@@ -124,8 +121,7 @@ class RouterService:
         table of this host's KV index is; None: there is none. `name`: this router's, in its records. `span_sender`:
         takes traces in place of OpenTelemetry's exporter. `wall`: seconds since 1970."""
         defaults = read_sampling_defaults(config.router.sampling_defaults, spec.generation_defaults)
-        spec = served_as(replace(spec, generation_defaults=defaults), config.router.served_model_name)
-        self.spec = spec
+        self.spec = served_as(replace(spec, generation_defaults=defaults), config.router.served_model_name)
         self.config, self.security = config.router, config.security
         self.started = int(time.time())
         self.stop_timeout_s = config.cluster.stop_timeout_s
@@ -133,47 +129,14 @@ class RouterService:
         """Whether new requests are refused, because this router is to end."""
         self.answering = 0
         """Requests for text that are read, run or written."""
-        self.body_limit = body_limit(config.router, spec)
-        max_chars = 4 * self.body_limit
-        self.model_tokenizer = (
-            model_tokenizer if model_tokenizer is not None else read_model_tokenizer(spec.path, max_chars)
-        )
-        cache = config.cache_for(Role.PREFILL)
-        self.intake = BodyReader(spec, self.model_tokenizer, config.router, cache.page_tokens)
-        self.buffer = BodyBuffer(max(config.router.body_buffer_bytes, self.body_limit))
-        self.readers = TokenizerPool(
-            setup_frame(spec, config.router, max_chars, cache.page_tokens),
-            config.router.reader_processes,
-            config.router.reader_timeout_s,
-        )
-        self.keys = ApiKeys(Path(config.security.keys_file)) if config.security.keys_file else None
-        """None: nobody needs a key."""
+        self.clock = clock if clock is not None else SystemClock()
+        self._mint, self._closed = mint, False
+        self._ticker: asyncio.Task[None] | None = None
+        self.orders = asyncio.Lock()
+        """Held by whoever looks at the workers, orders something of the controller and tells the workers: two orders
+        about one worker would reach the two in other turns."""
         admins = config.security.admin_keys_file
         self.admin_keys = ApiKeys(Path(admins)) if admins else None
-        self.clock = clock if clock is not None else SystemClock()
-        self.tenants = TenantAccounts(leased=ports.lessor is not None)
-        told = KVIndexReader(kv_index) if kv_index is not None else None
-        self.core = RouterCore(
-            config.router,
-            self.clock,
-            mint,
-            config.audit,
-            short_share=config.prefill.short_share,
-            cache=cache,
-            local=local_prefill(config),
-            told=told,
-            rng=random.Random(),
-        )
-        self.limits = RequestLimits(spec, config.router, self.core.workers)
-        watch = StreamWatch(config.watch, spec.vocab_size)
-        self.watch = watch if watch.on else None
-        self.metrics = PrometheusMetrics(self.core, config.transfer.plane, self.watch, spec.name, config.router)
-        self.metrics.sources += [self._of_bodies, self.tenants.metrics]
-        self.controller = ControllerCalls(
-            ports, config, self.core, self.tenants, self.metrics, self.watch, spec.name, mint, self.clock
-        )
-        if told is not None:
-            self.metrics.sources.append(lambda: index_metrics(told, self.clock))
         self.worker_links = WorkerLinks(
             directory,
             on_view=self._on_view,
@@ -181,32 +144,87 @@ class RouterService:
             on_unlinked=self._on_unlinked,
             on_events=self._on_events,
         )
-        self.claims = AnswerClaims(self.core, self._supersede)
-        self._owners: Owners = {}
-        router = f"{name}-{mint()[:8]}" if ports.recorder is not None else name
+        self._read_bodies(config, model_tokenizer)
+        index = KVIndexReader(kv_index) if kv_index is not None else None
+        self.core = RouterCore(
+            config.router,
+            self.clock,
+            mint,
+            config.audit,
+            short_share=config.prefill.short_share,
+            cache=config.cache_for(Role.PREFILL),
+            local=local_prefill(config),
+            told=index,
+            rng=random.Random(),
+        )
+        self._count(config, ports, index)
+        self._answer(config, ports, name, span_sender, wall)
+
+    def _read_bodies(self, config: Config, model_tokenizer: ModelTokenizer | None) -> None:
+        """Make the parts that read bodies."""
+        self.body_limit = body_limit(config.router, self.spec)
+        max_chars, page_tokens = 4 * self.body_limit, config.cache_for(Role.PREFILL).page_tokens
+        self.model_tokenizer = (
+            model_tokenizer if model_tokenizer is not None else read_model_tokenizer(self.spec.path, max_chars)
+        )
+        self.intake = BodyReader(self.spec, self.model_tokenizer, config.router, page_tokens)
+        self.buffer = BodyBuffer(max(config.router.body_buffer_bytes, self.body_limit))
+        setup = setup_frame(self.spec, config.router, max_chars, page_tokens)
+        self.readers = TokenizerPool(setup, config.router.reader_processes, config.router.reader_timeout_s)
+
+    def _count(self, config: Config, ports: ControllerPorts, index: KVIndexReader | None) -> None:
+        """Make the parts that count what the router does, and tell it to operators and the controller."""
+        watch = StreamWatch(config.watch, self.spec.vocab_size)
+        self.watch = watch if watch.on else None
+        tenants = TenantAccounts(leased=ports.lessor is not None)
+        self.metrics = PrometheusMetrics(self.core, config.transfer.plane, self.watch, self.spec.name, config.router)
+        self.metrics.sources += [self._of_bodies, tenants.metrics]
+        self.controller = ControllerCalls(
+            ports, config, self.core, tenants, self.metrics, self.watch, self.spec.name, self._mint, self.clock
+        )
+        if index is not None:
+            self.metrics.sources.append(lambda: index_metrics(index, self.clock))
+        keys_file = config.security.keys_file
+        self.admission = Admission(
+            self.spec, config.router, keys_file, self.core.workers, tenants, self.metrics, self.clock
+        )
+        self.admission.quotas = self.controller.quotas
+
+    def _answer(
+        self,
+        config: Config,
+        ports: ControllerPorts,
+        name: str,
+        span_sender: SpanSender | None,
+        wall: Callable[[], float],
+    ) -> None:
+        """Make the parts that have answers, and records of them."""
+        router = f"{name}-{self._mint()[:8]}" if ports.recorder is not None else name
         self.records = RecordKeeping(
-            router, spec.name, config, self.clock, wall, self._owners.values, ports.recorder, span_sender
+            router,
+            self.spec.name,
+            config,
+            self.clock,
+            wall,
+            self._in_flight,
+            ports.recorder,
+            span_sender,
         )
         self.metrics.sources.append(self.records.families)
-        self.room = AnswerRoom(config.router.max_queue, self.metrics)
+        self.claims = AnswerClaims(self.core, self._supersede)
         self.answers = OpenAnswers(
-            self._owners,
             self.core,
             self.clock,
-            self.room,
+            self.admission,
             self.metrics,
-            self.tenants,
             self.claims,
             self.watch,
             self.records.ended,
+            self._act,
         )
-        self.shares = ChoiceShares(self._owners.__contains__, self._place, self._unplaced)
-        self._mint = mint
-        self._closed = False
-        self.orders = asyncio.Lock()
-        """Held by whoever looks at the workers, orders something of the controller and tells the workers: two orders
-        about one worker would reach the two in other turns."""
-        self._ticker: asyncio.Task[None] | None = None
+
+    def _in_flight(self) -> Iterable[tuple[ResponseStream, ChoiceOutput]]:
+        return self.answers.owners.values()
 
     async def start(self) -> None:
         self.worker_links.start()
@@ -218,7 +236,7 @@ class RouterService:
         Requests that are read or looked for meanwhile are refused where they would begin."""
         self._closed = True
         self.claims.close(ReaderFailed(SHUTTING_DOWN))
-        for stream in {id(stream): stream for stream, _ in self._owners.values()}.values():
+        for stream in {id(stream): stream for stream, _ in self.answers.owners.values()}.values():
             self.abandon(stream)
             stream.fail(SHUTTING_DOWN)
         if self._ticker is not None:
@@ -243,7 +261,7 @@ class RouterService:
         self._act()
 
     def _refresh_keys(self) -> None:
-        for keys in (self.keys, self.admin_keys):
+        for keys in (self.admission.keys, self.admin_keys):
             if keys is not None:
                 keys.refresh()
 
@@ -253,119 +271,97 @@ class RouterService:
         """Keep why a request was refused before it was placed; `numbers`: those that decided."""
         counts = self.core.workers.serving_counts(self.clock.now())
         ready = {f"{role}_workers_ready": count for role, count in counts.items()}
-        here = {"answers_in_flight": self.room.booked, "max_queue": self.room.limit, **ready}
+        here = {"answers_in_flight": self.admission.booked, "max_queue": self.admission.max_choices, **ready}
         self.records.refused(request, failure, {**numbers, **here})
 
     async def check_tenant(self, tenant: str) -> None:
         """Raise `TenantLimited` where a tenant may not even ask for the least request. Books nothing."""
-        if self.keys is not None:
-            await self._leased(tenant, 1, 1)
-            self.tenants.check(tenant, self._allowed(tenant), 1, 1, self.clock.now())
+        await self.admission.lease(tenant, 1, 1)
+        self.admission.check_tenant(tenant)
 
-    async def _leased(self, tenant: str, choices: int, tokens: int) -> None:
-        """Have slices of a tenant's limits for so much, where they hold for several routers together."""
-        if self.controller.quotas is not None:
-            await self.controller.quotas.ensure(tenant, self._allowed(tenant), choices, tokens)
-
-    def _allowed(self, tenant: str) -> TenantLimits:
-        return self.keys.limits(tenant) if self.keys is not None else TenantLimits()
-
-    async def open(
-        self,
-        kind: FrameKind,
-        raw: bytes,
-        client_id: str,
-        on_gone: Callable[[Callable[[], object]], None] | None = None,
-        tenant: str = "",
-        slo: str = "",
-        session: str = "",
-        resume: ResumeHeaders | None = None,
-        trace: TraceContext = NO_TRACE,
-    ) -> ResponseStream:
+    async def open(self, asked: ClientRequest) -> ResponseStream:
         """Read and tokenise a request's body, admit the request, and submit its choices to the router core.
 
-        `resume`: the key of a request whose client may come back, and what it has already; then what workers have kept
-        of the answer goes on, and the rest is begun.
-
-        `kind` is one of `REQUESTS`. `on_gone` is called with a function that the caller must call when the client
-        leaves, so that a waiting body isn't read. `slo`: the header that tightens the time to first token. `session`:
-        the header that names a session. Raises `QueueFull`, `RequestError` where the body is wrong or doesn't fit,
-        `TenantLimited`, `SloUnreachable`, `ReaderFailed`, `ClientGone`, `KeyReused` and `Superseded`.
+        Where the client may come back, what workers have kept of the answer goes on, and the rest is begun. Raises
+        `QueueFull`, `RequestError` where the body is wrong or doesn't fit, `TenantLimited`, `SloUnreachable`,
+        `ReaderFailed`, `ClientGone`, `KeyReused` and `Superseded`.
         """
-        if self._closed:
-            raise ReaderFailed(SHUTTING_DOWN)
-        self.room.check()
+        admission, tenant, headers = self.admission, asked.tenant, asked.headers
+        self._check_open()
+        admission.check_room()
         turn = self.claims.next_turn()
-        with self.room.hold():
-            identity = await self._identity(kind, raw, tenant, resume, turn) if resume is not None else None
-            began, slo_ms = self.clock.now(), self.limits.first_token_ms(slo, self._allowed(tenant).ttft_slo_ms)
-            # Compiling a grammar may take a second, and as much memory as a reader may have.
-            if len(raw) <= INLINE_BYTES and not may_need_grammar(raw):
-                prepared = REQUESTS[kind](self.intake, raw, tenant)
-            else:
-                reply = self.readers.submit(kind, raw, tenant)
-                if on_gone is not None:
-                    on_gone(reply.cancel)
-                _, frame = await _unless_gone(reply)
-                prepared = prepared_of(frame)
-            request = replace(prepared.request, session=session) if session else prepared.request
-            prompt_tokens = sum(len(prompt.tokens) for prompt in prepared.prompts)
-            if self.keys is not None:
-                await self._leased(tenant, request.choices, prompt_tokens)
-        if self._closed:
-            raise ReaderFailed(SHUTTING_DOWN)
+        with admission.hold():
+            identity = await self._identity(asked, headers.resume, turn) if headers.resume is not None else None
+            began, slo_ms = self.clock.now(), admission.first_token_ms(headers.slo, tenant)
+            prepared = await self.readers.prepare(self.intake, asked.kind, asked.raw, tenant, asked.on_gone)
+            request, prompts = prepared.request, prepared.prompts
+            prompt_tokens = sum([len(prompt.tokens) for prompt in prompts])
+            await admission.lease(tenant, request.choices, prompt_tokens)
+        self._check_open()
         # From here on what was looked at holds until it is booked: only `_claim` waits, holding the places.
         if identity is not None:  # Another connection may have begun this answer while this one waited.
             self.claims.take_over(identity, turn)
-        timeout_s, allowed = self.limits.timeout_s(request), self._allowed(tenant)
-        self.room.check(request.choices)
+        timeout_s, allowed = admission.timeout_s(request), admission.allowed(tenant)
+        admission.check_room(request.choices)
         try:
-            limits = [self.limits.answer_tokens(request, len(p.tokens)) for p in prepared.prompts]
+            limits = [admission.answer_tokens(request, len(prompt.tokens)) for prompt in prompts]
         except RequestError as error:
             raise (renamed(error) if request.shape == "responses" else error) from None
-        if self.keys is not None:
-            request = replace(request, priority=min(request.priority, allowed.priority))
-            self.tenants.check(tenant, allowed, request.choices, prompt_tokens, self.clock.now())
-        first_token_by = began + slo_ms / 1000 if slo_ms else None
+        admission.check_tenant(tenant, request.choices, prompt_tokens)
+        if headers.session:
+            request = replace(request, session=headers.session)
+        if request.priority > allowed.priority and admission.keys is not None:
+            request = replace(request, priority=allowed.priority)
         keyed: KeyedRequest | None = None
-        if identity is not None and resume is not None:
+        if identity is not None and headers.resume is not None:
             if not request.seeded:
                 request = replace(request, sampling=structs.replace(request.sampling, seed=identity.seed))
-            keyed = await self._claim(identity, turn, resume, request, prepared.prompts, on_gone)
+            keyed = await self._claim(identity, turn, headers.resume, request, prompts, asked.on_gone)
+        opened = OpenedRequest(
+            identity.answer_id if identity is not None else self._mint(),
+            request,
+            prompts,
+            limits,
+            RequestTimes(began, timeout_s, began + slo_ms / 1000 if slo_ms else None),
+            TenantWeight(tenant, allowed.weight),
+            asked.client_id,
+            keyed,
+            self.records.traced(headers.trace),
+        )
         try:
-            opened = OpenedRequest(
-                identity.answer_id if identity is not None else self._mint(),
-                request,
-                prepared.prompts,
-                limits,
-                RequestTimes(began, timeout_s, first_token_by),
-                TenantWeight(tenant, allowed.weight),
-                client_id,
-                keyed,
-                self.records.traced(trace),
-            )
-            routed = opened.routed(self.clock.now(), self._mint() if keyed is not None else "")
-            stream = opened.stream(routed, self.spec.name, self.model_tokenizer, self.config.client_buffer_events)
-            new = routed if keyed is None else keyed.new(routed)
-            if new and (late := self.core.predict_slo_miss(new)) is not None:
-                raise SloUnreachable((self.clock.now() - began + late.prediction.seconds) * 1000, slo_ms)
-            asked = prompt_tokens if len(new) == len(routed) else 0
-            self.answers.begin(stream, allowed if self.keys is not None else None, asked)
-            self._admit(opened, stream)
-            return stream
+            return self._begin(opened, slo_ms, prompt_tokens)
         except BaseException:
             if keyed is not None:
                 self.claims.give_up(keyed.claim)
                 self._act()
             raise
 
-    async def _identity(
-        self, kind: FrameKind, raw: bytes, tenant: str, resume: ResumeHeaders, turn: int
-    ) -> AnswerIdentity:
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ReaderFailed(SHUTTING_DOWN)
+
+    def _begin(self, opened: OpenedRequest, slo_ms: int, prompt_tokens: int) -> ResponseStream:
+        """Book an answer and hand it to the router core. Raises `SloUnreachable`, `TenantLimited`."""
+        keyed, began = opened.keyed, opened.times.began
+        routed = opened.routed(self.clock.now(), self._mint() if keyed is not None else "")
+        stream = opened.stream(routed, self.spec.name, self.model_tokenizer, self.config.client_buffer_events)
+        new = routed if keyed is None else keyed.new(routed)
+        if new and (late := self.core.predict_slo_miss(new)) is not None:
+            raise SloUnreachable((self.clock.now() - began + late.prediction.seconds) * 1000, slo_ms)
+        self.metrics.tally.ignore(opened.request.ignored)
+        if self.security.log_prompts:
+            client, tenant = opened.client_id, opened.share.tenant
+            for prompt in opened.prompts:
+                log("prompt", request_id=stream.id, client_id=client, tenant=tenant, tokens=list(prompt.tokens))
+        self.answers.begin(stream, prompt_tokens if len(new) == len(routed) else 0)
+        self.answers.admit(stream, keyed)
+        return stream
+
+    async def _identity(self, asked: ClientRequest, resume: ResumeHeaders, turn: int) -> AnswerIdentity:
         """Return the identity of a request with a key, and take its answer from the connection that has it here: what
         that holds of the limits is free for this one. Raises `KeyReused`, `Superseded`."""
-        given = cluster_secret(), tenant, resume.key, kind.name, raw
-        inline = len(raw) <= HASHED_INLINE_BYTES
+        given = cluster_secret(), asked.tenant, resume.key, asked.kind.name, asked.raw
+        inline = len(asked.raw) <= HASHED_INLINE_BYTES
         identity = identity_of(*given) if inline else await asyncio.to_thread(identity_of, *given)
         self.claims.take_over(identity, turn)
         return identity
@@ -386,7 +382,7 @@ class RouterService:
     ) -> KeyedRequest:
         """Find out what workers have kept of an answer. Raises as `AnswerClaims.claim` does, and `RequestError`."""
         check_headers(request, headers)
-        with self.room.hold(request.choices):
+        with self.admission.hold(request.choices):
             claim = await self.claims.claim(identity, turn, request.choices, self._act, on_gone)
         fit = usable(claim, request, prompts)
         for index, found in claim.found.items():
@@ -398,58 +394,13 @@ class RouterService:
 
     async def text(self, kind: FrameKind, raw: bytes) -> TextAnswer:
         """Return the answer of an endpoint that counts or makes tokens. Raises `RequestError`, `ReaderFailed`."""
-        if len(raw) <= INLINE_BYTES and not may_need_grammar(raw):
-            told = TEXTS[kind](self.intake, raw)
-        else:
-            told = text_of((await self.readers.submit(kind, raw))[1])
-        self.metrics.tally.ignore(told.ignored)
-        return told
-
-    def _admit(self, opened: OpenedRequest, stream: ResponseStream) -> None:
-        """Hand an answer that is booked to the router core. Where that fails, everything is given back."""
-        keyed, choices = opened.keyed, stream.choices
-        found = dict(keyed.claim.found) if keyed is not None else {}
-        try:
-            self.metrics.tally.ignore(opened.request.ignored)
-            if self.security.log_prompts:
-                client_id, tenant = opened.client_id, opened.share.tenant
-                for choice in choices[:: opened.request.n]:
-                    log(
-                        "prompt",
-                        request_id=stream.id,
-                        client_id=client_id,
-                        tenant=tenant,
-                        tokens=list(choice.request.prompt),
-                    )
-            if keyed is not None:
-                self.claims.begun(keyed.claim, stream)
-            new = [choice for choice in choices if choice.index not in found]
-            for choice in choices:
-                if choice.index in found:
-                    self.answers.catch_up(stream, choice, found[choice.index])
-                    del found[choice.index]
-            self.shares.enter(stream, new)
-        except BaseException:
-            for left in found.values():
-                self.core.asks.give_up(left.worker, (left.answer,))
-            self.answers.abandon(stream)
-            raise
-
-    def _place(self, choices: Sequence[ChoiceOutput]) -> None:
-        for choice in choices:
-            self.core.submit(choice.request)
-        self._act()
-
-    def _unplaced(self, stream: ResponseStream) -> None:
-        """End an answer of which a choice couldn't be placed."""
-        log("answer failed", level=logging.ERROR, trace=True, request_id=stream.id)
-        self.abandon(stream)
-        stream.fail("the router failed to place a choice", ErrorKind.WORKER)
+        answer = await self.readers.text(self.intake, kind, raw)
+        self.metrics.tally.ignore(answer.ignored)
+        return answer
 
     def abandon(self, stream: ResponseStream) -> None:
         """End an answer whose client has left. Idempotent."""
         self.answers.abandon(stream)
-        self._act()
 
     def fail_over(self, key: WorkerKey) -> int:
         """Start the worker's requests over on other workers, as far as others can take them; returns how many."""
@@ -517,4 +468,4 @@ class RouterService:
         """Recount the router's books; returns a sentence for each disagreement."""
         quotas = self.controller.quotas
         leases = quotas.check() if quotas is not None else []
-        return [*self.core.check(), *self.claims.check(), *self.answers.check(set(self.shares.ids())), *leases]
+        return [*self.core.check(), *self.claims.check(), *self.answers.check(), *leases]

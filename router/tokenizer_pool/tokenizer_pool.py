@@ -19,10 +19,22 @@ from dataclasses import dataclass
 
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.python_command import module_command
-from twinpool.router.openai.api_errors import ReaderEnded, ReaderFailed
+from twinpool.router.openai.api_errors import ClientGone, ReaderEnded, ReaderFailed
+from twinpool.router.openai.structured_output import may_need_grammar
 from twinpool.router.state.router_log import log
-from twinpool.router.tokenizer_pool.tokenizer_process import HEAD, FrameKind, refusal_of
+from twinpool.router.tokenizer_pool.prepare_request import BodyReader, PreparedRequest, TextAnswer
+from twinpool.router.tokenizer_pool.tokenizer_process import (
+    HEAD,
+    REQUESTS,
+    TEXTS,
+    FrameKind,
+    prepared_of,
+    refusal_of,
+    text_of,
+)
 
+INLINE_BYTES = 2048
+"""Bodies up to this size are read on the loop: that takes less time than a hop to a reader."""
 LARGE_BYTES = 256 * 1024
 START_TIMEOUT_S = 30.0
 """How much longer the first body of a new reader process may take, which has to load the tokenizer first."""
@@ -133,6 +145,35 @@ class TokenizerPool:
         self._woken: list[asyncio.Future[None]] = []
         self.started = 0
         """Processes started so far."""
+
+    async def prepare(
+        self,
+        reader: BodyReader,
+        kind: FrameKind,
+        raw: bytes,
+        tenant: str,
+        on_gone: Callable[[Callable[[], object]], None] | None = None,
+    ) -> PreparedRequest:
+        """Read the body of a request for text, a small one by `reader` at once. `on_gone` is called with a function to
+        be called when the client leaves, so that a body that waits isn't read. Raises as `submit`'s futures, and
+        `ClientGone`."""
+        if _is_quick(raw):
+            return REQUESTS[kind](reader, raw, tenant)
+        reply = self.submit(kind, raw, tenant)
+        if on_gone is not None:
+            on_gone(reply.cancel)
+        try:
+            _, frame = await reply
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not reply.cancelled() or task is None or task.cancelling():
+                raise
+            raise ClientGone("the client left while its body was read") from None
+        return prepared_of(frame)
+
+    async def text(self, reader: BodyReader, kind: FrameKind, raw: bytes) -> TextAnswer:
+        """Return the answer of an endpoint that counts or makes tokens. Raises as `submit`'s futures."""
+        return TEXTS[kind](reader, raw) if _is_quick(raw) else text_of((await self.submit(kind, raw))[1])
 
     @property
     def waiting(self) -> int:
@@ -245,6 +286,12 @@ class TokenizerPool:
         process = self._processes.pop(manager, None)
         if process is not None:
             process.close()
+
+
+def _is_quick(raw: bytes) -> bool:
+    """Whether a body is read on the loop. Compiling a grammar may take a second, and as much memory as a reader may
+    have."""
+    return len(raw) <= INLINE_BYTES and not may_need_grammar(raw)
 
 
 def _fail(job: _Job, error: Exception) -> None:

@@ -29,10 +29,10 @@ from twinpool.contracts.build_id import package_version
 from twinpool.contracts.config.tracing_config import TracingConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.messages.request_record import USUAL, RequestRecord
+from twinpool.router.openai.request_headers import TraceContext
 from twinpool.router.records.kept_records import Refusal
 from twinpool.router.records.make_record import RecordDraft, make_record
 from twinpool.router.state.router_log import log
-from twinpool.router.state.trace_context import TraceContext
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan

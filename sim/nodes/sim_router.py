@@ -1,8 +1,8 @@
 """The router's process: the production `RouterCore`, with its links, its claims and its service as events.
 
-`SimClaims` does what `router.service.answer_claims`, `restored_choice` and `router_service` do about answers with a
-key, for the plain requests of a scenario: they are looked for at the workers, and gone on with there. A client comes
-with the number of tokens that it has, as `Last-Event-ID` says it, and gets the rest.
+`SimClaims` does what `router.service.answer_claims` and `router_service` do about answers with a key, for the plain
+requests of a scenario: they are looked for at the workers, and gone on with there. A client comes with the number of
+tokens that it has, as `Last-Event-ID` says it, and gets the rest.
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ class SimRouter:
         return True
 
     def may_leave(self, entry: WorkerEntry) -> bool:
-        """Whether a worker may be drained, as `router.api.admin_drain` decides: another of its role must stay."""
+        """Whether a worker may be drained, as `router.api.admin_changes` decides: another of its role must stay."""
         staying = self.core.workers.staying(entry.record.role, self.world.agenda.now())
         return entry.status.state == "ready" and staying != [entry] and bool(staying)
 

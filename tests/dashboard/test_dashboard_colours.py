@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from twinpool.router.api.admin_dashboard import FOLDER
+from twinpool.router.api.admin_status import FOLDER
 from twinpool.router.records import make_record
 
 STYLE = (FOLDER / "style.css").read_text()

@@ -30,7 +30,7 @@ OPENS = re.compile(
 )
 HELPERS = {
     "contracts/credentials/curve_file.py": "keys alone",
-    "router/service/routed_choices.py": "a stream's choices, no socket",
+    "router/service/open_answers.py": "a stream's choices, no socket",
     "router/openai/response_stream.py": "a stream's choices, no socket",
 }
 

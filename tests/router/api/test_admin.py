@@ -199,13 +199,13 @@ def test_check_passes_at_rest_and_names_what_is_planted(server: Server) -> None:
     assert report["ok"] is False
     assert report["workers"][1]["violations"] == ["page 7 is free and leased"]
     server.cluster["prefill-1"].violations = ()
-    server.service.room.choices -= 1
+    server.service.admission.choices -= 1
     ghost: Any = "ghost"
     nobody: Any = (types.SimpleNamespace(tenant="", answer_key=""), None)
-    server.call(lambda: server.service._owners.update({ghost: nobody}))
+    server.call(lambda: server.service.answers.owners.update({ghost: nobody}))
     report = operate(server, "check")[1]
-    server.call(lambda: server.service._owners.pop(ghost))
-    server.service.room.choices += 1
+    server.call(lambda: server.service.answers.owners.pop(ghost))
+    server.service.admission.choices += 1
     assert report["ok"] is False
     assert report["workers"][-1]["name"] == "router"
     assert "ghost" in report["workers"][-1]["violations"][0]

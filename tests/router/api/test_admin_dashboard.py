@@ -18,8 +18,7 @@ from tests.support.served_cluster import ROOT
 from twinpool.cli.tool_commands import new_key
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.security_config import SecurityConfig
-from twinpool.router.api.admin_dashboard import FOLDER, page_files
-from twinpool.router.api.admin_status import TOKEN_VARIABLE
+from twinpool.router.api.admin_status import FOLDER, TOKEN_VARIABLE, page_files
 from twinpool.router.service.dashboard_relay import MAX_VIEWERS
 
 EVENTS = "/cluster/dashboard"

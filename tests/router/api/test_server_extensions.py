@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from twinpool.router.api.asgi_exchange import DIRECT_WRITE, ON_GONE, HttpExchange
+from twinpool.router.api.http_exchange import DIRECT_WRITE, ON_GONE, HttpExchange
 from twinpool.router.api.http_protocol import LeavingCalls, offer_extensions
 
 

@@ -28,7 +28,7 @@ from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.contracts.wire.stream_codec import FRAME_BYTES, FrameWriter, decode_commands
 from twinpool.router.links.controller_directory import ControllerDirectory
 from twinpool.router.links.grpc_worker import GrpcWorkerClient
-from twinpool.router.service.router_service import RouterService
+from twinpool.router.service.router_service import ClientRequest, RouterService
 from twinpool.router.tokenizer_pool.tokenizer_process import FrameKind
 
 pytestmark = pytest.mark.asyncio
@@ -217,12 +217,12 @@ async def test_a_router_serves_over_grpc_and_replays_when_a_worker_restarts() ->
         await eventually(lambda: bool(service.core.serving(Role.PREFILL) and service.core.serving(Role.DECODE)))
         body: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 20, "seed": 1}
         raw = json.dumps(body).encode()
-        stream = await service.open(FrameKind.COMPLETION, raw, "me")
+        stream = await service.open(ClientRequest(FrameKind.COMPLETION, raw, "me"))
         await stream.ended()
         whole = stream.choices[0].tokens
         assert len(whole) == 20
         cluster["decode-0"].pause()
-        stream = await service.open(FrameKind.COMPLETION, raw, "me")
+        stream = await service.open(ClientRequest(FrameKind.COMPLETION, raw, "me"))
         await eventually(lambda: bool(cluster["decode-0"].legs) and len(stream.choices[0].tokens) == 1)
         for _ in range(5):
             cluster["decode-0"].step()

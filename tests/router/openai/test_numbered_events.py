@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from twinpool.router.openai.request_headers import SeenEvents, read_resume_headers
 from twinpool.router.openai.response_stream import NumberedEvents
-from twinpool.router.openai.resume_headers import SeenEvents, read_resume_headers
 
 CREATED = 1_700_000_000
 

@@ -32,9 +32,8 @@ from twinpool.contracts.config.security_config import SecurityConfig
 from twinpool.contracts.config.tracing_config import TracingConfig
 from twinpool.contracts.key_file import TenantLimits, read_key_file, write_key_file
 from twinpool.router.openai.api_errors import ApiError
+from twinpool.router.openai.request_headers import NO_TRACE, SLO_HEADER, TraceContext
 from twinpool.router.records.kept_records import MESSAGE_CHARS, KeptRefusals, Refusal, RefusedRequest
-from twinpool.router.service.request_limits import SLO_HEADER
-from twinpool.router.state.trace_context import NO_TRACE, TraceContext
 from twinpool.router.tracing.otlp_exporter import TraceExporter
 
 PATH = "/v1/completions"

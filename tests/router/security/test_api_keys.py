@@ -42,6 +42,12 @@ LARGE = {"prompt": [5, 6, 7] * 600, "max_tokens": 4, "seed": 1}
 """A body that a reader process reads."""
 
 
+def known_keys(server: Server) -> ApiKeys:
+    keys = server.service.admission.keys
+    assert keys is not None
+    return keys
+
+
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
     return tmp_path / "keys.json"
@@ -111,14 +117,14 @@ def test_a_key_that_is_revoked_is_refused_and_a_new_one_taken_without_a_restart(
     server: Server, keys: Path, secret: str
 ) -> None:
     other = new_key(keys, "other")
-    server.wait_until(lambda: server.service.keys is not None and server.service.keys.tenant_of(other) == "other")
+    server.wait_until(lambda: known_keys(server).tenant_of(other) == "other")
     assert server.post(COMPLETIONS, ASK, **bearer(other)).status_code == 200
     revoke_key(keys, digest_of(secret)[:12])
-    server.wait_until(lambda: server.service.keys is not None and server.service.keys.tenant_of(secret) is None)
+    server.wait_until(lambda: known_keys(server).tenant_of(secret) is None)
     assert server.post(COMPLETIONS, ASK, **bearer(secret)).status_code == 401
     keys.write_text("{")
     os.utime(keys, (1, 1))
-    server.call(lambda: server.service.keys.refresh() if server.service.keys else None)
+    server.call(lambda: server.service.admission.keys.refresh() if server.service.admission.keys else None)
     assert server.post(COMPLETIONS, ASK, **bearer(other)).status_code == 200, "a file that went bad changes nothing"
 
 
@@ -127,7 +133,7 @@ def test_tenants_share_no_prefix_whatever_their_salts(
     server: Server, keys: Path, secret: str, asked: dict[str, Any]
 ) -> None:
     other = new_key(keys, "other")
-    server.wait_until(lambda: server.service.keys is not None and server.service.keys.tenant_of(other) == "other")
+    server.wait_until(lambda: known_keys(server).tenant_of(other) == "other")
     names: list[str] = []
     prompts: list[tuple[int, ...]] = []
     for key, salt in ((secret, ""), (other, ""), (secret, "x"), (secret, "acme\n"), (other, "x")):
@@ -144,8 +150,8 @@ def test_tenants_share_no_prefix_whatever_their_salts(
 
 def test_limits_hold_and_say_when_to_come_back(server: Server, keys: Path, secret: str) -> None:
     limit(keys, requests_per_minute=2, priority=3)
-    assert server.service.keys is not None
-    server.call(server.service.keys.refresh)
+    assert server.service.admission.keys is not None
+    server.call(server.service.admission.keys.refresh)
     sent = [server.post(COMPLETIONS, {**ASK, "priority": 9}, **bearer(secret)) for _ in range(3)]
     assert [answer.status_code for answer in sent] == [200, 200, 429]
     error = sent[2].json()["error"]
@@ -162,7 +168,7 @@ def test_limits_hold_and_say_when_to_come_back(server: Server, keys: Path, secre
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_what_a_client_that_left_had_asked_for_counts_for_its_tenant(server: Server, secret: str, role: str) -> None:
     """Its prompt, and as much of its answer as it was sent; and in the router's counts what was done for it."""
-    tally, tenants, metrics = server.service.metrics.tally, server.service.tenants, server.service.metrics
+    tally, tenants, metrics = server.service.metrics.tally, server.service.admission.tenants, server.service.metrics
     prompts, generated = tally.prompt_tokens, tally.generated_tokens
     spent, left = (tenants._accounts["acme"].tokens if "acme" in tenants._accounts else 0), metrics.disconnects
     server.pause(role)
@@ -186,8 +192,8 @@ def test_what_a_client_that_left_had_asked_for_counts_for_its_tenant(server: Ser
 
 def test_a_tenant_that_is_beyond_its_limits_has_no_body_read(server: Server, keys: Path, secret: str) -> None:
     limit(keys, requests_per_minute=1)
-    assert server.service.keys is not None
-    server.call(server.service.keys.refresh)
+    assert server.service.admission.keys is not None
+    server.call(server.service.admission.keys.refresh)
     assert server.post(COMPLETIONS, ASK, **bearer(secret)).status_code == 200
     answer = server.client.post(COMPLETIONS, content=b"{", headers=bearer(secret))
     assert answer.status_code == 429, "a body that is no JSON would be a 400"
@@ -198,8 +204,8 @@ def test_answers_in_flight_are_bounded_and_given_back_when_a_client_leaves(
     server: Server, keys: Path, secret: str
 ) -> None:
     limit(keys, concurrent=2)
-    assert server.service.keys is not None
-    server.call(server.service.keys.refresh)
+    assert server.service.admission.keys is not None
+    server.call(server.service.admission.keys.refresh)
     assert server.post(COMPLETIONS, {**ASK, "n": 3}, **bearer(secret)).status_code == 429
     server.pause("decode")
     with pytest.raises(httpx.ReadTimeout):
@@ -211,8 +217,8 @@ def test_answers_in_flight_are_bounded_and_given_back_when_a_client_leaves(
 
 def test_a_model_that_a_tenant_may_not_use_is_refused(server: Server, keys: Path, secret: str) -> None:
     limit(keys, models=("another",))
-    assert server.service.keys is not None
-    server.call(server.service.keys.refresh)
+    assert server.service.admission.keys is not None
+    server.call(server.service.admission.keys.refresh)
     answer = server.post(COMPLETIONS, ASK, **bearer(secret))
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "model_not_allowed")
 
@@ -291,8 +297,8 @@ def test_workers_are_told_whose_a_request_is_and_its_weight(
     server: Server, keys: Path, secret: str, path: str, headers: dict[str, str]
 ) -> None:
     limit(keys, weight=7)
-    assert server.service.keys is not None
-    server.call(server.service.keys.refresh)
+    assert server.service.admission.keys is not None
+    server.call(server.service.admission.keys.refresh)
     body = ASK if path == COMPLETIONS else {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
     assert server.post(path, body, **bearer(secret), **headers).status_code == 200
     for role in ("prefill", "decode"):
@@ -312,7 +318,7 @@ def test_limits_are_those_of_two_routers_together_and_one_goes_on_while_the_cont
         codes = [server.post(COMPLETIONS, ASK, **bearer(secret)).status_code for server in [one, other] * 10]
         assert 16 - 2 <= codes.count(200) <= 17, "a slice of one may be the other's that asks; a minute goes on"
         lessor.away = True
-        one.wait_until(lambda: one.service.tenants.alone)
+        one.wait_until(lambda: one.service.admission.tenants.alone)
         for server in (one, other):
             server.at_rest()
 
@@ -343,7 +349,7 @@ def test_a_body_is_not_read_where_another_router_has_let_through_all_that_there_
 def test_one_key_of_two_tenants_is_two_answers(server: Server, keys: Path, secret: str) -> None:
     """And each has its own, also where the body is another."""
     other = new_key(keys, "globex")
-    server.wait_until(lambda: server.service.keys is not None and server.service.keys.tenant_of(other) is not None)
+    server.wait_until(lambda: known_keys(server).tenant_of(other) is not None)
     body = {"prompt": [5, 6, 7], "max_tokens": 8}
     told = [
         server.post("/v1/completions", {**body, **more}, **bearer(key), **{"Idempotency-Key": "same"})
@@ -359,7 +365,7 @@ def test_one_key_of_two_tenants_is_two_answers(server: Server, keys: Path, secre
 
 def test_a_client_at_its_limit_may_take_its_own_answer_over(server: Server, keys: Path, secret: str) -> None:
     limit(keys, concurrent=1)
-    server.wait_until(lambda: server.service.keys is not None and server.service.keys.limits("acme").concurrent == 1)
+    server.wait_until(lambda: known_keys(server).limits("acme").concurrent == 1)
     server.pause("decode")
     body, headers = {"prompt": [5, 6, 7], "max_tokens": 8}, {**bearer(secret), "Idempotency-Key": "mine"}
     with server.client.stream("POST", "/v1/completions", json={**body, "stream": True}, headers=headers) as first:
@@ -398,8 +404,8 @@ def test_what_fails_in_a_turn_of_the_clock_keeps_no_deadline_from_being_kept(
     def fail() -> None:
         raise RuntimeError("planted")
 
-    for part in (server.service.keys, server.service.controller, server.service.records):
-        monkeypatch.setattr(part, "refresh" if part is server.service.keys else "tick", fail)
+    for part in (server.service.admission.keys, server.service.controller, server.service.records):
+        monkeypatch.setattr(part, "refresh" if part is server.service.admission.keys else "tick", fail)
     server.call(server.cluster["decode-0"].pause)
     late = server.post(COMPLETIONS, {**ASK, "timeout": 0.05}, **bearer(secret))
     assert late.status_code == 504

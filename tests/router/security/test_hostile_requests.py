@@ -19,7 +19,7 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.security_config import SecurityConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.key_file import check_tenant
-from twinpool.router.api.asgi_exchange import ALLOWED_HEADERS
+from twinpool.router.api.http_exchange import ALLOWED_HEADERS
 from twinpool.router.api.http_protocol import HEAD_BYTES
 
 ASK = {"prompt": [5, 6, 7], "max_tokens": 4, "seed": 1}

@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from tests.router.http_server import Server
-from twinpool.router.service.choice_shares import SHARE
+from twinpool.router.service.open_answers import SHARE
+from twinpool.router.service.router_service import ClientRequest
 from twinpool.router.state.routed_request import RoutedRequest
 from twinpool.router.tokenizer_pool.tokenizer_process import FrameKind
 
@@ -54,7 +55,7 @@ def test_d7_a_large_request_is_placed_in_shares_and_a_small_one_between_them(
 
     def ask() -> None:
         raw = b'{"prompt": [8, 9], "max_tokens": 2, "seed": 2}'
-        task = asyncio.ensure_future(service.open(FrameKind.COMPLETION, raw, "small"))
+        task = asyncio.ensure_future(service.open(ClientRequest(FrameKind.COMPLETION, raw, "small")))
         small.append(task)
 
     turns.during = {2: lambda: found.extend(service.check()), 3: ask}
@@ -74,7 +75,7 @@ def test_choices_whose_client_has_left_are_never_placed(server: Server, monkeypa
     turns, service = Turns(server, monkeypatch), server.service
 
     def leave() -> None:
-        for stream, _ in list(service._owners.values()):
+        for stream, _ in list(service.answers.owners.values()):
             service.abandon(stream)
             stream.fail("the client left")
 
@@ -84,8 +85,8 @@ def test_choices_whose_client_has_left_are_never_placed(server: Server, monkeypa
     server.resume()
     assert answer.status_code != 200
     assert len(turns.placed) < MANY
-    assert server.call(lambda: list(service.shares.ids())) == []
-    assert service.room.booked == 0
+    assert server.call(lambda: list(service.answers.waiting())) == []
+    assert service.admission.booked == 0
 
 
 def test_an_answer_of_which_a_later_choice_can_not_be_placed_ends_whole(
@@ -107,4 +108,4 @@ def test_an_answer_of_which_a_later_choice_can_not_be_placed_ends_whole(
     server.resume()
     assert answers[0].status_code >= 500
     assert "place a choice" in answers[0].text
-    assert server.service.room.booked == 0
+    assert server.service.admission.booked == 0

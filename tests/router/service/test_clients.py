@@ -17,7 +17,7 @@ from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Role
 from twinpool.contracts.messages.worker_events import Done
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.router.api.asgi_exchange import HttpExchange
+from twinpool.router.api.http_exchange import HttpExchange
 from twinpool.router.api.http_protocol import BoundedHttpProtocol
 
 PROMPT = [5, 6, 7]

@@ -32,11 +32,11 @@ from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.key_file import TenantLimits, read_key_file, write_key_file
 from twinpool.contracts.messages.kept_answers import Attach, Attached, KeptAnswer
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.router.openai.resume_headers import ResumeHeaders
-from twinpool.router.security.answer_identity import AnswerIdentity
-from twinpool.router.service.answer_claims import AnswerClaim, AnswerClaims
-from twinpool.router.service.router_service import INLINE_BYTES, RouterService
+from twinpool.router.openai.request_headers import RequestHeaders, ResumeHeaders
+from twinpool.router.service.answer_claims import AnswerClaim, AnswerClaims, AnswerIdentity
+from twinpool.router.service.router_service import ClientRequest, RouterService
 from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.tokenizer_pool.tokenizer_pool import INLINE_BYTES
 from twinpool.router.tokenizer_pool.tokenizer_process import REQUESTS, FrameKind, prepared_frame
 
 PROMPT = [5, 6, 7] * 400
@@ -161,7 +161,7 @@ def test_c6_the_later_of_two_connections_has_the_answer_whichever_is_read_first(
         in_flight(server, 1)
     assert later.status() == 200
     assert right(later)
-    assert server.service.room.booked == 0
+    assert server.service.admission.booked == 0
     assert len(server.service.claims) == 0
 
 
@@ -264,7 +264,7 @@ def test_a_tenant_keeps_its_places_after_such_races(tmp_path: Path, monkeypatch:
                 replies.let_go(0)
                 assert earlier.status() == 409
             assert later.status() == 200
-            assert server.service.tenants.places == {}
+            assert server.service.admission.tenants.places == {}
         both = server.post(PATH, body(n=2), **who)
         assert both.status_code == 200, both.text
 
@@ -285,7 +285,11 @@ def test_b2_an_answer_that_can_not_begin_gives_back_all_that_it_had_booked(
         monkeypatch.setattr(server.service.core, "submit", fail_each_second)
         for key in ({}, {"Idempotency-Key": "k"}):
             assert server.post(PATH, body(n=2), **who, **key).status_code == 500
-            assert (server.service.room.booked, server.service.tenants.places, len(server.service.claims)) == (0, {}, 0)
+            assert (
+                server.service.admission.booked,
+                server.service.admission.tenants.places,
+                len(server.service.claims),
+            ) == (0, {}, 0)
         monkeypatch.undo()
         assert server.post(PATH, body(n=2), **who).status_code == 200
 
@@ -294,12 +298,12 @@ def test_choices_that_are_looked_for_have_their_places_meanwhile(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two requests of two choices each and room for three: the second doesn't begin beside the first."""
-    monkeypatch.setattr(server.service.room, "limit", 3)
+    monkeypatch.setattr(server.service.admission, "limit", 3)
     worker = server.cluster["decode-1"]
     worker.attached = lambda ask: None
     first = Asked(server, next(NAMES), body(n=2))
     server.wait_until(lambda: bool(worker.asked))
-    assert server.service.room.booked == 2
+    assert server.service.admission.booked == 2
     assert server.post(PATH, body(n=2), **{"Idempotency-Key": next(NAMES)}).status_code == 429
     server.call(lambda: worker.sessions[0].on_events([Attached(worker.asked[0].request_id, 0)]))
     assert first.status() == 200
@@ -309,10 +313,10 @@ def lost_holder(server: Server) -> Callable[[], object]:
     async def hold() -> None:
         task = asyncio.current_task()
         assert task is not None
-        server.service.room._opening[task] = 1
+        server.service.admission._opening[task] = 1
 
     asyncio.run_coroutine_threadsafe(hold(), server.loop).result(10)
-    return server.service.room._opening.popitem
+    return server.service.admission._opening.popitem
 
 
 def test_check_counts_what_is_booked_against_what_lives(server: Server) -> None:
@@ -321,14 +325,14 @@ def test_check_counts_what_is_booked_against_what_lives(server: Server) -> None:
     running = Asked(server, next(NAMES), body())
     in_flight(server, 1)
     assert server.call(service.check) == []
-    (stream, _) = next(iter(service._owners.values()))
+    (stream, _) = next(iter(service.answers.owners.values()))
     claims: Any = service.claims._claims
     claim = claims[stream.answer_key]
     stranger = SimpleNamespace(stream=None, waiter=None, identity=claim.identity)
-    accounts: Any = service.tenants._accounts
+    accounts: Any = service.admission.tenants._accounts
     plants: list[tuple[str, Callable[[], object], Callable[[], object]]] = [
-        ("1 choices are in flight, 2 are booked", lambda: vars(service.room).update(choices=2),
-         lambda: vars(service.room).update(choices=1)),
+        ("1 choices are in flight, 2 are booked", lambda: vars(service.admission).update(choices=2),
+         lambda: vars(service.admission).update(choices=1)),
         ("choices of acme", lambda: accounts.update(acme=SimpleNamespace(in_flight=1)), lambda: accounts.pop("acme")),
         ("its claim is another's", lambda: claims.update({stream.answer_key: stranger}),
          lambda: claims.update({stream.answer_key: claim})),
@@ -363,7 +367,7 @@ def test_whoever_is_read_or_looked_for_while_the_router_ends_is_told(monkeypatch
         assert waits.status() == read.status() == 503
         closed.result(10)
         assert server.post(PATH, {"prompt": [5]}).status_code == 503
-        assert server.service._owners == {}
+        assert server.service.answers.owners == {}
 
 
 class Storm:
@@ -406,7 +410,7 @@ class Storm:
         self.told.update(task.result() for task in self.gone)
         await eventually(lambda: not self.service.core.requests.in_flight)
         assert self.service.check() == []
-        assert (self.service.room.booked, len(self.service.claims)) == (0, 0)
+        assert (self.service.admission.booked, len(self.service.claims)) == (0, 0)
         await self.service.close()
 
     def _come(self) -> None:
@@ -419,7 +423,9 @@ class Storm:
 
     async def _ask(self, raw: bytes, key: ResumeHeaders | None, calls: list[Callable[[], object]]) -> str:
         try:
-            stream = await self.service.open(FrameKind.COMPLETION, raw, "client", calls.append, resume=key)
+            stream = await self.service.open(
+                ClientRequest(FrameKind.COMPLETION, raw, "client", headers=RequestHeaders(key), on_gone=calls.append)
+            )
         except TwinpoolError as error:
             return type(error).__name__
         left: list[bool] = []

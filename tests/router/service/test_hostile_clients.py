@@ -65,7 +65,7 @@ def test_streams_and_health_go_on_while_large_bodies_are_being_read(server: Serv
         client.close()
     server.wait_until(lambda: readers.waiting == 0 and server.service.buffer.held == 0)
     server.at_rest()
-    assert server.call(lambda: server.service.room.booked) == 0
+    assert server.call(lambda: server.service.admission.booked) == 0
 
 
 @pytest.mark.slow

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.router.http_server import DEMO
+from tests.router.http_server import DEMO, demo_spec
 from tests.router.stage import Stage
+from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.key_file import TenantLimits
@@ -21,11 +22,10 @@ from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
 from twinpool.router.openai.choice_output import ChoiceOutput
 from twinpool.router.openai.parse_request import GenerateRequest
 from twinpool.router.openai.response_stream import ResponseStream
-from twinpool.router.security.answer_identity import AnswerIdentity
 from twinpool.router.security.tenant_accounts import TenantAccounts
-from twinpool.router.service.answer_claims import AnswerClaim, AnswerClaims
-from twinpool.router.service.answer_room import AnswerRoom
-from twinpool.router.service.open_answers import OpenAnswers, Owners
+from twinpool.router.service.admission import Admission
+from twinpool.router.service.answer_claims import AnswerClaim, AnswerClaims, AnswerIdentity
+from twinpool.router.service.open_answers import OpenAnswers
 from twinpool.router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 
 LIMITS = TenantLimits(concurrent=9)
@@ -51,14 +51,23 @@ class Site:
 
     def __init__(self, model_tokenizer: ModelTokenizer) -> None:
         self.stage, self.tokenizer = Stage(1, 1), model_tokenizer
-        self.core, self.owners = self.stage.core, Owners()
+        self.core = self.stage.core
         self.superseded: list[ResponseStream] = []
         self.metrics, self.tenants = PrometheusMetrics(self.core, "tcp"), TenantAccounts()
-        self.room, self.claims = AnswerRoom(100, self.metrics), AnswerClaims(self.core, self.superseded.append)
+        self.claims = AnswerClaims(self.core, self.superseded.append)
+        self.admission = Admission(
+            demo_spec(),
+            RouterConfig(max_queue=100),
+            "",
+            self.core.workers,
+            self.tenants,
+            self.metrics,
+            self.stage.clock,
+        )
         self.over: list[RequestId] = []
         self.answers = OpenAnswers(
-            self.owners, self.core, self.stage.clock, self.room, self.metrics, self.tenants, self.claims, None,
-            lambda stream, choice: self.over.append(choice.request.id),
+            self.core, self.stage.clock, self.admission, self.metrics, self.claims, None,
+            lambda stream, choice: self.over.append(choice.request.id), lambda: None,
         )  # fmt: skip
 
     def begin(
@@ -69,8 +78,10 @@ class Site:
             stream=True, stops=stops, include_stop=False, skip_special_tokens=True, eos=frozenset(), answer_format=None
         )
         writer: Any = Writer()
-        stream = ResponseStream(f"answer-{len(self.over)}-{len(self.owners)}", request, writer, buffer, "client", 60.0,
-                                tenant, answer_key=key)  # fmt: skip
+        stream = ResponseStream(
+            f"answer-{len(self.over)}-{len(self.answers.owners)}", request, writer, buffer, "client", 60.0, tenant,
+            answer_key=key,
+        )  # fmt: skip
         made = []
         for number in range(choices):
             routed = self.stage.request(max_tokens=WORDS)
@@ -78,7 +89,9 @@ class Site:
             routed.name = AnswerName(key, "body", number, 7) if key else None
             made.append(ChoiceOutput(number, routed, _asked(request), self.tokenizer, ""))
         stream.bind(made)
-        self.answers.begin(stream, LIMITS if tenant else None, 3)
+        keys: Any = SimpleNamespace(limits=lambda tenant: LIMITS)
+        self.admission.keys = keys if tenant else None
+        self.answers.begin(stream, 3)
         if key:
             claim = AnswerClaim(AnswerIdentity(key, "body", stream.id, 1), RequestId("ask"), self.claims.next_turn())
             self.claims._claims[key] = claim
@@ -108,12 +121,12 @@ class Site:
         return {(type(command).__name__, command.request_id) for _, command in self.commands()}
 
     def check(self) -> list[str]:
-        return [*self.core.check(), *self.answers.check(set()), *self.claims.check()]
+        return [*self.core.check(), *self.answers.check(), *self.claims.check()]
 
     @property
     def booked(self) -> tuple[int, int, int]:
         """In the room, of tenants, and in the core."""
-        return self.room.booked, self.tenants.places.total(), self.core.requests.in_flight
+        return self.admission.booked, self.tenants.places.total(), self.core.requests.in_flight
 
 
 def _asked(request: Any) -> GenerateRequest:

@@ -20,11 +20,9 @@ from twinpool.contracts.messages.kept_answers import AnswerName, Attach, Attache
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.router.core.answer_lookups import FoundAnswer
 from twinpool.router.openai.choice_output import ChoiceOutput
+from twinpool.router.openai.request_headers import MAX_KEY_CHARS, MAX_RESUMED_CHOICES, ResumeHeaders
 from twinpool.router.openai.response_stream import ResponseStream
-from twinpool.router.openai.resume_headers import MAX_KEY_CHARS, MAX_RESUMED_CHOICES, ResumeHeaders
-from twinpool.router.security.answer_identity import identity_of
-from twinpool.router.service.answer_claims import AnswerClaim
-from twinpool.router.service.restored_choice import KeyedRequest
+from twinpool.router.service.answer_claims import AnswerClaim, KeyedRequest, identity_of
 from twinpool.router.state.prefill_queue import TenantWeight
 from twinpool.router.state.prefix_hashes import prefix_hashes
 from twinpool.router.state.routed_request import RoutedRequest
@@ -108,7 +106,7 @@ def ask_and_leave(server: Server, key: str) -> FakeWorker:
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         send(client, key)
         server.wait_until(lambda: bool(worker.asked))
-    server.wait_until(lambda: server.service.room.booked == 0)
+    server.wait_until(lambda: server.service.admission.booked == 0)
     return worker
 
 

@@ -16,7 +16,7 @@ from twinpool.contracts.config.security_config import SecurityConfig
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.key_file import KeyFile, TenantLimits, read_key_file, write_key_file
-from twinpool.router.service.request_limits import SLO_HEADER
+from twinpool.router.openai.request_headers import SLO_HEADER
 
 COMPLETIONS = "/v1/completions"
 ASK = {"prompt": [5, 6, 7], "max_tokens": 4, "seed": 1}

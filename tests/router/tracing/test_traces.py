@@ -23,7 +23,7 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.config.tracing_config import TracingConfig
 from twinpool.contracts.errors import ConfigError
-from twinpool.router.state.trace_context import NO_TRACE, TraceContext, read_traceparent
+from twinpool.router.openai.request_headers import NO_TRACE, TraceContext, read_traceparent
 from twinpool.router.tracing import otlp_exporter
 from twinpool.router.tracing.otlp_exporter import MAX_AT_ONCE, TraceExporter, TraceSampling, TraceSpan
 

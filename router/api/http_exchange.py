@@ -15,7 +15,7 @@ from typing import Any
 
 from twinpool.router.anthropic.messages_writer import error_body
 from twinpool.router.openai.api_errors import ApiError, BodyTooLarge, ClientGone, NotJson
-from twinpool.router.service.body_buffer import BodyBuffer
+from twinpool.router.service.admission import BodyBuffer
 
 AsgiScope = MutableMapping[str, Any]
 AsgiMessage = MutableMapping[str, Any]

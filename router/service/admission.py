@@ -1,0 +1,202 @@
+"""Admission: what requests may ask for, and what is booked for those that were let in.
+
+A router has room for `router.max_queue` choices that have not ended, or that requests ask for; a tenant has the limits
+of its key (`router.security.tenant_accounts`); a request has its time, its first token's, and the tokens of its
+answers. Bodies that are being received have a budget of their own (`BodyBuffer`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.contracts.errors import RequestError
+from twinpool.contracts.ids import Role
+from twinpool.contracts.key_file import TenantLimits
+from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
+from twinpool.router.openai.api_errors import BufferFull, QueueFull
+from twinpool.router.openai.parse_request import GenerateRequest
+from twinpool.router.openai.request_headers import SLO_HEADER
+from twinpool.router.security.api_keys import ApiKeys
+from twinpool.router.security.tenant_accounts import TenantAccounts
+from twinpool.router.service.quota_leases import QuotaLeases
+from twinpool.router.state.worker_table import WorkerTable
+from twinpool.router.tokenizer_pool.prepare_request import too_long
+
+_MILLISECONDS = re.compile(r"0*[1-9][0-9]{0,8}", re.ASCII)
+NO_LIMITS = TenantLimits()
+
+
+class BodyBuffer:
+    """The count of bytes held by bodies between their first byte and their admission; `limit` in bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.held = 0
+
+    def take(self, size: int) -> None:
+        """Book `size` bytes. Raises `BufferFull`, with nothing booked, where they go beyond the limit."""
+        if self.held + size > self.limit:
+            text = f"bodies of {self.held} bytes are being received; try again later"
+            raise BufferFull(text, size, self.held, self.limit)
+        self.held += size
+
+    def give_back(self, size: int) -> None:
+        self.held -= size
+
+
+class Admission:
+    """The admission of one router's requests, on its event loop."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        config: RouterConfig,
+        keys_file: str,
+        workers: WorkerTable,
+        tenants: TenantAccounts,
+        metrics: PrometheusMetrics,
+        clock: Clock,
+    ) -> None:
+        """`keys_file`: the file of clients' keys; empty: nobody needs one. Raises `ConfigError` where it can't be
+        read."""
+        self._spec, self._config, self._workers, self._metrics, self._clock = spec, config, workers, metrics, clock
+        self.keys = ApiKeys(Path(keys_file)) if keys_file else None
+        """None: nobody needs a key."""
+        self.tenants = tenants
+        self.quotas: QuotaLeases | None = None
+        """Leases slices of tenants' limits; None: they are this router's alone."""
+        self.max_choices = config.max_queue
+        self.choices = 0
+        """Places of choices that have begun."""
+        self._opening: dict[asyncio.Task[object], int] = {}
+        """Places that requests hold while they are read or looked for, by the task of each."""
+
+    # ------------------------------------------------------------ room for answers
+
+    @property
+    def booked(self) -> int:
+        """All places that are taken."""
+        return self.choices + sum(self._opening.values())
+
+    def check_room(self, choices: int = 1) -> None:
+        """Raise `QueueFull` where there is no room for so many choices more. Books nothing."""
+        if self.booked + choices > self.max_choices:
+            self._metrics.refused_full += 1
+            text = f"the queue is full: {self.booked} of {self.max_choices} answers are in flight; try again later"
+            raise QueueFull(text, choices)
+
+    @contextmanager
+    def hold(self, places: int = 1) -> Iterator[None]:
+        """Take places for the length of the block, in which the request is waited for; not to be nested.
+
+        Whoever begins its choices does so before anything else is awaited: then the places are still free.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        assert task not in self._opening, "one request holds places once"
+        self._opening[task] = places
+        try:
+            yield
+        finally:
+            del self._opening[task]
+
+    def ended_holders(self) -> int:
+        """Requests that hold places and have ended: 0, unless places are lost."""
+        return sum(task.done() for task in self._opening)
+
+    # ------------------------------------------------------------ tenants
+
+    def allowed(self, tenant: str) -> TenantLimits:
+        """Return the limits of a tenant."""
+        return self.keys.limits(tenant) if self.keys is not None else NO_LIMITS
+
+    async def lease(self, tenant: str, choices: int, prompt_tokens: int) -> None:
+        """Have slices of a tenant's limits for so much, where they hold for several routers together."""
+        if self.quotas is not None and self.keys is not None:
+            await self.quotas.ensure(tenant, self.allowed(tenant), choices, prompt_tokens)
+
+    def check_tenant(self, tenant: str, choices: int = 1, prompt_tokens: int = 1) -> None:
+        """Raise `TenantLimited` where a tenant may not ask for so much now; by default the least. Books nothing."""
+        if self.keys is not None:
+            self.tenants.check(tenant, self.allowed(tenant), choices, prompt_tokens, self._clock.now())
+
+    def book(self, tenant: str, choices: int, prompt_tokens: int) -> None:
+        """Book the choices of an answer that begins, and what it takes of its tenant's limits. Raises `TenantLimited`,
+        having booked nothing."""
+        if self.keys is not None:
+            self.tenants.admit(tenant, self.allowed(tenant), choices, prompt_tokens, self._clock.now())
+        self.choices += choices
+
+    def give_back(self, tenant: str) -> None:
+        """Give back the place of a choice that has ended."""
+        self.choices -= 1
+        if tenant:
+            self.tenants.ended(tenant)
+
+    # ------------------------------------------------------------ one request
+
+    def timeout_s(self, request: GenerateRequest) -> float:
+        """Return the seconds from arrival to deadline. Raises `RequestError` above `router.max_timeout_s`."""
+        if request.timeout_s is None:
+            return self._config.request_timeout_s
+        if request.timeout_s > self._config.max_timeout_s:
+            raise RequestError(
+                f"timeout {request.timeout_s:g} s is above the server's limit of {self._config.max_timeout_s:g} s",
+                param="timeout",
+            )
+        return request.timeout_s
+
+    def first_token_ms(self, header: str, tenant: str) -> int:
+        """Return the milliseconds to the first token beyond which an answer is of no use; 0: none.
+
+        `header`: what the client names, which may be less than its tenant's or the server's. Raises `RequestError`
+        where it is no such number.
+        """
+        given = self.allowed(tenant).ttft_slo_ms or self._config.ttft_slo_ms
+        if not header:
+            return given
+        if not _MILLISECONDS.fullmatch(header):
+            raise RequestError(f"the header {SLO_HEADER} must be a whole number of milliseconds, 1 or more")
+        return min(int(header), given) if given else int(header)
+
+    def answer_tokens(self, request: GenerateRequest, have: int) -> int:
+        """Return the `max_tokens` of the answers to a prompt of `have` tokens. Raises `RequestError`, with the numbers,
+        where prompt and answer can't fit into the context or into the workers' pools."""
+        context = self._spec.context
+        param = "messages" if request.chat else "prompt"
+        wanted = 1 if request.max_tokens is None else request.max_tokens
+        if have > context or (wanted and have >= context):
+            raise too_long(have, context, param)
+        if have + wanted > context:
+            raise RequestError(
+                f"prompt ({have} tokens) and max_tokens ({wanted}) make {have + wanted}; the context is {context}",
+                param="max_tokens",
+            )
+        left = context - have
+        for role in self._workers.roles:
+            most = self._workers.max_positions(role)
+            if most is None or (role is Role.DECODE and wanted <= 1 and request.max_tokens is not None):
+                continue
+            if have + wanted > most:
+                raise RequestError(
+                    f"prompt ({have} tokens) and answer ({wanted}) make {have + wanted}; "
+                    f"the {role} workers' pools hold {most} positions",
+                    param=param if have > most else "max_tokens",
+                )
+            left = min(left, most - have)
+        if request.max_tokens is not None:
+            return request.max_tokens
+        if request.sampling.min_tokens > left:
+            raise RequestError(
+                f"min_tokens {request.sampling.min_tokens} is more than the {left} left", param="min_tokens"
+            )
+        if request.chat:
+            return left
+        return min(left, max(self._config.default_max_tokens, request.sampling.min_tokens))
