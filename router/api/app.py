@@ -272,18 +272,12 @@ async def _stream(service: RouterService, exchange: HttpExchange, stream: Respon
     """
     beat = StreamHeartbeat(stream, service.config.stream_keepalive_s)
     direct_write = exchange.direct_write
-
-    def write(event: bytes) -> bool:
-        assert direct_write is not None
-        beat.written()
-        return direct_write(event)
-
     try:
         while events := await stream.more():
             if not exchange.started:
                 await exchange.begin_events()
                 if direct_write is not None:
-                    stream.write_directly(write)
+                    stream.write_directly(direct_write, asyncio.get_running_loop().time)
             await exchange.write(events)
             beat.written()
             if len(events) >= WRITE_BYTES:  # More may wait, which others needn't wait for.

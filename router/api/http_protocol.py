@@ -45,15 +45,12 @@ class JoinedWrites:
     """The transports with writes that leave before the loop waits again. One for each event loop."""
 
     def __init__(self) -> None:
-        self._waiting: list[CoalescingTransport] = []
+        self.waiting: list[CoalescingTransport] = []
+        """Whoever adds the first one has `flush` called at the end of the loop's turn."""
 
-    def add(self, transport: CoalescingTransport, loop: asyncio.AbstractEventLoop) -> None:
-        if not self._waiting:
-            loop.call_soon(self._flush)
-        self._waiting.append(transport)
-
-    def _flush(self) -> None:
-        waiting, self._waiting = self._waiting, []
+    def flush(self) -> None:
+        """Write what waits."""
+        waiting, self.waiting = self.waiting, []
         for transport in waiting:
             try:
                 transport.flush()
@@ -77,7 +74,9 @@ class CoalescingTransport:
 
     def write(self, data: bytes) -> None:
         if not self._parts:
-            self._joined.add(self, self._loop)
+            if not self._joined.waiting:
+                self._loop.call_soon(self._joined.flush)
+            self._joined.waiting.append(self)
         self._parts.append(data)
         self._waiting += len(data)
         if self._waiting >= JOINED_BYTES:

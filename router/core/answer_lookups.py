@@ -72,8 +72,9 @@ class AnswerLookups:
     def __init__(self, clock: Clock, workers: WorkerTable, mint: Callable[[], str], wait_s: float) -> None:
         self._clock, self._workers, self._mint, self._wait_s = clock, workers, mint, wait_s
         self._asks: dict[RequestId, _Ask] = {}
-        self._commands: list[tuple[WorkerKey, Attach | Cancel | Detach]] = []
-        self._ended: list[LookupEnded] = []
+        self.commands: list[tuple[WorkerKey, Attach | Cancel | Detach]] = []
+        """Until they are taken, as the next ones."""
+        self.ended: list[LookupEnded] = []
         self._held: dict[tuple[WorkerKey, RequestId], list[Event]] = {}
         """The events since then of what was handed over and goes on nowhere yet."""
         self._known = False
@@ -123,7 +124,7 @@ class AnswerLookups:
         for answer in answers:
             self.release(worker, answer.request_id)
             if answer.running:
-                self._commands.append((worker, Detach(answer.request_id, answer.attempt)))
+                self.commands.append((worker, Detach(answer.request_id, answer.attempt)))
 
     def hold(self, worker: WorkerKey, event: Event) -> bool:
         """Hold an event of a request that was handed over and doesn't go on yet; returns whether it is of one."""
@@ -168,11 +169,11 @@ class AnswerLookups:
                 self._end(name, ask)
 
     def take_commands(self) -> list[tuple[WorkerKey, Attach | Cancel | Detach]]:
-        commands, self._commands = self._commands, []
+        commands, self.commands = self.commands, []
         return commands
 
     def take_ended(self) -> list[LookupEnded]:
-        ended, self._ended = self._ended, []
+        ended, self.ended = self.ended, []
         return ended
 
     def _go_on(self) -> None:
@@ -185,10 +186,10 @@ class AnswerLookups:
             for entry in asked:
                 if entry.linked and entry.key not in ask.sent:
                     ask.sent.add(entry.key)
-                    self._commands.append((entry.key, ask.command))
+                    self.commands.append((entry.key, ask.command))
             while ask.wanted and ask.contested:
                 worker, claim = ask.contested.popitem()
-                self._commands.append((worker, structs.replace(ask.command, seen=claim)))
+                self.commands.append((worker, structs.replace(ask.command, seen=claim)))
             all_here = len({f.answer.index for f in ask.found if f.answer.reason or f.worth[1]}) >= ask.choices
             if all_here or (self._known and all(entry.key in ask.answered for entry in asked)):
                 self._end(name, ask)
@@ -206,7 +207,7 @@ class AnswerLookups:
                 self.give_up(found.worker, (found.answer,))
             elif found.answer.running and id(found) not in kept:
                 self.release(found.worker, found.answer.request_id)
-                self._commands.append((found.worker, Cancel(found.answer.request_id, found.answer.attempt)))
+                self.commands.append((found.worker, Cancel(found.answer.request_id, found.answer.attempt)))
         most = {index: max(f.answer.attempt for f in ask.found if f.answer.index == index) for index in best}
         chosen = {index: replace(found, last_attempt=most[index]) for index, found in best.items()}
-        self._ended.append(LookupEnded(name, chosen, other_body))
+        self.ended.append(LookupEnded(name, chosen, other_body))

@@ -22,6 +22,8 @@ class RoutedRequests:
 
     def __init__(self) -> None:
         self._requests: dict[RequestId, RoutedRequest] = {}
+        self.get = self._requests.get
+        """Returns a request by its id, None where it has ended; the dictionary's own method, as each event asks."""
         self.queued: dict[RequestId, RoutedRequest] = {}
         self.held: dict[RequestId, RoutedRequest] = {}
         self._first_deadline = inf
@@ -53,9 +55,6 @@ class RoutedRequests:
 
     def ids(self) -> KeysView[RequestId]:
         return self._requests.keys()
-
-    def get(self, request_id: RequestId) -> RoutedRequest | None:
-        return self._requests.get(request_id)
 
     def those(self, ids: Iterable[RequestId]) -> list[RoutedRequest]:
         """The requests of these ids, sorted by id. Raises `KeyError` for a request that has ended."""

@@ -105,11 +105,14 @@ class RouterCore:
 
     def take_actions(self) -> list[RouterAction]:
         actions, self._actions = self._actions, []
-        actions += [SendCommand(worker, command) for worker, command in self.audits.take_commands()]
-        actions += self.audits.take_findings()
-        actions += self.audits.take_ended()
-        actions += [SendCommand(worker, command) for worker, command in self.asks.take_commands()]
-        actions += self.asks.take_ended()
+        audits, asks = self.audits, self.asks
+        if audits.commands or audits.findings or audits.ended:  # Seldom, and this is called for each frame of events.
+            actions += [SendCommand(worker, command) for worker, command in audits.take_commands()]
+            actions += audits.take_findings()
+            actions += audits.take_ended()
+        if asks.commands or asks.ended:
+            actions += [SendCommand(worker, command) for worker, command in asks.take_commands()]
+            actions += asks.take_ended()
         return actions
 
     def check(self) -> list[str]:
@@ -311,13 +314,19 @@ class RouterCore:
     # ------------------------------------------------------------ events
 
     def on_event(self, worker: WorkerKey, event: Event) -> None:
+        """Take in an event from a worker."""
+        r = self.requests.get(event.request_id)
+        # Nearly all events are the next tokens of a request that decodes.
+        if type(event) is Tokens and r is not None and r.streams(worker, event) and self.migrations.of(r) is None:
+            self.progress.advanced()
+            self._deliver(r, *r.accept(event, Role.DECODE))
+            return
         if isinstance(event, Audited):
             self.counts.late_events += not self.audits.on_event(worker, event)
             return
         if isinstance(event, Attached):
             self.counts.late_events += not self.asks.on_event(worker, event)
             return
-        r = self.requests.get(event.request_id)
         if r is None and self.asks.hold(worker, event):
             return
         if self.migrations.on_event(r, worker, event):
@@ -340,7 +349,7 @@ class RouterCore:
                 elif role is Role.PREFILL:
                     r.journal.note(now, JournalKind.FIRST_TOKEN, r.attempt, r.workers.get(role, ""))
                     self._placement.computed(r, now)
-                self._actions += _delivered(r, *r.accept(event, role))
+                self._deliver(r, *r.accept(event, role))
             case LegReport():
                 again = any(p.role is event.role and p.attempt == event.attempt for p in r.progress)
                 r.progress.append(event)
@@ -357,7 +366,7 @@ class RouterCore:
                 if not r.scores_in:
                     r.scores_in = True
                     self._actions.append(DeliverScores(r.id, event.scores))
-                    self._actions += _delivered(r, *r.release_early())
+                    self._deliver(r, *r.release_early())
             case Done():
                 if r.done is None:
                     if not r.decode or (r.on_one_worker and not r.decode_spoke):
@@ -365,6 +374,10 @@ class RouterCore:
                     r.done, r.done_at = (role, event), now
         if r.done is not None:
             self._finish_if_complete(r)
+
+    def _deliver(self, r: RoutedRequest, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
+        if tokens:
+            self._actions.append(DeliverTokens(r.id, tokens, logprobs))
 
     def _finish_if_complete(self, r: RoutedRequest) -> None:
         if not r.complete:
@@ -475,10 +488,6 @@ def _submit(r: RoutedRequest, room: RoomId, now: float, peer: PeerRef | None, *,
         weight=r.share.weight,
         name=r.full_name if named else None,
     )
-
-
-def _delivered(r: RoutedRequest, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> list[DeliverTokens]:
-    return [DeliverTokens(r.id, tokens, logprobs)] if tokens else []
 
 
 def _named(worker: WorkerKey | None) -> str:

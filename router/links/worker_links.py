@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from twinpool.contracts.cluster_secret import access_token, cluster_secret
 from twinpool.contracts.credentials.certificate_files import NODE_NAME
@@ -298,7 +299,7 @@ class WorkerLinks:
                     ended.set_result(None)
 
             try:
-                session = await link.port.connect(lambda events: self._on_events(key, events), closed)
+                session = await link.port.connect(partial(self._on_events, key), closed)
             except (OSError, TimeoutError) as error:  # ConnectionError is an OSError
                 link.refused = str(error)
                 log("link refused", worker=key[0], incarnation=key[1], reason=str(error))

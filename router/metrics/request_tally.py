@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from prometheus_client.core import HistogramMetricFamily
 
 from twinpool.contracts.ids import RequestId, Role
-from twinpool.contracts.messages.latency_shape import LatencyShape
+from twinpool.contracts.messages.latency_shape import BOUNDS_S, LatencyShape
 from twinpool.contracts.messages.worker_events import LegReport
 from twinpool.router.anthropic.messages_request import IGNORED as ANTHROPICS
 from twinpool.router.openai.choice_output import ChoiceOutput
@@ -132,7 +132,7 @@ class RequestTally:
             gap_s = now - choice.last_at
             self.itl.observe(gap_s)
             self.target.gap(gap_s)
-            self.gap_shape.observe(gap_s)
+            self.gap_shape.counts[bisect_left(BOUNDS_S, gap_s)] += 1
         else:
             choice.first_at, choice.first_count = now, count
             first_s = now - choice.request.arrived + choice.tokenise_s

@@ -64,6 +64,7 @@ class ChoiceOutput:
         "_matcher",
         "_min_tokens",
         "_parser",
+        "_plain",
         "_stop_ids",
         "ended_at",
         "error",
@@ -134,6 +135,8 @@ class ChoiceOutput:
         self._eos = generate_request.eos
         self._min_tokens = request.sampling.min_tokens
         self._first_due = True
+        self._plain = self._parser is None and not generate_request.stops and not self._mark_of
+        """Whether it has no stop strings, and its text is looked for nothing."""
 
     @property
     def ended(self) -> bool:
@@ -146,6 +149,8 @@ class ChoiceOutput:
         nothing more. One that matched within the arguments of a call, or within an object that was asked for, cuts the
         answer off as `max_tokens` does: `finish` is "length" then.
         """
+        if self._plain:
+            return self._take_plain(tokens, logprobs)
         shown: list[str] = []
         used = 0
         for token in tokens:
@@ -168,6 +173,17 @@ class ChoiceOutput:
         logprobs = logprobs[:used]
         self.logprobs.extend(logprobs)
         return self._piece("".join(shown), tokens[:used], logprobs)
+
+    def _take_plain(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> OutputDelta:
+        """As `take`, of a choice that nothing can end here and whose text is looked for nothing."""
+        feed, left_out = self._detokenizer.feed, self._stop_ids if not self._include_stop else ()
+        text = "".join([feed(token) for token in tokens if token not in left_out])
+        self.tokens.extend(tokens)
+        self.logprobs.extend(logprobs)
+        if text:
+            self.text.append(text)
+        first, self._first_due = self._first_due, False
+        return OutputDelta(self.index, text, tokens, logprobs, first=first)
 
     def take_each(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Iterator[OutputDelta]:
         """As `take`, token by token: yields what each adds, until one ends the choice."""

@@ -14,6 +14,7 @@ router, and the marks of the prefill and decode legs from the leg's arrival at i
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -145,6 +146,7 @@ class ResponseStream:
     __slots__ = (
         "_buffer_events",
         "_direct_write",
+        "_now",
         "_shares",
         "_waits",
         "_wake",
@@ -162,6 +164,7 @@ class ResponseStream:
         "tenant",
         "timeout_s",
         "trace",
+        "written_at",
     )
 
     def __init__(
@@ -203,6 +206,9 @@ class ResponseStream:
         self._buffer_events = buffer_events
         self._wake = asyncio.Event()
         self._direct_write: Callable[[bytes], bool] = _queue
+        self._now = time.monotonic
+        self.written_at = 0.0
+        """When an event was last written at once, in seconds of the clock of `write_directly`."""
         self._waits = False
         """Whether `more` waits: all that it has returned is written."""
 
@@ -214,9 +220,8 @@ class ResponseStream:
 
     def push(self, piece: OutputDelta) -> None:
         """Queue the event of a delta. Does nothing for an answer that isn't streamed, which its choices hold."""
-        if not self.request.stream:
-            return
-        self._put(self.answer.chunk(piece))
+        if self.request.stream:
+            self._put(self.answer.chunk(piece))
 
     def push_each(self, pieces: Iterable[OutputDelta]) -> None:
         """Queue the events of deltas as one entry, numbered, without those that the client has seen. The writer has
@@ -235,7 +240,8 @@ class ResponseStream:
     def _put(self, chunk: bytes | tuple[bytes, ...]) -> None:
         if not chunk:
             return
-        if self._waits and not self.outbox and isinstance(chunk, bytes) and self._direct_write(chunk):
+        if self._waits and not self.outbox and type(chunk) is bytes and self._direct_write(chunk):
+            self.written_at = self._now()
             return
         if len(self.outbox) >= self._buffer_events:
             self.overflowed = True
@@ -263,9 +269,10 @@ class ResponseStream:
         """Whether every choice has ended, or one has failed."""
         return self.open == 0 or self.failed is not None
 
-    def write_directly(self, write: Callable[[bytes], bool]) -> None:
-        """Have events written at once from now on while `more` waits, and queued where `write` returns False."""
-        self._direct_write = write
+    def write_directly(self, write: Callable[[bytes], bool], now: Callable[[], float]) -> None:
+        """Have events written at once from now on while `more` waits, and queued where `write` returns False. `now`:
+        the clock for `written_at`."""
+        self._direct_write, self._now = write, now
 
     async def more(self) -> bytes:
         """Wait for events and return those since the last call, joined for one write; empty when the answer is over."""
@@ -342,13 +349,14 @@ class StreamHeartbeat:
         self._timer = self._loop.call_later(every_s, self._due)
 
     def written(self) -> None:
+        """Note a write, other than of those that the stream makes at once."""
         self._last = self._loop.time()
 
     def stop(self) -> None:
         self._timer.cancel()
 
     def _due(self) -> None:
-        left_s = self._last + self._every_s - self._loop.time()
+        left_s = max(self._last, self._stream.written_at) + self._every_s - self._loop.time()
         if left_s <= 0:
             # A client that doesn't read needs no more to read.
             if not self._stream.outbox and not self._stream.over:

@@ -291,7 +291,8 @@ def _joined(spans: Sequence[RecordSpan]) -> list[RecordSpan]:
     """The spans, those joined that say the same."""
     joined: list[RecordSpan] = []
     for span in spans:
-        if joined and replace(joined[-1], end_s=span.end_s) == replace(span, start_s=joined[-1].start_s):
+        last = joined[-1] if joined else None
+        if last is not None and (last.name, last.worker, last.detail) == (span.name, span.worker, span.detail):
             joined[-1] = replace(joined[-1], end_s=span.end_s)
         else:
             joined.append(span)

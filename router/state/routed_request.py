@@ -341,6 +341,17 @@ class RoutedRequest:
             return Done(self.id, self.attempt, "length")
         return None
 
+    def streams(self, worker: WorkerKey, event: Tokens) -> bool:
+        """Whether an event has later tokens of the current attempt, from the decode worker that has begun to send
+        them, and nothing is held that they could complete."""
+        return (
+            worker == self.decode
+            and event.attempt == self.attempt
+            and self.decode_spoke
+            and self.done is None
+            and event.position > self.base
+        )
+
     def accept(self, event: Tokens, role: Role) -> tuple[Sequence[int], Sequence[TokenLogprob]]:
         """Take in tokens of the current attempt; returns the tokens that are in order now, with their log-probs.
 
@@ -348,10 +359,13 @@ class RoutedRequest:
         """
         if role is Role.DECODE:
             self.decode_spoke = self.prompt_arrived = True
-        at = event.position
-        if at == self.next_position and not self.early and self.scores_in and at + len(event.tokens) <= self.max_len:
-            self._emit(event.tokens, event.logprobs)
-            return event.tokens, event.logprobs
+        at, emitted, tokens = event.position, self.emitted, event.tokens
+        due = at == len(self.prompt) + len(emitted) and not self.early and self.scores_in
+        if due and len(emitted) + len(tokens) <= self.sampling.max_tokens:
+            emitted.extend(tokens)
+            if self.name is not None:
+                self.logprobs.extend(event.logprobs)
+            return tokens, event.logprobs
         logprobs: Sequence[TokenLogprob | None] = event.logprobs or (None,) * len(event.tokens)
         for offset, (token, logprob) in enumerate(zip(event.tokens, logprobs, strict=True)):
             position = at + offset

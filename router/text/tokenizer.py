@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from twinpool.contracts.checkpoint.checkpoint_files import TOKENIZER
@@ -58,6 +59,18 @@ class GuardedText(str):
         return made
 
 
+class _TokenBytes(dict[int, bytes]):
+    """The bytes of tokens, each read when it is first asked for."""
+
+    def __init__(self, read: Callable[[int], bytes], known: Mapping[int, bytes] = MappingProxyType({})) -> None:
+        super().__init__(known)
+        self._read = read
+
+    def __missing__(self, token: int) -> bytes:
+        found = self[token] = self._read(token)
+        return found
+
+
 class ModelTokenizer:
     """A checkpoint's tokenizer and chat template; `tree` is the content of its `tokenizer.json`.
 
@@ -74,8 +87,8 @@ class ModelTokenizer:
         self._special = set(self._special_names.values())
         self._fallback: dict[int, int] = {}
         """Of a tokenizer with byte fallback the tokens that are bytes, with the byte."""
-        self._bytes: dict[int, bytes] = {}
-        self._shown = {token: b"" for token in self._special}
+        self._bytes = _TokenBytes(self._read_bytes)
+        self._shown = _TokenBytes(self.token_bytes, {token: b"" for token in self._special})
         self._longest = 0
         if tokenizer is not None:
             tokenizer.no_truncation()
@@ -194,10 +207,8 @@ class ModelTokenizer:
         kept = {self._special_names[name] for name in shown if name in self._special_names} if skip_special else ()
         if self._byte_level:
             if kept:
-                return ByteDetokenizer(
-                    lambda token: self.token_bytes(token) if token in kept else self._shown_bytes(token)
-                )
-            return ByteDetokenizer(self._shown_bytes if skip_special else self.token_bytes)
+                return ByteDetokenizer(lambda token: self._bytes[token] if token in kept else self._shown[token])
+            return ByteDetokenizer((self._shown if skip_special else self._bytes).__getitem__)
         skipped = self._special.difference(kept) if skip_special else frozenset[int]()
         if len(self._fallback) == 256:
             return FallbackDetokenizer(self.decode, prompt, skipped, self._fallback)
@@ -205,21 +216,12 @@ class ModelTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that a token stands for; of a special token its name. Empty for an unknown token."""
-        found = self._bytes.get(token)
-        if found is None:
-            found = self._bytes[token] = self._read_bytes(token)
-        return found
+        return self._bytes[token]
 
     def token_piece(self, token: int) -> str:
         """Return the vocabulary's own string for a token, empty for an unknown token or without a tokenizer."""
         piece = self._tokenizer.id_to_token(token) if self._tokenizer is not None else None
         return piece if piece is not None else ""
-
-    def _shown_bytes(self, token: int) -> bytes:
-        found = self._shown.get(token)
-        if found is None:
-            found = self._shown[token] = self.token_bytes(token)
-        return found
 
     def _read_bytes(self, token: int) -> bytes:
         piece = self.token_piece(token)

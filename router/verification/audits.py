@@ -167,9 +167,10 @@ class Audits:
         self._flagged: set[RequestId] = set()
         """Requests in flight whose streams look broken."""
         self._paused: dict[WorkerKey, float] = {}
-        self._commands: list[tuple[WorkerKey, Audit | Cancel | InvalidatePrefix]] = []
-        self._findings: list[AuditFinding] = []
-        self._over: list[AuditEnded] = []
+        self.commands: list[tuple[WorkerKey, Audit | Cancel | InvalidatePrefix]] = []
+        """Until they are taken, as the next two."""
+        self.findings: list[AuditFinding] = []
+        self.ended: list[AuditEnded] = []
 
     # ------------------------------------------------------------ questions
 
@@ -182,15 +183,15 @@ class Audits:
         return len(self._cases) - self.queued
 
     def take_commands(self) -> list[tuple[WorkerKey, Audit | Cancel | InvalidatePrefix]]:
-        commands, self._commands = self._commands, []
+        commands, self.commands = self.commands, []
         return commands
 
     def take_findings(self) -> list[AuditFinding]:
-        findings, self._findings = self._findings, []
+        findings, self.findings = self.findings, []
         return findings
 
     def take_ended(self) -> list[AuditEnded]:
-        over, self._over = self._over, []
+        over, self.ended = self.ended, []
         return over
 
     def check(self) -> list[str]:
@@ -262,7 +263,7 @@ class Audits:
         self._paused = {key: until for key, until in self._paused.items() if until > now}
         for case in list(self._cases.values()):
             if case.worker is not None and now >= case.sent_at + self._config.timeout_s:
-                self._commands.append((case.worker, Cancel(case.audit.request_id, case.audit.attempt)))
+                self.commands.append((case.worker, Cancel(case.audit.request_id, case.audit.attempt)))
                 self._end(case, AuditResult.DROPPED)
         self.pump()
 
@@ -295,7 +296,7 @@ class Audits:
     def _send(self, case: AuditCase, worker: WorkerKey, now: float) -> None:
         case.state = STATES.next(case.state, AuditCaseEvent.SEND)
         case.worker, case.sent_at = worker, now
-        self._commands.append((worker, case.audit))
+        self.commands.append((worker, case.audit))
 
     # ------------------------------------------------------------ results
 
@@ -328,7 +329,7 @@ class Audits:
         counts, auditors = self.counts, tuple(case.auditors)
         counts.results[result] += 1
         text = f"{result}: {event.checked} tokens drawn again, {event.differing} otherwise" if event else str(result)
-        self._over.append(AuditEnded(RequestId(case.audit.request_id.removeprefix(PREFIX)), auditors, text))
+        self.ended.append(AuditEnded(RequestId(case.audit.request_id.removeprefix(PREFIX)), auditors, text))
         if event is None or result is AuditResult.EXACT:
             counts.tokens += event.checked if event is not None else 0
             return
@@ -342,7 +343,7 @@ class Audits:
                 counts.damage[leg.workers.get(role, ""), role] += 1
             self._forget(case)
         request = RequestId(case.audit.request_id.removeprefix(PREFIX))
-        self._findings.append(
+        self.findings.append(
             AuditFinding(
                 request,
                 result,
@@ -362,7 +363,7 @@ class Audits:
         for name in sorted({name for leg in case.legs for name in leg.workers.values()}):
             entry = self._workers.named(name)
             if entry is not None and entry.linked:
-                self._commands.append((entry.key, InvalidatePrefix(request, case.audit.tokens, case.salt)))
+                self.commands.append((entry.key, InvalidatePrefix(request, case.audit.tokens, case.salt)))
 
 
 def _idle(entry: WorkerEntry) -> bool:

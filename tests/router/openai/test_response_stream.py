@@ -50,7 +50,7 @@ async def test_whatever_is_written_at_once_or_waits_arrives_once_and_in_order(se
 
     async def handler() -> None:
         while piece := await events.more():
-            events.write_directly(write)
+            events.write_directly(write, float)
             for _ in range(rng.randrange(4)):
                 await asyncio.sleep(0)
             while paused:
@@ -85,7 +85,7 @@ async def test_nothing_is_written_at_once_before_the_handler_has_begun_or_while_
 
     events.push(0)  # type: ignore[arg-type]
     assert await events.more() == b"0 "
-    events.write_directly(write)
+    events.write_directly(write, float)
     events.push(1)  # type: ignore[arg-type]
     assert written == [], "what `more` has returned may not be written yet"
     assert await events.more() == b"1 "
@@ -102,7 +102,7 @@ async def test_nothing_is_written_at_once_before_the_handler_has_begun_or_while_
 @pytest.mark.asyncio
 async def test_a_client_that_takes_nothing_overflows_as_ever() -> None:
     events = stream(buffer=5)
-    events.write_directly(lambda event: False)
+    events.write_directly(lambda event: False, float)
     waiting = asyncio.create_task(events.more())
     await asyncio.sleep(0)
     for number in range(6):
@@ -157,3 +157,22 @@ def test_a_stream_that_is_silent_is_kept_alive_until_its_end(beats: int, monkeyp
     assert told == [(10 * number + 4, KEEP_ALIVE) for number in range(1, beats + 1)], "ten seconds after the last write"
     timers.move(1000.0)
     assert (events.outbox, timers.due) == ([], []), "nothing stays behind"
+
+
+@pytest.mark.asyncio
+async def test_events_that_are_written_at_once_put_the_next_sign_of_life_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers, events = Timers(), stream()
+    events.write_directly(lambda event: True, timers.time)
+    waiting = asyncio.create_task(events.more())
+    await asyncio.sleep(0)
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio, "get_running_loop", lambda: timers)
+        heartbeat = StreamHeartbeat(events, 10.0)
+    timers.move(107.0)
+    events.push(0)  # type: ignore[arg-type]
+    timers.move(116.0)
+    assert events.outbox == [], "nine seconds after the last event"
+    timers.move(117.0)
+    assert events.outbox == [KEEP_ALIVE]
+    heartbeat.stop()
+    assert await waiting == KEEP_ALIVE

@@ -298,7 +298,7 @@ def test_choices_that_are_looked_for_have_their_places_meanwhile(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two requests of two choices each and room for three: the second doesn't begin beside the first."""
-    monkeypatch.setattr(server.service.admission, "limit", 3)
+    monkeypatch.setattr(server.service.admission, "max_choices", 3)
     worker = server.cluster["decode-1"]
     worker.attached = lambda ask: None
     first = Asked(server, next(NAMES), body(n=2))
