@@ -56,11 +56,12 @@ def create_app(service: RouterService) -> App:
     """
     routes = (CLIENT_ROUTES if service.security.admin_port else {**ROUTES, **PAGE_ROUTES}) | FRONT_ROUTES
     prefixes = CLIENT_PREFIX_ROUTES if service.security.admin_port else PREFIX_ROUTES
+    origins = service.security.origins
 
     async def app(scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         if scope["type"] == "http":
             exchange = HttpExchange(scope, receive, send)
-            exchange.allow_origin(service.security.origins)
+            exchange.allow_origin(origins)
             await _serve(service, exchange, _find(exchange, routes, prefixes), _refusal)
         elif scope["type"] == "lifespan":
             await _lifespan(service, receive, send)

@@ -312,8 +312,13 @@ class BoundedHttpProtocol(CoalescingHttpProtocol):
 
     registry: ClientConnections
 
-    def __init__(self, *arguments: Any, registry: ClientConnections, **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, registry: ClientConnections, app: ASGIApp | None = None, **options: Any
+    ) -> None:
+        """`app`: serves in place of the configuration's application."""
         super().__init__(*arguments, **options)
+        if app is not None:
+            self.app = app
         self.registry, self.joined = registry, registry.joined
         self._on_made: Callable[[], object] = lambda: None
         self._began: float | None = None

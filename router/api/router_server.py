@@ -11,6 +11,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, cast
 
@@ -87,7 +88,6 @@ class RouterServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="uvloop",
-                http=cast(type[asyncio.Protocol], self._protocol),
                 backlog=self.connections.backlog,
                 ws="none",
                 lifespan="on",
@@ -117,14 +117,15 @@ class RouterServer(uvicorn.Server):
         admin, live, handover = self._listeners
         bound = list(sockets or [])
         if live is not None:
-            self._probes.append(await asyncio.get_running_loop().create_unix_server(self._live_protocol, sock=live))
+            loop = asyncio.get_running_loop()
+            self._probes.append(await loop.create_unix_server(self._protocols(self._live_connections), sock=live))
         if self._predecessor is not None:
             await self._until_healthy()
         # Closed by uvicorn at the end.
         servers = cast(list[Any], self.servers)
-        servers += [await self._listen(one, self._protocol, self.connections) for one in bound]
+        servers += [await self._listen(one, self.connections) for one in bound]
         if admin is not None:
-            servers.append(await self._listen(admin.bound, self._admin_protocol, self._admin_connections))
+            servers.append(await self._listen(admin.bound, self._admin_connections, admin.app))
             bound.append(admin.bound)
         self._bound = bound
         if self._predecessor is not None:
@@ -227,25 +228,21 @@ class RouterServer(uvicorn.Server):
             await asyncio.sleep(POLL_INTERVAL_S)
             waited += POLL_INTERVAL_S
 
-    async def _listen(
-        self, bound: socket.socket, make: Callable[..., BoundedHttpProtocol], connections: ClientConnections
-    ) -> Any:
+    async def _listen(self, bound: socket.socket, connections: ClientConnections, app: App | None = None) -> Any:
         """Accept connections on `bound`, over TLS where there is a certificate; returns the server."""
+        make = self._protocols(connections, app)
         if self.certificate is not None:
             return TlsListener(bound, make, self.certificate, self._service.config.header_timeout_s)
         return await asyncio.get_running_loop().create_server(make, sock=bound, backlog=connections.backlog)
 
-    def _protocol(self) -> BoundedHttpProtocol:
-        return BoundedHttpProtocol(registry=self.connections, **self._options())
-
-    def _admin_protocol(self) -> BoundedHttpProtocol:
-        assert self._listeners.admin is not None
-        http = BoundedHttpProtocol(registry=self._admin_connections, **self._options())
-        http.app = self._listeners.admin.app
-        return http
-
-    def _live_protocol(self) -> BoundedHttpProtocol:
-        return BoundedHttpProtocol(registry=self._live_connections, **self._options())
-
-    def _options(self) -> dict[str, Any]:
-        return {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}
+    def _protocols(self, connections: ClientConnections, app: App | None = None) -> Callable[[], BoundedHttpProtocol]:
+        """Return what makes the protocol of a new connection, which `connections` counts; `app`: another application
+        than the endpoint's."""
+        return partial(
+            BoundedHttpProtocol,
+            registry=connections,
+            app=app,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )

@@ -59,7 +59,6 @@ def event_id(seen: SeenEvents) -> str:
     return f"{seen.created}-{'.'.join(map(str, seen.counts))}"
 
 
-TRACE_HEADER = "traceparent"
 _HEADER = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 SAMPLED = 1
 """The flag by which the caller says that it records the trace."""
@@ -96,8 +95,6 @@ SLO_HEADER = "x-slo-ttft-ms"
 """The header by which a request names the milliseconds to its first token beyond which its answer is of no use."""
 SESSION_HEADER = "x-session-id"
 """The header by which a request names its session."""
-TIMELINE_HEADER = "x-twinpool-timeline"
-"""The header by which, set to 1, a request asks for the timeline in its answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +107,7 @@ class RequestHeaders:
     session: str = ""
     trace: TraceContext = NO_TRACE
     timeline: bool = False
+    """Whether it asks for the timeline in its answer."""
 
 
 NO_HEADERS = RequestHeaders()

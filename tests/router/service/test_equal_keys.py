@@ -294,19 +294,17 @@ def test_b2_an_answer_that_can_not_begin_gives_back_all_that_it_had_booked(
         assert server.post(PATH, body(n=2), **who).status_code == 200
 
 
-def test_choices_that_are_looked_for_have_their_places_meanwhile(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_choices_that_are_looked_for_have_their_places_meanwhile() -> None:
     """Two requests of two choices each and room for three: the second doesn't begin beside the first."""
-    monkeypatch.setattr(server.service.admission, "max_choices", 3)
-    worker = server.cluster["decode-1"]
-    worker.attached = lambda ask: None
-    first = Asked(server, next(NAMES), body(n=2))
-    server.wait_until(lambda: bool(worker.asked))
-    assert server.service.admission.booked == 2
-    assert server.post(PATH, body(n=2), **{"Idempotency-Key": next(NAMES)}).status_code == 429
-    server.call(lambda: worker.sessions[0].on_events([Attached(worker.asked[0].request_id, 0)]))
-    assert first.status() == 200
+    with serving(FakeCluster(2, 2), config=router_config(resume_wait_s=60.0, max_queue=3)) as server:
+        worker = server.cluster["decode-1"]
+        worker.attached = lambda ask: None
+        first = Asked(server, next(NAMES), body(n=2))
+        server.wait_until(lambda: bool(worker.asked))
+        assert server.service.admission.booked == 2
+        assert server.post(PATH, body(n=2), **{"Idempotency-Key": next(NAMES)}).status_code == 429
+        server.call(lambda: worker.sessions[0].on_events([Attached(worker.asked[0].request_id, 0)]))
+        assert first.status() == 200
 
 
 def lost_holder(server: Server) -> Callable[[], object]:
