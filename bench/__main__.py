@@ -98,7 +98,7 @@ def loads(times: int) -> dict[str, list[str]]:
 
 def serve_all(url: str | None, model: str, times: int, settings: list[str], out: Path) -> int:
     """Every load on one cluster."""
-    from bench.common.bench_cluster import serving
+    from bench.common.child_server import serving
     from bench.serving import serve_load
 
     worst = 0

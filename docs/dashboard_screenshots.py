@@ -20,7 +20,7 @@ from typing import Any
 
 from PIL import Image
 
-from bench.common.bench_cluster import serving
+from bench.common.child_server import serving
 from tests.support.browser import Browser, Tab, browsing
 
 FOLDER = Path(__file__).parent / "dashboard"

@@ -30,10 +30,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.autoscaling.phased_replay import Lengths, Phase, Replayed, asks_in_phases, replay_phases, spread
-from bench.common import machine
-from bench.common.bench_cluster import serving
-from bench.common.bench_report import figure_table, flag_parser, write_report
+from bench.common.bench_report import figure_table, flag_parser, headline, write_report
+from bench.common.child_server import serving
+from tests.support.phased_replay import Lengths, Phase, Replayed, asks_in_phases, replay_phases, spread
 from twinpool.cli.own_cluster import ClusterFailed
 from twinpool.cli.replay.openai_client import EndpointError, Outcome
 from twinpool.cli.replay.replay_figures import is_good, ttft_of, wrongness
@@ -224,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not (args.seconds > 0 and min(args.calm, args.burst, args.steady) > 0 and args.most > 0 and args.together > 1):
         console.print("error: seconds and rates are above 0, --most is 1 or more and --together 2 or more")
         return 2
-    console.print(machine.headline())
+    console.print(headline())
     seconds = 30.0 if args.quick else args.seconds
     out: dict[str, Any] = {"cluster": [*WORKERS, *SCALING]}
     well = True

@@ -24,8 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.common import machine
-from bench.common.bench_report import figure_table, flag_parser, write_report
+from bench.common.bench_report import figure_table, flag_parser, headline, write_report
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
 from twinpool.cache.memory.memory_layout import LayoutOrder
@@ -212,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags.error("all numbers must be 1 or more")
     torch.set_num_threads(args.threads)
     console = Console()
-    console.print(machine.headline())
+    console.print(headline())
     measured = {}
     for name in args.shapes:
         measured[name] = measure(SHAPES[name], args.mib * 2**20, args.rounds)

@@ -28,8 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.cache.trace_bounds import Ask, Trace, load, plain_lru, unlimited
-from bench.common import machine
-from bench.common.bench_report import flag_parser, write_report
+from bench.common.bench_report import flag_parser, headline, write_report
 from twinpool.cache.allocation import CachedTokens
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
@@ -257,7 +256,7 @@ def main(argv: list[str] | None = None) -> int:
     args = flags.parse_args(argv)
     torch.set_num_threads(1)
     console = Console()
-    console.print(machine.headline())
+    console.print(headline())
     try:
         trace = load(args.trace, args.page_tokens, args.requests)
     except (OSError, ValueError) as error:

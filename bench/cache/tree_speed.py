@@ -30,8 +30,7 @@ from rich.table import Table
 from bench.cache import tier_speed as tiers
 from bench.cache.plain_trie import Trie
 from bench.cache.tree_workload import DOCUMENT_PAGES, PAGE_TOKENS, Clients, Samples, TreeSide, fill
-from bench.common import machine
-from bench.common.bench_report import figure_table, flag_parser, write_report
+from bench.common.bench_report import figure_table, flag_parser, headline, write_report
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from twinpool.contracts.block_hash import block_hashes
 
@@ -250,7 +249,7 @@ def main(argv: list[str] | None = None) -> int:
     repeats = 1 if args.quick else args.repeats
     torch.set_num_threads(args.threads)
     console = Console()
-    console.print(machine.headline())
+    console.print(headline())
     figures: dict[str, Any] = {}
     if "tree" not in args.without:
         figures |= measure_trees(console, sizes, repeats, DOCUMENT_PAGES // 8 if args.quick else DOCUMENT_PAGES)

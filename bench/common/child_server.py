@@ -1,10 +1,12 @@
-"""Processes that a bench starts: a server until the block ends, and what it says first."""
+"""Processes that a bench starts for its time: children with pipes, servers, clusters of its own, a rival's server."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -13,6 +15,8 @@ from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+
+from twinpool.cli.own_cluster import own_cluster
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 180.0
@@ -86,3 +90,42 @@ def _answers(url: str) -> bool:
             return bool(answer.status == 200)
     except (OSError, HTTPException):
         return False
+
+
+NEEDS = ("fastapi", "uvicorn", "pydantic", "openai", "accelerate")
+
+SERVE_LOAD_FLAGS = (
+    "--text", "--baseline-without-done", "--baseline-extra", '{"return_token_ids": null, "ignore_eos": null}',
+)  # fmt: skip
+"""What the load generator must be told where the baseline is such a server."""
+
+
+def missing() -> list[str]:
+    """The packages that it needs and that aren't installed."""
+    return [name for name in NEEDS if importlib.util.find_spec(name) is None]
+
+
+@contextmanager
+def transformers_serving(model: Path, threads: int) -> Iterator[str]:
+    """The server of one checkpoint, on a free port; yields its URL, and ends it.
+
+    Raises `RuntimeError` with what it said when it doesn't become ready.
+    """
+    port = free_port()
+    command = [str(Path(sys.executable).parent / "transformers"), "serve", str(model.absolute())]
+    command += ["--cb-num-blocks", "1024", "--cb-block-size", "32", "--cb-max-batch-tokens", "512"]
+    command += ["--continuous-batching", "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    url = f"http://127.0.0.1:{port}"
+    with child_server(command, f"{url}/health", environment):
+        yield url
+
+
+@contextmanager
+def serving(model: str, settings: Sequence[str] = (), flags: Sequence[str] = ()) -> Iterator[str]:
+    """`twinpool serve` on a free port, one worker of each role unless `flags` say more; yields its URL, and ends it.
+
+    `settings` are ``section.key=value``. Raises `ClusterFailed` with what it said when it doesn't become ready.
+    """
+    with own_cluster(["--model", model, *flags, *(part for one in settings for part in ("--set", one))]) as url:
+        yield url

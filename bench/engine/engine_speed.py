@@ -32,8 +32,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common import bench_clock as clock
-from bench.common import family_models, machine, random_model
-from bench.common.bench_report import figure_table, flag_parser, write_report
+from bench.common import random_model
+from bench.common.bench_report import figure_table, flag_parser, headline, write_report
 from bench.common.engines_compared import Answer, ContinuousBatching, Generate, Side, Twinpool
 from bench.rivals.rival_engine import PACKAGES, Rival
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
@@ -135,7 +135,7 @@ def parser() -> argparse.ArgumentParser:
     which.add_argument("--model", type=Path, default=random_model.DEMO, help="checkpoint folder (default: the demo)")
     which.add_argument("--make", choices=random_model.NAMES, help="make this one with random weights")
     which.add_argument(
-        "--families", nargs="*", choices=family_models.FAMILIES, help="make a miniature of each (default: of all)"
+        "--families", nargs="*", choices=random_model.FAMILIES, help="make a miniature of each (default: of all)"
     )
     out.add_argument("--threads", type=int, default=0, help="torch's threads (default: all cores)")
     out.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
@@ -221,7 +221,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     """Measure, print, write."""
     results: Results = {}
     agreement: Agreement = {}
-    console.print(machine.headline())
+    console.print(headline())
     for folder in models(args):
         label = f"{folder.name}: " if args.families else ""
         mine, agrees = measure_model(args, folder)
@@ -249,7 +249,7 @@ def _fill(args: argparse.Namespace) -> None:
     """Defaults that hang on what is measured."""
     families = args.families is not None
     if families and not args.families:
-        args.families = list(family_models.FAMILIES)
+        args.families = list(random_model.FAMILIES)
     args.sides = args.sides or (
         ["invariant", "generate"] if families else ["invariant", "fast", "generate", "continuous"]
     )

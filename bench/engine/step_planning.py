@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.common import machine
-from bench.common.bench_report import flag_parser, write_report
+from bench.common.bench_report import flag_parser, headline, write_report
 from bench.common.random_model import DEMO
 from twinpool.cache.allocation import BlockTable, TableSlice
 from twinpool.cache.device.device_backends import CpuDevice
@@ -111,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    print(machine.headline())
+    print(headline())
     found = []
     cases = {f"{batch:3d} at {at:6d}": [at] * batch for batch in args.batches for at in args.contexts}
     if (rest := max(args.batches) - 1) and args.beside:

@@ -41,8 +41,7 @@ from typing import Any
 
 import torch
 
-from bench.common import machine
-from bench.common.bench_report import flag_parser, write_figures
+from bench.common.bench_report import describe, flag_parser, headline, write_figures
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = {
@@ -171,10 +170,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.rehearse:
         # One thread each: side by side more of them would wait for each other's cores.
         env |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    print(found["name"] if found and not args.rehearse else f"rehearsal: {machine.headline()}", flush=True)
+    print(found["name"] if found and not args.rehearse else f"rehearsal: {headline()}", flush=True)
     results = passed_before(args.out, args.rehearse) if args.resume else []
     left = [section for section in args.only if section not in {result.section for result in results}]
-    about = {"rehearsal": args.rehearse, "gpu": found, "machine": machine.describe()}
+    about = {"rehearsal": args.rehearse, "gpu": found, "machine": describe()}
     lock = threading.Lock()
 
     def run(section: str, seconds: float) -> None:

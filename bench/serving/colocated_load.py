@@ -14,10 +14,9 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench.common.bench_cluster import serving
 from bench.common.bench_report import flag_parser
+from bench.common.child_server import SERVE_LOAD_FLAGS, missing, serving, transformers_serving
 from bench.common.random_model import DEMO
-from bench.common.transformers_server import SERVE_LOAD_FLAGS, missing, transformers_serving
 from bench.serving import serve_load
 
 LOADS = {

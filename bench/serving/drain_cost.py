@@ -29,9 +29,9 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from bench.common.bench_cluster import serving
 from bench.common.bench_report import figure_table, flag_parser, write_report
-from bench.common.followed_streams import FollowedStream, follow
+from bench.common.child_server import serving
+from tests.support.followed_streams import FollowedStream, follow
 from twinpool.cli.own_cluster import ClusterFailed
 from twinpool.cli.replay.openai_client import Endpoint, EndpointError
 
@@ -140,12 +140,10 @@ def table(found: dict[str, Any]) -> Table:
 
 
 def parser() -> argparse.ArgumentParser:
-    out = flag_parser(__doc__)
+    out = flag_parser(__doc__, cluster=True)
     out.add_argument("--url", help="a running cluster (default: one is started for this)")
-    out.add_argument("--model", default="demo", help="checkpoint folder, or demo")
     out.add_argument("--prefill", type=int, default=1, help="prefill workers of the cluster that is started")
     out.add_argument("--decode", type=int, default=3, help="decode workers of the cluster that is started")
-    out.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     out.add_argument("--victim", default="decode-1", help="who is drained")
     out.add_argument("--streams", type=int, default=64)
     out.add_argument("--input-tokens", default="64:192", help="N or LOW:HIGH")

@@ -24,19 +24,15 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from bench.common import machine
-from bench.common.bench_cluster import serving
-from bench.common.bench_report import flag_parser, write_report
-from bench.common.workload import LengthRange, greedy_completion, synthetic
-from twinpool.cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
+from bench.common.bench_report import figure_table, flag_parser, headline, write_report
+from bench.common.child_server import serving
+from bench.common.load_client import SETTLE_S, TOKENS, LengthRange, LoadClient, synthetic
+from twinpool.cli.replay.openai_client import EndpointError, Outcome
 from twinpool.cli.replay.trace_prompts import Ask, Content
 
 WAYS = ("all", "bounded", "slo")
-TIMEOUT_S = 300.0
-SETTLE_S = 0.3
-TOKENS = (300, 900)
-"""Ids of ordinary tokens, of the demo's vocabulary and of most."""
 REFUSED = "http 429"
+FALSE = "twinpool_requests_refused_falsely_total"
 
 
 @dataclass(frozen=True)
@@ -60,52 +56,24 @@ class Goodput:
     p99_ms: float
 
 
-class Client:
-    """Asks one router."""
+async def run_round(client: LoadClient, asks: Sequence[Ask], max_open: int | None = None) -> list[Outcome]:
+    """Ask all of them when they are due; refuse here what is beyond `max_open` at a time."""
+    start, open_ = time.perf_counter() + 0.05, 0
 
-    def __init__(self, url: str, model: str, slo_ms: int) -> None:
-        self.url, self.model, self.slo_ms = url, model, slo_ms
-        self._plain = Endpoint.parse(url)
-        self._hurried = Endpoint.parse(url, [("x-slo-ttft-ms", str(slo_ms))])
-
-    async def one(self, ask: Ask, way: str, start: float) -> Outcome:
-        body = greedy_completion(self.model, ask.tokens, ask.output_tokens)
-        endpoint = self._hurried if way == "slo" else self._plain
-        request = endpoint.encode("/v1/completions", body)
+    async def one(ask: Ask) -> Outcome:
+        nonlocal open_
         await asyncio.sleep(max(0.0, start + ask.at_s - time.perf_counter()))
-        return await stream(endpoint, request, Outcome(ask.at_s, 0.0, len(ask.tokens), ask.output_tokens), TIMEOUT_S)
+        if max_open is not None and open_ >= max_open:
+            return Outcome(ask.at_s, 0.0, len(ask.tokens), ask.output_tokens, error=REFUSED)
+        open_ += 1
+        try:
+            return await client.ask(ask.tokens, ask.output_tokens, ask.at_s)
+        finally:
+            open_ -= 1
 
-    async def round(self, asks: Sequence[Ask], way: str, most: int) -> list[Outcome]:
-        """Ask all of them when they are due. `bounded`: refuse here what is beyond `most` at a time."""
-        start, open_ = time.perf_counter() + 0.05, 0
-
-        async def bounded(ask: Ask) -> Outcome:
-            nonlocal open_
-            await asyncio.sleep(max(0.0, start + ask.at_s - time.perf_counter()))
-            if open_ >= most:
-                return Outcome(ask.at_s, 0.0, len(ask.tokens), ask.output_tokens, error=REFUSED)
-            open_ += 1
-            try:
-                return await self.one(ask, way, start)
-            finally:
-                open_ -= 1
-
-        run = bounded if way == "bounded" else lambda ask: self.one(ask, way, start)
-        outcomes = await asyncio.gather(*(run(ask) for ask in asks))
-        await self.settle()
-        return list(outcomes)
-
-    async def settle(self) -> None:
-        async with httpx.AsyncClient() as client:
-            while (await client.get(f"{self.url}/load")).json()["server_load"]:
-                await asyncio.sleep(SETTLE_S)
-
-    async def falsely(self) -> int:
-        async with httpx.AsyncClient() as client:
-            lines = (await client.get(f"{self.url}/metrics")).text.splitlines()
-        return int(
-            float(next(line.split()[1] for line in lines if line.startswith("twinpool_requests_refused_falsely_total")))
-        )
+    outcomes = await asyncio.gather(*(one(ask) for ask in asks))
+    await client.settle()
+    return list(outcomes)
 
 
 def measured(way: str, load: float, outcomes: Sequence[Outcome], falsely: int, slo_ms: int, seconds: float) -> Goodput:
@@ -113,65 +81,62 @@ def measured(way: str, load: float, outcomes: Sequence[Outcome], falsely: int, s
     answered = [one.ttft_s * 1000 for one in outcomes if one.ok]
     in_time = sum(ms <= slo_ms for ms in answered)
     p50, p99 = (statistics.quantiles(answered, n=100)[at] for at in (49, 98)) if len(answered) > 1 else (0.0, 0.0)
-    failed = len(outcomes) - refused - len(answered)
-    late = len(answered) - in_time
-    return Goodput(
-        way, load, len(outcomes), in_time, late, refused, falsely, failed, in_time / seconds, p50, p99
-    )  # fmt: skip
+    counts = len(outcomes), in_time, len(answered) - in_time, refused, falsely, len(outcomes) - refused - len(answered)
+    return Goodput(way, load, *counts, in_time / seconds, p50, p99)
 
 
-async def measure(client: Client, args: argparse.Namespace) -> tuple[float, list[Goodput]]:
+async def measure(url: str, model: str, args: argparse.Namespace) -> tuple[float, list[Goodput]]:
     """Return the capacity in requests a second, and all ways under all loads."""
     inputs, outputs = LengthRange.parse(args.input_tokens), LengthRange.parse(args.output_tokens)
+    plain, hurried = LoadClient(url, model), LoadClient(url, model, [("x-slo-ttft-ms", str(args.slo_ms))])
     seeds = iter(range(1, 10_000))
 
     def draw(count: int, rate: float | None = None) -> list[Ask]:
         return synthetic(Content(next(seeds), *TOKENS), count, inputs, outputs, rate=rate)
 
-    for outcome in await client.round(draw(args.warm_up), "all", 0):
+    for outcome in await run_round(plain, draw(args.warm_up)):
         if not outcome.ok:
             raise EndpointError(f"a request failed: {outcome.error}: {outcome.note}")
     count = args.warm_up * 2
     began = time.perf_counter()
-    await client.round(draw(count), "all", 0)
+    await run_round(plain, draw(count))
     capacity = count / (time.perf_counter() - began - SETTLE_S / 2)
     most = max(1, int(capacity * args.slo_ms / 1000))
-    found: dict[tuple[str, float], list[Outcome]] = {}
-    false: dict[tuple[str, float], int] = {}
+    found: dict[tuple[float, str], list[Outcome]] = {(load, way): [] for load in sorted(args.loads) for way in WAYS}
+    false = dict.fromkeys(found, 0)
     for _ in range(args.rounds):
         for load in args.loads:
             asks = draw(int(args.seconds * load * capacity), load * capacity)
             for way in WAYS:
-                before = await client.falsely()
-                found.setdefault((way, load), []).extend(await client.round(asks, way, most))
-                false[way, load] = false.get((way, load), 0) + await client.falsely() - before
+                before = await plain.counter(FALSE)
+                found[load, way] += await run_round(
+                    hurried if way == "slo" else plain, asks, most if way == "bounded" else None
+                )
+                false[load, way] += await plain.counter(FALSE) - before
                 asks = [Ask(ask.at_s, tuple(token + 1 for token in ask.tokens), ask.output_tokens) for ask in asks]
     seconds = args.rounds * args.seconds
     return capacity, [
-        measured(way, load, outcomes, false[way, load], args.slo_ms, seconds)
-        for (way, load), outcomes in sorted(found.items(), key=lambda one: (one[0][1], WAYS.index(one[0][0])))
+        measured(way, load, outcomes, false[load, way], args.slo_ms, seconds) for (load, way), outcomes in found.items()
     ]
 
 
 def table(results: Sequence[Goodput]) -> Table:
-    shown = Table(
+    heads = (
         "load", "way", "sent", "in time", "late", "refused", "of these falsely", "failed", "in time / s", "/ all",
         "p50 ms", "p99 ms",
     )  # fmt: skip
-    plain = {one.load: one.goodput for one in results if one.way == "all"}
+    plain, rows = {one.load: one.goodput for one in results if one.way == "all"}, []
     for one in results:
         ratio = f"{one.goodput / plain[one.load]:.2f}" if plain[one.load] else ""
         falsely = f"{one.falsely} ({one.falsely / one.refused:.0%})" if one.refused and one.way == "slo" else ""
-        shown.add_row(
-            f"{one.load:g}", one.way, str(one.sent), str(one.in_time), str(one.late), str(one.refused), falsely,
-            str(one.failed), f"{one.goodput:.1f}", ratio, f"{one.p50_ms:.0f}", f"{one.p99_ms:.0f}",
-        )  # fmt: skip
-    return shown
+        counts = map(str, (one.sent, one.in_time, one.late, one.refused))
+        ends = str(one.failed), f"{one.goodput:.1f}", ratio, f"{one.p50_ms:.0f}", f"{one.p99_ms:.0f}"
+        rows.append((f"{one.load:g}", one.way, *counts, falsely, *ends))
+    return figure_table(None, heads, rows)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = flag_parser(__doc__)
-    parser.add_argument("--model", default="demo")
+    parser = flag_parser(__doc__, cluster=True)
     parser.add_argument("--loads", type=float, nargs="+", default=[0.8, 2.0])
     parser.add_argument("--slo-ms", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals in a round")
@@ -180,10 +145,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output-tokens", default="1:4")
     parser.add_argument("--warm-up", type=int, default=40, help="requests before anything is measured")
     args = parser.parse_args(argv)
-    print(machine.headline())
-    with serving(args.model) as url:
+    print(headline())
+    with serving(args.model, args.set) as url:
         model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-        capacity, results = asyncio.run(measure(Client(url, model, args.slo_ms), args))
+        capacity, results = asyncio.run(measure(url, model, args))
     print(f"capacity: {capacity:.1f} requests/s; first tokens in time within {args.slo_ms} ms")
     Console(width=140).print(table(results))
     write_report(args, capacity=capacity, ways=[asdict(one) for one in results])

@@ -24,10 +24,9 @@ from typing import Any
 import httpx
 import numpy as np
 
-from bench.common import machine
-from bench.common.bench_cluster import serving
-from bench.common.bench_report import flag_parser, write_report
-from bench.common.followed_streams import FollowedStream, follow
+from bench.common.bench_report import flag_parser, headline, write_report
+from bench.common.child_server import serving
+from tests.support.followed_streams import FollowedStream, follow
 
 BACK_S = 120.0
 LOOK_S = 0.02
@@ -164,8 +163,7 @@ class Failover:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = flag_parser(__doc__)
-    parser.add_argument("--model", default="demo", help="checkpoint folder, or demo")
+    parser = flag_parser(__doc__, cluster=True)
     parser.add_argument("--url", help="a cluster on this machine with two workers a role, rather than one started here")
     parser.add_argument("--rounds", type=int, default=8, help="workers killed, of each role")
     parser.add_argument("--streams", type=int, default=8)
@@ -173,7 +171,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--answer-tokens", type=int, default=96)
     parser.add_argument("--vocab", type=int, default=2000, help="prompts are of tokens below this")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for the cluster")
     args = parser.parse_args(arguments)
     load = Load(args.streams, args.prompt_tokens, args.answer_tokens, args.vocab, args.seed)
     settings = ["cluster.restart_limit=100000", *args.set]
@@ -182,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         with serving(args.model, settings, ["--prefill", "2", "--decode", "2"]) as url:
             results = _both(url, load, args.rounds)
-    print(machine.headline())
+    print(headline())
     for r in results:
         figures = (
             "-" if r.p50_ms is None else f"p50 {r.p50_ms:.0f} ms, p99 {r.p99_ms:.0f} ms, worst {r.worst_ms:.0f} ms"

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from bench.common import machine
-from bench.common.bench_report import figure_table, flag_parser, write_report
+from bench.common.bench_report import describe, figure_table, flag_parser, write_report
 from twinpool.contracts.ids import Incarnation, RequestId, RoomId, WorkerName
 from twinpool.contracts.messages.router_commands import PeerRef, Submit
 from twinpool.contracts.messages.worker_events import Tokens
@@ -72,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         (name, f"{one['bytes']:.0f}", f"{one['encode_us']:.1f}", f"{one['decode_us']:.1f}")
         for name, one in found.items()
     ]
-    Console().print(figure_table(str(machine.describe()), ("frame", "bytes", "encode, µs", "decode, µs"), rows))
+    Console().print(figure_table(str(describe()), ("frame", "bytes", "encode, µs", "decode, µs"), rows))
     write_report(args, frames=found)
     return 0
 

@@ -25,8 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.common import machine
-from bench.common.bench_report import figure_table, flag_parser, write_report
+from bench.common.bench_report import figure_table, flag_parser, headline, write_report
 from bench.serving.transfer_ways import (
     BETWEEN_PROCESSES,
     DISTINCT,
@@ -242,7 +241,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     shape = Shape(args.layers, args.kv_heads, args.head_dim, args.page_tokens, args.chunk_tokens)
     console = Console()
-    console.print(machine.headline())
+    console.print(headline())
     results = measure(shape, -(-args.chunks // DISTINCT) * DISTINCT, args.rounds, args.threads)
     console.print(table(shape, results))
     write_report(args, ways={name: asdict(m) | {"median_gb_per_s": m.rate} for name, m in results.items()})

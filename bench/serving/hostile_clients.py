@@ -35,9 +35,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from bench.common.bench_cluster import serving
 from bench.common.bench_report import flag_parser, write_report
-from bench.common.child_server import ROOT, child, first_line, free_port, wait_ready
+from bench.common.child_server import ROOT, child, first_line, free_port, serving, wait_ready
 from bench.common.random_model import DEMO
 
 STREAMS = 8

@@ -37,8 +37,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from bench.common import machine
-from bench.common.bench_report import figure_table, flag_parser, write_report
+from bench.common.bench_report import figure_table, flag_parser, headline, write_report
 from bench.common.child_server import ROOT, child, first_line, free_port, wait_ready
 from twinpool.contracts.ids import Incarnation, RequestId, RoomId
 from twinpool.contracts.messages.router_commands import Submit
@@ -304,7 +303,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--idle", type=int, default=0, help="streams that wait; 0: not measured")
     parser.add_argument("--idle-s", type=float, default=20.0, help="for how long they are watched")
     args = parser.parse_args(argv)
-    print(machine.headline())
+    print(headline())
     found: dict[str, list[RouterCost]] = {}
     with ExitStack() as stack:
         routers = [stack.enter_context(own_router(args.model, args.token_ms))]

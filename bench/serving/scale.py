@@ -28,8 +28,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.common import machine
-from bench.common.bench_report import figure_table, flag_parser, write_report
+from bench.common.bench_report import figure_table, flag_parser, headline, write_report
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.sim.scale.cluster_model import ClusterModel
 from twinpool.sim.scale.cluster_plan import ClusterPlan, DecodePool, LatencyTarget, PrefillPool
@@ -189,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 180)
-    console.print(machine.headline())
+    console.print(headline())
     out: dict[str, object] = {}
     for part, run in PARTS.items():
         if args.part in (part, "all"):

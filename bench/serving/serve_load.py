@@ -1,4 +1,4 @@
-"""Drive OpenAI endpoints and measure what clients see.
+"""Drive OpenAI endpoints and measure what clients see, by the client and the figures of `twinpool replay`.
 
     python -m bench.serving.serve_load --url http://HOST:PORT --concurrency 8 --requests 100
     python -m bench.serving.serve_load --url http://HOST:PORT --rate 4 --input-tokens 128:512 --output-tokens 64
@@ -17,24 +17,34 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import uvloop
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-from bench.common.bench_report import flag_parser
-from bench.common.latency_report import Slo, Summary, ratios, summarize, table
-from bench.common.workload import LengthRange, synthetic
+from bench.common.bench_report import figure_table, flag_parser, write_report
+from bench.common.load_client import LengthRange, synthetic
+from twinpool.cli.replay.open_loop import OpenLoop
 from twinpool.cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
+from twinpool.cli.replay.replay_figures import LATE_S, ReplayFigures, figures_of
+from twinpool.cli.replay.replay_report import record_of
 from twinpool.cli.replay.trace_prompts import Ask, Content, asks_of
+from twinpool.sim.scale.cluster_plan import LatencyTarget
 from twinpool.sim.scale.traffic import read_trace
 
 _CALIBRATION_WORDS = 256
-_LAG_WARNING_MS = 20.0
+_UNBOUNDED = 1 << 20
+PERCENTILES = ("p50", "p90", "p99")
+SPREADS = {"TTFT": "ttft", "ITL": "itl", "TPOT": "tpot", "answer": "answer"}
+RATES = {
+    "requests/s": "requests_per_s", "input tokens/s": "input_tokens_per_s", "output tokens/s": "output_tokens_per_s",
+    "goodput, requests/s": "goodput",
+}  # fmt: skip
 
 
 @dataclass
@@ -75,50 +85,34 @@ class Target:
         """Learn how many words make a token, where prompts are text."""
         if not (self.chat or self.text):
             return
-        ask = Ask(0.0, tuple(range(_CALIBRATION_WORDS)), 1)
-        body = {**self.body(ask), "stream": False}
+        body = {**self.body(Ask(0.0, tuple(range(_CALIBRATION_WORDS)), 1)), "stream": False}
         body.pop("stream_options", None)
-        answer = await self.endpoint.ask("POST", self.path, body)
-        usage = answer.get("usage") or {}
+        usage = (await self.endpoint.ask("POST", self.path, body)).get("usage") or {}
         if not usage.get("prompt_tokens"):
             raise EndpointError(f"{self.endpoint.url} gives no usage, so text of a known length can't be made")
         self.words_per_token = _CALIBRATION_WORDS / usage["prompt_tokens"]
 
+    async def run(self, asks: list[Ask], concurrency: int | None, timeout_s: float) -> None:
+        """Send all `asks`, `concurrency` at a time or, without it, each at its `at_s`."""
 
-async def run(
-    target: Target,
-    asks: list[Ask],
-    concurrency: int | None,
-    timeout_s: float,
-    on_end: Callable[[Outcome], None] = lambda _: None,
-) -> list[Outcome]:
-    """Send all `asks`, `concurrency` at a time or, without it, each at its `at_s`; returns them in order of sending."""
-    outcomes: list[Outcome] = []
+        async def send(request: bytes, outcome: Outcome) -> Outcome:
+            if concurrency is not None:  # In a closed loop a request is due when there is a place for it.
+                outcome.due_s, outcome.held_s = time.perf_counter(), 0.0
+            return await stream(self.endpoint, request, outcome, timeout_s)
 
-    async def one(ask: Ask, request: bytes, due_s: float) -> None:
-        outcome = Outcome(due_s, due_s, len(ask.tokens), ask.output_tokens)
-        outcomes.append(outcome)
-        on_end(await stream(target.endpoint, request, outcome, timeout_s))
+        def encode(ask: Ask, number: int) -> bytes:
+            return self.endpoint.encode(self.path, self.body(ask))
 
-    async def worker(queue: Iterator[Ask]) -> None:
-        for ask in queue:
-            request = target.endpoint.encode(target.path, target.body(ask))
-            await one(ask, request, time.perf_counter())
+        loop = OpenLoop(send, encode, concurrency or _UNBOUNDED)
+        due = [replace(ask, at_s=0.0) for ask in asks] if concurrency is not None else asks
+        wall, cpu = time.perf_counter(), time.process_time()
+        await loop.run(due, lambda outcome: None)
+        self.wall_s += time.perf_counter() - wall
+        self.cpu_s += time.process_time() - cpu
+        self.outcomes += loop.outcomes
 
-    wall, cpu = time.perf_counter(), time.process_time()
-    async with asyncio.TaskGroup() as group:
-        if concurrency is not None:
-            queue = iter(asks)
-            for _ in range(concurrency):
-                group.create_task(worker(queue))
-        else:
-            for ask in asks:
-                request = target.endpoint.encode(target.path, target.body(ask))  # before it is due, not after
-                await asyncio.sleep(max(0.0, wall + ask.at_s - time.perf_counter()))
-                group.create_task(one(ask, request, wall + ask.at_s))
-    target.wall_s += time.perf_counter() - wall
-    target.cpu_s += time.process_time() - cpu
-    return outcomes
+    def figures(self, slo: LatencyTarget) -> ReplayFigures:
+        return figures_of(self.outcomes, slo, self.wall_s, self.cpu_s, counts_prompts=False, exact=True)
 
 
 def make_asks(args: argparse.Namespace, target: Target, seed: int) -> list[Ask]:
@@ -132,7 +126,7 @@ def make_asks(args: argparse.Namespace, target: Target, seed: int) -> list[Ask]:
     return list(asks_of(content, lines, args.scale_lengths, args.speed, args.max_context))
 
 
-async def measure(args: argparse.Namespace, console: Console) -> list[Target]:
+async def measure(args: argparse.Namespace) -> list[Target]:
     """Warm up, then run all rounds on all targets in turns."""
     targets = []
     headers = [tuple(header.split(": ", 1)) for header in args.header]
@@ -147,28 +141,56 @@ async def measure(args: argparse.Namespace, console: Console) -> list[Target]:
             await targets[-1].calibrate()
     for target in targets:
         warm = synthetic(Content(args.seed - 1, 300, 400), args.warmup, LengthRange(32, 32), LengthRange(8, 8))
-        for outcome in await run(target, warm, 1, args.timeout_s):
+        await target.run(warm, 1, args.timeout_s)
+        for outcome in target.outcomes:
             if not outcome.ok:
                 raise EndpointError(f"{target.endpoint.url}: warm-up failed: {outcome.error}: {outcome.note}")
-        target.wall_s = target.cpu_s = 0.0
+        target.outcomes, target.wall_s, target.cpu_s = [], 0.0, 0.0
     rounds = args.rounds or (3 if len(targets) > 1 else 1)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    tail = TextColumn("{task.fields[tokens]} tokens, {task.fields[errors]} errors")
-    # Drawn twice a second: the bar runs on the cores that are measured.
-    with Progress(*columns, tail, console=console, refresh_per_second=2, disable=not console.is_terminal) as progress:
-        for number in range(rounds):
-            for target in targets if number % 2 == 0 else targets[::-1]:
-                asks = make_asks(args, target, args.seed + number)
-                task = progress.add_task(f"{target.name} {number + 1}/{rounds}", total=len(asks), tokens=0, errors=0)
-                counts = {"tokens": 0, "errors": 0}
-
-                def show(outcome: Outcome, task: Any = task, counts: dict[str, int] = counts) -> None:
-                    counts["tokens"] += outcome.output_tokens if outcome.ok else 0
-                    counts["errors"] += not outcome.ok
-                    progress.update(task, advance=1, **counts)  # type: ignore[arg-type]
-
-                target.outcomes += await run(target, asks, args.concurrency, args.timeout_s, show)
+    for number in range(rounds):
+        for target in targets if number % 2 == 0 else targets[::-1]:
+            await target.run(make_asks(args, target, args.seed + number), args.concurrency, args.timeout_s)
+            errors = sum(not outcome.ok for outcome in target.outcomes)
+            print(f"{target.name}: round {number + 1} of {rounds}, {errors} errors so far", file=sys.stderr, flush=True)
     return targets
+
+
+def ratios(ours: ReplayFigures, baseline: ReplayFigures) -> dict[str, float | None]:
+    """`ours` over `baseline`: below 1 is faster for latencies, above 1 for rates."""
+    pairs = {
+        f"{name}_{q}": (getattr(getattr(ours, name), q), getattr(getattr(baseline, name), q))
+        for name in SPREADS.values()
+        for q in PERCENTILES
+    } | {name: (getattr(ours, name), getattr(baseline, name)) for name in RATES.values()}
+    return {name: mine / theirs if mine and theirs else None for name, (mine, theirs) in pairs.items()}
+
+
+def table(sides: Mapping[str, ReplayFigures]) -> Table:
+    """All sides beside each other; with two, also the first over the second."""
+    all_sides = list(sides.values())
+    quotients = ratios(*all_sides) if len(all_sides) == 2 else None
+    out = figure_table(None, ["", *sides, *(["ratio"] if quotients else [])])
+
+    def row(label: str, cells: list[str], key: str = "") -> None:
+        quotient = (quotients or {}).get(key)
+        out.add_row(label, *cells, *([f"{quotient:.2f}" if quotient is not None else ""] if quotients else []))
+
+    for label, name in (SPREADS | {"client late": "late"}).items():
+        for q in PERCENTILES:
+            spreads = [getattr(side, name) for side in all_sides]
+            row(f"{label} {q}, ms", [f"{1e3 * getattr(s, q):.2f}" if s.count else "-" for s in spreads], f"{name}_{q}")
+    for label, name in RATES.items():
+        row(label, [f"{getattr(side, name):.2f}" for side in all_sides], name)
+    row("within SLO", [f"{side.good / side.sent:.1%}" if side.sent else "-" for side in all_sides])
+    row("input from cache", [f"{side.cached_share:.1%}" for side in all_sides])
+    row("succeeded", [f"{side.answered} of {side.sent}" for side in all_sides])
+    for kind in sorted({kind for side in all_sides for kind in side.errors}):
+        row(f"[red]error: {kind}[/red]", [str(side.errors.get(kind, 0)) for side in all_sides])
+    if any(side.wrong for side in all_sides):
+        row("[yellow]wrong token count[/yellow]", [str(sum(side.wrong.values())) for side in all_sides])
+    row("wall, s", [f"{side.wall_s:.1f}" for side in all_sides])
+    row("client CPU, cores", [f"{side.client_cores:.2f}" for side in all_sides])
+    return out
 
 
 def parser() -> argparse.ArgumentParser:
@@ -185,9 +207,7 @@ def parser() -> argparse.ArgumentParser:
     how = out.add_argument_group("how")
     how.add_argument("--concurrency", type=int, help="closed loop: requests under way")
     how.add_argument("--rate", type=float, help="open loop: requests a second, Poisson")
-    how.add_argument(
-        "--trace", type=Path, help="open loop: arrivals and lengths of a trace (with --concurrency: lengths)"
-    )
+    how.add_argument("--trace", type=Path, help="open loop: a trace's arrivals and lengths (--concurrency: lengths)")
     how.add_argument("--scale-lengths", type=float, default=1.0, help="multiply a trace's lengths")
     how.add_argument("--speed", type=float, default=1.0, help="play a trace this much faster")
     how.add_argument("--max-context", type=int, help="cut a trace's requests to this many tokens in all")
@@ -205,8 +225,8 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--extra", default="{}", help="JSON to add to each request's body; null leaves a field out")
     what.add_argument("--baseline-extra", help="the same for the baseline (default: as --extra)")
     shown = out.add_argument_group("shown")
-    shown.add_argument("--slo-ttft-ms", type=float, help="good requests have their first token within this")
-    shown.add_argument("--slo-tpot-ms", type=float, help="and later tokens at this or less on average")
+    shown.add_argument("--slo-ttft-ms", type=float, default=inf, help="good requests have their first token within it")
+    shown.add_argument("--slo-tpot-ms", type=float, default=inf, help="and later tokens at this or less on average")
     shown.add_argument("--records", action="store_true", help="with --json: also each request")
     return out
 
@@ -218,7 +238,7 @@ def check(args: argparse.Namespace) -> str | None:
     if args.rate is not None and (args.concurrency is not None or args.trace is not None):
         return "--rate goes with neither --concurrency nor --trace"
     positive = ("concurrency", "rate", "scale_lengths", "speed", "max_context", "requests", "rounds", "timeout_s")
-    for name in positive:
+    for name in (*positive, "slo_ttft_ms", "slo_tpot_ms"):
         value = getattr(args, name)
         if value is not None and value <= 0:
             return f"--{name.replace('_', '-')} must be above 0"
@@ -240,33 +260,6 @@ def check(args: argparse.Namespace) -> str | None:
     return None
 
 
-def write_json(path: Path, args: argparse.Namespace, targets: list[Target], sides: dict[str, Summary]) -> None:
-    """Settings, figures, ratios and, if wanted, each request."""
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    settings.pop("header")  # may hold a key
-    out: dict[str, Any] = {"settings": settings, "sides": {name: side.to_dict() for name, side in sides.items()}}
-    if len(sides) == 2:
-        out["ratios"] = ratios(*sides.values())
-    if args.records:
-        out["records"] = {target.name: [record(outcome) for outcome in target.outcomes] for target in targets}
-    path.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
-
-
-def record(outcome: Outcome) -> dict[str, Any]:
-    """One request as JSON; times in milliseconds since it was sent."""
-    return {
-        "lag_ms": (outcome.sent_s - outcome.due_s) * 1e3,
-        "arrivals_ms": [round((at - outcome.sent_s) * 1e3, 3) for at in outcome.arrivals_s],
-        "e2e_ms": outcome.e2e_s * 1e3,
-        "prompt_tokens": outcome.prompt_tokens,
-        "cached_tokens": outcome.cached_tokens,
-        "completion_tokens": outcome.completion_tokens,
-        "wanted_tokens": outcome.wanted_tokens,
-        "error": outcome.error,
-        "note": outcome.note,
-    }
-
-
 def main(argv: list[str] | None = None) -> int:
     """0: measured; 1: measured, with errors; 2: wrong flags or an endpoint that can't be used."""
     flags = parser()
@@ -275,25 +268,28 @@ def main(argv: list[str] | None = None) -> int:
         args.baseline_extra = args.extra
     if wrong := check(args):
         flags.error(wrong)
-    console = Console(stderr=True)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            targets = runner.run(measure(args, console))
+            targets = runner.run(measure(args))
     except (EndpointError, ValueError, OSError) as error:
         print(f"bench.serve: {error}", file=sys.stderr)
         return 2
-    slo = Slo(args.slo_ttft_ms, args.slo_tpot_ms)
-    sides = {t.name: summarize(t.outcomes, slo, t.wall_s, t.cpu_s) for t in targets}
+    slo = LatencyTarget(args.slo_ttft_ms / 1e3, args.slo_tpot_ms / 1e3)
+    sides = {target.name: target.figures(slo) for target in targets}
     Console().print(table(sides))
     for name, side in sides.items():
         for kind, note in side.notes.items():
             print(f"{name}: {kind}: {note}")
-        if side.lag_ms.p99 is not None and side.lag_ms.p99 > _LAG_WARNING_MS:
-            print(
-                f"{name}: this client sent up to {side.lag_ms.p99:.0f} ms late (p99): it is part of what was measured"
-            )
-    if args.json is not None:
-        write_json(args.json, args, targets, sides)
+        if side.late.p99 > LATE_S:
+            late = f"this client sent up to {1e3 * side.late.p99:.0f} ms late (p99)"
+            print(f"{name}: {late}: it is part of what was measured")
+    out: dict[str, Any] = {"sides": {name: side.to_dict() for name, side in sides.items()}}
+    if len(sides) == 2:
+        out["ratios"] = ratios(*sides.values())
+    if args.records:
+        out["records"] = {one.name: [record_of(o, one.outcomes[0].due_s) for o in one.outcomes] for one in targets}
+    del args.header  # It may hold a key.
+    write_report(args, **out)
     return 1 if any(side.errors for side in sides.values()) else 0
 
 

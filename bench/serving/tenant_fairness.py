@@ -36,19 +36,13 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from bench.common import machine
-from bench.common.bench_cluster import serving
-from bench.common.bench_report import figure_table, flag_parser, write_report
-from bench.common.child_server import child_server, free_port
-from bench.common.workload import LengthRange, greedy_completion, synthetic
-from twinpool.cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
+from bench.common.bench_report import figure_table, flag_parser, headline, write_report
+from bench.common.child_server import child_server, free_port, serving
+from bench.common.load_client import TOKENS, LengthRange, LoadClient, synthetic
+from twinpool.cli.replay.openai_client import EndpointError, Outcome
 from twinpool.cli.replay.trace_prompts import Ask, Content
 from twinpool.contracts.key_file import KeyFile, TenantLimits, mint_key, write_key_file
 
-TIMEOUT_S = 300.0
-SETTLE_S = 0.3
-TOKENS = (300, 900)
-"""Ids of ordinary tokens, of the demo's vocabulary and of most."""
 FLOOD = "flood"
 UNFLOODED = ("alone", "busy")
 COMPUTES = "import numpy; a = numpy.ones((256, 256), 'f4')\nwhile True: a @ a"
@@ -101,56 +95,43 @@ class Clients:
     """The two tenants at the routers. `keys`: by way, and of the flood."""
 
     def __init__(self, urls: Sequence[str], model: str, keys: dict[str, str], args: argparse.Namespace) -> None:
-        self._model, self._args, self._urls = model, args, urls
+        self._args = args
         self._at = {
-            who: [Endpoint.parse(url, [("Authorization", f"Bearer {key}")]) for url in urls]
+            who: [LoadClient(url, model, [("Authorization", f"Bearer {key}")]) for url in urls]
             for who, key in keys.items()
         }
         self._contents = (Content(1_000_000 + number, *TOKENS) for number in count())
         self.flooded = 0
         """Prompt tokens of the flood that were answered."""
 
-    async def one(self, who: str, router: int, ask: Ask) -> Outcome:
-        body = greedy_completion(self._model, ask.tokens, ask.output_tokens)
-        endpoint = self._at[who][router % len(self._urls)]
-        request = endpoint.encode("/v1/completions", body)
-        return await stream(endpoint, request, Outcome(ask.at_s, 0.0, len(ask.tokens), ask.output_tokens), TIMEOUT_S)
-
-    async def _flood(self, router: int) -> None:
+    async def _flood(self, router: LoadClient) -> None:
         """One long prompt after the other."""
         lengths = LengthRange.parse(self._args.flood_tokens)
         while True:
             (ask,) = synthetic(next(self._contents), 1, lengths, LengthRange(1, 1))
-            outcome = await self.one(FLOOD, router, ask)
+            outcome = await router.ask(ask.tokens, ask.output_tokens)
             if not outcome.ok:
                 raise EndpointError(f"a request of the flood failed: {outcome.error}: {outcome.note}")
             self.flooded += len(ask.tokens)
 
     async def quiet(self, way: str, asks: Sequence[Ask]) -> list[Outcome]:
         """Ask all of them when they are due, with the flood beside them but in ways without it."""
-        flooded = way not in UNFLOODED
-        floods = [asyncio.create_task(self._flood(n)) for n in range(self._args.flood if flooded else 0)]
+        flooded, routers = way not in UNFLOODED, self._at[way]
+        flooders = [self._at[FLOOD][n % len(routers)] for n in range(self._args.flood if flooded else 0)]
+        floods = [asyncio.create_task(self._flood(router)) for router in flooders]
         await asyncio.sleep(self._args.lead_s if flooded else 0)
         self.flooded, start = 0, time.perf_counter() + 0.05
-
-        async def one(number: int, ask: Ask) -> Outcome:
-            await asyncio.sleep(max(0.0, start + ask.at_s - time.perf_counter()))
-            return await self.one(way, number, ask)
-
-        outcomes = await asyncio.gather(*(one(number, ask) for number, ask in enumerate(asks)))
+        outcomes = await asyncio.gather(
+            *(routers[number % len(routers)].ask_when_due(ask, start) for number, ask in enumerate(asks))
+        )
         for flood in floods:
             flood.cancel()
         ended = await asyncio.gather(*floods, return_exceptions=True)
         if failures := [end for end in ended if isinstance(end, EndpointError)]:
             raise failures[0]
-        await self._settle()
+        for router in routers:
+            await router.settle()
         return list(outcomes)
-
-    async def _settle(self) -> None:
-        async with httpx.AsyncClient() as client:
-            for url in self._urls:
-                while (await client.get(f"{url}/load")).json()["server_load"]:
-                    await asyncio.sleep(SETTLE_S)
 
 
 async def measure(clients: Clients, ways: Sequence[str], args: argparse.Namespace) -> list[Wait]:
@@ -205,8 +186,7 @@ def write_keys(path: Path, weights: Sequence[int]) -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = flag_parser(__doc__)
-    parser.add_argument("--model", default="demo")
+    parser = flag_parser(__doc__, cluster=True)
     parser.add_argument("--weights", type=int, nargs="+", default=[1, 8], help="of the quiet tenant")
     parser.add_argument("--ways", nargs="+", metavar="WAY", help="only these; by default all")
     parser.add_argument("--flood", type=int, default=32, help="long prompts in flight")
@@ -216,12 +196,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--input-tokens", default="64:400", help="of its prompts")
     parser.add_argument("--seconds", type=float, default=20.0, help="of its arrivals in a round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as for serve")
     parser.add_argument("--one-router", action="store_true")
     args = parser.parse_args(argv)
-    print(machine.headline())
-    ways = args.ways or [*UNFLOODED, *(f"weight {n}" for n in args.weights), "fcfs"]
-    if unknown := [way for way in ways if way not in (*UNFLOODED, *(f"weight {n}" for n in args.weights), "fcfs")]:
+    print(headline())
+    known = [*UNFLOODED, *(f"weight {n}" for n in args.weights), "fcfs"]
+    ways = args.ways or known
+    if unknown := [way for way in ways if way not in known]:
         parser.error(f"there is no way {unknown[0]}: alone, busy, fcfs, or 'weight N' of --weights")
     if "alone" not in ways:
         parser.error("the others are compared with alone: name it, too")

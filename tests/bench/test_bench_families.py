@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.common import family_models
+from bench.common import random_model
 from bench.engine import engine_speed as engine
 
 LAYERS = {"window": 6, "hybrid-delta": 4}
@@ -17,25 +17,25 @@ LAYERS = {"window": 6, "hybrid-delta": 4}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", family_models.FAMILIES)
+@pytest.mark.parametrize("family", random_model.FAMILIES)
 def test_a_miniature_has_some_twenty_to_sixty_million_parameters(family: str) -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(family_models.config_of(family))
+        model = AutoModelForCausalLM.from_config(random_model.config_of(family))
     assert 20e6 < sum(p.numel() for p in model.parameters()) < 65e6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "names", [["window", "hybrid-delta"], pytest.param(list(family_models.FAMILIES), marks=pytest.mark.soak)], ids=len
+    "names", [["window", "hybrid-delta"], pytest.param(list(random_model.FAMILIES), marks=pytest.mark.soak)], ids=len
 )
 def test_families_are_measured_and_answer_as_transformers_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]
 ) -> None:
     small = {
         name: (kind, numbers | {"num_hidden_layers": LAYERS.get(name, 2)})
-        for name, (kind, numbers) in family_models.FAMILIES.items()
+        for name, (kind, numbers) in random_model.FAMILIES.items()
     }
-    monkeypatch.setattr(family_models, "FAMILIES", small)
+    monkeypatch.setattr(random_model, "FAMILIES", small)
     out = tmp_path / "out.json"
     sizes = ["--prefill-tokens", "150", "--context", "140", "--output-tokens", "4", "--batches", "2"]
     arguments = [*sizes, "--dtype", "float32", "--repeats", "1", "--threads", "1", "--json", str(out)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.common.workload import LengthRange, synthetic
+from bench.common.load_client import LengthRange, synthetic
 from twinpool.cli.replay.trace_prompts import Ask, Content, asks_of
 from twinpool.sim.scale.traffic import TraceLine, read_trace
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from bench.autoscaling.phased_replay import Lengths, Phase, Replayed, asks_in_phases, spread
-from bench.autoscaling.pool_watch import PoolWatch
 from bench.autoscaling.real_pools import figures_of, pairs, unlike
 from tests.bench.sse_server import SseServer
+from tests.support.phased_replay import Lengths, Phase, PoolWatch, Replayed, asks_in_phases, spread
 from twinpool.cli.replay.openai_client import Endpoint, Outcome, stream
 from twinpool.sim.scale.traffic import TRACE_BLOCK_TOKENS, TraceLine
 

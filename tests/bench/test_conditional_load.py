@@ -7,7 +7,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from bench.serving.conditional_load import MODES, Seen, percentile, table
+from bench.common.bench_report import percentile
+from bench.serving.conditional_load import MODES, Seen, table
 
 
 def test_a_row_has_the_ratio_of_the_medians_and_what_the_running_answers_paid() -> None:

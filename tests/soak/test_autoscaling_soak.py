@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from bench.autoscaling import real_pools
-from bench.autoscaling.phased_replay import Lengths, Phase, asks_in_phases, replay_phases, spread
 from tests.support.changing_cluster import Load, some_prompts
 from tests.support.checkpoints import Oracle, compare, make_checkpoint
+from tests.support.phased_replay import Lengths, Phase, asks_in_phases, replay_phases, spread
 from tests.support.served_cluster import ROOT, serving, until
 from twinpool.contracts.ids import PAIR
 from twinpool.sim.scale.traffic import read_trace

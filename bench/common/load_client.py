@@ -1,18 +1,26 @@
-"""What is asked and when: prompts and arrivals, the same for the same seed.
+"""The client of benches: what is asked and when, the same for the same seed, and one router that is asked.
 
 Prompts are made of blocks, as those of traces are (`cli.replay.trace_prompts`).
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import numpy as np
 
+from twinpool.cli.replay.openai_client import Endpoint, Outcome, stream
 from twinpool.cli.replay.trace_prompts import Ask, Content
 
+TOKENS = (300, 900)
+"""Ids of ordinary tokens, of the demo's vocabulary and of most."""
+TIMEOUT_S = 300.0
+SETTLE_S = 0.3
 _SHARED_BLOCK = 0
 _ARRIVALS, _LENGTHS = 1, 2
 """Streams of randomness, so that one does not move another; content has the third."""
@@ -67,3 +75,33 @@ def greedy_completion(model: str, tokens: Sequence[int], output_tokens: int, **m
     """The JSON of a streamed completion of exactly so many greedy tokens, with fields more."""
     asked = {"model": model, "prompt": list(tokens), "max_tokens": output_tokens, "temperature": 0}
     return {**asked, "ignore_eos": True, "stream": True, **more}
+
+
+class LoadClient:
+    """Asks one router for streamed completions of exact lengths."""
+
+    def __init__(self, url: str, model: str, headers: Sequence[tuple[str, str]] = ()) -> None:
+        self.url, self._model = url, model
+        self._endpoint = Endpoint.parse(url, headers)
+
+    async def ask(self, tokens: Sequence[int], output_tokens: int, due_s: float = 0.0) -> Outcome:
+        body = greedy_completion(self._model, tokens, output_tokens, stream_options={"include_usage": True})
+        request = self._endpoint.encode("/v1/completions", body)
+        return await stream(self._endpoint, request, Outcome(due_s, 0.0, len(tokens), output_tokens), TIMEOUT_S)
+
+    async def ask_when_due(self, ask: Ask, start_s: float) -> Outcome:
+        """`start_s`: when the load began, of `time.perf_counter`."""
+        await asyncio.sleep(max(0.0, start_s + ask.at_s - time.perf_counter()))
+        return await self.ask(ask.tokens, ask.output_tokens, ask.at_s)
+
+    async def settle(self) -> None:
+        """Wait until the router has no request."""
+        async with httpx.AsyncClient() as client:
+            while (await client.get(f"{self.url}/load")).json()["server_load"]:
+                await asyncio.sleep(SETTLE_S)
+
+    async def counter(self, name: str) -> int:
+        """The sum of a metric of the router, over its labels."""
+        async with httpx.AsyncClient() as client:
+            lines = (await client.get(f"{self.url}/metrics")).text.splitlines()
+        return sum(int(float(line.rpartition(" ")[2])) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
