@@ -49,7 +49,7 @@ BENCHES = {
     "copies": Bench("How fast are copies between tiers?", "bench.cache.copy_speed", lambda n: f"--rounds {3 * n}"),
     "handover": Bench("How fast are the data planes?", "bench.serving.handover_speed", lambda n: f"--rounds {3 * n}"),
     "cache": Bench(
-        "What do the prefix tree and the tiers cost, by their size?",
+        "What does the prefix tree cost, by its size?",
         "bench.cache.tree_speed",
         lambda n: f"--pages 10000 100000 {'1000000' * (n > 1)} --repeats {3 * n}",
     ),

@@ -1,13 +1,13 @@
-"""Measure the prefix tree by its size, and the ways between the tiers beside plain copies and plain files.
+"""Measure the prefix tree by its size.
 
-    python -m bench.cache.tree_speed  # trees of 10,000, 100,000 and 1,000,000 pages, then the tiers
+    python -m bench.cache.tree_speed  # trees of 10,000, 100,000 and 1,000,000 pages
     python -m bench.cache.tree_speed --quick  # small and short
-    python -m bench.cache.tree_speed --pages 3000000 --without tiers
+    python -m bench.cache.tree_speed --pages 3000000
 
 The tree stands beside a trie of plain dictionaries with a node a page (`bench/cache/plain_trie.py`), grown from the
 same dialogues (`bench/cache/tree_workload.py`) in the same run. Times are processor time, medians over many calls:
 waiting for a neighbour's turn on a shared machine isn't in them. Memory is what Python allocated while a side was
-filled. The tiers are measured through a KV cache manager, whole allocations at a time (`bench/cache/tier_speed.py`).
+filled.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.cache import tier_speed as tiers
 from bench.cache.plain_trie import Trie
 from bench.cache.tree_workload import DOCUMENT_PAGES, PAGE_TOKENS, Clients, Samples, TreeSide, fill
 from bench.common.bench_report import figure_table, flag_parser, headline, write_report
@@ -111,71 +109,79 @@ def collect_ms() -> float:
     return (time.thread_time_ns() - start) / 1e6
 
 
-def measure_tree(pages: int, repeats: int, deep: int) -> Side:
-    """Fill a tree, then ask, insert and evict."""
-    clients = Clients(pages)
-    with allocated() as grown:
-        side = TreeSide(pages)
-        samples = fill(clients, pages, side.insert)
-    held, tree = sum(side.nodes()), side.tree
-    bytes_per_page, collected_ms = (grown[0] - samples.nbytes) / held, collect_ms()
-    asked = Asked(clients, samples, repeats, deep)
-    out = {
-        MATCH_128K: timed(tree.match, asked.documents),
-        "match 128k tokens, the last quarter new": timed(tree.match, asked.forks),
-        "match 128k tokens, all new": timed(tree.match, asked.strangers),
-        "match a conversation": timed(tree.match, asked.conversations),
-        "match, lock, unlock 128k tokens": timed(side.lock, asked.documents),
-        "match, lock, unlock a conversation": timed(side.lock, asked.conversations),
-    }
-    nodes = sum(1 for _ in side.nodes())
-    for name, prefixes in (("insert 2,000 pages", asked.new_documents), ("insert a turn", asked.new_turns)):
-        offers = [(prefix, side.offer(prefix)) for prefix in prefixes]
-        out[name] = timed(lambda pair: side.take(*pair), offers)
+class TrieSide:
+    """The trie, asked as `TreeSide` is."""
+
+    def __init__(self, pages: int) -> None:
+        self.trie, self._numbers = Trie(), list(range(DOCUMENT_PAGES + 100))
+        self.match, self.evict = self.trie.match, self.trie.evict
+
+    def insert(self, prefix: TokenPrefix) -> int:
+        return self.trie.insert(prefix, self._numbers)
+
+    def lock(self, prefix: TokenPrefix) -> None:
+        path = self.trie.match(prefix)
+        self.trie.lock(path)
+        self.trie.unlock(path)
+
+    def time_inserts(self, prefixes: Sequence[TokenPrefix]) -> Timing:
+        return timed(self.insert, prefixes)
+
+    def sizes(self) -> tuple[int, int]:
+        """Pages and nodes that are held."""
+        return self.trie.pages, self.trie.pages
+
+    def check(self) -> list[str]:
+        return []
+
+
+class RadixSide(TreeSide):
+    """The prefix tree. Inserts are timed without the making of what is inserted."""
+
+    def time_inserts(self, prefixes: Sequence[TokenPrefix]) -> Timing:
+        offers = [(prefix, self.offer(prefix)) for prefix in prefixes]
+        timing = timed(lambda pair: self.take(*pair), offers)
         for _, offer in offers:
             offer.lease.release()
-    for prefix in asked.page_by_page:
-        side.insert(prefix)
-    last = asked.page_by_page[-1]
-    out[f"match {deep:,} pages, a node a page"] = timed(tree.match, [last] * 5 * repeats)
-    out["evict 16 pages, each"] = timed(side.evict, [TURN_PAGES] * 20 * repeats, TURN_PAGES)
-    out["evict 2,000 pages, each"] = timed(side.evict, [DOCUMENT_PAGES] * 2, DOCUMENT_PAGES)
-    wrong = tree.check() if pages <= SIZES[1] else []
-    assert not wrong, wrong
-    return Side(held, nodes, bytes_per_page, collected_ms, out)
+        return timing
+
+    def sizes(self) -> tuple[int, int]:
+        """Pages and nodes that are held."""
+        counts = list(self.nodes())
+        return sum(counts), len(counts)
+
+    def check(self) -> list[str]:
+        return self.tree.check()
 
 
-def measure_trie(pages: int, repeats: int, deep: int) -> Side:
-    """The same with the trie."""
-    clients, numbers = Clients(pages), list(range(DOCUMENT_PAGES + 100))
+def measure_side(kind: type[RadixSide] | type[TrieSide], pages: int, repeats: int, deep: int) -> Side:
+    """Fill a tree or a trie, then ask, insert and evict."""
+    clients = Clients(pages)
     with allocated() as grown:
-        trie = Trie()
-        samples = fill(clients, pages, lambda prefix: trie.insert(prefix, numbers))
-    held = trie.pages
+        side = kind(pages)
+        samples = fill(clients, pages, side.insert)
+    held, nodes = side.sizes()
     bytes_per_page, collected_ms = (grown[0] - samples.nbytes) / held, collect_ms()
     asked = Asked(clients, samples, repeats, deep)
-
-    def lock(prefix: TokenPrefix) -> None:
-        path = trie.match(prefix)
-        trie.lock(path)
-        trie.unlock(path)
-
+    match: Callable[[TokenPrefix], object] = side.match
     out = {
-        MATCH_128K: timed(trie.match, asked.documents),
-        "match 128k tokens, the last quarter new": timed(trie.match, asked.forks),
-        "match 128k tokens, all new": timed(trie.match, asked.strangers),
-        "match a conversation": timed(trie.match, asked.conversations),
-        "match, lock, unlock 128k tokens": timed(lock, asked.documents),
-        "match, lock, unlock a conversation": timed(lock, asked.conversations),
-        "insert 2,000 pages": timed(lambda prefix: trie.insert(prefix, numbers), asked.new_documents),
-        "insert a turn": timed(lambda prefix: trie.insert(prefix, numbers), asked.new_turns),
+        MATCH_128K: timed(match, asked.documents),
+        "match 128k tokens, the last quarter new": timed(match, asked.forks),
+        "match 128k tokens, all new": timed(match, asked.strangers),
+        "match a conversation": timed(match, asked.conversations),
+        "match, lock, unlock 128k tokens": timed(side.lock, asked.documents),
+        "match, lock, unlock a conversation": timed(side.lock, asked.conversations),
+        "insert 2,000 pages": side.time_inserts(asked.new_documents),
+        "insert a turn": side.time_inserts(asked.new_turns),
     }
-    last = asked.page_by_page[-1]
-    trie.insert(last, numbers)
-    out[f"match {deep:,} pages, a node a page"] = timed(trie.match, [last] * 5 * repeats)
-    out["evict 16 pages, each"] = timed(trie.evict, [TURN_PAGES] * 20 * repeats, TURN_PAGES)
-    out["evict 2,000 pages, each"] = timed(trie.evict, [DOCUMENT_PAGES] * 2, DOCUMENT_PAGES)
-    return Side(held, held, bytes_per_page, collected_ms, out)
+    for prefix in asked.page_by_page:  # One page longer each: a node a page.
+        side.insert(prefix)
+    out[f"match {deep:,} pages, a node a page"] = timed(match, [asked.page_by_page[-1]] * 5 * repeats)
+    out["evict 16 pages, each"] = timed(side.evict, [TURN_PAGES] * 20 * repeats, TURN_PAGES)
+    out["evict 2,000 pages, each"] = timed(side.evict, [DOCUMENT_PAGES] * 2, DOCUMENT_PAGES)
+    wrong = side.check() if pages <= SIZES[1] else []
+    assert not wrong, wrong
+    return Side(held, nodes, bytes_per_page, collected_ms, out)
 
 
 def measure_prefixes(repeats: int) -> dict[str, Timing]:
@@ -219,8 +225,8 @@ def prefix_table(timings: dict[str, Timing]) -> Table:
 def measure_trees(console: Console, sizes: Sequence[int], repeats: int, deep: int) -> dict[str, Any]:
     trees, tries = [], []
     for size in sizes:
-        trees.append(measure_tree(size, repeats, deep))
-        tries.append(measure_trie(size, repeats, deep))
+        trees.append(measure_side(RadixSide, size, repeats, deep))
+        tries.append(measure_side(TrieSide, size, repeats, deep))
     prefixes = measure_prefixes(repeats)
     console.print(tree_table(trees, tries))
     console.print(prefix_table(prefixes))
@@ -237,25 +243,18 @@ def measure_trees(console: Console, sizes: Sequence[int], repeats: int, deep: in
 def main(argv: list[str] | None = None) -> int:
     flags = flag_parser(__doc__)
     flags.add_argument("--pages", type=int, nargs="+", help="sizes of the trees (default: 10,000 to 1,000,000)")
-    flags.add_argument("--quick", action="store_true", help="trees up to 8,000 pages, tiers of some MiB, once")
+    flags.add_argument("--quick", action="store_true", help="trees up to 8,000 pages, once")
     flags.add_argument("--repeats", type=int, default=5)
-    flags.add_argument("--without", choices=("tree", "tiers"), nargs="+", default=[], help="leave a part out")
-    flags.add_argument("--folder", type=Path, help="where the file backend and the plain files go (default: temporary)")
-    flags.add_argument("--threads", type=int, default=1, help="torch's threads")
     args = flags.parse_args(argv)
     sizes = args.pages or ([1_000, 8_000] if args.quick else list(SIZES))
-    if min(*sizes, args.repeats, args.threads) < 1:
+    if min(*sizes, args.repeats) < 1:
         flags.error("all numbers must be 1 or more")
     repeats = 1 if args.quick else args.repeats
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)
     console = Console()
     console.print(headline())
-    figures: dict[str, Any] = {}
-    if "tree" not in args.without:
-        figures |= measure_trees(console, sizes, repeats, DOCUMENT_PAGES // 8 if args.quick else DOCUMENT_PAGES)
-    if "tiers" not in args.without:
-        figures["tiers"] = tiers.run(console, tiers.QUICK if args.quick else tiers.SHAPES, repeats, args.folder)
-    write_report(args, **figures)
+    deep = DOCUMENT_PAGES // 8 if args.quick else DOCUMENT_PAGES
+    write_report(args, **measure_trees(console, sizes, repeats, deep))
     return 0
 
 

@@ -112,6 +112,7 @@ class TreeSide:
 
     def __init__(self, pages: int, seed: int = 1) -> None:
         self.tree = RadixTree(SPEC)
+        self.match = self.tree.match
         self.allocator = PageAllocator("full pages", pages + SPARE_PAGES, first=1)
         self._digests = np.random.default_rng(seed)
 

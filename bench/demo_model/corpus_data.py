@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from bench.demo_model.demo_checkpoint import END_OF_TEXT, token_id
 from bench.demo_model.made_up_names import THINGS, training_names
-from bench.demo_model.train_tokenizer import END_OF_TEXT, token_id
 
 Ids = NDArray[np.int64]
 

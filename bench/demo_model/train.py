@@ -19,16 +19,14 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from bench.common.bench_report import flag_parser
 from bench.demo_model.copying_range import FILLER, Prompt, build_prompts
 from bench.demo_model.corpus_data import EARLY, LATE, MIDDLE, Mix, Mixture
-from bench.demo_model.export import export
+from bench.demo_model.demo_checkpoint import export, make_model, parameters_of, train_tokenizer
 from bench.demo_model.made_up_names import training_names
-from bench.demo_model.train_tokenizer import train_tokenizer
-from bench.demo_model.training_model import DemoModel, Shape
 
 MUON_RATE = 6e-3
 ADAM_RATE = 4e-3
@@ -71,11 +69,10 @@ class Run:
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
-        self.model = DemoModel(Shape())
-        self.muon = torch.optim.Muon(
-            self.model.matrices(), lr=MUON_RATE, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"
-        )
-        self.adam = torch.optim.AdamW(self.model.others(), lr=ADAM_RATE, betas=(0.9, 0.98), weight_decay=0.0)
+        self.model = make_model()
+        matrices, others = parameters_of(self.model)
+        self.muon = torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.02, adjust_lr_fn="match_rms_adamw")
+        self.adam = torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.98), weight_decay=0.0)
         self.step = 0
         self.seconds = 0.0
         self.best = -math.inf
@@ -116,21 +113,21 @@ class Run:
         return float(loss.detach())
 
 
-def token_losses(model: DemoModel, ids: Tensor) -> Tensor:
+def token_losses(model: nn.Module, ids: Tensor) -> Tensor:
     """The loss of each next token."""
     with torch.autocast("cpu", torch.bfloat16):
-        logits = model(ids[:, :-1])
+        logits = model(ids[:, :-1]).logits
     return functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].reshape(-1), reduction="none")
 
 
-def copied_share(model: DemoModel, tokenizer: Tokenizer, prompts: Iterable[Prompt]) -> float:
+def copied_share(model: nn.Module, tokenizer: Tokenizer, prompts: Iterable[Prompt]) -> float:
     """How many names greedy decoding would copy: every token of the name must be the most likely one."""
     results: list[bool] = []
     for prompt in prompts:
         context = tokenizer.encode(prompt.text, add_special_tokens=False).ids
         answer = tokenizer.encode(f" {prompt.name}.", add_special_tokens=False).ids
         with torch.autocast("cpu", torch.bfloat16):
-            logits = model(torch.tensor([context + answer]))
+            logits = model(torch.tensor([context + answer])).logits
         guesses = logits[0, len(context) - 1 : -1].argmax(-1).tolist()
         results.append(guesses == answer)
     return sum(results) / len(results)
@@ -148,7 +145,7 @@ class Judge:
         self._names = [name for name in training_names(60_000, seed=99) if name not in used][:DEVELOPMENT_NAMES]
 
     @torch.inference_mode()
-    def judge(self, model: DemoModel) -> tuple[float, dict[int, float]]:
+    def judge(self, model: nn.Module) -> tuple[float, dict[int, float]]:
         """Loss on held-out prose, and the share of names copied at each distance."""
         loss = float(token_losses(model, self._prose).mean())
         shares = {
