@@ -35,7 +35,7 @@ FACES = (
         "twinpool.router.kv_indexer.kv_event_subscriber",
         "KV event subscriber",
         "Follows the KV events of a worker and keeps an index of what it holds "
-        "([how to switch them on](operating.md#kv-events)).",
+        "([how to switch them on](operating/tune.md#kv-events)).",
     ),
     Face(
         "twinpool.contracts.messages.kv_events", "KV events", "What a worker tells of its cache, and the bytes of it."

@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.served_cluster import READY, ROOT, Serving, environment, family, own_packages, serving, until
 
-PAGES = ["README.md", "docs/using.md", "docs/operating.md"]
+PAGES = ["README.md", "docs/using.md", "docs/operating/watch.md"]
 
 GIB = 1 << 30
 

@@ -19,7 +19,7 @@ import pytest
 from tests.support.served_cluster import COMMAND, READY, ROOT, environment, processes_of, until
 
 ASKED, INTERRUPTED = 0, 130
-"""The codes that docs/operating.md names."""
+"""The codes that docs/operating/start.md names."""
 SERVE = ("serve", "--port", "0")
 CONTROLLER = ("controller", "--address", "127.0.0.1", "--port", "7400")
 ONE_PROCESS = (*SERVE, "--set", "transfer.plane=local")

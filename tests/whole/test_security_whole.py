@@ -1,4 +1,4 @@
-"""A cluster that protects every socket, made by the commands that docs/operating.md shows, and used over them alone."""
+"""A cluster that protects every socket, made by the commands that docs/operating/secure.md shows, and used over them alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Secured:
 
 def shown() -> list[list[str]]:
     """The commands of the page's section on certificates."""
-    section = (ROOT / "docs" / "operating.md").read_text().split("\n## Certificates\n")[1].split("\n## ")[0]
+    section = (ROOT / "docs" / "operating" / "secure.md").read_text().split("\n## Certificates\n")[1].split("\n## ")[0]
     blocks = re.findall(r"^```console\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     return [shlex.split(line) for line in "".join(blocks).splitlines()]
 

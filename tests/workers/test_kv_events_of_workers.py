@@ -302,7 +302,7 @@ def test_a_batch_bears_the_rank_that_is_added_to_the_port(model: Path) -> None:
 
 @pytest.mark.slow
 def test_what_the_page_for_operators_shows_works(model: Path, tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "operating.md").read_text()
+    page = (ROOT / "docs" / "operating" / "tune.md").read_text()
     plain, reader = re.findall(r"^```py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     with pair(model, cache={"events": events()}) as both:
         publisher, rng = publisher_of(managers(both)[0]), random.Random(8)

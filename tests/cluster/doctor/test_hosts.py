@@ -57,7 +57,7 @@ def test_unlike_processors_are_told_the_level_that_all_of_them_run(tmp_path: Pat
     assert "these hosts can't hand over to each other: one (x86_64, x86-64-v4+avx512_bf16" in found.found
     assert "; old and older (x86_64, x86-64-v3, oneDNN avx2" in found.found
     assert found.advice.startswith("set engine.numerics_class=x86-64-v3, which all of them run")
-    page = (ROOT / "docs" / "operating.md").read_text()
+    page = (ROOT / "docs" / "operating" / "start.md").read_text()
     pair = only(look(tmp_path, [ONE, OLD]))
     assert f"WARNING hosts: {pair.found}\n        do: {pair.advice}\n" in page
     # What it says to do is enough, and so is the other way out.
