@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
 
-from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec, PoolSpec
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
 from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
 from twinpool.engine.runner.sampling.token_mask import TokenMask
 from twinpool.engine.structured_output.grammar_engine import GrammarError, GrammarMatcher, StartedGrammar
@@ -29,10 +29,16 @@ def position_mark(seen: Sequence[bytes], token: int) -> bytes:
     return hashlib.blake2b(b"|".join(seen) + token.to_bytes(4, "little"), digest_size=16).digest()
 
 
-def pool_entries(pool: PoolSpec, mark: bytes) -> list[bytes]:
+def entry_width(buffer: BufferSpec, page_tokens: int) -> int:
+    """Bytes that a position writes into a layer of a buffer: of one that is stored by page, its share of the page."""
+    return buffer.shape_bytes // page_tokens if buffer.index is IndexSpace.PAGE else buffer.shape_bytes
+
+
+def pool_entries(pool: PoolSpec, page_tokens: int, mark: bytes) -> list[bytes]:
     """The entries that a position writes into a pool: one for each layer of each buffer."""
-    widths = [buffer.shape_bytes for buffer in pool.buffers for _ in range(buffer.layers)]
-    whole = hashlib.blake2b(mark + pool.name.encode(), digest_size=sum(widths)).digest()
+    widths = [entry_width(buffer, page_tokens) for buffer in pool.buffers for _ in range(buffer.layers)]
+    said, size = mark + pool.name.encode(), sum(widths)
+    whole = hashlib.blake2b(said, digest_size=size).digest() if size <= 64 else hashlib.shake_128(said).digest(size)
     return [whole[sum(widths[:i]) : sum(widths[: i + 1])] for i in range(len(widths))]
 
 
@@ -107,7 +113,8 @@ def recite(spec: PoolSetSpec, prompt: tuple[int, ...], params: SamplingParams) -
     """Compute the answer to a prompt: up to `max_tokens` tokens, a stop token included."""
     tokens, logprobs, scores = list(prompt), list[TokenLogprob](), list[TokenLogprob]()
     lanes = {pool.name: [bytearray() for buffer in pool.buffers for _ in range(buffer.layers)] for pool in spec.pools}
-    widths = {pool.name: [b.shape_bytes for b in pool.buffers for _ in range(b.layers)] for pool in spec.pools}
+    size = spec.page_tokens
+    widths = {pool.name: [entry_width(b, size) for b in pool.buffers for _ in range(b.layers)] for pool in spec.pools}
     for pool in spec.pools:
         if pool.kind is PoolKind.STATE:
             for lane, width in zip(lanes[pool.name], widths[pool.name], strict=True):
@@ -122,7 +129,7 @@ def recite(spec: PoolSetSpec, prompt: tuple[int, ...], params: SamplingParams) -
         mark = position_mark(seen, tokens[at])
         at += 1
         for pool in spec.pools:
-            for lane, entry in zip(lanes[pool.name], pool_entries(pool, mark), strict=True):
+            for lane, entry in zip(lanes[pool.name], pool_entries(pool, size, mark), strict=True):
                 if pool.kind is PoolKind.STATE:
                     lane.clear()
                 lane.extend(entry)

@@ -29,7 +29,15 @@ from twinpool.decode.request import DecodeRequest
 from twinpool.engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenDraw, TokenFromStep
 from twinpool.engine.runner.sampling.token_history import TokenHistory
 from twinpool.engine.runner.sampling.token_mask import TokenMask
-from twinpool.sim.fabric.hash_answers import VOCABULARY, draw_token, pool_entries, position_mark, recite, score_token
+from twinpool.sim.fabric.hash_answers import (
+    VOCABULARY,
+    draw_token,
+    entry_width,
+    pool_entries,
+    position_mark,
+    recite,
+    score_token,
+)
 
 _NO_DRAFT, _WRONG_TOKEN = 0.2, 0.25
 """How often there is no draft, and how often a token of one is wrong."""
@@ -88,11 +96,13 @@ class _Share:
 class _Lane:
     """One layer of one buffer, with the heads of all ranks."""
 
-    def __init__(self, whole: BufferSpec, layer: int, ranks: Sequence[tuple[memoryview, BufferLayout]]) -> None:
-        self.width, self.layer = whole.shape_bytes, layer
+    def __init__(
+        self, whole: BufferSpec, layer: int, ranks: Sequence[tuple[memoryview, BufferLayout]], page_tokens: int
+    ) -> None:
+        self.width, self.layer = entry_width(whole, page_tokens), layer
         head = whole.shape_bytes // whole.heads if whole.heads else 0
         self._shares = [
-            _Share(memory, layout, layer, layout.spec.first_head * head, layout.spec.shape_bytes)
+            _Share(memory, layout, layer, layout.spec.first_head * head, entry_width(layout.spec, page_tokens))
             for memory, layout in ranks
         ]
         self._alone = self._shares[0] if len(ranks) == 1 else None
@@ -139,9 +149,10 @@ class HashEngine:
         self._unwritten: list[tuple[_Lane, int, int, bytes]] | None = None
         """What the step that runs has still to write, where it writes layer by layer: lane, page, place in it."""
         ranks = [(memoryview(p.region.numpy()), p.layout.buffers) for p in (pools, *others)]  # type: ignore[arg-type]
+        size = self._spec.page_tokens
         self._lanes = {
             pool.name: [
-                _Lane(buffer, layer, [(memory, layouts[pool.name][at]) for memory, layouts in ranks])
+                _Lane(buffer, layer, [(memory, layouts[pool.name][at]) for memory, layouts in ranks], size)
                 for at, buffer in enumerate(pool.buffers)
                 for layer in range(buffer.layers)
             ]
@@ -226,7 +237,9 @@ class HashEngine:
         for position, token in enumerate(tokens, row.start):
             mark = position_mark([bytes(lane) for pool in self._spec.pools for lane in seen[pool.name]], token)
             for pool in self._spec.pools:
-                self._write(pool, tables[pool.name], position, pool_entries(pool, mark), seen[pool.name])
+                self._write(
+                    pool, tables[pool.name], position, pool_entries(pool, self._spec.page_tokens, mark), seen[pool.name]
+                )
             if row.score is not None and position - row.start < len(row.score):
                 scores.append(score_token(mark, row.score[position - row.start], row.score_top))
             if known is not None and position + 1 in known.positions(row.start, len(tokens)):

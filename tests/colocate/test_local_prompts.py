@@ -7,7 +7,7 @@ import uuid
 import pytest
 
 from tests.support.hash_colocated import PAGE, HashColocated, hash_colocated
-from tests.support.hash_engine import recite
+from tests.support.hash_workers import recite
 from tests.support.pool_sets import NAMES, pool_sets
 from tests.support.random_pairs import run_colocated_seed
 from twinpool.cache.allocation import Allocation

@@ -12,7 +12,7 @@ from itertools import product
 import pytest
 
 from tests.router.stage import Stage
-from tests.support.hash_engine import recite
+from tests.support.hash_workers import recite
 from tests.support.pool_sets import pool_sets
 from tests.support.room_ends import PLANES, Ends, Prompt, ends, image
 from tests.workers.test_any_state import PAGE, hash_pair

@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Mapping
 from typing import Any, cast
 
-from tests.support.hash_engine import HashEngine
 from tests.support.pool_sets import host_pools, pool_sets, worn
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.device.device_port import Device
@@ -35,6 +34,7 @@ from twinpool.decode.scheduler import DecodeScheduler
 from twinpool.decode.step_commit import DecodeStepCommit
 from twinpool.decode.transfer_queue import TransferQueue
 from twinpool.engine.runner.model_runner import ModelRunner
+from twinpool.sim.fabric.hash_engine import HashEngine
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
-from tests.support.hash_engine import HashEngine
 from twinpool.cache.device.device_port import Device
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
@@ -17,9 +17,12 @@ from twinpool.colocate import decode_class_for
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.decode.worker import DecodeWorker
 from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.prefill.worker import PrefillWorker
+from twinpool.sim.fabric import hash_answers
+from twinpool.sim.fabric.hash_engine import HashEngine
 from twinpool.transfer.net.waiter import Waiter
 from twinpool.transfer.net.zmq_channel import ZmqControlTransport
 from twinpool.transfer.planes.make_plane import make_plane
@@ -28,6 +31,11 @@ from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
 
 CONTEXT = 400
+
+
+def recite(spec: PoolSetSpec, prompt: Sequence[int], count: int) -> list[int]:
+    """The greedy answer of `count` tokens, without pools, pages or workers."""
+    return list(hash_answers.recite(spec, tuple(prompt), SamplingParams(max_tokens=count, temperature=0.0)).tokens)
 
 
 def hash_worker(

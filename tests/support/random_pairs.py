@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.support.hash_colocated import HashColocated, hash_colocated
-from tests.support.hash_engine import recite
-from tests.support.hash_workers import CONTEXT
+from tests.support.hash_workers import CONTEXT, recite
 from tests.support.pool_sets import NAMES, pool_sets
 from tests.workers.test_any_state import PAGE, HashPair, hash_pair
 from twinpool.cache.device.device_backends import CpuDevice

@@ -83,7 +83,7 @@ class Scene:
         return any(r.phase is phase for r in self.decode._request_table if r.submit.request_id == rid)
 
     def check(self, prompt: list[int], rid: RequestId) -> None:
-        from tests.support.hash_engine import recite
+        from tests.support.hash_workers import recite
 
         (answer,) = self.both.run(rid)
         assert answer.done is not None

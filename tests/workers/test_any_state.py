@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.hash_engine import recite
-from tests.support.hash_workers import hash_worker
+from tests.support.hash_workers import hash_worker, recite
 from tests.support.pool_sets import NAMES, pool_sets
 from tests.support.worker_pair import Answer, Pair
 from twinpool.cache.device.device_backends import CpuDevice

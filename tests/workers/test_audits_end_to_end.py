@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.family_scenes import buffers_of, damaged_on_the_way, make_family
-from tests.support.hash_engine import recite
+from tests.support.hash_workers import recite
 from tests.support.model_families import FAMILIES
 from tests.support.pool_sets import NAMES, pool_sets
 from tests.support.stepped_router import Cell

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.hash_engine import recite
+from tests.support.hash_workers import recite
 from tests.support.pool_sets import pool_sets
 from tests.support.random_pairs import Draw, serve
 from tests.workers.test_any_state import PAGE, HashPair, hash_pair

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.support.hash_engine import recite
+from tests.support.hash_workers import recite
 from tests.support.pool_sets import NAMES, pool_sets
 from tests.workers.test_any_state import PAGE, HashPair, hash_pair, talk
 from twinpool.contracts.ids import Role

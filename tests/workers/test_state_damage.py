@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.hash_engine import recite
+from tests.support.hash_workers import recite
 from tests.support.pool_sets import NAMES, pool_sets
 from tests.support.stepped_router import Cell
 from tests.support.storage_damage import damage_folder
