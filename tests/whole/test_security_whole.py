@@ -1,4 +1,4 @@
-"""A cluster that protects every socket, made by the commands that docs/operating/secure.md shows, and used over them."""
+"""A cluster that protects every socket, made by the commands that docs/operating/secure.md shows, used over them."""
 
 from __future__ import annotations
 
