@@ -69,8 +69,6 @@ BENCHES = {
     "router": Bench("What does a router cost, per request and per token?", "bench.serving.router_speed"),
     "hostile": Bench("What harm can hostile clients do?", "bench.serving.hostile_clients"),
     "tenants": Bench("What does a tenant see while another floods?", "bench.serving.tenant_fairness"),
-    "overload": Bench("What does early refusal gain under overload?", "bench.serving.early_refusal"),
-    "conditional": Bench("What do prompts that decode computes itself gain?", "bench.serving.conditional_load"),
     "colocated": Bench("What do two pools gain over one worker of both roles?", "bench.serving.colocated_load"),
     "scaling": Bench("Do real pools follow their load?", "bench.autoscaling.real_pools"),
     "simulated": Bench(

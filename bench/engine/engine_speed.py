@@ -31,11 +31,11 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from bench.common import bench_clock as clock
 from bench.common import random_model
 from bench.common.bench_report import figure_table, flag_parser, headline, write_report
-from bench.common.engines_compared import Answer, ContinuousBatching, Generate, Side, Twinpool
+from bench.common.engines_compared import ContinuousBatching, Generate, Side
 from bench.rivals.rival_engine import PACKAGES, Rival
+from tests.support.bare_engine import CLOCKS, Answer, Twinpool
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import CheckpointError, ConfigError
@@ -150,7 +150,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--context", type=int, help="prompt tokens before decode (default: 128; of families 384)")
     out.add_argument("--output-tokens", type=int, default=33, help="tokens of a decode run, the first uncounted")
     out.add_argument("--repeats", type=int, default=5)
-    out.add_argument("--clock", choices=clock.CLOCKS, default="wall", help="cpu: of the processor, for busy machines")
+    out.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: of the processor, for busy machines")
     out.add_argument("--profile", action="store_true", help="print where the time of our largest batch goes")
     return out
 
@@ -167,12 +167,12 @@ def make_sides(
     for name in args.sides:
         side: Side
         if name in _OWN:
-            side = Twinpool(folder, EngineConfig(**_OWN[name], **config), tokens, sequences)
+            side = Twinpool(folder, EngineConfig(**_OWN[name], **config), tokens, sequences, clock=args.clock)
             side.name = f"twinpool, {name}"
         elif name in PACKAGES:
             side = Rival(name, folder, args.threads or torch.get_num_threads(), args.clock)
         elif name == "generate":
-            side = Generate(folder, EngineConfig(**config))
+            side = Generate(folder, EngineConfig(**config), clock=args.clock)
         else:
             side = ContinuousBatching(folder, EngineConfig(**config), tokens)
         close.callback(side.close)
@@ -269,7 +269,6 @@ def main(argv: list[str] | None = None) -> int:
         flags.error(
             "--clock cpu is fair with --threads 1 only, and not to continuous batching, which has its own clock"
         )
-    clock.use(args.clock)
     if args.threads:
         torch.set_num_threads(args.threads)
     transformers.utils.logging.disable_progress_bar()

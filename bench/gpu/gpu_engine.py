@@ -30,9 +30,10 @@ import transformers
 
 from bench.common import random_model
 from bench.common.bench_report import flag_parser, write_figures
-from bench.common.engines_compared import Answer, Generate, Prompts, Side, Twinpool
+from bench.common.engines_compared import Generate, Side
 from bench.engine.engine_speed import Measured, SpeedScenario
 from bench.gpu.gpu_limits import Ceilings, ModelCost, measure_ceilings
+from tests.support.bare_engine import Answer, Prompts, Twinpool
 from twinpool.cache.device.device_backends import CpuDevice, CudaDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.common.engines_compared import Answer, Prompts
+from tests.support.bare_engine import Answer, Prompts
 from twinpool.contracts.errors import ConfigError
 
 ENVIRONMENTS = Path(__file__).parents[2] / "build" / "rivals"

@@ -332,7 +332,7 @@ def router_alone(context: int) -> Iterator[Target]:
                 (model / path.name).symlink_to(path.absolute())
         shape = json.loads((Path(DEMO) / "config.json").read_text())
         (model / "config.json").write_text(json.dumps({**shape, "max_position_embeddings": context}))
-        stand_ins = [sys.executable, "-m", "bench.common.stand_in_workers", "--context", str(context)]
+        stand_ins = [sys.executable, "-m", "tests.support.stand_in_workers", "--context", str(context)]
         with child(stand_ins) as workers:
             controller, port = first_line(workers), free_port()
             router = [sys.executable, "-m", "twinpool.router.main", "--model", str(model), "--controller", controller]

@@ -242,7 +242,7 @@ async def idle(router: RouterUnderTest, streams: int, seconds: float) -> list[fl
 @contextmanager
 def own_router(model: Path, token_ms: float) -> Iterator[RouterUnderTest]:
     with ExitStack() as stack:
-        workers = [sys.executable, "-m", "bench.common.stand_in_workers", "--token-ms", str(token_ms)]
+        workers = [sys.executable, "-m", "tests.support.stand_in_workers", "--token-ms", str(token_ms)]
         with child(workers) as alone:
             first_line(alone)
             worker_ms = uvloop.run(ask_worker(first_line(alone), 500))
@@ -262,7 +262,7 @@ def own_router(model: Path, token_ms: float) -> Iterator[RouterUnderTest]:
 @contextmanager
 def rival_router(python: str, token_ms: float) -> Iterator[RouterUnderTest]:
     with ExitStack() as stack:
-        workers = [sys.executable, "-m", "bench.common.stand_in_http", "--token-ms", str(token_ms)]
+        workers = [sys.executable, "-m", "tests.support.stand_in_http", "--token-ms", str(token_ms)]
         worker = first_line(stack.enter_context(child(workers)))
         port, metrics = free_port(), free_port()
         command = [

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from bench.cache import copy_speed as copies
-from bench.common.engines_compared import Answer
 from bench.engine import engine_speed as engine
 from bench.serving import handover_speed as handover
 from bench.serving.transfer_ways import BETWEEN_PROCESSES, DISTINCT, Memory, Shape, make_reader, make_writer, plain
+from tests.support.bare_engine import Answer
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = Shape(layers=2, kv_heads=2, head_dim=16, page_tokens=4, chunk_tokens=8)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from bench.autoscaling.real_pools import figures_of, pairs, unlike
+from bench.autoscaling.real_pools import pairs
 from tests.bench.sse_server import SseServer
+from tests.support.compared_pools import figures_of, unlike
 from tests.support.phased_replay import Lengths, Phase, PoolWatch, Replayed, asks_in_phases, spread
 from twinpool.cli.replay.openai_client import Endpoint, Outcome, stream
 from twinpool.sim.scale.traffic import TRACE_BLOCK_TOKENS, TraceLine

@@ -11,22 +11,7 @@ import pytest
 import uvloop
 
 from bench.common.child_server import child, first_line, free_port
-from bench.serving import early_refusal, router_speed
-from twinpool.cli.replay.openai_client import Outcome
-
-
-def outcome(ttft_s: float | None, error: str | None = None) -> Outcome:
-    return Outcome(0.0, 10.0, 5, 1, arrivals_s=[] if ttft_s is None else [10.0 + ttft_s], error=error)
-
-
-def test_what_counts_as_goodput_is_a_first_token_in_time() -> None:
-    outcomes = [outcome(0.1), outcome(0.5), outcome(0.6), outcome(None, "http 429"), outcome(None, "cut")]
-    found = early_refusal.measured("slo", 2.0, outcomes, 1, 500, 4.0)
-    assert (found.sent, found.in_time, found.late, found.refused, found.falsely, found.failed) == (5, 2, 1, 1, 1, 1)
-    assert found.goodput == 0.5
-    assert found.p50_ms == pytest.approx(500.0)
-    shown = early_refusal.table([found, early_refusal.measured("all", 2.0, outcomes[:1], 0, 500, 4.0)])
-    assert list(shown.columns[9].cells) == ["2.00", "1.00"]
+from bench.serving import router_speed
 
 
 def test_the_router_alone_is_measured(tmp_path: Path) -> None:
@@ -61,4 +46,4 @@ def test_a_stand_in_over_http_streams_as_many_tokens_as_are_asked_for() -> None:
         uvloop.run(router_speed.ask(refused, {"prompt": "x"}, 1, 1))
 
 
-WORKER = (sys.executable, "-m", "bench.common.stand_in_http", "--token-ms", "1")
+WORKER = (sys.executable, "-m", "tests.support.stand_in_http", "--token-ms", "1")

@@ -18,8 +18,8 @@ import httpx
 import psutil
 import pytest
 
-from bench.serving.failover_pause import Failover, Load
 from tests.support.checkpoints import Oracle, compare, make_checkpoint
+from tests.support.killed_workers import Failover, Load
 from tests.support.served_cluster import Answer, Serving, complete, family, serving, until
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench.common.engines_compared import Twinpool
 from tests.engine.native import kernels_or_skip
+from tests.support.bare_engine import Twinpool
 from tests.support.live_tensor_bytes import LiveBytes
 from tests.support.model_families import FAMILIES
 from tests.support.worker_pair import pair

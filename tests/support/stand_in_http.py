@@ -1,6 +1,6 @@
 """An HTTP worker without a model, for benches of other projects' routers: a token every so often.
 
-    python -m bench.common.stand_in_http --token-ms 20
+    python -m tests.support.stand_in_http --token-ms 20
 
 It prints its port and serves `/v1/completions` until its standard input ends. Streams have one server-sent event a
 token, as workers that such routers stand in front of send them.

@@ -1,6 +1,6 @@
 """A controller, a prefill and a decode worker without a model, for benches of the router: a token every so often.
 
-    python -m bench.common.stand_in_workers --context 200000 --token-ms 20
+    python -m tests.support.stand_in_workers --context 200000 --token-ms 20
 
 It prints the controller's address and that of the prefill worker's streams, and serves until its standard input ends.
 What the router does for a request is the same as in front of real workers; prompts of any length cost nothing here.
