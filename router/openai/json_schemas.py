@@ -18,8 +18,16 @@ from twinpool.router.schemas.ecma_patterns import is_hard
 from twinpool.router.schemas.fault_place import Effort, fault_place
 from twinpool.router.schemas.rewritten_schema import rewritten
 from twinpool.router.schemas.schema_keywords import kept
-from twinpool.router.schemas.schema_parts import PARTS_AT_MOST, SchemaError, Steps, shown, subparts
-from twinpool.router.schemas.schema_places import Place, places, too_deep_place
+from twinpool.router.schemas.schema_parts import (
+    PARTS_AT_MOST,
+    Place,
+    SchemaError,
+    Steps,
+    places,
+    shown,
+    subparts,
+    too_deep_place,
+)
 from twinpool.router.schemas.schema_ways import FORMATS
 
 Schema = dict[str, Any]

@@ -24,8 +24,16 @@ from twinpool.router.openai.client_grammar import ClientGrammar, check_grammar, 
 from twinpool.router.openai.json_schemas import DEEP_AT_MOST, TOO_DEEP, engine_fault, followed, grammar_of
 from twinpool.router.openai.request_fields import STRUCTURED_OUTPUT, describe
 from twinpool.router.schemas.fault_place import Effort
-from twinpool.router.schemas.schema_parts import SchemaError, Steps, shown
-from twinpool.router.schemas.schema_places import first_place, has_surrogate, is_huge, large_place, too_deep_place
+from twinpool.router.schemas.schema_parts import (
+    SchemaError,
+    Steps,
+    first_place,
+    has_surrogate,
+    is_huge,
+    large_place,
+    shown,
+    too_deep_place,
+)
 
 CHOICES_AT_MOST = 4096
 _COMPACT = {**JSON_FORM, "whitespace_pattern": None, "whitespace_flexible": False}

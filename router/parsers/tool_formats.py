@@ -17,7 +17,6 @@ from twinpool.contracts.errors import RequestError
 from twinpool.contracts.grammar import JSON_FORM
 from twinpool.router.parsers import gemma_calls
 from twinpool.router.parsers.answer_parts import PartsParser, quoted
-from twinpool.router.parsers.array_calls import ArrayJsonCalls
 from twinpool.router.parsers.element_calls import (
     DEEPSEEK_V4,
     DEEPSEEK_V32,
@@ -32,7 +31,7 @@ from twinpool.router.parsers.element_calls import (
 )
 from twinpool.router.parsers.gemma_calls import GemmaCalls, GemmaRules
 from twinpool.router.parsers.harmony_messages import HARMONY_MARKS, HarmonyMessages, call_rules
-from twinpool.router.parsers.json_calls import TaggedJsonCalls, WholeJsonCalls
+from twinpool.router.parsers.json_calls import ArrayJsonCalls, TaggedJsonCalls, WholeJsonCalls
 from twinpool.router.parsers.sectioned_calls import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,

@@ -42,8 +42,7 @@ from twinpool.router.state.routed_request import RoutedRequest
 from twinpool.router.state.router_log import log
 from twinpool.router.text.tokenizer import ModelTokenizer
 from twinpool.router.tokenizer_pool.prepare_request import PreparedPrompt
-from twinpool.router.verification.stream_watch import StreamWatch
-from twinpool.router.verification.verification_log import log_flag
+from twinpool.router.verification.stream_watch import StreamWatch, log_flag
 
 
 @dataclass(frozen=True, slots=True)

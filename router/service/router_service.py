@@ -74,8 +74,7 @@ from twinpool.router.tokenizer_pool.tokenizer_process import (
 )
 from twinpool.router.tracing.otlp_exporter import SpanSender
 from twinpool.router.verification.audits import AuditEnded, AuditFinding
-from twinpool.router.verification.stream_watch import StreamWatch
-from twinpool.router.verification.verification_log import log_finding
+from twinpool.router.verification.stream_watch import StreamWatch, log_finding
 
 TICK_S = 0.1
 SHUTTING_DOWN = "the server is shutting down"

@@ -15,10 +15,13 @@ length of the run is compared with `watch.repetition_tokens`, and must be three 
 one number. The stream is flagged when they hold `watch.rare_factor` times the usual number of rare tokens, and so many
 more that chance alone would not do it in a million windows. A stream's tokens are learned once they have left the
 window, so garbage doesn't become usual.
+
+Flags and the findings of audits are logged alike (`log_flag`, `log_finding`).
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from array import array
 from collections import Counter, OrderedDict, deque
@@ -29,7 +32,11 @@ from enum import StrEnum
 import numpy as np
 
 from twinpool.contracts.config.router_config import WatchConfig
+from twinpool.contracts.damage import DamageSite
 from twinpool.contracts.ids import RequestId
+from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.state.router_log import log
+from twinpool.router.verification.audits import AuditFinding, AuditResult
 
 NGRAM = 3
 """Tokens of an n-gram, by which an earlier place like the present one is found."""
@@ -245,3 +252,40 @@ def least_unlikely(trials: int, share: float, chance: float) -> int:
             return count + 1
         count -= 1
     return count
+
+
+_LEVELS = {AuditResult.DAMAGED: logging.ERROR, AuditResult.DISPUTED: logging.ERROR}
+
+
+def log_finding(finding: AuditFinding) -> None:
+    """Log one line for a finding: the positions that differ, the workers that served them, and the auditors."""
+    leg = finding.leg
+    log(
+        "state damage" if finding.result is AuditResult.DAMAGED else "audit",
+        level=_LEVELS.get(finding.result, logging.WARNING),
+        where=str(DamageSite.AUDIT),
+        request_id=finding.request_id,
+        result=str(finding.result),
+        checked=finding.checked,
+        differing=finding.differing,
+        differences=[(d.position, d.drawn, round(d.gap, 4)) for d in finding.differences],
+        attempt=leg.attempt if leg is not None else None,
+        workers={str(role): name for role, name in leg.workers.items()} if leg is not None else {},
+        role=finding.role,
+        auditors=list(finding.auditors),
+        reason=finding.message,
+    )
+
+
+def log_flag(flag: StreamFlag, request: RoutedRequest) -> None:
+    log(
+        "stream looks broken",
+        level=logging.WARNING,
+        request_id=flag.request_id,
+        why=str(flag.why),
+        position=flag.position,
+        workers={str(role): name for role, name in request.workers.items()},
+        attempt=request.attempt,
+        room=request.room,
+        detail=flag.detail,
+    )

@@ -127,7 +127,7 @@ OWN = {
     "router/openai/client_grammar.py": "the grammar's compiler wrote it, of a body that was read",
     "router/openai/structured_output.py": "the grammar's compiler wrote it, of a body that was read",
     "router/openai_responses/responses_writer.py": "this program wrote it, of a body that was read",
-    "router/parsers/call_object.py": "it is one string",
+    "router/parsers/json_calls.py": "it is one string",
     "router/parsers/element_calls.py": "it only looks whether a model's text is JSON, and catches all that this raises",
 }
 """Where the parsers are called themselves, and why what they read can't be nested at somebody's will."""

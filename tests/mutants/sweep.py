@@ -109,8 +109,8 @@ TARGETS = (
     "router/openai_responses/responses_writer.py", "router/openai_responses/responses_request.py",
     "router/openai_responses/responses_writer.py", "router/anthropic/messages_request.py",
     "router/anthropic/messages_writer.py", "router/parsers/json_calls.py", "router/parsers/element_calls.py",
-    "router/parsers/array_calls.py", "router/parsers/sectioned_calls.py", "router/parsers/gemma_calls.py",
-    "router/parsers/harmony_messages.py", "router/parsers/reasoning_parser.py", "router/parsers/call_object.py",
+    "router/parsers/json_calls.py", "router/parsers/sectioned_calls.py", "router/parsers/gemma_calls.py",
+    "router/parsers/harmony_messages.py", "router/parsers/reasoning_parser.py", "router/parsers/json_calls.py",
     "worker/grammar_gate.py",
 )  # fmt: skip
 TESTS = (

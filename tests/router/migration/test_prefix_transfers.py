@@ -14,7 +14,7 @@ from twinpool.contracts.messages.fingerprint import Fingerprint
 from twinpool.contracts.messages.router_commands import Command, PullPrefix, PushPrefix
 from twinpool.contracts.messages.worker_events import PrefixOffered, PullDone, PushReady
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from twinpool.router.migration.prefix_transfers import PATIENCE_S, PrefixTransfers
+from twinpool.router.migration.migrations import OFFER_PATIENCE_S, PrefixTransfers
 from twinpool.router.state.worker_table import WorkerKey, WorkerTable
 
 MARK = Fingerprint(3, "layout", "exact", "weights")
@@ -130,10 +130,10 @@ def test_an_offer_of_which_nothing_is_heard_is_forgotten_and_holds_nothing_back(
     first = scene.offer("a", 80)
     if pulled:
         scene.ready("a", 80)
-    scene.clock.advance(PATIENCE_S / 2)
+    scene.clock.advance(OFFER_PATIENCE_S / 2)
     scene.transfers.tick()
     assert scene.offer("b", 40) != first
-    scene.clock.advance(PATIENCE_S / 2)
+    scene.clock.advance(OFFER_PATIENCE_S / 2)
     scene.transfers.tick()
     assert len(scene.transfers) == 1, "the later one has its own time"
     assert scene.offer("c", 10) == first, "nothing is under way there any more"
@@ -149,6 +149,6 @@ def test_a_source_that_is_gone_when_its_pages_are_ready_has_nothing_to_pull_from
     before = len(scene.sent)
     assert scene.ready("a", 8)
     assert len(scene.sent) == before
-    scene.clock.advance(PATIENCE_S)
+    scene.clock.advance(OFFER_PATIENCE_S)
     scene.transfers.tick()
     assert len(scene.transfers) == 0

@@ -18,8 +18,7 @@ from twinpool.router.openai.json_schemas import close, nodes_of
 from twinpool.router.openai.request_fields import STRUCTURED_OUTPUT
 from twinpool.router.openai.structured_output import CHOICES_AT_MOST, may_need_grammar, read_grammar
 from twinpool.router.openai.tools import read_tools
-from twinpool.router.schemas.schema_parts import Steps
-from twinpool.router.schemas.schema_places import Place, first_place
+from twinpool.router.schemas.schema_parts import Place, Steps, first_place
 
 POINT = {
     "type": "object",
