@@ -91,23 +91,38 @@ Results = dict[str, dict[str, Measured]]
 """By scenario, then by side."""
 
 
-def measure(sides: Sequence[Side], scenarios: Sequence[SpeedScenario], vocab: int, repeats: int) -> Results:
-    """Round 0 warms up and counts for nothing."""
+def measure(
+    sides: Sequence[Side],
+    scenarios: Sequence[SpeedScenario],
+    vocab: int,
+    repeats: int,
+    no_memory: Callable[[str, str, Exception], None] | None = None,
+) -> Results:
+    """Rounds of all sides in turns; round 0 warms up and counts for nothing.
+
+    `no_memory`: told of a scenario, and of a side that has no device memory for it and is left out of its figures from
+    then on; without it the error is raised.
+    """
     random = np.random.default_rng(1)
     results: Results = {s.name: {side.name: Measured() for side in sides} for s in scenarios}
     for number in range(repeats + 1):
         for scenario in scenarios:
-            shape = (scenario.batch, scenario.prompt_tokens)
+            shape, found = (scenario.batch, scenario.prompt_tokens), results[scenario.name]
             prompts = random.integers(min(_LOWEST_TOKEN, vocab // 2), vocab, shape).tolist()
-            turn = number % len(sides)
-            answers = {side.name: side.run(prompts, scenario.output_tokens) for side in (*sides[turn:], *sides[:turn])}
-            if number == 0:
-                continue
-            for side in sides:
-                measured, answer = results[scenario.name][side.name], answers[side.name]
-                measured.rates.append(scenario.rate(answer))
-                pairs = zip(answer.tokens, answers[sides[0].name].tokens, strict=True)
-                measured.equal += [a == b for a, b in pairs]
+            turn, answers = number % len(sides), dict[str, Answer]()
+            for side in (side for side in (*sides[turn:], *sides[:turn]) if side.name in found):
+                try:
+                    answers[side.name] = side.run(prompts, scenario.output_tokens)
+                except torch.OutOfMemoryError as error:
+                    if no_memory is None:
+                        raise
+                    del found[side.name]
+                    no_memory(scenario.name, side.name, error)
+            first = answers.get(sides[0].name)
+            for name, answer in answers.items() if number else ():
+                found[name].rates.append(scenario.rate(answer))
+                pairs = zip(answer.tokens, first.tokens, strict=True) if first is not None else ()
+                found[name].equal += [a == b for a, b in pairs]
     return results
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from bench.gpu.process_cluster import Served
+from tests.support.process_cluster import Served
 
 _AFTER_S = 30.0
 """How long after the last arrival answers are waited for."""
@@ -93,7 +93,7 @@ class Goodput:
 
 
 class ServingSide(Protocol):
-    """What is asked: `bench.gpu.process_cluster`, or a rival."""
+    """What is asked: `tests.support.process_cluster`, or a rival."""
 
     name: str
 

@@ -31,7 +31,7 @@ import transformers
 from bench.common import random_model
 from bench.common.bench_report import flag_parser, write_figures
 from bench.common.engines_compared import Generate, Side
-from bench.engine.engine_speed import Measured, SpeedScenario
+from bench.engine.engine_speed import Measured, SpeedScenario, measure
 from bench.gpu.gpu_limits import Ceilings, ModelCost, measure_ceilings
 from tests.support.bare_engine import Answer, Prompts, Twinpool
 from twinpool.cache.device.device_backends import CpuDevice, CudaDevice
@@ -114,35 +114,6 @@ def cost_of(spec: ModelSpec, folder: Path, page_bytes: float) -> ModelCost:
     return ModelCost(stored - routed, torch.bfloat16.itemsize, int(page_bytes), routed, chosen)
 
 
-def run_scenario(
-    sides: Sequence[Side], scenario: SpeedScenario, vocab: int, repeats: int
-) -> tuple[dict[str, Measured], dict[str, str]]:
-    """Rounds of all sides in turns, the first uncounted; and why a side was left out."""
-    random, left_out = np.random.default_rng(1), dict[str, str]()
-    found = {side.name: Measured() for side in sides}
-    for number in range(repeats + 1):
-        shape = (scenario.batch, scenario.prompt_tokens)
-        prompts = random.integers(min(300, vocab // 2), vocab, shape).tolist()
-        turn, answers = number % len(sides), dict[str, Answer]()
-        for side in (*sides[turn:], *sides[:turn]):
-            if side.name in left_out:
-                continue
-            try:
-                answers[side.name] = side.run(prompts, scenario.output_tokens)
-            except torch.OutOfMemoryError as error:
-                left_out[side.name] = f"no memory: {error}"[:200]
-                found.pop(side.name)
-                gc.collect()
-                torch.cuda.empty_cache()
-        first = answers.get(sides[0].name)
-        for name, answer in answers.items() if number else ():
-            if name in found:
-                found[name].rates.append(scenario.rate(answer))
-                pairs = zip(answer.tokens, first.tokens, strict=True) if first is not None else ()
-                found[name].equal += [a == b for a, b in pairs]
-    return found, left_out
-
-
 def measure_model(run: EngineRun, folder: Path, name: str, scenarios: Sequence[SpeedScenario]) -> None:
     """One model on all sides: its figures, which are printed as well."""
     args, device = run.args, run.device
@@ -178,7 +149,14 @@ def measure_model(run: EngineRun, folder: Path, name: str, scenarios: Sequence[S
     run.write()
     cost = cost_of(spec, model, ours[0].pools.spec.page_bytes / ours[0].pools.spec.page_tokens)
     for scenario in scenarios:
-        found, left_out = run_scenario(sides, scenario, vocab, args.repeats)
+        left_out: dict[str, str] = {}
+
+        def no_memory(scenario: str, side: str, error: Exception, left_out: dict[str, str] = left_out) -> None:
+            left_out[side] = f"no memory: {error}"[:200]
+            gc.collect()
+            torch.cuda.empty_cache()
+
+        found = measure(sides, [scenario], vocab, args.repeats, no_memory)[scenario.name]
         limit = run.ceilings.predicted(scenario, cost)
         figures: dict[str, Any] = {side: asdict(m) | {"median": m.median} for side, m in found.items()}
         into["tokens_per_s"][scenario.name] = figures | {"predicted limit": limit}

@@ -3,7 +3,8 @@
     python -m bench.gpu.gpu_serving [--model qwen3-8b-cut] [--rates 4 8 16 32] [--json FILE]
 
 Sides: a pool of prefill and one of decode beside each other on the card, one colocated worker, and transformers'
-continuous batching where it can run, one after the other. There is no router and no Ray (`bench.gpu.process_cluster`).
+continuous batching where it can run, one after the other. There is no router and no Ray
+(`tests.support.process_cluster`).
 
 1. Hand-over: prompts one at a time; what of their transfer ran beside the computation and what could be seen, beside
    the time that the card takes to copy as many bytes in one block. And both ways give the same tokens.
@@ -34,8 +35,8 @@ from bench.common import random_model
 from bench.common.bench_report import flag_parser, write_figures
 from bench.gpu.goodput import Goodput, Load, ServingSide, Slo, run_load
 from bench.gpu.gpu_limits import Ceilings, measure_ceilings
-from bench.gpu.process_cluster import ProcessCluster
 from bench.gpu.serving_rival import ContinuousRival
+from tests.support.process_cluster import ProcessCluster
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.ids import PAIR, Role
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from bench.common.engines_compared import ContinuousBatching
-from bench.gpu.process_cluster import Served
+from tests.support.process_cluster import Served
 from twinpool.contracts.config.worker_config import EngineConfig
 
 

@@ -1,6 +1,6 @@
 """The Triton kernels: on a GPU, are they right and how fast; without one, what does their compiled code say?
 
-    python -m bench.kernels                             # checks and times on a GPU (attention_bench says what)
+    python -m bench.kernels                             # checks and times on a GPU (kernel_timings says what)
     python -m bench.kernels --compiled [--chip 90 ...]  # the table of compiled code, on any machine
     python -m bench.kernels --compiled --only "Gemma 3" # of some kernels or models
     python -m bench.kernels --tune                      # on a GPU: fill the table of warps and stages (tune_launches)
@@ -19,7 +19,7 @@ import torch
 import triton
 
 from bench.common.bench_report import flag_parser
-from bench.kernels import attention_bench, tune_launches
+from bench.kernels import kernel_timings, tune_launches
 from tests.support.launches import compiled_table
 from tests.support.launches.chip_limits import CHIPS
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    return attention_bench.main(args.json, interpreted)
+    return kernel_timings.main(args.json, interpreted)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,10 @@ from bench.gpu import __main__ as gpu
 from bench.gpu import gpu_copies, gpu_engine, gpu_handover
 from bench.gpu.goodput import Goodput, Load, Slo
 from bench.gpu.gpu_limits import Ceilings, ModelCost
-from bench.gpu.process_cluster import Served
 from bench.serving.transfer_ways import Shape
 from tests.support import gpu_families
 from tests.support.family_scenes import Family
+from tests.support.process_cluster import Served
 from tests.support.process_sockets import NothingThere, ProcessPoller, ProcessSocket, ProcessSocketError
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.contracts.errors import ConfigError
@@ -321,7 +321,7 @@ assert bench.gpu.STANDS_IN
 from bench.gpu import __main__, gpu_handover
 from tests.support import gpu_families
 for module in __main__.MODULES.values():
-    importlib.import_module(module if module != "bench.kernels" else "bench.kernels.attention_bench")
+    importlib.import_module(module if module != "bench.kernels" else "bench.kernels.kernel_timings")
 assert not MISSING & {{name.split(".")[0] for name, found in sys.modules.items() if getattr(found, "__spec__", None)}}
 assert gpu_handover.main(["--rehearse"]) == __main__.NOT_RUN
 sys.exit(gpu_families.main(["--rehearse"]))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.cache import copy_speed as copies
 from bench.engine import engine_speed as engine
@@ -93,3 +95,36 @@ def test_decode_is_counted_from_when_the_last_sequence_has_begun() -> None:
 def test_a_checkpoint_too_short_for_the_measurement_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert engine.main(["--prefill-tokens", "4096"]) == 2
     assert "don't fit the checkpoint's context of 2048" in capsys.readouterr().err
+
+
+class SmallSide:
+    """A side that has memory for so many sequences; its tokens are what `shift` says."""
+
+    def __init__(self, name: str, most: int, shift: int = 0) -> None:
+        self.name, self._most, self._shift = name, most, shift
+
+    def run(self, prompts: Sequence[Sequence[int]], count: int) -> Answer:
+        if len(prompts) > self._most:
+            raise torch.OutOfMemoryError("so many")
+        times = [float(n + 1) for n in range(count)]
+        return Answer([[n + self._shift for n in range(count)] for _ in prompts], [times for _ in prompts])
+
+    def close(self) -> None: ...
+
+
+def test_a_side_without_memory_for_a_scenario_is_left_out_of_it_alone() -> None:
+    sides = [SmallSide("ours", 8), SmallSide("small", 1), SmallSide("other", 8, shift=1)]
+    scenarios = [engine.SpeedScenario(1, 4, 3), engine.SpeedScenario(2, 4, 3)]
+    told: list[tuple[str, str]] = []
+    found = engine.measure(sides, scenarios, 600, 2, lambda scenario, side, error: told.append((scenario, side)))
+    assert told == [("decode, batch 2", "small")], "and it isn't asked again"
+    assert {name: set(by_side) for name, by_side in found.items()} == {
+        "decode, batch 1": {"ours", "small", "other"}, "decode, batch 2": {"ours", "other"},
+    }  # fmt: skip
+    assert [len(one.rates) for one in found["decode, batch 2"].values()] == [2, 2]
+    assert (found["decode, batch 1"]["small"].equal, found["decode, batch 2"]["other"].equal) == (
+        [True] * 2,
+        [False] * 4,
+    )
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.measure(sides, scenarios, 600, 1)
