@@ -22,8 +22,6 @@ from dataclasses import dataclass
 
 from twinpool.cache.allocation import Allocation
 from twinpool.cache.device.device_port import Device
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from twinpool.contracts.block_hash import block_hashes
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.ids import RequestId
@@ -176,13 +174,11 @@ class LocalPrompts(TransferQueue):
         """Take in a request: with a peer it is handed over in a room, without one its prompt is computed here."""
         if submit.peer is not None:
             return super().open(session, submit, grammar)
-        now, page_tokens = self._clock.now(), self._pages.page_tokens
-        chain = block_hashes(submit.tokens, page_tokens, submit.salt)
-        prefix = TokenPrefix.of(submit.tokens, page_tokens, submit.salt, chain)
+        now, (prefix, chain) = self._clock.now(), self._pages.prefix(submit)
         deadline = now + submit.deadline_s
         leg = DecodeRequest(session, submit, now, deadline, prefix, grammar)
         begin_by = submit.begin_by(now)
-        prompt = LocalPrompt(session, submit, now, deadline, prefix, chain, grammar=grammar, begin_by=begin_by, leg=leg)
+        prompt = LocalPrompt(session, submit, now, deadline, prefix, grammar, chain=chain, begin_by=begin_by, leg=leg)
         self.prompt_pages.prefetch(prompt)
         self._waiting[submit.request_id] = prompt
         return leg

@@ -84,7 +84,7 @@ class ColocatedWorker(DecodeWorker):
         assert isinstance(self._prompts, LocalPrompts)
         self._local = local = self._prompts
         self._chunks = PrefillStepCommit(
-            local.admitted, local.prompt_pages, engine, self._fitness, config, self._clock, pause, local.cost
+            local.admitted, local.prompt_pages, engine, self._fitness, config, pause, local.cost
         )
         most = min(self.fits.context, self.fits.max_positions)
         emit, nonfinite = self._request_table.emit, self._fitness.nonfinite

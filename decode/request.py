@@ -30,16 +30,15 @@ from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.kept_answers import KeptAnswer
-from twinpool.contracts.messages.router_commands import Submit
-from twinpool.contracts.messages.worker_events import Event, LegNote, LegReport, Tokens
+from twinpool.contracts.messages.worker_events import Event, LegReport, Tokens
 from twinpool.contracts.sampling_params import TokenLogprob
 from twinpool.contracts.state_table import StateTable
 from twinpool.engine.runner.batch import TokenFromStep
 from twinpool.engine.runner.sampling.penalties import needs_history
 from twinpool.engine.runner.sampling.token_history import TokenHistory
 from twinpool.engine.runner.sampling.token_mask import TokenMask
-from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
+from twinpool.worker.request import WorkerRequest
 
 
 class DecodePhase(StrEnum):
@@ -97,22 +96,11 @@ STEPPING = (DecodePhase.RUNNING, DecodePhase.RETRACTING)
 
 
 @dataclass(eq=False)
-class DecodeRequest:
+class DecodeRequest(WorkerRequest):
     """One attempt at one request. While it is arriving, the pages that it lacks are its room's; then its own."""
 
-    session: SessionId
-    submit: Submit
-    arrived: float
-    """When the request came, in seconds of the worker's clock."""
-    deadline: float
-    """When it is failed, on the same clock."""
-    prefix: TokenPrefix
-    """The prompt's whole pages."""
-    grammar: AnswerGrammar | None = None
-    """What the answer follows."""
     phase: DecodePhase = DecodePhase.WAITING
-    allocation: Allocation | None = None
-    """Its pages and slots, from its grant on; None from the start of a swap-out to the start of the swap-in."""
+    """It has an allocation from its grant on, but none from the start of a swap-out to the start of the swap-in."""
     swapped: SwappedState | None = None
     """Its swapped out state, from the start of the swap-out until it runs again."""
     returning: SwapInProgress | None = None
@@ -130,12 +118,6 @@ class DecodeRequest:
     """The same tokens for its draws, where it has penalties that count them."""
     mask: TokenMask | None = None
     """The tokens that may be drawn; None: all."""
-    committed: int = 0
-    """Positions whose state is known to be complete: all but the last token's."""
-    launched: int = 0
-    """Positions whose state was given to the device to compute."""
-    planned: int = 0
-    """Positions that the scheduler has decided to compute."""
     drafts: tuple[int, ...] = ()
     """The drafts of its next step, or of the one under way (`decode.drafting`)."""
     draft_limit: int = 2
@@ -161,10 +143,6 @@ class DecodeRequest:
     tells_first: bool = False
     """Whether its first token is to be told by this worker: its router has it from another one, to which prefill tells
     it."""
-    marks: dict[str, float] = field(default_factory=dict)
-    """Seconds from its arrival to events, by the names of `LegReport`."""
-    notes: list[LegNote] = field(default_factory=list)
-    """What happened to it since its last report."""
 
     @property
     def generated(self) -> int:
@@ -175,12 +153,6 @@ class DecodeRequest:
     def answer(self) -> list[int]:
         """The tokens of its answer so far, once its prompt has arrived."""
         return self.tokens[self.submit.prompt_len :]
-
-    @property
-    def held(self) -> Allocation:
-        """The allocation, for callers that know by the phase that there is one."""
-        assert self.allocation is not None, f"{self.phase} without an allocation"
-        return self.allocation
 
     @property
     def in_place(self) -> bool:

@@ -21,7 +21,7 @@ from twinpool.contracts.block_hash import block_hashes
 from twinpool.contracts.config.cache_config import CacheConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.decode.request import DecodeRequest
-from twinpool.worker.request_pages import finished
+from twinpool.worker.request import RequestPages, finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,11 @@ class ReasoningSpans:
         return prompt + answer.index(self.opens) if self.opens in answer else len(tokens)
 
 
-class DecodePages:
-    """The KV cache manager as decode's requests use it. `reuse`: whether pages come from the tree and go to it."""
+class DecodePages(RequestPages):
+    """The pages of decode's requests."""
 
     def __init__(self, manager: KVCacheManager, config: CacheConfig) -> None:
-        self.manager = manager
-        self.page_tokens = manager.spec.page_tokens
-        self.reuse = config.prefix_reuse
+        super().__init__(manager, reuse=config.prefix_reuse)
         self._reasoning = ReasoningSpans.of(config)
 
     def reusable(self, request: DecodeRequest) -> TokenPrefix:
@@ -133,11 +131,6 @@ class DecodePages:
                 return False
         return True
 
-    def distrust(self, request: DecodeRequest) -> None:
-        """Invalidate the request's prompt in the tree and its allocation: none of that state is used again."""
-        self.manager.finished.invalidate(request.prefix)
-        request.held.invalid = True
-
     def free(self, request: DecodeRequest) -> None:
         """Give committed state to the tree and free the rest. Idempotent: nothing is held afterwards."""
         if request.allocation is None:
@@ -149,7 +142,3 @@ class DecodePages:
             under_way.append(request.returning.restored)
         self.manager.allocations.free(request.allocation, under_way)
         request.allocation = None
-
-    def close(self) -> None:
-        """Give nothing to the tree from here on: the worker closes."""
-        self.reuse = False

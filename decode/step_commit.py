@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from twinpool.cache.allocation import Allocation
-from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config
-from twinpool.contracts.damage import DamageSite, log_damage
+from twinpool.contracts.damage import DamageSite
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.messages.worker_events import Tokens
 from twinpool.contracts.sampling_params import TokenLogprob
@@ -38,7 +37,7 @@ from twinpool.engine.runner.sampling.token_mask import TokenMask
 from twinpool.engine.structured_output.grammar_engine import GrammarError, GrammarMatcher
 from twinpool.worker.grammar_gate import GrammarGate
 from twinpool.worker.request_table import RequestTable
-from twinpool.worker.step_commit import NonfiniteRows, StepOverlap
+from twinpool.worker.step_commit import NonfiniteRows, StepCommit
 
 log = logging.getLogger("twinpool.decode")
 
@@ -59,8 +58,10 @@ class Masked(NamedTuple):
     first: int
 
 
-class DecodeStepCommit:
-    """The steps of one decode worker; see the module's prose. `pause(seconds)` sleeps, for `faults.step_delay_s`."""
+class DecodeStepCommit(StepCommit[DecodeRequest, DecodeRequest]):
+    """The steps of one decode worker; see the module's prose."""
+
+    log = log
 
     def __init__(
         self,
@@ -68,36 +69,16 @@ class DecodeStepCommit:
         pages: DecodePages,
         engine: ModelRunner,
         fitness: NonfiniteRows,
+        config: Config,
+        pause: Callable[[float], None],
         drafting: Drafting,
         grammars: GrammarGate,
-        config: Config,
-        clock: Clock,
-        pause: Callable[[float], None],
     ) -> None:
-        self._requests, self._pages, self._engine, self._fitness = requests, pages, engine, fitness
-        self._drafting, self._grammars = drafting, grammars
-        self._manager, self._config, self._clock, self._pause = pages.manager, config, clock, pause
-        self._overlap = StepOverlap[DecodeRequest]()
+        super().__init__(requests, pages, engine, fitness, config, pause)
+        self._pages, self._drafting, self._grammars = pages, drafting, grammars
         self._begun: BegunStep | None = None
         """The step of this round, where its draw waits for masks."""
-        self.committed = False
-        """Whether the last round committed a step: then the next round may have pages for a waiting request."""
-        self.steps = 0
-        self.counters = {
-            "prompt_tokens_computed": 0.0,
-            "tokens_generated": 0.0,
-            "tokens_drafted": 0.0,
-            "drafts_accepted": 0.0,
-            "stale_pages": 0.0,
-        }
-
-    def __len__(self) -> int:
-        """Steps under way."""
-        return len(self._overlap)
-
-    def drop(self) -> None:
-        """Wait for the steps under way and drop their results: the worker closes."""
-        self._overlap.drop()
+        self.counters |= dict.fromkeys(("tokens_generated", "tokens_drafted", "drafts_accepted"), 0.0)
 
     # ------------------------------------------------------------ launch
 
@@ -105,8 +86,7 @@ class DecodeStepCommit:
         """Launch the step of a batch."""
         step = self.begin(batch)
         self.launched(step, step, batch)
-        if self._config.faults.step_delay_s:
-            self._pause(self._config.faults.step_delay_s)
+        self._delay()
 
     def begin(self, batch: list[DecodeRequest], others: Sequence[BatchRow] = ()) -> LaunchedStep:
         """Launch a step of one row for each request, and `others` behind them; where a grammar has to say what may be
@@ -121,12 +101,9 @@ class DecodeStepCommit:
             self._begun = BegunStep(step, mine, batch)
         else:
             self._overlap.launched(mine, batch)
-        stateful = self._manager.running.stateful
         for number, request in enumerate(batch):
-            request.launched = request.planned
             request.latest = TokenFromStep(step, number)
-            if stateful and request.allocation is not None and request.launched % self._pages.page_tokens == 0:
-                self._manager.running.snapshot(request.allocation, request.launched)
+        self._count_launched(batch)
 
     def _row(self, request: DecodeRequest) -> BatchRow:
         at, submit, drafts, history = request.launched, request.submit, request.drafts, request.history
@@ -240,20 +217,13 @@ class DecodeStepCommit:
     def _stale(self, request: DecodeRequest) -> RequestFailed:
         """Fail a request whose row found one of its pages given away: the token is dropped, the tree forgets what it
         has of the prompt, and the router starts another attempt."""
-        self.counters["stale_pages"] += 1
-        self._log(DamageSite.STEP, request)
-        self._pages.distrust(request)
+        self._distrust(request, DamageSite.STEP)
         return RequestFailed(request, ErrorKind.WORKER, "a step found a page of it given away")
 
     def _nonfinite(self, request: DecodeRequest) -> RequestFailed:
         """Fail a request with non-finite logits: no token is drawn from them, and its state isn't kept for others."""
-        self._fitness.nonfinite()
-        self._log(DamageSite.LOGITS, request)
-        self._pages.distrust(request)
+        self._distrust(request, DamageSite.LOGITS)
         return RequestFailed(request, ErrorKind.NONFINITE, NONFINITE)
-
-    def _log(self, site: DamageSite, request: DecodeRequest) -> None:
-        log_damage(log, site, request_id=request.submit.request_id, positions=[request.committed, request.launched])
 
 
 def _masked(batch: Sequence[DecodeRequest]) -> bool:

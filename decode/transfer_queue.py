@@ -14,8 +14,6 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 
 from twinpool.cache.device.device_port import DEVICE, Device, spans
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from twinpool.contracts.block_hash import block_hashes
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.errors import ErrorKind, WireError
@@ -60,13 +58,12 @@ class TransferQueue:
         """Open the room of a request; returns the request, or why it can't be taken."""
         if submit.peer is None:
             return AdmissionRefusal(ErrorKind.INVALID, "decode needs a prefill worker to receive from")
-        page_tokens = self._pages.page_tokens
-        keys = block_hashes(submit.tokens, page_tokens, submit.salt)
+        prefix, keys = self._pages.prefix(submit)
         try:
             self._receiver.open(submit.room, submit.peer, ExpectedPrompt(tuple(keys), len(submit.tokens)))
         except WireError as error:
             return AdmissionRefusal(ErrorKind.ROOM, str(error))
-        now, prefix = self._clock.now(), TokenPrefix.of(submit.tokens, page_tokens, submit.salt, keys)
+        now = self._clock.now()
         return DecodeRequest(session, submit, now, now + submit.deadline_s, prefix, grammar)
 
     def preallocate(self, request: DecodeRequest) -> bool:

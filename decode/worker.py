@@ -123,7 +123,7 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         self._prompts = self.prompts(receiver, requests, pages, engine.device, config, clock)
         drafting = Drafting(pages, config.decode, drafter or PromptLookupDrafter())
         self._scheduler = DecodeScheduler(requests, pages, self._prompts, self._lengths, drafting, config, clock)
-        self._steps = DecodeStepCommit(requests, pages, engine, fitness, drafting, self._grammars, config, clock, pause)
+        self._steps = DecodeStepCommit(requests, pages, engine, fitness, config, pause, drafting, self._grammars)
         self._advisor = advisor = DrainAdvisor(requests, manager.spec, MigrationCosts(self._lengths), clock)
         self._migrations = OutgoingMigrations(requests, pages, sender, self._scheduler, advisor, config.decode, clock)
         self._pushes = PrefixPushes(requests, pages, sender, config, clock)

@@ -32,7 +32,7 @@ from twinpool.transfer.planes.data_plane import PageNumbers
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
 from twinpool.transfer.rooms.room_outcomes import LayeredPages, RoomGranted
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
-from twinpool.worker.request_pages import finished
+from twinpool.worker.request import finished
 from twinpool.worker.request_table import RequestTable
 
 

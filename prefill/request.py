@@ -16,18 +16,15 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from twinpool.cache.allocation import Allocation, CachedTokens
+from twinpool.cache.allocation import CachedTokens
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from twinpool.cache.tiers.prefetch_request import PrefetchRequest
 from twinpool.contracts.ids import Role, WorkerName
-from twinpool.contracts.interfaces.worker_interface import SessionId
-from twinpool.contracts.messages.router_commands import Submit
-from twinpool.contracts.messages.worker_events import Event, LegNote, LegReport, PromptScores, Tokens
+from twinpool.contracts.messages.worker_events import Event, LegReport, PromptScores, Tokens
 from twinpool.contracts.sampling_params import TokenLogprob
 from twinpool.contracts.state_table import StateTable
 from twinpool.engine.runner.batch import DrawnToken, StepHandle
-from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
+from twinpool.worker.request import RequestPages, WorkerRequest
 
 
 class PrefillPhase(StrEnum):
@@ -59,34 +56,16 @@ PHASES = StateTable[PrefillPhase, PrefillEvent](
 
 
 @dataclass(eq=False)
-class PrefillRequest:
+class PrefillRequest(WorkerRequest):
     """One attempt at one request."""
 
-    session: SessionId
-    submit: Submit
-    arrived: float
-    """When the request came, in seconds of the worker's clock."""
-    deadline: float
-    """When it is failed, on the same clock."""
-    prefix: TokenPrefix
-    """The prompt's whole pages."""
-    chain: list[bytes]
+    chain: list[bytes] = field(kw_only=True)
     """Block hashes of all pages of the prompt, the last partly filled one included."""
-    grammar: AnswerGrammar | None = None
-    """What the answer follows."""
     begin_by: float = math.inf
     """When it is failed unless a chunk of it was launched, in seconds of the worker's clock."""
     prefetch: PrefetchRequest | None = None
     """The read of its pages from storage into host memory, if one was begun."""
     phase: PrefillPhase = PrefillPhase.WAITING
-    allocation: Allocation | None = None
-    """Its pages, while it is running or computed."""
-    committed: int = 0
-    """Positions whose state is known to be complete: what may be sealed, shared and sent."""
-    launched: int = 0
-    """Positions whose state was given to the device to compute."""
-    planned: int = 0
-    """Positions that the scheduler has decided to compute."""
     shared: int = 0
     """Positions up to which its finished pages were given to the tree."""
     awaited: int = 0
@@ -106,10 +85,6 @@ class PrefillRequest:
     """The token after the prompt, once drawn."""
     scores: list[TokenLogprob] = field(default_factory=list)
     """Log-probabilities of the prompt's tokens 1.., as far as computed, where asked for."""
-    marks: dict[str, float] = field(default_factory=dict)
-    """Seconds from its arrival to events, by the names of `LegReport`."""
-    notes: list[LegNote] = field(default_factory=list)
-    """What happened to it besides, for its router."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -129,12 +104,6 @@ class PrefillRequest:
         """Positions left to compute: to the prompt's end, or as far as other requests wait for them, so that it is as
         urgent as those are."""
         return (self.awaited if self.awaited > self.launched else len(self.tokens)) - self.launched
-
-    @property
-    def held(self) -> Allocation:
-        """The allocation, for callers that know by the phase that there is one."""
-        assert self.allocation is not None, f"{self.phase} without an allocation"
-        return self.allocation
 
     @property
     def peer(self) -> WorkerName | None:
@@ -200,13 +169,11 @@ class StepMember:
         return self.start == self.request.starts
 
 
-class PrefillPages:
-    """The KV cache manager as prefill's requests use it. `reuse`: whether pages come from the tree and go to it."""
+class PrefillPages(RequestPages):
+    """The pages of prefill's requests."""
 
     def __init__(self, manager: KVCacheManager, *, reuse: bool) -> None:
-        self.manager = manager
-        self.page_tokens = manager.spec.page_tokens
-        self.reuse = reuse
+        super().__init__(manager, reuse=reuse)
         self.counters = {"prompt_tokens_cached": 0.0}
 
     def reusable(self, request: PrefillRequest) -> int:
@@ -271,15 +238,6 @@ class PrefillPages:
         self.free(request)
         request.start_over()
         request.step(PrefillEvent.PREEMPT)
-
-    def close(self) -> None:
-        """Give nothing to the tree from here on: the worker closes."""
-        self.reuse = False
-
-    def distrust(self, request: PrefillRequest) -> None:
-        """Invalidate the request's prompt in the tree and its allocation: none of that state is used again."""
-        self.manager.finished.invalidate(request.prefix)
-        request.held.invalid = True
 
     def restart(self, request: PrefillRequest) -> None:
         """Send the request back to waiting with nothing computed, as the state that it holds can't be trusted."""

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from twinpool.cache.allocation import Allocation
 from twinpool.cache.device.device_port import Completion
-from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config
-from twinpool.contracts.damage import DamageSite, log_damage
+from twinpool.contracts.damage import DamageSite
 from twinpool.contracts.errors import ErrorKind
 from twinpool.engine.runner.batch import NONFINITE, RowOutput, StepHandle
 from twinpool.engine.runner.model_runner import ModelRunner
@@ -22,7 +21,7 @@ from twinpool.prefill.handover import LayeredSends
 from twinpool.prefill.request import PrefillPages, PrefillPhase, PrefillRequest, StepMember
 from twinpool.prefill.scheduler import ScheduledChunk, StepCost
 from twinpool.worker.request_table import RequestTable
-from twinpool.worker.step_commit import NonfiniteRows, StepOverlap
+from twinpool.worker.step_commit import NonfiniteRows, StepCommit
 
 log = logging.getLogger("twinpool.prefill")
 _STALE_LIMIT = 2
@@ -46,8 +45,10 @@ class ChunkFailed:
     message: str
 
 
-class PrefillStepCommit:
-    """The steps of one prefill worker; see the module's prose. `pause(seconds)` sleeps, for `faults.step_delay_s`."""
+class PrefillStepCommit(StepCommit[PrefillRequest, StepMember]):
+    """The steps of one prefill worker; see the module's prose."""
+
+    log = log
 
     def __init__(
         self,
@@ -56,25 +57,11 @@ class PrefillStepCommit:
         engine: ModelRunner,
         fitness: NonfiniteRows,
         config: Config,
-        clock: Clock,
         pause: Callable[[float], None],
         cost: StepCost,
     ) -> None:
-        self._requests, self._pages, self._engine, self._fitness = requests, pages, engine, fitness
-        self._manager, self._config, self._clock, self._pause = pages.manager, config, clock, pause
-        self._overlap, self._cost = StepOverlap[StepMember](), cost
-        self.committed = False
-        """Whether the last round committed a step: then the next round may have pages for a waiting request."""
-        self.steps = 0
-        self.counters = {"prompt_tokens_computed": 0.0, "stale_pages": 0.0}
-
-    def __len__(self) -> int:
-        """Steps under way."""
-        return len(self._overlap)
-
-    def drop(self) -> None:
-        """Wait for the steps under way and drop their results: the worker closes."""
-        self._overlap.drop()
+        super().__init__(requests, pages, engine, fitness, config, pause)
+        self._pages, self._cost = pages, cost
 
     def launch(self, batch: list[ScheduledChunk], layered: LayeredSends) -> None:
         """Launch the step that computes `batch`, and the sends of what it will have finished."""
@@ -83,19 +70,15 @@ class PrefillStepCommit:
         if sends is not None:
             layered.post(sends, step)
         self.launched(step, batch)
-        if self._config.faults.step_delay_s:
-            self._pause(self._config.faults.step_delay_s)
+        self._delay()
 
     def launched(self, step: StepHandle, batch: list[ScheduledChunk]) -> None:
         """Count the chunks of `batch` as launched; they are the rows of `step`, in order."""
         members = [StepMember(c.request, c.request.starts, len(c.row.tokens), step, c.row.start) for c in batch]
         self._overlap.launched(step, members)
-        for request in (chunk.request for chunk in batch):
-            request.launched = request.planned
-            request.latest = step
-            boundary = request.launched % self._pages.page_tokens == 0
-            if self._manager.running.stateful and request.allocation is not None and boundary:
-                self._manager.running.snapshot(request.allocation, request.launched)
+        for chunk in batch:
+            chunk.request.latest = step
+        self._count_launched([chunk.request for chunk in batch])
 
     def landed(self, began: float, *, go_on: bool) -> Iterator[ChunkDone | ChunkFailed]:
         """Commit the steps that are complete; yields what came of each row.
@@ -162,11 +145,8 @@ class PrefillStepCommit:
             request.first = output.drawn
 
     def _stale(self, request: PrefillRequest) -> Iterator[ChunkFailed]:
-        """Restart a request whose row found one of its pages given away, and fail it after `_STALE_LIMIT` restarts:
-        neither its allocation nor what the tree has of its prompt can be trusted."""
-        self.counters["stale_pages"] += 1
-        self._log(DamageSite.STEP, request)
-        self._pages.distrust(request)
+        """Restart a request whose row found one of its pages given away, and fail it after `_STALE_LIMIT` restarts."""
+        self._distrust(request, DamageSite.STEP)
         request.stale += 1
         if request.stale > _STALE_LIMIT:
             request.start_over()
@@ -176,13 +156,8 @@ class PrefillStepCommit:
 
     def _nonfinite(self, request: PrefillRequest) -> ChunkFailed:
         """Fail a request with non-finite logits: its state isn't trusted either, so none is kept or handed over."""
-        self._fitness.nonfinite()
-        self._log(DamageSite.LOGITS, request)
-        self._pages.distrust(request)
+        self._distrust(request, DamageSite.LOGITS)
         return ChunkFailed(request, ErrorKind.NONFINITE, NONFINITE)
-
-    def _log(self, site: DamageSite, request: PrefillRequest) -> None:
-        log_damage(log, site, request_id=request.submit.request_id, positions=[request.committed, request.launched])
 
     def _seal(self, requests: list[PrefillRequest]) -> None:
         """Digest every page that the step finished, the partly filled last page of a prompt that is handed over too,

@@ -12,8 +12,6 @@ from collections.abc import Callable
 
 from twinpool.cache.device.device_port import DONE, Completion
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from twinpool.contracts.block_hash import block_hashes
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.errors import ErrorKind, WireError
@@ -87,7 +85,7 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         self._layered = LayeredSends(sender, manager.spec, engine.device, config.transfer)
         pages, cost = self._request_pages, StepCost(config.prefill.chunk_tokens)
         self._scheduler = PrefillScheduler(requests, pages, self._handover.granted, config.prefill, clock, cost)
-        self._steps = PrefillStepCommit(requests, pages, engine, fitness, config, clock, pause, cost)
+        self._steps = PrefillStepCommit(requests, pages, engine, fitness, config, pause, cost)
 
     # ------------------------------------------------------------ the host's side
 
@@ -258,11 +256,9 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
                 self._fail(request, ErrorKind.LATE, request.submit.late)
 
     def _request(self, session: SessionId, submit: Submit, grammar: AnswerGrammar | None) -> PrefillRequest:
-        now, page_tokens = self._clock.now(), self._request_pages.page_tokens
-        chain = block_hashes(submit.tokens, page_tokens, submit.salt)
-        prefix = TokenPrefix.of(submit.tokens, page_tokens, submit.salt, chain)
+        now, (prefix, chain) = self._clock.now(), self._request_pages.prefix(submit)
         deadline, begin_by = now + submit.deadline_s, submit.begin_by(now)
-        return PrefillRequest(session, submit, now, deadline, prefix, chain, grammar=grammar, begin_by=begin_by)
+        return PrefillRequest(session, submit, now, deadline, prefix, grammar, chain=chain, begin_by=begin_by)
 
     def _finish(self, request: PrefillRequest, reason: str, stop_token: int | None) -> None:
         self._handover.finish(request)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.errors import ErrorKind
@@ -18,6 +18,7 @@ from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, Submit
 from twinpool.contracts.messages.worker_events import Audited, AuditEnd, Done, Event
 from twinpool.contracts.messages.worker_status import WorkerLimits
+from twinpool.worker.request import WorkerRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +29,9 @@ class AdmissionRefusal:
     message: str
 
 
-class TableRequest(Protocol):
-    """The fields of a request that the request table reads; `deadline` is in seconds of the worker's clock."""
-
-    session: SessionId
-    submit: Submit
-    deadline: float
-
-
 log = logging.getLogger("twinpool.worker")
 
-R = TypeVar("R", bound=TableRequest)
+R = TypeVar("R", bound=WorkerRequest)
 
 
 class RequestTable(Generic[R]):
@@ -46,7 +39,7 @@ class RequestTable(Generic[R]):
 
     def __init__(self, name: WorkerName, fits: WorkerLimits, clock: Clock) -> None:
         self.name, self.fits = name, fits
-        self._clock = clock
+        self.clock = clock
         self._requests: dict[RequestId, R] = {}
         self._events: list[tuple[SessionId, Event]] = []
         self.draining = False
@@ -128,7 +121,7 @@ class RequestTable(Generic[R]):
 
     def expired(self) -> list[R]:
         """Return the requests whose deadline has passed; the caller ends them."""
-        now = self._clock.now()
+        now = self.clock.now()
         return [r for r in self._requests.values() if now >= r.deadline]
 
     @property

@@ -1,4 +1,4 @@
-"""The launched steps of a worker of either role: a queue, steps in parts, and rows whose logits are no finite numbers.
+"""The launched steps of a worker of either role: a queue, steps in parts, what is counted, and rows not to be trusted.
 
 A round plans and launches step n+1, and then commits step n, which ran meanwhile; so the device always has a step to
 run while the host publishes the results of the last one. A request has three lengths, in positions:
@@ -18,14 +18,20 @@ weights gone bad, and whatever else that worker computes is suspect: the worker 
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from twinpool.cache.device.device_port import Completion
 from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.damage import DamageSite, log_damage
 from twinpool.engine.runner.batch import RowOutput, StepHandle
+from twinpool.engine.runner.model_runner import ModelRunner
+from twinpool.worker.request import RequestPages
+from twinpool.worker.request_table import R, RequestTable
 
 M = TypeVar("M")
 _UNDER_WAY = 1
@@ -145,3 +151,60 @@ class NonfiniteRows:
                 f"the logits of {self._limit} rows were no finite numbers within {self._window_s:g} s "
                 "(cluster.nonfinite_rows, cluster.nonfinite_window_s): its device or its weights are suspect"
             )
+
+
+class StepCommit(Generic[R, M]):
+    """What both roles do with launched steps: they are counted, and what can't be trusted is reported. `M` is the type
+    of a row's owner."""
+
+    log: ClassVar[logging.Logger]
+
+    def __init__(
+        self,
+        requests: RequestTable[R],
+        pages: RequestPages,
+        engine: ModelRunner,
+        fitness: NonfiniteRows,
+        config: Config,
+        pause: Callable[[float], None],
+    ) -> None:
+        """`pause(seconds)` sleeps, for `faults.step_delay_s`."""
+        self._requests, self._engine, self._fitness, self._trust = requests, engine, fitness, pages
+        self._manager, self._config, self._clock, self._pause = pages.manager, config, requests.clock, pause
+        self._overlap = StepOverlap[M]()
+        self.committed = False
+        """Whether the last round committed a step: then the next round may have pages for a waiting request."""
+        self.steps = 0
+        self.counters = {"prompt_tokens_computed": 0.0, "stale_pages": 0.0}
+
+    def __len__(self) -> int:
+        """Steps under way."""
+        return len(self._overlap)
+
+    def drop(self) -> None:
+        """Wait for the steps under way and drop their results: the worker closes."""
+        self._overlap.drop()
+
+    def _delay(self) -> None:
+        if self._config.faults.step_delay_s:
+            self._pause(self._config.faults.step_delay_s)
+
+    def _count_launched(self, requests: Sequence[R]) -> None:
+        """Count what was planned of these requests as launched, and keep their recurrent states as they will be at a
+        page boundary."""
+        stateful, page_tokens = self._manager.running.stateful, self._manager.spec.page_tokens
+        for request in requests:
+            request.launched = request.planned
+            if stateful and request.allocation is not None and request.launched % page_tokens == 0:
+                self._manager.running.snapshot(request.allocation, request.launched)
+
+    def _distrust(self, request: R, site: DamageSite) -> None:
+        """Report a request whose row found one of its pages given away (`DamageSite.STEP`), or had non-finite logits,
+        and keep its state from others: neither its allocation nor what the tree has of its prompt can be trusted."""
+        if site is DamageSite.STEP:
+            self.counters["stale_pages"] += 1
+        else:
+            self._fitness.nonfinite()
+        positions = [request.committed, request.launched]
+        log_damage(self.log, site, request_id=request.submit.request_id, positions=positions)
+        self._trust.distrust(request)

@@ -48,7 +48,7 @@ from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
 from twinpool.transfer.rooms.room_outcomes import RoomGranted, RoomReleased
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
 from twinpool.transfer.rooms.sender.sender_rooms import SenderOutcome
-from twinpool.worker.request_pages import finished, portion
+from twinpool.worker.request import finished, portion
 from twinpool.worker.request_table import RequestTable
 
 

@@ -37,7 +37,7 @@ from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
 from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, PromptArrived, RoomGranted, RoomReleased
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
-from twinpool.worker.request_pages import finished, portion
+from twinpool.worker.request import finished, portion
 from twinpool.worker.request_table import RequestTable
 
 

@@ -121,11 +121,10 @@ class DecodeParts:
             self.pages,
             engine,
             self.fitness,
+            config,
+            self.clock.advance,
             drafting,
             GrammarGate(None, self.clock, lambda: None),
-            config,
-            self.clock,
-            self.clock.advance,
         )
 
     def submit(self, name: str, prompt: int = 6, most: int = 8, **fields: Any) -> Submit:

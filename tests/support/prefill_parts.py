@@ -65,7 +65,7 @@ class PrefillParts:
         keys = block_hashes(tokens, self._page_tokens, "")
         now = self.clock.now()
         prefix = TokenPrefix.of(tokens, self._page_tokens, "", keys)
-        request = PrefillRequest(SESSION, submit, now, now + submit.deadline_s, prefix, keys)
+        request = PrefillRequest(SESSION, submit, now, now + submit.deadline_s, prefix, chain=keys)
         self.requests.add(request)
         return request
 

@@ -20,7 +20,7 @@ from twinpool.prefill.handover import Damaged, Granted, Lost, PrefillHandover
 from twinpool.prefill.request import PrefillEvent
 from twinpool.transfer.rooms.room_outcomes import RoomGranted, RoomReleased, SendablePages
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
-from twinpool.worker.request_pages import finished
+from twinpool.worker.request import finished
 from twinpool.worker.step_commit import split
 
 
