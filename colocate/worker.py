@@ -26,27 +26,26 @@ many prompts come is the router's decision (`router.core.routing_policies`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from twinpool.cache.allocation import Allocation
-from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.colocate.local_prompts import LocalPrompts
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.errors import ErrorKind
-from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.ids import Role
 from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages import router_commands as commands
+from twinpool.decode.drafting import Drafter
 from twinpool.decode.request import DecodePhase, DecodeRequest
 from twinpool.decode.worker import DecodeWorker, Outcome
-from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
 from twinpool.prefill.audit_runner import AuditRunner
 from twinpool.prefill.scheduler import ScheduledChunk
 from twinpool.prefill.step_commit import PrefillStepCommit
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.worker.step_commit import split
-from twinpool.worker.worker_loop import Sleeper, seconds_until
+from twinpool.worker.worker_loop import WorkerSetup, seconds_until
 
 
 def prompt_tokens(budget: int, taken: int, least: int, page_tokens: int) -> int:
@@ -64,23 +63,12 @@ class ColocatedWorker(DecodeWorker):
     role = Role.COLOCATED
     prompts = LocalPrompts
 
-    def __init__(
-        self,
-        name: WorkerName,
-        incarnation: Incarnation,
-        config: Config,
-        engine: ModelRunner,
-        manager: KVCacheManager,
-        receiver: KVReceiver,
-        waiter: Sleeper,
-        *,
-        pause: Callable[[float], None],
-        **options: Any,
-    ) -> None:
+    def __init__(self, setup: WorkerSetup, receiver: KVReceiver, drafter: Drafter | None = None) -> None:
         """As `DecodeWorker`."""
-        config = config.with_local_prompts(self.role)
+        setup = replace(setup, config=setup.config.with_local_prompts(self.role))
+        config, engine, manager, pause = setup.config, setup.engine, setup.manager, setup.pause
         self._config, self._pause = config, pause
-        super().__init__(name, incarnation, config, engine, manager, receiver, waiter, pause=pause, **options)
+        super().__init__(setup, receiver, drafter)
         assert isinstance(self._prompts, LocalPrompts)
         self._local = local = self._prompts
         self._chunks = PrefillStepCommit(

@@ -17,12 +17,9 @@ from typing import Any, ClassVar
 from msgspec import structs
 
 from twinpool.cache.allocation import Allocation
-from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from twinpool.contracts.clock import Clock
-from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.errors import ErrorKind
-from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.ids import Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import UNOWNED, SessionId
 from twinpool.contracts.messages import router_commands as commands
 from twinpool.contracts.messages.kept_answers import Attach, Attached
@@ -49,16 +46,13 @@ from twinpool.decode.retraction.memory_pressure import OutputLengths
 from twinpool.decode.scheduler import DecodeScheduler
 from twinpool.decode.step_commit import DecodeStepCommit
 from twinpool.decode.transfer_queue import TransferQueue
-from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
-from twinpool.engine.structured_output.grammar_engine import GrammarEngine
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
 from twinpool.transfer.rooms.room_outcomes import RoomGranted, RoomReleased
-from twinpool.transfer.rooms.sender.kv_sender import KVSender
 from twinpool.transfer.rooms.sender.sender_rooms import SenderOutcome
 from twinpool.worker.request_table import AdmissionRefusal
-from twinpool.worker.worker_loop import Sleeper, WorkerLoop, seconds_until
+from twinpool.worker.worker_loop import WorkerLoop, WorkerSetup, seconds_until
 
 Outcome = (
     RouterEvent
@@ -83,38 +77,12 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
     prompts: ClassVar[type[TransferQueue]] = TransferQueue
     """Where prompts come from: the rooms in which others hand them over."""
 
-    def __init__(
-        self,
-        name: WorkerName,
-        incarnation: Incarnation,
-        config: Config,
-        engine: ModelRunner,
-        manager: KVCacheManager,
-        receiver: KVReceiver,
-        waiter: Sleeper,
-        *,
-        sender: KVSender,
-        context: int,
-        clock: Clock,
-        pause: Callable[[float], None],
-        drafter: Drafter | None = None,
-        grammars: GrammarEngine | None = None,
-    ) -> None:
-        """`sender`: the sending end of the rooms in which other decode workers receive what this one hands on.
-        `drafter`: makes drafts, where the configuration asks for some; None: by prompt lookup."""
-        super().__init__(
-            name,
-            incarnation,
-            config.cluster,
-            manager,
-            sender,
-            waiter,
-            context=context,
-            clock=clock,
-            grammars=grammars,
-            unowned_s=config.decode.kept_answer_s,
-        )
-        self._engine, self._receiver = engine, receiver
+    def __init__(self, setup: WorkerSetup, receiver: KVReceiver, drafter: Drafter | None = None) -> None:
+        """`drafter`: makes drafts, where the configuration asks for some; None: by prompt lookup."""
+        super().__init__(setup)
+        config, engine, manager, clock = setup.config, setup.engine, setup.manager, setup.clock
+        sender, pause = setup.sender, setup.pause
+        self._receiver = receiver
         self._kept = KeptAnswers(config.decode, clock)
         self._claims = itertools.count(1)
         requests, fitness = self._request_table, self._fitness
@@ -128,7 +96,7 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         self._migrations = OutgoingMigrations(requests, pages, sender, self._scheduler, advisor, config.decode, clock)
         self._pushes = PrefixPushes(requests, pages, sender, config, clock)
         self._pulls = PrefixPulls(requests, pages, receiver)
-        self._offers = PrefixOffers(name, manager, self._pushes, requests, config, clock)
+        self._offers = PrefixOffers(setup.name, manager, self._pushes, requests, config, clock)
         self._commands: dict[type[commands.Command], Callable[[SessionId, Any], Iterable[Outcome]]] = {
             commands.InvalidatePrefix: self._invalidate,
             commands.PauseForMigration: self._migrations.begin,

@@ -8,21 +8,15 @@ report outcomes to the worker, which alone sends events to routers and takes req
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 from twinpool.cache.device.device_port import DONE, Completion
-from twinpool.cache.manager.kv_cache_manager import KVCacheManager
-from twinpool.contracts.clock import Clock
-from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.errors import ErrorKind, WireError
-from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.ids import Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.kept_answers import Attach
 from twinpool.contracts.messages.router_commands import Command, MigrationCommand, Submit
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerStatus
-from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
-from twinpool.engine.structured_output.grammar_engine import GrammarEngine
 from twinpool.prefill.audit_runner import AuditRunner
 from twinpool.prefill.handover import Damaged, Granted, LayeredSends, Lost, PrefillHandover
 from twinpool.prefill.request import (
@@ -35,9 +29,8 @@ from twinpool.prefill.request import (
 )
 from twinpool.prefill.scheduler import PrefillScheduler, StepCost
 from twinpool.prefill.step_commit import ChunkFailed, PrefillStepCommit
-from twinpool.transfer.rooms.sender.kv_sender import KVSender
 from twinpool.worker.request_table import AdmissionRefusal
-from twinpool.worker.worker_loop import Sleeper, WorkerLoop, seconds_until
+from twinpool.worker.worker_loop import WorkerLoop, WorkerSetup, seconds_until
 
 log = logging.getLogger("twinpool.prefill")
 
@@ -49,36 +42,11 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
 
     role = Role.PREFILL
 
-    def __init__(
-        self,
-        name: WorkerName,
-        incarnation: Incarnation,
-        config: Config,
-        engine: ModelRunner,
-        manager: KVCacheManager,
-        sender: KVSender,
-        waiter: Sleeper,
-        *,
-        context: int,
-        clock: Clock,
-        pause: Callable[[float], None],
-        grammars: GrammarEngine | None = None,
-    ) -> None:
-        super().__init__(
-            name,
-            incarnation,
-            config.cluster,
-            manager,
-            sender,
-            waiter,
-            context=context,
-            clock=clock,
-            grammars=grammars,
-            unowned_s=config.decode.kept_answer_s,
-        )
-        self._engine = engine
-        requests, fitness = self._request_table, self._fitness
-        most = min(context, manager.supply.max_positions)
+    def __init__(self, setup: WorkerSetup) -> None:
+        super().__init__(setup)
+        config, engine, manager, clock = setup.config, setup.engine, setup.manager, setup.clock
+        requests, fitness, sender, pause = self._request_table, self._fitness, setup.sender, setup.pause
+        most = min(self.fits.context, self.fits.max_positions)
         self._auditor = AuditRunner(config, engine, manager, requests.emit, fitness.nonfinite, most, self._grammars)
         self._request_pages = PrefillPages(manager, reuse=config.cache_for(self.role).prefix_reuse)
         self._handover = PrefillHandover(sender, requests)

@@ -169,7 +169,7 @@ class StepCommit(Generic[R, M]):
         pause: Callable[[float], None],
     ) -> None:
         """`pause(seconds)` sleeps, for `faults.step_delay_s`."""
-        self._requests, self._engine, self._fitness, self._trust = requests, engine, fitness, pages
+        self._requests, self._engine, self._fitness, self._request_pages = requests, engine, fitness, pages
         self._manager, self._config, self._clock, self._pause = pages.manager, config, requests.clock, pause
         self._overlap = StepOverlap[M]()
         self.committed = False
@@ -207,4 +207,4 @@ class StepCommit(Generic[R, M]):
             self._fitness.nonfinite()
         positions = [request.committed, request.launched]
         log_damage(self.log, site, request_id=request.submit.request_id, positions=positions)
-        self._trust.distrust(request)
+        self._request_pages.distrust(request)

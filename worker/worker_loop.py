@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import platform
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol
 
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.contracts.clock import Clock
-from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.damage import PREFIX, DamageSite
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
@@ -20,6 +21,7 @@ from twinpool.contracts.messages.kept_answers import Detach
 from twinpool.contracts.messages.router_commands import Audit, Command, Submit
 from twinpool.contracts.messages.worker_events import Audited, AuditEnd, Event
 from twinpool.contracts.messages.worker_status import CheckReport, EndedWorker, WorkerLimits, WorkerStatus
+from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
 from twinpool.engine.structured_output.grammar_engine import GrammarEngine
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
@@ -106,36 +108,43 @@ class Sleeper(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class WorkerSetup:
+    """What a worker of any role is built of."""
+
+    name: WorkerName
+    incarnation: Incarnation
+    config: Config
+    engine: ModelRunner
+    manager: KVCacheManager
+    sender: KVSender
+    """The sending end of the rooms in which this worker hands requests over."""
+    waiter: Sleeper
+    context: int
+    """Positions that a request of the model may have, prompt and answer."""
+    clock: Clock
+    pause: Callable[[float], None]
+    """Sleeps for so many seconds (`faults.step_delay_s`)."""
+    grammars: GrammarEngine | None = None
+    """Compiles the grammars that answers follow; None: answers with one are refused."""
+
+
 class WorkerLoop(ABC, Generic[R]):
     """What both roles' workers have in common of `contracts.interfaces.worker_interface.Worker`. Single-threaded,
     except `wake`."""
 
     role: Role
 
-    def __init__(
-        self,
-        name: WorkerName,
-        incarnation: Incarnation,
-        config: ClusterConfig,
-        manager: KVCacheManager,
-        sender: KVSender,
-        waiter: Sleeper,
-        *,
-        context: int,
-        clock: Clock,
-        grammars: GrammarEngine | None = None,
-        unowned_s: float = 0.0,
-    ) -> None:
-        """`grammars`: compiles the grammars that answers follow; None: answers with one are refused. `unowned_s`:
-        seconds for which a request with a name goes on when its router or client is gone."""
-        self._name, self._manager, self._sender = name, manager, sender
-        self._waiter, self._clock, self._unowned_s = waiter, clock, unowned_s
-        self.fits = WorkerLimits(manager.supply.max_positions, context)
-        self._request_table = RequestTable[R](name, self.fits, clock)
-        self._fitness = NonfiniteRows(config.nonfinite_rows, config.nonfinite_window_s, clock)
-        self._grammars = GrammarGate(grammars, clock, waiter.wake)
+    def __init__(self, setup: WorkerSetup) -> None:
+        config, manager, clock = setup.config, setup.manager, setup.clock
+        self._name, self._engine, self._manager, self._sender = setup.name, setup.engine, manager, setup.sender
+        self._waiter, self._clock, self._unowned_s = setup.waiter, clock, config.decode.kept_answer_s
+        self.fits = WorkerLimits(manager.supply.max_positions, setup.context)
+        self._request_table = RequestTable[R](setup.name, self.fits, clock)
+        self._fitness = NonfiniteRows(config.cluster.nonfinite_rows, config.cluster.nonfinite_window_s, clock)
+        self._grammars = GrammarGate(setup.grammars, clock, setup.waiter.wake)
         self._report = WorkerReport(
-            name, self.role, incarnation, self._request_table, self._fitness, manager, sender.plane
+            setup.name, self.role, setup.incarnation, self._request_table, self._fitness, manager, setup.sender.plane
         )
 
     @property

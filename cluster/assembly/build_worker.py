@@ -64,6 +64,7 @@ from twinpool.transfer.planes.make_plane import make_plane
 from twinpool.transfer.rooms.compatibility import fingerprint as fingerprint_of
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
+from twinpool.worker.worker_loop import WorkerSetup
 
 log = logging.getLogger("twinpool.engine")
 _PART_OF_START = 0.4
@@ -139,9 +140,13 @@ def build_worker(
             others=others,
         )
         undo.callback(sender.close)
+        setup = WorkerSetup(
+            name, incarnation, config, p.engine, p.manager, sender, p.waiter, p.spec.context, clock, time.sleep,
+            grammar_engine(p.spec),
+        )  # fmt: skip
         worker: Worker
         if role is Role.PREFILL:
-            worker = _prefill_worker(p, name, incarnation, sender, clock)
+            worker = PrefillWorker(setup)
         else:
             # After the sender: this registers the pools once more, with the metadata slots that only a receiver has.
             receiver = KVReceiver(
@@ -158,57 +163,17 @@ def build_worker(
                 clock=clock,
             )
             undo.callback(receiver.close)
-            worker = _decode_worker(role, p, name, incarnation, sender, receiver, clock)
+            worker = _generating_worker(role, p, setup, receiver)
         undo.pop_all()
     return worker
 
 
-def _prefill_worker(
-    p: WorkerParts, name: WorkerName, incarnation: Incarnation, sender: KVSender, clock: Clock
-) -> PrefillWorker:
-    return PrefillWorker(
-        name,
-        incarnation,
-        p.config,
-        p.engine,
-        p.manager,
-        sender,
-        p.waiter,
-        context=p.spec.context,
-        clock=clock,
-        pause=time.sleep,
-        grammars=grammar_engine(p.spec),
-    )
-
-
-def _decode_worker(
-    role: Role,
-    p: WorkerParts,
-    name: WorkerName,
-    incarnation: Incarnation,
-    sender: KVSender,
-    receiver: KVReceiver,
-    clock: Clock,
-) -> DecodeWorker:
-    """A decode worker, or one that computes prompts as well."""
+def _generating_worker(role: Role, p: WorkerParts, setup: WorkerSetup, receiver: KVReceiver) -> DecodeWorker:
+    """A decode worker, or one that computes prompts as well; its steps are captured first."""
     for socket in p.plane.waitable:
         p.waiter.add(socket)
     capture_steps(p.engine, p.config, p.spec.context)
-    made = decode_class_for(role, p.config)
-    return made(
-        name,
-        incarnation,
-        p.config,
-        p.engine,
-        p.manager,
-        receiver,
-        p.waiter,
-        sender=sender,
-        context=p.spec.context,
-        clock=clock,
-        pause=time.sleep,
-        grammars=grammar_engine(p.spec),
-    )
+    return decode_class_for(role, p.config)(setup, receiver)
 
 
 def grammar_engine(spec: ModelSpec) -> GrammarEngine | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 from twinpool.cache.arena.arena import Arena, arena_bytes
 from twinpool.cache.device.adversarial_device import AdversarialDevice
@@ -46,6 +46,7 @@ from twinpool.transfer.planes.tp_plane import TPDataPlane
 from twinpool.transfer.rooms.compatibility import fingerprint
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
+from twinpool.worker.worker_loop import WorkerSetup
 
 IDLE_S = 0.1
 """Seconds that an idle worker waits at most, as `WorkerThread`'s `idle_s`."""
@@ -162,7 +163,6 @@ def build(
     engine = cast(ModelRunner, hashing)
     take_over(manager, cast(LeaderChannel | None, followers))
     transport = SimControlTransport(world.exchange, process, sleep.wake)
-    common: dict[str, Any] = {"context": CONTEXT, "clock": agenda, "pause": lambda s: None, "grammars": SimGrammars()}
     common_to_all = fingerprint(FINGERPRINT, spec, numerics_class(config.engine.numerics, "hashing"))
     sender = KVSender(
         name,
@@ -176,9 +176,11 @@ def build(
         clock=agenda,
         others=[(rank.process.pid, 1, rank.process.node) for rank in ranks],
     )
+    setup = WorkerSetup(
+        name, incarnation, config, engine, manager, sender, sleep, CONTEXT, agenda, lambda s: None, SimGrammars()
+    )
     if role is Role.PREFILL:
-        worker = PrefillWorker(name, incarnation, config, engine, manager, sender, sleep, **common)
-        return BuiltWorker(worker, manager, own, hashing, followers)
+        return BuiltWorker(PrefillWorker(setup), manager, own, hashing, followers)
     receiver = KVReceiver(
         name,
         incarnation,
@@ -192,9 +194,8 @@ def build(
         transport=transport,
         clock=agenda,
     )
-    made = decode_class_for(role, config)
     drafter = SimDrafter(spec, world.rng.randrange(1 << 30) if config.decode.drafts else 0)
-    decode = made(name, incarnation, config, engine, manager, receiver, sleep, sender=sender, drafter=drafter, **common)
+    decode = decode_class_for(role, config)(setup, receiver, drafter)
     return BuiltWorker(decode, manager, own, hashing, followers, receiver)
 
 

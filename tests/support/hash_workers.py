@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 from twinpool.cache.device.device_port import Device
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
@@ -29,6 +29,7 @@ from twinpool.transfer.planes.make_plane import make_plane
 from twinpool.transfer.rooms.compatibility import fingerprint
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
+from twinpool.worker.worker_loop import WorkerSetup
 
 CONTEXT = 400
 
@@ -61,17 +62,16 @@ def hash_worker(
     engine = cast(ModelRunner, HashEngine(pools, device))
     transport = ZmqControlTransport("127.0.0.1", waiter, None)
     name, first = WorkerName(f"{role}-0"), Incarnation(1)
-    common: dict[str, Any] = {"context": CONTEXT, "clock": clock, "pause": lambda s: None}
     common_to_all = fingerprint("hash", spec, "invariant:by hand")
     sender = KVSender(
         name, first, common_to_all, plane, pools, device, config.transfer,
         transport=transport, clock=clock,
     )  # fmt: skip
+    setup = WorkerSetup(name, first, config, engine, manager, sender, waiter, CONTEXT, clock, lambda s: None)
     if role is Role.PREFILL:
-        return PrefillWorker(name, first, config, engine, manager, sender, waiter, **common)
+        return PrefillWorker(setup)
     receiver = KVReceiver(
         name, first, common_to_all, plane, pools, device, 16, config.transfer,
         verify=cache.verify, transport=transport, clock=clock,
     )  # fmt: skip
-    made = decode_class_for(role, config)
-    return made(name, first, config, engine, manager, receiver, waiter, sender=sender, **common)
+    return decode_class_for(role, config)(setup, receiver)
