@@ -69,7 +69,7 @@ def test_folders_that_the_page_says_are_refused_are_refused(tmp_path: Path, meth
 
 
 def test_the_page_names_every_tool_format_and_says_which_are_of_models_that_can_not_be_loaded() -> None:
-    table = rows(USING, "`router.tool_parser`")
+    table = rows((ROOT / "docs" / "using" / "tools.md").read_text(), "`router.tool_parser`")
     assert sorted(name for cells in table for name in re.findall(r"`(\w+)`", cells[0])) == sorted(FORMATS)
     loaded = families()
     for formats, models, remark in table:

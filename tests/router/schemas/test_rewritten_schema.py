@@ -396,7 +396,7 @@ def test_what_is_written_for_random_schemas_fits_them() -> None:
 
 def test_the_table_of_keywords_says_what_is_followed() -> None:
     """Each keyword of the documentation's table has its example here, and each keyword is in the table."""
-    page = (ROOT / "docs" / "using.md").read_text()
+    page = (ROOT / "docs" / "using" / "structured-output.md").read_text()
     table = page[page.index("| keyword | followed |") :].partition("\n\n")[0]
     named = set(re.findall(r"`([$A-Za-z]+)`", "\n".join(row.split("|")[1] for row in table.splitlines()[2:])))
     assert named >= SHAPES.keys()
