@@ -48,7 +48,7 @@ PREFLIGHT_HEADERS = (
 )
 ALLOWED_HEADERS = b"authorization, content-type, x-api-key, anthropic-version, x-request-id"
 _HEADER_NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]+(?:[ \t]*,[ \t]*[A-Za-z0-9!#$%&'*+.^_`|~-]+)*")
-_NAMES_AT_MOST = 2048
+_MAX_NAMES = 2048
 IGNORED_HEADER = b"x-twinpool-ignored"
 """The header of an answer that names the fields of its request which had no effect."""
 CLIENT_ID_CHARS = 64
@@ -126,7 +126,7 @@ class HttpExchange:
     async def answer_preflight(self) -> None:
         asked = self.headers.get(b"access-control-request-headers", b"")
         # Clients send headers of their own, OpenAI's x-stainless-*: nothing here depends on which a page may send.
-        names = asked if len(asked) <= _NAMES_AT_MOST and _HEADER_NAMES.fullmatch(asked) else ALLOWED_HEADERS
+        names = asked if len(asked) <= _MAX_NAMES and _HEADER_NAMES.fullmatch(asked) else ALLOWED_HEADERS
         await self._begin(204, [*PREFLIGHT_HEADERS, (b"access-control-allow-headers", names)])
         await self._send({"type": "http.response.body", "body": b""})
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from twinpool.router.openai.parse_request import BIASES_AT_MOST, EFFORTS, STOPS_AT_MOST
+from twinpool.router.openai.parse_request import EFFORTS, MAX_BIASES, MAX_STOPS
 from twinpool.router.openai.request_fields import CHAT, COMPLETION, IGNORED, TOKENIZE, RequestField
-from twinpool.router.openai.structured_output import CHOICES_AT_MOST
-from twinpool.router.openai.tools import TOOLS_AT_MOST
+from twinpool.router.openai.structured_output import MAX_CHOICES
+from twinpool.router.openai.tools import MAX_TOOLS
 from twinpool.router.openai_responses.responses_request import (
+    MAX_METADATA,
     MAX_OUTPUT_TOKENS,
-    METADATA_AT_MOST,
     NAMES,
     REASONING_INCLUDE,
 )
@@ -48,7 +48,7 @@ def _text_or(*kinds: str) -> Schema:
 
 # ---------------------------------------------------------------- structured output
 
-_CHOICES = _array(_WORD, minItems=1, maxItems=CHOICES_AT_MOST)
+_CHOICES = _array(_WORD, minItems=1, maxItems=MAX_CHOICES)
 _REGEX: Schema = {"type": "string", "description": "A regular expression that the whole answer matches."}
 _GRAMMAR: Schema = {"type": "string", "description": "A grammar, Lark's or GBNF."}
 _SPACES: Schema = {"enum": [r"\s?", r"[ \n\t]*"], "description": "A regular expression of whitespace, as these are."}
@@ -86,12 +86,12 @@ _MODEL: Schema = {"type": "string", "description": "The served model; may be lef
 _COMMON: Schema = {
     **_STRUCTURED_OUTPUT,
     "model": _MODEL,
-    "stop": {"oneOf": [_WORD, _array(_WORD, maxItems=STOPS_AT_MOST)]},
+    "stop": {"oneOf": [_WORD, _array(_WORD, maxItems=MAX_STOPS)]},
     "stop_token_ids": TOKENS,
     "allowed_token_ids": {**TOKENS, "minItems": 1},
     "logit_bias": {
         "type": "object",
-        "maxProperties": BIASES_AT_MOST,
+        "maxProperties": MAX_BIASES,
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
     },
     "stream_options": _object(
@@ -114,7 +114,7 @@ _CALLS_ALONE: Schema = {"properties": {"role": {"const": "assistant"}}}
 _MESSAGES = _array({**_MESSAGE, "anyOf": [{"required": ["content"]}, _CALLS_ALONE]}, minItems=1)
 _TEMPLATE_ARGS: Schema = {**_OBJECT, "description": "Given to the chat template."}
 _TOOL = _object(("type", "function"), type={"const": "function"}, function=_object(("name",), **_FUNCTION))
-_TOOL_LIST = _array(_TOOL, maxItems=TOOLS_AT_MOST)
+_TOOL_LIST = _array(_TOOL, maxItems=MAX_TOOLS)
 _NAMED_TOOL = _object(("type", "function"), type={"const": "function"}, function=_object(("name",), name=TEXT))
 _ALLOWED_MODE: Schema = {"enum": ["auto", "required"]}
 _ALLOWED_TOOLS = _object(
@@ -153,10 +153,8 @@ _ANTHROPIC: Schema = {
         minItems=1,
     ),
     "system": _text_or("text"),
-    "stop_sequences": _array(_WORD, maxItems=STOPS_AT_MOST),
-    "tools": _array(
-        _object(("name", "input_schema"), **{**_FUNCTION, "input_schema": _OBJECT}), maxItems=TOOLS_AT_MOST
-    ),
+    "stop_sequences": _array(_WORD, maxItems=MAX_STOPS),
+    "tools": _array(_object(("name", "input_schema"), **{**_FUNCTION, "input_schema": _OBJECT}), maxItems=MAX_TOOLS),
     "tool_choice": _object(
         ("type",),
         type={"enum": ["auto", "any", "tool", "none"]},
@@ -233,14 +231,14 @@ _RESPONSES: Schema = {
     "model": _MODEL,
     "input": {"oneOf": [TEXT, _array(_ITEM, minItems=1)]},
     "instructions": TEXT,
-    "tools": _array(_object(("type", "name"), type={"const": "function"}, **_FUNCTION), maxItems=TOOLS_AT_MOST),
+    "tools": _array(_object(("type", "name"), type={"const": "function"}, **_FUNCTION), maxItems=MAX_TOOLS),
     "tool_choice": {"oneOf": [_CHOICE_WORDS, _NAMED_FUNCTION, _ALLOWED_FUNCTIONS]},
     "parallel_tool_calls": _PARALLEL,
     "text": _object((), format=_FORMAT, verbosity={"const": "medium"}),
     "reasoning": _object((), effort=_EFFORT, summary=TEXT, generate_summary=TEXT),
     "metadata": {
         "type": "object",
-        "maxProperties": METADATA_AT_MOST,
+        "maxProperties": MAX_METADATA,
         "propertyNames": {"maxLength": 64},
         "additionalProperties": {"type": "string", "maxLength": 512},
     },

@@ -107,7 +107,7 @@ def _left_out(entry: WorkerEntry, seen: Considered, r: RoutedRequest) -> str:
         return "avoided after it failed this request"
     if seen.peer is not None and (seen.peer.key, entry.key) in r.spoiled:
         return f"a hand-over from {seen.peer.record.name} to it has failed"
-    if r.told and entry.numerics != r.numerics:
+    if r.delivered and entry.numerics != r.numerics:
         return "of another numerics class than the one in which the answer began"
     if seen.peer is not None and entry.handover != seen.peer.handover:
         return f"{seen.peer.record.name} can't hand over to it: another hand-over class"
@@ -249,7 +249,7 @@ class Placement:
     @staticmethod
     def _in_class(r: RoutedRequest, able: AbleWorkers) -> AbleWorkers:
         """Those in whose numerics class the answer can go on."""
-        return able.where(lambda e: e.numerics == r.numerics) if r.told else able
+        return able.where(lambda e: e.numerics == r.numerics) if r.delivered else able
 
     def pick_decode(
         self, r: RoutedRequest, avoid: Mapping[WorkerKey, float], now: float, classes: Container[str]
@@ -328,7 +328,7 @@ class Placement:
         what = " and no ".join(f"{role} worker" for role in roles) or free
         if left_alone := self._workers.left_alone(now):
             what += f" (left alone after failures: {', '.join(left_alone)})"
-        if r.told and r.numerics:
+        if r.delivered and r.numerics:
             what += f" of the numerics class {r.numerics}, in which its answer began,"
         return f"no {what} could serve the request"
 

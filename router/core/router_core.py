@@ -73,15 +73,15 @@ class RouterCore:
         short_share: float = 0.0,
         cache: CacheConfig = CacheConfig(),  # noqa: B008 (frozen)
         local: LocalPrefill | None = None,
-        told: KVIndexReader | None = None,
+        kv_index: KVIndexReader | None = None,
         rng: random.Random | None = None,
     ) -> None:
         """`short_share`: `prefill.short_share`, of which predictions know. `cache`: of prefill workers. `local`: says
-        when decode workers compute prompts; None: they can't. `told`: the index of KV events; None: there is none.
+        when decode workers compute prompts; None: they can't. `kv_index`: the index of KV events; None: there is none.
         `rng`: the draws of policies; None: those of a set seed."""
         self._config, self._clock, self._mint_room = config, clock, mint_room
         self.workers = WorkerTable(config, short_share, cache.page_tokens, conditional=local is not None)
-        self.indexes, self._rates = PrefixIndexes(told, of_decode=local is not None), PoolRates()
+        self.indexes, self._rates = PrefixIndexes(kv_index, of_decode=local is not None), PoolRates()
         policy = make_policy(config.policy, self._rates, cache.prefetch, rng or random.Random(0))
         self.requests = RoutedRequests()
         self.progress = ProgressWatch(clock, self.requests)

@@ -90,7 +90,7 @@ class TableIndex:
 EVERY_S = 0.5
 """Seconds between two rounds in which every worker is looked after, whether anything came from it or not."""
 SOCKETS_A_WORKER = 4
-WORKERS_AT_MOST = 4096
+MAX_WORKERS = 4096
 
 
 @dataclass(slots=True)
@@ -141,7 +141,7 @@ class EventFeed:
         self._memory, self._clock, self._node, self._key_file = memory, clock, node, key_file
         self._workers: dict[WorkerKey, FollowedWorker] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, min(SOCKETS_A_WORKER * WORKERS_AT_MOST, self._context.get(zmq.SOCKET_LIMIT)))
+        self._context.set(zmq.MAX_SOCKETS, min(SOCKETS_A_WORKER * MAX_WORKERS, self._context.get(zmq.SOCKET_LIMIT)))
         self._every = self._clock.now()
 
     def follow(self, views: Iterable[WorkerView]) -> None:
@@ -156,7 +156,7 @@ class EventFeed:
             worker.reader.close()
             worker.index.close()
         for key, view in wanted.items():
-            if key not in self._workers and len(self._workers) < WORKERS_AT_MOST:
+            if key not in self._workers and len(self._workers) < MAX_WORKERS:
                 self._workers[key] = self._begin(key, view)
 
     def _begin(self, key: WorkerKey, view: WorkerView) -> FollowedWorker:

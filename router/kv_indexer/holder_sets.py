@@ -28,7 +28,7 @@ DEVICE, HOST = 1, 2
 
 LANES = 4
 ROW_MARK = 0xFFFF
-SLOTS_AT_MOST = 16_382
+MAX_SLOTS = 16_382
 """Slots that a lane can name, the mark of a row left out."""
 EMPTY = 0
 """The value without holders."""

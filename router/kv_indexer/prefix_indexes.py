@@ -125,7 +125,7 @@ class RecentPrefixes:
 
 SENT_BYTES = 32 * 1024**2
 """Memory for all that was sent: 1.6 million blocks of 64 tokens, whichever workers they were sent to."""
-ADOPTED_AT_MOST = 4
+MAX_ADOPTED = 4
 """Incarnations whose blocks one may have adopted, one from the other."""
 
 
@@ -221,8 +221,8 @@ class SentPrefixes:
 
     def _adopt(self, worker: SentWorker) -> None:
         merged = worker.slots + worker.previous
-        worker.slots, worker.previous, worker.used = merged[:ADOPTED_AT_MOST], (), True
-        self._left += merged[ADOPTED_AT_MOST:]
+        worker.slots, worker.previous, worker.used = merged[:MAX_ADOPTED], (), True
+        self._left += merged[MAX_ADOPTED:]
 
 
 KEEP_S = 0.05
@@ -291,9 +291,10 @@ class PromptHits:
 class PrefixIndexes:
     """The indexes of the workers of one router's table. Times are seconds of the router core's clock."""
 
-    def __init__(self, told: KVIndexReader | None = None, *, of_decode: bool = False) -> None:
-        """`told`: None where there is no index of KV events. `of_decode`: what decode workers were sent counts, too."""
-        self.told, self.sent_prefixes = told, SentPrefixes(of_decode=of_decode)
+    def __init__(self, kv_index: KVIndexReader | None = None, *, of_decode: bool = False) -> None:
+        """`kv_index`: None where there is no index of KV events. `of_decode`: what decode workers were sent counts,
+        too."""
+        self.kv_index, self.sent_prefixes = kv_index, SentPrefixes(of_decode=of_decode)
         self._keys: list[WorkerKey] = []
         self._places: dict[WorkerKey, int] = {}
         self._sent_slots = np.zeros(0, np.intp)
@@ -344,7 +345,7 @@ class PrefixIndexes:
         return hits
 
     def _find(self, hashes: PrefixHashes, now: float) -> PromptHits:
-        told = self.told.find(hashes, now) if self.told is not None else None
+        told = self.kv_index.find(hashes, now) if self.kv_index is not None else None
         if told is None:
             sent = self._of_workers(self.sent_prefixes.find(hashes))
             return self._hits(sent, sent, hashes.blocks_end)

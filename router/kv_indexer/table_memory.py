@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinpool.contracts.ids import Incarnation, WorkerName
-from twinpool.router.kv_indexer.holder_sets import SLOTS_AT_MOST
+from twinpool.router.kv_indexer.holder_sets import MAX_SLOTS
 from twinpool.router.state.worker_table import WorkerKey
 
 WAYS = 8
@@ -64,7 +64,7 @@ class TableSize:
 
     def __post_init__(self) -> None:
         assert 0 < self.buckets < 2**32, "a bucket is chosen by 32 bits of a key"
-        assert 0 < self.slots <= SLOTS_AT_MOST, "a lane names a slot"
+        assert 0 < self.slots <= MAX_SLOTS, "a lane names a slot"
         assert self.slots % 8 == 0, "bitmaps are whole bytes"
         assert self.rows > 0
 

@@ -55,7 +55,7 @@ class ControllerDirectory:
     """
 
     RETRY_FIRST_S = 0.05
-    RETRY_MOST_S = 1.0
+    MAX_RETRY_S = 1.0
 
     def __init__(
         self, target: str, link_timeout_s: float = LINK_TIMEOUT_S, certificate: CertificateFiles | None = None
@@ -273,4 +273,4 @@ class ControllerDirectory:
             log("controller lost", target=target, reason=reason)
             self._controllers.next(target)
             await asyncio.sleep(pause)
-            pause = min(pause * 2, self.RETRY_MOST_S)
+            pause = min(pause * 2, self.MAX_RETRY_S)

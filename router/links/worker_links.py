@@ -183,7 +183,7 @@ async def open_stream(
 
 
 RETRY_FIRST_S = 0.05
-RETRY_MOST_S = 2.0
+MAX_RETRY_S = 2.0
 REACHABLE = frozenset({"ready", "draining"})
 """States of workers that get a link."""
 
@@ -313,4 +313,4 @@ class WorkerLinks:
                     self._on_linked(key)
                     await ended
             await asyncio.sleep(pause)
-            pause = min(pause * 2, RETRY_MOST_S)
+            pause = min(pause * 2, MAX_RETRY_S)

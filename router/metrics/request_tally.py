@@ -50,7 +50,7 @@ class HistogramTally:
         return family
 
 
-UNANSWERED_AT_MOST = 4096
+MAX_UNANSWERED = 4096
 """Choices without a first token whose reports are waited for."""
 FINISH_REASONS = ("stop", "length", "error")
 TIERS = ("device", "host", "storage")
@@ -146,7 +146,7 @@ class RequestTally:
         """Expect the report of a choice that is over without a first token, as its client left or it failed: what a
         worker did for its prompt counts, too."""
         self._unanswered[choice.request.id] = None
-        if len(self._unanswered) > UNANSWERED_AT_MOST:
+        if len(self._unanswered) > MAX_UNANSWERED:
             self._unanswered.popitem(last=False)
 
     def ended(self, choice: ChoiceOutput) -> None:

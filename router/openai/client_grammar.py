@@ -198,7 +198,7 @@ def _rules(lark: str) -> dict[str, _Ways] | None:
     return rules if len(stack) < 2 else None
 
 
-SCHEMAS_AT_MOST = 64
+MAX_SCHEMAS = 64
 """Schemas within one grammar."""
 _JSON = "%json"
 _TOKEN = re.compile(
@@ -315,8 +315,8 @@ def _with_schemas(lark: str, schema_text: Callable[[object, str], str]) -> tuple
         if kind == "json":
             count += 1
             where = line_and_column(lark, at)
-            if count > SCHEMAS_AT_MOST:
-                raise SchemaError(where, f"at most {SCHEMAS_AT_MOST} schemas may be in one grammar")
+            if count > MAX_SCHEMAS:
+                raise SchemaError(where, f"at most {MAX_SCHEMAS} schemas may be in one grammar")
             schema, end = _schema_at(lark, end, where)
             text, moved = f"{_JSON} {schema_text(schema, where)}", True
         elif _JSON in text:

@@ -19,7 +19,7 @@ from twinpool.router.schemas.fault_place import Effort, fault_place
 from twinpool.router.schemas.rewritten_schema import rewritten
 from twinpool.router.schemas.schema_keywords import kept
 from twinpool.router.schemas.schema_parts import (
-    PARTS_AT_MOST,
+    MAX_PARTS,
     Place,
     SchemaError,
     Steps,
@@ -35,7 +35,7 @@ Schema = dict[str, Any]
 EXACT = 2**53
 """The engine reads numbers as doubles, which hold every whole number up to here."""
 TOO_DEEP = "it is nested too deeply; put parts of it below $defs and refer to them"
-DEEP_AT_MOST = 100
+MAX_DEPTH = 100
 """Lists and objects within each other beside which none is at fault for being too deep."""
 _WITH_NUMBERS = frozenset({"const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 _ROUNDS = 16
@@ -88,14 +88,14 @@ def grammar_of(schema: Schema, form: Mapping[str, Any] = JSON_FORM) -> str:
     try:
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
     except (ValueError, RecursionError):  # The engine's reader of JSON takes 127 lists and objects within each other.
-        raise SchemaError(shown(too_deep_place(schema, DEEP_AT_MOST)), TOO_DEEP) from None
+        raise SchemaError(shown(too_deep_place(schema, MAX_DEPTH)), TOO_DEEP) from None
 
 
 def _followed(schema: Schema, effort: Effort) -> Schema:
     try:
         found: Schema = kept(schema)
         nodes = list(nodes_of(found))
-        effort.spent += len(nodes) / PARTS_AT_MOST
+        effort.spent += len(nodes) / MAX_PARTS
         check_numbers(found)
         if _unfit(nodes):
             raise SchemaError("", "no value fits it: what it requires has none, or ends nowhere")
@@ -105,7 +105,7 @@ def _followed(schema: Schema, effort: Effort) -> Schema:
         close(nodes)
         return found
     except RecursionError:
-        raise SchemaError(shown(too_deep_place(schema, DEEP_AT_MOST)), TOO_DEEP) from None
+        raise SchemaError(shown(too_deep_place(schema, MAX_DEPTH)), TOO_DEEP) from None
 
 
 def check_numbers(schema: Schema) -> None:

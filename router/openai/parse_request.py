@@ -102,8 +102,8 @@ class GenerateRequest:
         return len(self.prompts) * self.n if not self.chat else self.n
 
 
-STOPS_AT_MOST = 16
-BIASES_AT_MOST = 4096
+MAX_STOPS = 16
+MAX_BIASES = 4096
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -331,8 +331,8 @@ def _read_stops(stop: object) -> tuple[str, ...]:
     stops = [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or not all(isinstance(s, str) for s in stops):
         raise RequestError(f"stop must be a string or an array of strings; got {describe(stop)}", param="stop")
-    if len(stops) > STOPS_AT_MOST:
-        raise RequestError(f"stop takes at most {STOPS_AT_MOST} strings; got {len(stops)}", param="stop")
+    if len(stops) > MAX_STOPS:
+        raise RequestError(f"stop takes at most {MAX_STOPS} strings; got {len(stops)}", param="stop")
     if any(not s or len(s) > 1024 for s in stops):
         raise RequestError("a stop string has 1 to 1024 characters", param="stop")
     return tuple(stops)
@@ -341,9 +341,9 @@ def _read_stops(stop: object) -> tuple[str, ...]:
 def _read_bias(bias: object, spec: ModelSpec) -> tuple[tuple[int, float], ...]:
     if bias is None:
         return ()
-    if not isinstance(bias, dict) or len(bias) > BIASES_AT_MOST:
+    if not isinstance(bias, dict) or len(bias) > MAX_BIASES:
         raise RequestError(
-            f"logit_bias must be an object of at most {BIASES_AT_MOST} token ids and biases", param="logit_bias"
+            f"logit_bias must be an object of at most {MAX_BIASES} token ids and biases", param="logit_bias"
         )
     pairs = {}
     for key, value in bias.items():

@@ -364,10 +364,10 @@ class FieldValues(NamedTuple):
     values: dict[str, Any]
     """By name, the checked values of fields that are in the endpoint's table and given."""
     ignored: tuple[str, ...]
-    """What was left out though it asks for something, as `ignored_field` writes it: `IGNORED_AT_MOST`."""
+    """What was left out though it asks for something, as `ignored_field` writes it: `MAX_IGNORED`."""
 
 
-IGNORED_AT_MOST = 16
+MAX_IGNORED = 16
 """Fields that are named as ignored, of one body."""
 
 
@@ -390,7 +390,7 @@ def read_fields(
         elif name not in others and name != "model":
             if name not in IGNORED:
                 _check_refused(name, value)
-            if _asks(name, value) and len(ignored) < IGNORED_AT_MOST:
+            if _asks(name, value) and len(ignored) < MAX_IGNORED:
                 ignored.append(ignored_field(prefix + name, (*fields, *others) if name not in IGNORED else ()))
     return FieldValues(values, tuple(ignored))
 

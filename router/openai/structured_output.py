@@ -21,7 +21,7 @@ from twinpool.contracts.errors import RequestError
 from twinpool.contracts.grammar import GRAMMAR_BYTES, JSON_FORM
 from twinpool.contracts.outside_data import read_json
 from twinpool.router.openai.client_grammar import ClientGrammar, check_grammar, is_endless, line_and_column, regex_error
-from twinpool.router.openai.json_schemas import DEEP_AT_MOST, TOO_DEEP, engine_fault, followed, grammar_of
+from twinpool.router.openai.json_schemas import MAX_DEPTH, TOO_DEEP, engine_fault, followed, grammar_of
 from twinpool.router.openai.request_fields import STRUCTURED_OUTPUT, describe
 from twinpool.router.schemas.fault_place import Effort
 from twinpool.router.schemas.schema_parts import (
@@ -35,7 +35,7 @@ from twinpool.router.schemas.schema_parts import (
     too_deep_place,
 )
 
-CHOICES_AT_MOST = 4096
+MAX_CHOICES = 4096
 _COMPACT = {**JSON_FORM, "whitespace_pattern": None, "whitespace_flexible": False}
 _NAMED = re.compile(
     b'"(?:' + "|".join((*STRUCTURED_OUTPUT, "tools", "output_config", "format")).encode() + rb')"|\\u00[5-7]'
@@ -203,9 +203,9 @@ def _regex(value: object, field: str) -> str:
 
 def _choice(value: object, field: str) -> str:
     good = isinstance(value, list) and value and all(isinstance(c, str) and c for c in value)
-    if not isinstance(value, list) or not good or len(value) > CHOICES_AT_MOST:
+    if not isinstance(value, list) or not good or len(value) > MAX_CHOICES:
         raise RequestError(
-            f"{field} must be an array of 1 to {CHOICES_AT_MOST} strings; got {describe(value)}", param=_top(field)
+            f"{field} must be an array of 1 to {MAX_CHOICES} strings; got {describe(value)}", param=_top(field)
         )
     refuse_unreadable(value, field)
     choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(value))
@@ -269,7 +269,7 @@ def refuse_unreadable(value: object, field: str) -> None:
         why = "it holds lone surrogates, which no Unicode text has"
         raise _at(first_place(value, has_surrogate) or (), why, field) from None
     except RecursionError:
-        raise _at(too_deep_place(value, DEEP_AT_MOST), TOO_DEEP, field) from None
+        raise _at(too_deep_place(value, MAX_DEPTH), TOO_DEEP, field) from None
     _refuse_huge(value, field)
 
 

@@ -16,7 +16,7 @@ from twinpool.router.openai.request_fields import describe
 from twinpool.router.openai.structured_output import names_engine, refuse_unreadable
 from twinpool.router.text.chat_template import CallArguments
 
-TOOLS_AT_MOST = 128
+MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
@@ -69,8 +69,8 @@ def read_tools(body: Mapping[str, Any]) -> ToolUse | None:
         if choice not in (None, "none", "auto"):
             raise RequestError("tool_choice needs tools", param="tool_choice")
         return None
-    if len(given) > TOOLS_AT_MOST:
-        raise RequestError(f"tools takes at most {TOOLS_AT_MOST}; got {len(given)}", param="tools")
+    if len(given) > MAX_TOOLS:
+        raise RequestError(f"tools takes at most {MAX_TOOLS}; got {len(given)}", param="tools")
     refuse_unreadable(given, "tools")
     tools = tuple(_read_tool(tool, f"tools[{number}]") for number, tool in enumerate(given))
     names = [tool.name for tool in tools]
@@ -182,7 +182,7 @@ def _read_call(call: object, where: str) -> dict[str, Any]:
 def _whole_object(cut: str, error: ValueError) -> dict[str, Any] | None:
     """The object that a text begins, as the arguments of an answer that `max_tokens` or a stop string ended, with what
     is there of it; None where the text isn't only cut off. `error`: why it is no JSON."""
-    if not isinstance(error, json.JSONDecodeError) or len(cut) > CUT_AT_MOST:
+    if not isinstance(error, json.JSONDecodeError) or len(cut) > MAX_CUT:
         return None
     text = error.msg.startswith("Unterminated string") or _CUT_UNICODE.fullmatch(cut, error.pos) is not None
     if not text and not _CUT_VALUE.fullmatch(cut, error.pos):
@@ -208,7 +208,7 @@ def _whole_object(cut: str, error: ValueError) -> dict[str, Any] | None:
     return None
 
 
-CUT_AT_MOST = 1 << 18
+MAX_CUT = 1 << 18
 """Characters of arguments that are looked through for what is whole of them."""
 _ENDS_TRIED = 4
 """A cut property or value goes back to the last comma or bracket; a few more than that one are tried."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from twinpool.contracts.errors import RequestError
 from twinpool.router.openai.request_fields import (
-    IGNORED_AT_MOST,
+    MAX_IGNORED,
     MAX_TOKENS,
     RequestField,
     check_value,
@@ -161,7 +161,7 @@ def _reasons(item: dict[str, Any], key: str, kind: str, where: str) -> list[str]
 
 
 MAX_OUTPUT_TOKENS = RequestField("integer", 1, MAX_TOKENS, "Tokens to generate at most, those of reasoning included.")
-METADATA_AT_MOST = 16
+MAX_METADATA = 16
 REASONING_INCLUDE = "reasoning.encrypted_content"
 _STORED = "responses aren't stored here: send the whole conversation as input"
 REFUSED = {
@@ -241,7 +241,7 @@ def read_responses(body: Mapping[str, Any]) -> ResponsesBody:
     for name, read in READERS.items():
         if name in given:
             chat |= read(given.pop(name))
-    return ResponsesBody({**given, **chat}, repeated, tuple(ignored[:IGNORED_AT_MOST]))
+    return ResponsesBody({**given, **chat}, repeated, tuple(ignored[:MAX_IGNORED]))
 
 
 def renamed(error: RequestError) -> RequestError:
@@ -289,11 +289,11 @@ def _metadata(metadata: object) -> dict[str, str]:
         return {}
     if (
         not isinstance(metadata, dict)
-        or len(metadata) > METADATA_AT_MOST
+        or len(metadata) > MAX_METADATA
         or not all(isinstance(text, str) and len(text) <= 512 and len(key) <= 64 for key, text in metadata.items())
     ):
         raise RequestError(
-            f"metadata has at most {METADATA_AT_MOST} keys of up to 64 characters, with strings of up to 512",
+            f"metadata has at most {MAX_METADATA} keys of up to 64 characters, with strings of up to 512",
             param="metadata",
         )
     return metadata

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from twinpool.router.schemas.regular_terms import ALL, Ranges, RegularTerms, TooMuchWork, union, without
 
-LENGTH_AT_MOST = 512
+MAX_LENGTH = 512
 """Characters of one pattern that is read."""
-NESTED_AT_MOST = 24
+MAX_NESTED = 24
 """Groups within each other."""
-REPEATS_AT_MOST = 1000
+MAX_REPEATS = 1000
 _HARD = re.compile(r"\(\?(?:[=!]|<[=!])|\\c|\[\^?\]|\\[bBzZAG]|\(\?[a-z]|\\u\{|\\[1-9k]")
 """What the engine doesn't read, or reads otherwise."""
 
@@ -59,8 +59,8 @@ def searched(pattern: str, terms: RegularTerms) -> int:
 
 
 def _read(pattern: str) -> _Node:
-    if len(pattern) > LENGTH_AT_MOST:
-        raise TooMuchWork(f"a pattern that is combined with others may have {LENGTH_AT_MOST} characters")
+    if len(pattern) > MAX_LENGTH:
+        raise TooMuchWork(f"a pattern that is combined with others may have {MAX_LENGTH} characters")
     reader = _Reader(pattern)
     tree = reader.choice()
     if reader.at < len(pattern):
@@ -176,8 +176,8 @@ class _Reader:
             return node
         self._has("?")  # As few as possible or as many: the same texts.
         least, most = times
-        if max(least, most) > REPEATS_AT_MOST:
-            raise TooMuchWork(f"a pattern that is combined with others may repeat {REPEATS_AT_MOST} times")
+        if max(least, most) > MAX_REPEATS:
+            raise TooMuchWork(f"a pattern that is combined with others may repeat {MAX_REPEATS} times")
         if 0 <= most < least:
             raise UnreadPattern("its pattern repeats from more to fewer times")
         if self.text[self.at : self.at + 1] in ("*", "+", "?"):
@@ -217,8 +217,8 @@ class _Reader:
                     "look-behinds can't be followed" if look else "flags in a pattern can't be followed"
                 )
         self.depth += 1
-        if self.depth > NESTED_AT_MOST:
-            raise TooMuchWork(f"a pattern that is combined with others may nest {NESTED_AT_MOST} groups")
+        if self.depth > MAX_NESTED:
+            raise TooMuchWork(f"a pattern that is combined with others may nest {MAX_NESTED} groups")
         node = self.choice()
         if not self._has(")"):
             raise UnreadPattern("its pattern lacks a )")

@@ -13,9 +13,9 @@ from typing import Any
 
 from twinpool.router.schemas.schema_parts import Schema, SchemaError, SchemaParts, Step, Steps, subparts
 
-TRIES_AT_MOST = 48
+MAX_TRIES = 48
 """Schemas that are tried to find one fault."""
-EFFORT_AT_MOST = 2.0
+MAX_EFFORT = 2.0
 """What those may cost: as much as two schemas that take as much as one may."""
 _ALWAYS = frozenset({"$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$defs", "definitions"})
 """Keywords that say nothing about values themselves."""
@@ -36,8 +36,8 @@ def fault_place(schema: Schema, fails: Callable[[Schema], bool], effort: Effort)
     """Return the steps to the keyword with which `schema` begins to fail. `fails` charges `effort` for each try."""
     steps: Steps = ()
     seen: set[Steps] = {()}
-    end = effort.spent + EFFORT_AT_MOST
-    left = TRIES_AT_MOST
+    end = effort.spent + MAX_EFFORT
+    left = MAX_TRIES
 
     def failing(count: int) -> bool:
         nonlocal left

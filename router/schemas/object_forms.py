@@ -16,9 +16,9 @@ from twinpool.router.schemas.regular_terms import ALL, text_of_others
 from twinpool.router.schemas.schema_parts import SchemaError
 from twinpool.router.schemas.schema_values import is_of_type, text_of
 from twinpool.router.schemas.schema_ways import Demand, Fact, SchemaWays
-from twinpool.router.schemas.value_forms import FORMS_AT_MOST, Form, ObjectForm, State, few_in_all, state_of
+from twinpool.router.schemas.value_forms import MAX_FORMS, Form, ObjectForm, State, few_in_all, state_of
 
-PATTERNS_AT_MOST = 4
+MAX_PATTERNS = 4
 """Patterns of names whose every combination is a case of its own."""
 _TOO_MANY = "it has too many ways to choose from so many properties; require some of them"
 _REPEATED = (
@@ -99,9 +99,9 @@ class ObjectForms:
         speaks = patterns or names or any("additionalProperties" in schema for schema in schemas) or self.others
         if known and not speaks and not any(fact[0] == "count" and fact[1] for fact in self.facts):
             return (), None
-        if len(patterns) > PATTERNS_AT_MOST:
+        if len(patterns) > MAX_PATTERNS:
             raise SchemaError(
-                self._pattern_path(), f"more than {PATTERNS_AT_MOST} patterns on one object can't be combined"
+                self._pattern_path(), f"more than {MAX_PATTERNS} patterns on one object can't be combined"
             )
         terms = self.ways.terms
         rest = self._of_names(set())
@@ -225,7 +225,7 @@ class ObjectForms:
             return [form((), may, 1, None, False)]  # The engine's own.
         sizes = range(missing, missing + 1) if most is None else range(max(0, missing - 1), most - len(must) + 1)
         sizes = range(sizes.start, min(sizes.stop, len(may) + 1))
-        if not few_in_all((comb(len(may), size) for size in sizes), FORMS_AT_MOST):
+        if not few_in_all((comb(len(may), size) for size in sizes), MAX_FORMS):
             raise SchemaError(path, _TOO_MANY)
         found: list[Form] = []
         if most is None:
@@ -246,7 +246,7 @@ class ObjectForms:
                 low, high = max(least, len(must) + count + 1), most
                 for chosen in combinations(may, count):
                     found.append(form(chosen, (), low, high, True))
-        if len(found) > FORMS_AT_MOST:
+        if len(found) > MAX_FORMS:
             raise SchemaError(path, _TOO_MANY)
         if not found and free and missing > len(may):
             raise SchemaError(path, _REPEATED)

@@ -19,17 +19,17 @@ Ranges = tuple[tuple[int, int], ...]
 """Characters as ascending ranges of code points, both ends within."""
 ALL: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 """Every character; halves of surrogate pairs are none."""
-STEPS_AT_MOST = 40_000
+MAX_STEPS = 40_000
 """Derivatives of one schema."""
-STATES_AT_MOST = 400
+MAX_STATES = 400
 """States of one automaton."""
-WRITTEN_AT_MOST = 150
+MAX_WRITTEN = 150
 """States of an automaton that is written as a regular expression."""
-WORD_AT_MOST = 64
+MAX_WORD = 64
 """Characters of a text that others are told from."""
-NODES_AT_MOST = 20_000
+MAX_NODES = 20_000
 """Characters of texts that others are told from, those of a common beginning once."""
-TEXT_AT_MOST = 1 << 15
+MAX_TEXT = 1 << 15
 """Characters of one regular expression."""
 
 
@@ -197,7 +197,7 @@ class RegularTerms:
 
     def _count(self, steps: int) -> None:
         self.steps += steps
-        if self.steps > STEPS_AT_MOST:
+        if self.steps > MAX_STEPS:
             raise TooMuchWork("its patterns take too many steps to combine; make them simpler")
 
     def _classes(self, term: int) -> list[Ranges]:
@@ -222,7 +222,7 @@ class RegularTerms:
     def _automaton(self, term: int) -> dict[int, list[tuple[Ranges, int]]]:
         """Return the states that `term` leads to, each with its steps."""
         classes = self._classes(term)
-        if len(classes) > STATES_AT_MOST:
+        if len(classes) > MAX_STATES:
             raise TooMuchWork("its patterns tell too many characters apart; make them simpler")
         states: dict[int, list[tuple[Ranges, int]]] = {}
         left = [term]
@@ -230,7 +230,7 @@ class RegularTerms:
             state = left.pop()
             if state in states:
                 continue
-            if len(states) >= STATES_AT_MOST:
+            if len(states) >= MAX_STATES:
                 raise TooMuchWork("its patterns take too many states to combine; make them simpler")
             steps = [(chars, self._after(state, chars[0][0])) for chars in classes]
             states[state] = [(chars, to) for chars, to in steps if to != self.none]
@@ -264,7 +264,7 @@ class RegularTerms:
             return ""
         texts = [self._plain(part) for part in parts] if kind in ("seq", "or", "repeat") else []
         known = [text for text in texts if text is not None]
-        if not texts or len(known) < len(texts) or sum(map(len, known)) > TEXT_AT_MOST:
+        if not texts or len(known) < len(texts) or sum(map(len, known)) > MAX_TEXT:
             return None
         if kind == "seq":
             return "".join(known)
@@ -274,7 +274,7 @@ class RegularTerms:
 
     def _text_of_automaton(self, term: int) -> str:
         found = self._automaton(term)
-        if len(found) > WRITTEN_AT_MOST:
+        if len(found) > MAX_WRITTEN:
             raise TooMuchWork("its patterns take too many states to combine; make them simpler")
         self._count(len(found) ** 2 // 2)  # About what it takes to take the states away.
         states = self._merged(found, term)
@@ -314,19 +314,19 @@ class RegularTerms:
 def text_of_others(words: Iterable[str]) -> str:
     """Return a regular expression, anchored, of all texts that are none of `words`. It is as long as they are together.
 
-    Raises `TooMuchWork` where one of them is longer than `WORD_AT_MOST`.
+    Raises `TooMuchWork` where one of them is longer than `MAX_WORD`.
     """
     root: dict[str, Any] = {}
     nodes = 0
     for word in words:
-        if len(word) > WORD_AT_MOST:
-            raise TooMuchWork(f"a text that is left out may have {WORD_AT_MOST} characters")
+        if len(word) > MAX_WORD:
+            raise TooMuchWork(f"a text that is left out may have {MAX_WORD} characters")
         node = root
         for char in word:
             nodes += char not in node
             node = node.setdefault(char, {})
-        if nodes > NODES_AT_MOST:
-            raise TooMuchWork(f"texts that are left out may have {NODES_AT_MOST} characters together; have fewer")
+        if nodes > MAX_NODES:
+            raise TooMuchWork(f"texts that are left out may have {MAX_NODES} characters together; have fewer")
         node[""] = {}
     return f"^{_others(root)}$"
 
@@ -389,7 +389,7 @@ def _add_edge(out: dict[int, str], to: int, through: str) -> None:
         out[to] = through
     elif known != through:
         out[to] = f"(?:{known}|{through})"
-    if len(out[to]) > TEXT_AT_MOST:
+    if len(out[to]) > MAX_TEXT:
         raise TooMuchWork("its patterns are too long once they are combined; make them simpler")
 
 

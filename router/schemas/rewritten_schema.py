@@ -11,14 +11,14 @@ import re
 from typing import Any
 
 from twinpool.router.schemas.fault_place import Effort
-from twinpool.router.schemas.regular_terms import STEPS_AT_MOST, TooMuchWork
+from twinpool.router.schemas.regular_terms import MAX_STEPS, TooMuchWork
 from twinpool.router.schemas.schema_forms import SchemaForms
 from twinpool.router.schemas.schema_parts import Schema, SchemaError, SchemaParts, ending
-from twinpool.router.schemas.schema_values import LOOKS_AT_MOST
-from twinpool.router.schemas.schema_ways import PRODUCTS_AT_MOST, SchemaWays
+from twinpool.router.schemas.schema_values import MAX_LOOKS
+from twinpool.router.schemas.schema_ways import MAX_PRODUCTS, SchemaWays
 from twinpool.router.schemas.value_forms import Form, State, state_of
 
-STATES_AT_MOST = 4096
+MAX_STATES = 4096
 """States of one schema."""
 
 
@@ -32,8 +32,8 @@ def rewritten(schema: Schema, effort: Effort | None = None) -> Schema:
         return _rewritten(schema, parts, ways, states)
     finally:
         if effort is not None:
-            effort.spent += max(ways.products / PRODUCTS_AT_MOST, ways.terms.steps / STEPS_AT_MOST,
-                                ways.values.looks / LOOKS_AT_MOST, len(states) / STATES_AT_MOST)  # fmt: skip
+            effort.spent += max(ways.products / MAX_PRODUCTS, ways.terms.steps / MAX_STEPS,
+                                ways.values.looks / MAX_LOOKS, len(states) / MAX_STATES)  # fmt: skip
 
 
 def _rewritten(schema: Schema, parts: SchemaParts, ways: SchemaWays, states: dict[State, list[Form]]) -> Schema:
@@ -44,10 +44,10 @@ def _rewritten(schema: Schema, parts: SchemaParts, ways: SchemaWays, states: dic
         state = left.pop()
         if state in states:
             continue
-        if len(states) >= STATES_AT_MOST:
+        if len(states) >= MAX_STATES:
             raise SchemaError(
                 _path(parts, state),
-                f"it takes more than {STATES_AT_MOST} kinds of values once it is combined; make it simpler",
+                f"it takes more than {MAX_STATES} kinds of values once it is combined; make it simpler",
             )
         try:
             states[state] = forms.of(state)

@@ -15,17 +15,17 @@ from twinpool.router.schemas.regular_terms import ALL, text_of_others
 from twinpool.router.schemas.schema_parts import Schema, SchemaError
 from twinpool.router.schemas.schema_values import canonical, decimal, is_of_type, text_of
 from twinpool.router.schemas.schema_ways import Demand, Fact, SchemaWays, Way, about
-from twinpool.router.schemas.value_forms import FORMS_AT_MOST, ArrayForm, Form, PlainForm, State, few_in_all, state_of
+from twinpool.router.schemas.value_forms import MAX_FORMS, ArrayForm, Form, PlainForm, State, few_in_all, state_of
 
-UNIQUE_AT_MOST = 400
+MAX_UNIQUE = 400
 """Arrays that are listed where no item may be there twice."""
 FEW_WORDS = 32
 """Texts left out that are looked at for whether any text is left."""
 FEW_NUMBERS = 64
 """Numbers that are listed rather than described."""
-ITEMS_AT_MOST = 1000
+MAX_ITEMS = 1000
 """Items of an array that are described one by one."""
-PLACES_AT_MOST = 16 * ITEMS_AT_MOST
+MAX_PLACES = 16 * MAX_ITEMS
 """Items of all arrays that are described for one value."""
 
 
@@ -44,8 +44,8 @@ class SchemaForms:
         for way in self._ways.all_of(ordered):
             for form in self._of_way(way, ordered):
                 found.setdefault(repr(form), form)
-        if len(found) > FORMS_AT_MOST:
-            raise SchemaError(self._path(state), f"it has more than {FORMS_AT_MOST} alternatives; have fewer")
+        if len(found) > MAX_FORMS:
+            raise SchemaError(self._path(state), f"it has more than {MAX_FORMS} alternatives; have fewer")
         return list(found.values())
 
     def _path(self, state: State) -> str:
@@ -210,9 +210,9 @@ class SchemaForms:
                 single.setdefault(fact[1], set()).add(fact[2])
         tails = [(fact[1], fact[2]) for fact in facts if fact[0] == "rest"]
         count = max((0, *(len(first) for first, _ in lists), *(at + 1 for at in single), *(at for at, _ in tails)))
-        if max(count, least) > ITEMS_AT_MOST:
+        if max(count, least) > MAX_ITEMS:
             path = self._parts.path(next((fact[1] for fact in facts if fact[0] == "items"), 0))
-            raise SchemaError(path, f"more than {ITEMS_AT_MOST} items can't be described one by one")
+            raise SchemaError(path, f"more than {MAX_ITEMS} items can't be described one by one")
 
         def at(number: int) -> set[Demand]:
             found = each | single.get(number, set()) | {demand for first, demand in tails if number >= first}
@@ -230,7 +230,7 @@ class SchemaForms:
                 for shape in (shape for before in shapes for shape in self._containing(before, fact)):
                     found.append(shape)
                     items += len(shape[0])
-                    if len(found) > FORMS_AT_MOST or items > PLACES_AT_MOST:
+                    if len(found) > MAX_FORMS or items > MAX_PLACES:
                         why = "too many places for what it asks for; have fewer of them, or of prefixItems"
                         raise SchemaError(fact[4], why)
                 shapes = found
@@ -256,8 +256,8 @@ class SchemaForms:
             return
         for start in range(len(first) + 1) if least or most is not None else [0]:
             end = start + (least if most is None else most)
-            if end > ITEMS_AT_MOST:
-                raise SchemaError(fact[4], f"it may ask for {ITEMS_AT_MOST} items")
+            if end > MAX_ITEMS:
+                raise SchemaError(fact[4], f"it may ask for {MAX_ITEMS} items")
             items = [set(each) for each in first]
             items += [set(rest) for _ in range(end - len(items))]
             others = set(rest)
@@ -296,9 +296,9 @@ class SchemaForms:
         if not options:
             size = len(last)
             counts = range(form.least, min(most, size) + 1)
-            if few_in_all((perm(size, count) for count in counts), UNIQUE_AT_MOST):
+            if few_in_all((perm(size, count) for count in counts), MAX_UNIQUE):
                 found = [list(each) for count in counts for each in permutations(last, count)]
-            elif few_in_all((comb(size, count) for count in counts), 4 * UNIQUE_AT_MOST):  # In their order alone.
+            elif few_in_all((comb(size, count) for count in counts), 4 * MAX_UNIQUE):  # In their order alone.
                 found = [list(each) for count in counts for each in combinations(last, count)]
             else:
                 raise SchemaError(
@@ -311,7 +311,7 @@ class SchemaForms:
             choices = options[number] if number < len(options) else last
             level = [[*begun, value] for begun in level for value in choices
                      if canonical(value) not in set(map(canonical, begun))]  # fmt: skip
-            if len(found) + len(level) > UNIQUE_AT_MOST:
+            if len(found) + len(level) > MAX_UNIQUE:
                 raise SchemaError(path, "its items can be put together in too many ways; allow fewer, or set maxItems")
         return [PlainForm({"enum": found})] if found else []
 

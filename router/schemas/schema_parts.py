@@ -18,7 +18,7 @@ Steps = tuple[Step, ...]
 Schema = dict[str, Any]
 K = TypeVar("K", bound=Hashable)
 
-PARTS_AT_MOST = 20_000
+MAX_PARTS = 20_000
 """Subschemas of one schema that is written again."""
 _ONE = frozenset({"additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames",
                   "then", "unevaluatedItems", "unevaluatedProperties"})  # fmt: skip
@@ -103,8 +103,8 @@ class SchemaParts:
         while left:
             steps, schema, base = left.pop()
             count += 1
-            if count > PARTS_AT_MOST:
-                raise SchemaError(shown(steps), f"there are more than {PARTS_AT_MOST} schemas within each other")
+            if count > MAX_PARTS:
+                raise SchemaError(shown(steps), f"there are more than {MAX_PARTS} schemas within each other")
             if not isinstance(schema, dict):
                 continue
             alone = self.older and "$ref" in schema

@@ -17,9 +17,9 @@ from twinpool.router.schemas.ecma_patterns import UnreadPattern, searched
 from twinpool.router.schemas.regular_terms import RegularTerms
 from twinpool.router.schemas.schema_parts import SchemaError, SchemaParts
 
-LOOKS_AT_MOST = 50_000
+MAX_LOOKS = 50_000
 """Looks at a value with a part of a schema."""
-NESTED_AT_MOST = 60
+MAX_NESTED = 60
 """References and parts followed one below the other."""
 Known = bool | None
 """Yes, no, or unknown."""
@@ -118,12 +118,12 @@ class SchemaValues:
     def fits(self, part: int, value: Any) -> Known:
         """Whether a value fits a part of the schema."""
         self.looks += 1
-        if self.looks > LOOKS_AT_MOST:
+        if self.looks > MAX_LOOKS:
             raise SchemaError(self._parts.path(part), "its values take too many steps to look through")
         schema = self._parts.schema(part)
         if isinstance(schema, bool):
             return schema
-        if self._depth >= NESTED_AT_MOST:
+        if self._depth >= MAX_NESTED:
             return None
         self._depth += 1
         try:

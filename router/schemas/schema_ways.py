@@ -16,13 +16,13 @@ from twinpool.router.schemas.schema_parts import SchemaError, SchemaParts
 from twinpool.router.schemas.schema_values import SchemaValues, canonical, decimal, is_number, type_of
 
 ALL_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
-WAYS_AT_MOST = 256
+MAX_WAYS = 256
 """Ways of one schema."""
-PRODUCTS_AT_MOST = 30_000
+MAX_PRODUCTS = 30_000
 """Combinations of ways that are tried for one client's schema."""
-LAID_AT_MOST = 60
+MAX_LAID = 60
 """Schemas within or behind each other that are all about one value."""
-NAMES_AT_MOST = 32
+MAX_NAMES = 32
 """Names of properties that are tried where a schema asks for one that another doesn't have."""
 
 Fact = tuple[Any, ...]
@@ -111,8 +111,8 @@ class SchemaWays:
             before = self._denials
             if demand in self._open:
                 raise SchemaError(self.parts.path(part), "it refers to itself for the same value, which says nothing")
-            if len(self._open) > LAID_AT_MOST:
-                raise SchemaError(self.parts.path(part), f"more than {LAID_AT_MOST} schemas are laid on one value")
+            if len(self._open) > MAX_LAID:
+                raise SchemaError(self.parts.path(part), f"more than {MAX_LAID} schemas are laid on one value")
             self._open.add(demand)
             schema = self.parts.schema(part)
             if isinstance(schema, bool):
@@ -140,14 +140,14 @@ class SchemaWays:
             own = _weight(first)
             for second, weight in zip(other, weights, strict=True):
                 self.products += 1 + (own + weight) // 8
-                if self.products > PRODUCTS_AT_MOST:
+                if self.products > MAX_PRODUCTS:
                     raise SchemaError(path, "its alternatives take too many combinations; have fewer of them, or ones "
                                             "that a constant property tells apart")  # fmt: skip
                 way = _joined(first, second)
                 if way is not None and (way := self._without_clashes(way)) is not None:
                     found.setdefault((way.types, frozenset(way.facts)), way)
-        if len(found) > WAYS_AT_MOST:
-            raise SchemaError(path, f"it has more than {WAYS_AT_MOST} alternatives once they are combined; have fewer")
+        if len(found) > MAX_WAYS:
+            raise SchemaError(path, f"it has more than {MAX_WAYS} alternatives once they are combined; have fewer")
         return list(found.values())
 
     def _without_clashes(self, way: Way) -> Way | None:
@@ -386,8 +386,8 @@ class SchemaWays:
                 done.add(group)
                 found.append(self._unfit_keyword(part, schema, group))
         ways = self.either(*found)
-        if len(ways) > WAYS_AT_MOST:
-            raise SchemaError(self.parts.path(part), f"there are more than {WAYS_AT_MOST} ways not to fit it")
+        if len(ways) > MAX_WAYS:
+            raise SchemaError(self.parts.path(part), f"there are more than {MAX_WAYS} ways not to fit it")
         return ways
 
     def _unfit_keyword(self, part: int, schema: dict[str, Any], key: str) -> Ways:
@@ -456,7 +456,7 @@ class SchemaWays:
             case "propertyNames":
                 self.unsaid.setdefault(path)
                 inner = child(part, key)
-                wrong = [name for name in self.parts.names[:NAMES_AT_MOST] if self.values.fits(inner, name) is False]
+                wrong = [name for name in self.parts.names[:MAX_NAMES] if self.values.fits(inner, name) is False]
                 return self.either(*(_facts(("required", name), of="object") for name in wrong))
             case "dependencies" | "dependentRequired" | "dependentSchemas":
                 return self._not_dependent(part, key, value)
@@ -495,7 +495,7 @@ class SchemaWays:
                 found.append(_facts(("required", name), ("property", name, (inner, False)), of="object"))
         if "patternProperties" in schema or "additionalProperties" in schema:
             self.unsaid.setdefault(self.parts.path(part))
-            for name in [name for name in self.parts.names if name not in named][:NAMES_AT_MOST]:
+            for name in [name for name in self.parts.names if name not in named][:MAX_NAMES]:
                 for other in self.values.of_property(part, name):
                     if other is not None and self.parts.schema(other) is not True:
                         found.append(_facts(("required", name), ("property", name, (other, False)), of="object"))

@@ -11,7 +11,7 @@ from twinpool.router.schemas.schema_ways import Demand
 
 State = frozenset[Demand]
 """What holds of one value."""
-FORMS_AT_MOST = 256
+MAX_FORMS = 256
 """Forms of one value."""
 Reference = Callable[[State], Schema | None]
 """Gives the schema of a state; None where no value fits it."""

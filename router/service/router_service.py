@@ -153,7 +153,7 @@ class RouterService:
             short_share=config.prefill.short_share,
             cache=config.cache_for(Role.PREFILL),
             local=local_prefill(config),
-            told=index,
+            kv_index=index,
             rng=random.Random(),
         )
         self._count(config, ports, index)

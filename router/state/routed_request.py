@@ -263,11 +263,11 @@ class RoutedRequest:
 
     def computed_by(self, numerics: str) -> None:
         """Set the numerics class of a new attempt's workers; it can't change once something was delivered."""
-        assert self.numerics == numerics or not self.told, "an answer stays in its numerics class"
+        assert self.numerics == numerics or not self.delivered, "an answer stays in its numerics class"
         self.numerics = numerics
 
     @property
-    def told(self) -> bool:
+    def delivered(self) -> bool:
         """Whether any token or score of the answer was delivered."""
         return bool(self.emitted) or (self.scores_in and self.sampling.prompt_logprobs is not None)
 

@@ -36,7 +36,7 @@ from twinpool.router.openai.parse_request import (
 )
 from twinpool.router.openai.request_fields import (
     DETOKENIZE,
-    IGNORED_AT_MOST,
+    MAX_IGNORED,
     TOKENIZE,
     TOKENIZE_OTHERS,
     describe,
@@ -53,7 +53,7 @@ BODY_BYTES_LEAST = 1024**2
 BODY_BYTES_A_POSITION = 32
 """A token id takes up to 8 bytes of a body, a token of text about 5 bytes, and of escaped text four times that."""
 BODY_BYTES_MOST = 64 * 1024**2
-CONTAINERS_AT_MOST = 65_536
+MAX_CONTAINERS = 65_536
 """Limit on the number of lists and objects in one body."""
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 
@@ -279,10 +279,10 @@ class BodyReader:
     @staticmethod
     def _tree(raw: bytes) -> dict[str, Any]:
         # Brackets within strings don't count; only a body with many brackets is worth the search for strings.
-        if raw.count(b"[") + raw.count(b"{") > CONTAINERS_AT_MOST:
+        if raw.count(b"[") + raw.count(b"{") > MAX_CONTAINERS:
             bare = _STRING.sub(b"", raw)
-            if bare.count(b"[") + bare.count(b"{") > CONTAINERS_AT_MOST:
-                raise RequestError(f"the body has more than {CONTAINERS_AT_MOST} lists and objects")
+            if bare.count(b"[") + bare.count(b"{") > MAX_CONTAINERS:
+                raise RequestError(f"the body has more than {MAX_CONTAINERS} lists and objects")
         return read_json(raw)
 
     def _one(self, request: GenerateRequest, prompt: Prompt) -> PreparedPrompt:
@@ -341,7 +341,7 @@ class BodyReader:
 
 def _with_ignored(request: GenerateRequest, ignored: tuple[str, ...]) -> GenerateRequest:
     """Return a request with further fields that have no effect."""
-    return replace(request, ignored=(ignored + request.ignored)[:IGNORED_AT_MOST])
+    return replace(request, ignored=(ignored + request.ignored)[:MAX_IGNORED])
 
 
 def too_long(tokens: int, context: int, param: str) -> RequestError:

@@ -11,7 +11,7 @@ from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Event
-from twinpool.router.links.worker_links import RETRY_FIRST_S, RETRY_MOST_S
+from twinpool.router.links.worker_links import MAX_RETRY_S, RETRY_FIRST_S
 from twinpool.router.state.worker_table import WorkerKey
 from twinpool.sim.fabric.sim_wire import pack_commands, unpack_commands, unpack_events
 from twinpool.sim.fabric.virtual_time import SimProcess
@@ -128,7 +128,7 @@ class SimLink:
             self.linked = False
             self.router.unlinked(self.key, StreamEnd(reason, left))
         self.router.process.later(self._pause, self._connect)
-        self._pause = min(2 * self._pause, RETRY_MOST_S)
+        self._pause = min(2 * self._pause, MAX_RETRY_S)
 
     def _hang_up(self) -> None:
         session, self._session = self._session, None

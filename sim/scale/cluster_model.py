@@ -123,7 +123,7 @@ class ClusterModel:
                 AuditConfig(fraction=0.0),
                 short_share=plan.prefill.short_share,
                 cache=config.cache,
-                told=KVIndexReader(self._index.path) if self._index is not None else None,
+                kv_index=KVIndexReader(self._index.path) if self._index is not None else None,
                 rng=random.Random(f"policy {seed} {number}"),
             )
             for number in range(plan.routers)

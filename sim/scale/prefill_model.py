@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from twinpool.router.kv_indexer.holder_sets import DEVICE, HOST, SLOTS_AT_MOST
+from twinpool.router.kv_indexer.holder_sets import DEVICE, HOST, MAX_SLOTS
 from twinpool.router.kv_indexer.holder_table import HolderTable
 from twinpool.router.kv_indexer.table_memory import SlotWriter, TableMemory, TableSize
 from twinpool.router.state.worker_table import WorkerKey
@@ -98,7 +98,7 @@ class SimIndex:
         """`workers`: as many as there may be at a time; `blocks`: of all of their caches together."""
         self._folder = TemporaryDirectory(prefix="twinpool-sim-")
         self.path = Path(self._folder.name) / "index"
-        slots = min(SLOTS_AT_MOST // 8 * 8, -(-(2 * workers + 64) // 8) * 8)
+        slots = min(MAX_SLOTS // 8 * 8, -(-(2 * workers + 64) // 8) * 8)
         size = TableSize(max(1 << 10, -(-blocks * 10 // 9 // 8)), slots, 4096)
         self._memory = TableMemory.create(self.path, size, block_tokens)
         self._table, self._slots = HolderTable(self._memory), SlotWriter(self._memory)

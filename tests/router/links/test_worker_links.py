@@ -17,7 +17,7 @@ from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
 from twinpool.router.links import worker_links
-from twinpool.router.links.worker_links import RETRY_FIRST_S, RETRY_MOST_S, WorkerLinks
+from twinpool.router.links.worker_links import MAX_RETRY_S, RETRY_FIRST_S, WorkerLinks
 from twinpool.router.state.worker_table import WorkerKey
 
 A, B = WorkerName("decode-0"), WorkerName("decode-1")
@@ -138,9 +138,9 @@ async def test_a_worker_that_refuses_is_tried_again_ever_more_seldom_and_as_at_f
     await site.goes(*(ConnectionError(f"no {number}") for number in range(refusals)))
     assert site.links.refused(key()) == f"no {refusals - 1}"
     assert site.links.missing == 1
-    doubled = [min(RETRY_FIRST_S * 2**number, RETRY_MOST_S) for number in range(refusals)]
+    doubled = [min(RETRY_FIRST_S * 2**number, MAX_RETRY_S) for number in range(refusals)]
     assert site.pauses == doubled
-    assert doubled[-1] == RETRY_MOST_S
+    assert doubled[-1] == MAX_RETRY_S
     site.links.send(key(), [CANCEL])  # Nobody is there to hear it, and the core knows.
     await site.goes(None)
     assert site.of("linked") == [key()]

@@ -66,7 +66,7 @@ def test_what_was_done_for_prompts_without_a_first_token_counts_once() -> None:
 
 
 def test_choices_whose_workers_never_report_take_no_more_room_than_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_tally, "UNANSWERED_AT_MOST", 3)
+    monkeypatch.setattr(request_tally, "MAX_UNANSWERED", 3)
     tally = RequestTally()
     for number in range(10):
         tally.unanswered(choice_of(str(number)))

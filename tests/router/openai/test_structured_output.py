@@ -16,7 +16,7 @@ from twinpool.router.openai import structured_output
 from twinpool.router.openai.client_grammar import check_grammar
 from twinpool.router.openai.json_schemas import close, nodes_of
 from twinpool.router.openai.request_fields import STRUCTURED_OUTPUT
-from twinpool.router.openai.structured_output import CHOICES_AT_MOST, may_need_grammar, read_grammar
+from twinpool.router.openai.structured_output import MAX_CHOICES, may_need_grammar, read_grammar
 from twinpool.router.openai.tools import read_tools
 from twinpool.router.schemas.schema_parts import Place, Steps, first_place
 
@@ -138,10 +138,10 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": "\ud800"}}, "structured_outputs", "lone surrogates"),
     ({"guided_choice": ["a", "\ud800"]}, "guided_choice", "lone surrogates"),
     ({"ebnf": 'start: "\ud800"'}, "ebnf", "lone surrogates"),
-    ({"guided_choice": []}, "guided_choice", f"1 to {CHOICES_AT_MOST} strings"),
+    ({"guided_choice": []}, "guided_choice", f"1 to {MAX_CHOICES} strings"),
     ({"guided_choice": ["a", ""]}, "guided_choice", "strings"),
     ({"guided_choice": ["a", 5]}, "guided_choice", "strings"),
-    ({"guided_choice": [str(n) for n in range(CHOICES_AT_MOST + 1)]}, "guided_choice", "strings"),
+    ({"guided_choice": [str(n) for n in range(MAX_CHOICES + 1)]}, "guided_choice", "strings"),
     ({"guided_grammar": '%llguidance {}\nstart: "a"'}, "guided_grammar", "not supported"),
     ({"ebnf": 'start: %json {"x-guidance": {"lenient": true}}'}, "ebnf", "not supported"),
     ({"guided_grammar": '{"grammars": [{"lark_grammar": "start: \\"a\\""}]}'}, "guided_grammar", "Expected name"),

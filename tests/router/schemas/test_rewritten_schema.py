@@ -300,11 +300,11 @@ def test_no_clients_schema_takes_much_work(name: str, monkeypatch: pytest.Monkey
     written = ""
     with suppress(ValueError):
         written = json.dumps(followed(HOSTILE[name]))
-    assert 0 < joined <= 3 * schema_ways.PRODUCTS_AT_MOST  # With those that are tried to find the place of a fault.
-    assert values <= 64 * schema_ways.PRODUCTS_AT_MOST
-    assert items <= 2 * schema_forms.PLACES_AT_MOST
+    assert 0 < joined <= 3 * schema_ways.MAX_PRODUCTS  # With those that are tried to find the place of a fault.
+    assert values <= 64 * schema_ways.MAX_PRODUCTS
+    assert items <= 2 * schema_forms.MAX_PLACES
     assert len(written) <= 2_000_000
-    assert sum(terms.steps for terms in made) <= 2 * (regular_terms.STEPS_AT_MOST + regular_terms.WRITTEN_AT_MOST**2)
+    assert sum(terms.steps for terms in made) <= 2 * (regular_terms.MAX_STEPS + regular_terms.MAX_WRITTEN**2)
 
 
 EXTREMES: list[Schema] = [

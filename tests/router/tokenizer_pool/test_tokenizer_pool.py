@@ -24,7 +24,7 @@ from twinpool.router.openai.chat_format import AnswerFormat
 from twinpool.router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from twinpool.router.tokenizer_pool import tokenizer_pool as module
 from twinpool.router.tokenizer_pool import tokenizer_process
-from twinpool.router.tokenizer_pool.prepare_request import CONTAINERS_AT_MOST, BodyReader, body_limit
+from twinpool.router.tokenizer_pool.prepare_request import MAX_CONTAINERS, BodyReader, body_limit
 from twinpool.router.tokenizer_pool.tokenizer_pool import LARGE_BYTES, TokenizerPool
 from twinpool.router.tokenizer_pool.tokenizer_process import (
     HEAD,
@@ -445,10 +445,10 @@ def test_a_failure_inside_a_reader_is_told_and_not_raised(
 
 
 def test_brackets_are_counted_outside_of_strings_only(model_tokenizer: ModelTokenizer) -> None:
-    text = "[{" * CONTAINERS_AT_MOST + '\\"['
+    text = "[{" * MAX_CONTAINERS + '\\"['
     assert intake(model_tokenizer)._tree(json.dumps({"prompt": text}).encode()) == {"prompt": text}
     with pytest.raises(RequestError, match="more than 65536 lists and objects"):
-        intake(model_tokenizer)._tree(b'{"x":[' + b"[]," * CONTAINERS_AT_MOST + b"[]]}")
+        intake(model_tokenizer)._tree(b'{"x":[' + b"[]," * MAX_CONTAINERS + b"[]]}")
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
