@@ -61,7 +61,7 @@ from twinpool.transfer.net.waiter import Waiter
 from twinpool.transfer.net.zmq_channel import ZmqControlTransport
 from twinpool.transfer.planes.follower_links import FollowerLinks
 from twinpool.transfer.planes.make_plane import make_plane
-from twinpool.transfer.rooms.compatibility import fingerprint as fingerprint_of
+from twinpool.transfer.rooms.peers import fingerprint as fingerprint_of
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
 from twinpool.worker.worker_loop import WorkerSetup

@@ -43,7 +43,7 @@ from twinpool.sim.scenario.scenario import CONTEXT, ClusterShape, pool_set
 from twinpool.transfer.planes.data_plane import DataPlane
 from twinpool.transfer.planes.follower_links import FollowerLinks
 from twinpool.transfer.planes.tp_plane import TPDataPlane
-from twinpool.transfer.rooms.compatibility import fingerprint
+from twinpool.transfer.rooms.peers import fingerprint
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
 from twinpool.worker.worker_loop import WorkerSetup

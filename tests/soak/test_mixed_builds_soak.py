@@ -69,9 +69,7 @@ BUILDS = {
     # Libraries that take fewer instructions.
     "libraries": OtherBuild((), PINNED, True),
     "protocol": OtherBuild((SourceEdit("contracts/messages/fingerprint.py", "PROTOCOL = 4\n", "PROTOCOL = 5\n"),)),
-    "layout": OtherBuild(
-        (SourceEdit("transfer/rooms/compatibility.py", "sort_keys=True)", "sort_keys=True) + 'padded'"),)
-    ),
+    "layout": OtherBuild((SourceEdit("transfer/rooms/peers.py", "sort_keys=True)", "sort_keys=True) + 'padded'"),)),
 }
 
 Told = tuple[tuple[int, ...], tuple[float, ...]]

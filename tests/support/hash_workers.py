@@ -26,7 +26,7 @@ from twinpool.sim.fabric.hash_engine import HashEngine
 from twinpool.transfer.net.waiter import Waiter
 from twinpool.transfer.net.zmq_channel import ZmqControlTransport
 from twinpool.transfer.planes.make_plane import make_plane
-from twinpool.transfer.rooms.compatibility import fingerprint
+from twinpool.transfer.rooms.peers import fingerprint
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
 from twinpool.worker.worker_loop import WorkerSetup

@@ -22,9 +22,9 @@ from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RoomId
 from twinpool.transfer.net.control_channel import ControlChannel
 from twinpool.transfer.rooms import room_messages as m
-from twinpool.transfer.rooms.receiver.receiver_peer_events import ReceiverPeer as Writer
+from twinpool.transfer.rooms.receiver.receiver_peers import ReceiverPeer as Writer
 from twinpool.transfer.rooms.room_outcomes import PromptArrived
-from twinpool.transfer.rooms.sender.sender_peer_events import SenderPeer as Reader
+from twinpool.transfer.rooms.sender.sender_peers import SenderPeer as Reader
 
 JUNK: tuple[Any, ...] = (
     None, True, 7, -1, 2**63, 1.5, float("nan"), "x", "x" * 3000, b"", b"\xff" * 40, [], [[[]]], {}, {"a": {"b": []}},

@@ -39,8 +39,8 @@ from twinpool.transfer.planes.data_plane import DataPlane, PageNumbers
 from twinpool.transfer.planes.make_plane import make_plane
 from twinpool.transfer.planes.tp_plane import TPDataPlane
 from twinpool.transfer.rooms import room_outcomes
-from twinpool.transfer.rooms.compatibility import fingerprint
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
+from twinpool.transfer.rooms.peers import fingerprint
 from twinpool.transfer.rooms.receiver import receiver_rooms
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, SendablePages

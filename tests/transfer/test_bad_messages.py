@@ -312,7 +312,7 @@ def test_every_field_of_every_frame_may_be_wrong() -> None:
         t.both.until(lambda: plane.dropped >= len(bad), f"{len(bad)} dropped")
         assert plane.dropped == len(bad)
         socket.close(linger=0)
-        slots = t.both.receiver._notices._arrivals._slots
+        slots = t.both.receiver._arrivals._slots
         assert not slots.any(), "nobody has written metadata"
         t.untouched()
         t.ends_well()

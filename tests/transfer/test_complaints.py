@@ -37,8 +37,8 @@ from twinpool.transfer.planes.make_plane import make_plane
 from twinpool.transfer.planes.tcp import zmq_plane as tcp
 from twinpool.transfer.planes.tcp.zmq_link import ZmqLink
 from twinpool.transfer.rooms import room_messages as m
-from twinpool.transfer.rooms.compatibility import fingerprint
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata, pack
+from twinpool.transfer.rooms.peers import fingerprint
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived, RoomReleased
 from twinpool.transfer.rooms.sender.kv_sender import KVSender, _sealed
@@ -282,7 +282,7 @@ def test_a_decode_worker_that_restarted_is_not_written_to_by_stale_addresses(
         assert stale.peer is not None
         assert stale.target is not None
         new = start()
-        before, slots = image(new._pools), new._notices._arrivals._slots.clone()
+        before, slots = image(new._pools), new._arrivals._slots.clone()
         if plane in OVER_TCP:
             # What is sent while the old connection ends may be lost with it: only the next one is of interest here.
             ended = False
@@ -304,7 +304,7 @@ def test_a_decode_worker_that_restarted_is_not_written_to_by_stale_addresses(
             assert new.poll() == []
             waiter.wait(0.01)
         assert image(new._pools) == before
-        assert torch.equal(new._notices._arrivals._slots, slots)
+        assert torch.equal(new._arrivals._slots, slots)
         assert room not in writer._rooms
 
 

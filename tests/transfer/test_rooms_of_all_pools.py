@@ -16,8 +16,8 @@ from twinpool.contracts.errors import ErrorKind, WireError
 from twinpool.contracts.ids import Incarnation, WorkerName
 from twinpool.contracts.messages.router_commands import PeerRef
 from twinpool.transfer.rooms import room_messages as m
-from twinpool.transfer.rooms.pool_shares import PoolProgress, RoomProgress
 from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived, SendablePages
+from twinpool.transfer.rooms.room_states import PoolProgress, RoomProgress
 
 Place = tuple[str, int]
 """A pool, and an index in it."""
@@ -440,5 +440,5 @@ def test_a_grant_of_places_that_cannot_be_is_refused_with_a_word(places: str) ->
         both.until(lambda: both.sender._peers, "hello")
         (entry,) = both.sender._peers.values()
         with pytest.raises(WireError, match=f"room {prompt.room} was granted places of"):
-            both.sender._messages.hear(entry, m.PageGrant(prompt.room, BAD_PLACES[places], 0, 0, 1))
+            both.sender._rooms.hear(entry, m.PageGrant(prompt.room, BAD_PLACES[places], 0, 0, 1))
         assert not both.sender.granted(prompt.room)

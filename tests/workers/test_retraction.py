@@ -401,7 +401,7 @@ def test_a2_what_prefill_handed_over_is_the_requests_own_whatever_becomes_of_its
         had = replace(request.metadata)
         decode._scheduler.retract(request)
         until(both, lambda: request.swapped is not None or request.stepped)
-        decode._receiver._notices._arrivals._slots.fill_(255)
+        decode._receiver._arrivals._slots.fill_(255)
         both.run(asked)
         assert request.metadata == had
         assert request.metadata.logprob is not None

@@ -1,4 +1,4 @@
-"""Rooms: the hand-over of one request, as two state tables and nothing else.
+"""Rooms: the hand-over of one request, as two state tables; what it still has to hand over; rooms that are over.
 
     decode (receiver)                                     prefill (sender)
 
@@ -19,12 +19,24 @@ Rules, each kept by the tables below:
 - Every terminal event of one side reaches the other: `RoomFailed` and `NothingToDecode` go to decode, `AbortRoom` to
   prefill.
 - Terminal states are final; each end drops and counts a late message for an ended room.
+
+Each pool's share of a room is a run of page numbers, handed over from its first to its last. The room is done when all
+shares are (hazard C1: pages that came without their windows and states are no hand-over), and a pool of which nothing
+was wanted is in a state of its own, not "all of none" (hazard C2).
+
+A last word is the message that ends a room. A room is used once, so both ends remember the rooms that have ended,
+bounded. A last word may be lost with a connection: the peer that was told it is told again once the connection is back,
+and a peer that asks about an ended room later gets the same word.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterator, Mapping
 from enum import StrEnum
+from typing import Generic, Protocol, TypeVar
 
+from twinpool.contracts.ids import RoomId
 from twinpool.contracts.state_table import StateTable
 
 
@@ -148,3 +160,131 @@ RECEIVER = StateTable[ReceiverState, ReceiverEvent](
         },
     },
 )
+
+
+# ---------------------------------------------------------------- what is left, and what is over
+
+
+class PoolProgress(StrEnum):
+    """How far the share of one pool is."""
+
+    NOTHING = "nothing"
+    """Nothing of the pool was wanted."""
+    COMING = "coming"
+    DONE = "done"
+
+
+class RoomProgress:
+    """The numbers that are wanted of each pool, and how many of them have been handed over.
+
+    Both ends keep one: the writer of the pages that it has still to write, the reader of those still to arrive.
+    """
+
+    def __init__(self, wanted: Mapping[str, range]) -> None:
+        self._wanted = dict(wanted)
+        self._next = {pool: numbers.start for pool, numbers in wanted.items()}
+
+    def share(self, pool: str) -> PoolProgress:
+        if not self._wanted.get(pool):
+            return PoolProgress.NOTHING
+        return PoolProgress.COMING if self.left(pool) else PoolProgress.DONE
+
+    def left(self, pool: str) -> range:
+        """Return the numbers of `pool` that are wanted and not handed over yet; empty where nothing is wanted."""
+        wanted = self._wanted.get(pool, range(0))
+        return range(self._next.get(pool, 0), wanted.stop)
+
+    def takes(self, pool: str, numbers: range) -> bool:
+        """Return whether `numbers` are the next ones of `pool`: not empty, without a gap, and wanted."""
+        left = self.left(pool)
+        return bool(numbers) and numbers.start == left.start and numbers.stop <= left.stop
+
+    def advance(self, pool: str, numbers: range) -> None:
+        """Record that `numbers` are handed over. `takes` must hold for them."""
+        assert self.takes(pool, numbers), f"{pool} {numbers}: {self.left(pool)} is left"
+        self._next[pool] = numbers.stop
+
+    @property
+    def done(self) -> bool:
+        """Whether no pool has anything left."""
+        return all(self.share(pool) is not PoolProgress.COMING for pool in self._wanted)
+
+    def __str__(self) -> str:
+        """The numbers that are left, in words for logs and errors."""
+        left = {pool: self.left(pool) for pool in self._wanted if self.share(pool) is PoolProgress.COMING}
+        return ", ".join(f"{pool} {r.start}..{r.stop - 1}" for pool, r in left.items()) or "nothing"
+
+
+class _OfPeer(Protocol):
+    @property
+    def peer(self) -> object: ...
+
+
+WordT = TypeVar("WordT")
+RoomT = TypeVar("RoomT", bound=_OfPeer)
+OutcomeT = TypeVar("OutcomeT")
+_REMEMBERED = 65536
+"""Ended rooms that are remembered; the oldest are forgotten first."""
+_TOLD = 256
+"""Last words to one peer that are kept to be sent again: the newest."""
+
+
+class EndedRooms(Generic[WordT]):
+    """Ended rooms of one end, oldest first. `WordT`: the type of that end's last word about a room."""
+
+    def __init__(self) -> None:
+        self._words: OrderedDict[RoomId, WordT | None] = OrderedDict()
+        self._told: dict[Hashable, deque[RoomId]] = {}
+
+    def __contains__(self, room: RoomId) -> bool:
+        return room in self._words
+
+    def remember(self, room: RoomId, word: WordT | None = None) -> None:
+        """Record that `room` has ended. `word`: the last word about it; None where nothing needs to be sent again."""
+        self._words[room] = word
+        while len(self._words) > _REMEMBERED:
+            self._words.popitem(last=False)
+
+    def last_word(self, room: RoomId) -> WordT | None:
+        """Return the last word about `room`; None where it has none, or the room isn't remembered."""
+        return self._words.get(room)
+
+    def told(self, peer: Hashable, room: RoomId) -> None:
+        """Record that `peer` is told the last word about `room`."""
+        self._told.setdefault(peer, deque(maxlen=_TOLD)).append(room)
+
+    def resend_to(self, peer: Hashable) -> list[WordT]:
+        """Return the last words that `peer` was told, in order, of rooms that are still remembered."""
+        words = [self._words.get(room) for room in self._told.get(peer, ())]
+        return [word for word in words if word is not None]
+
+    def forget(self, peer: Hashable) -> None:
+        """Forget what `peer` was told: nothing is sent to it again. The rooms stay remembered."""
+        self._told.pop(peer, None)
+
+
+class RoomTable(Mapping[RoomId, RoomT], Generic[RoomT, OutcomeT, WordT]):
+    """The rooms of one end that have not ended, by id, with those that have, and the outcomes for the worker."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[RoomId, RoomT] = {}
+        self._outcomes: list[OutcomeT] = []
+        self.ended = EndedRooms[WordT]()
+
+    def __getitem__(self, room: RoomId) -> RoomT:
+        return self._rooms[room]
+
+    def __iter__(self) -> Iterator[RoomId]:
+        return iter(self._rooms)
+
+    def __len__(self) -> int:
+        return len(self._rooms)
+
+    def of(self, peer: object) -> list[RoomT]:
+        """Return the rooms with `peer`."""
+        return [room for room in self._rooms.values() if room.peer is peer]
+
+    def take_outcomes(self) -> list[OutcomeT]:
+        """Return the outcomes of rooms since the last call."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes

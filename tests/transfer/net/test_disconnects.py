@@ -203,7 +203,7 @@ def test_a5_pages_of_a_room_given_up_while_its_writer_is_out_of_reach_return_on_
 @pytest.mark.parametrize("plane", PLANES)
 def test_a9_pages_that_were_lost_with_their_connection_are_never_taken_for_arrived(plane: str) -> None:
     with proxied(plane) as (both, _, proxy):
-        both.receiver._notices._arrivals._verify = False  # Not even where nobody looks at tags.
+        both.receiver._arrivals._verify = False  # Not even where nobody looks at tags.
         prompt = opened(both)
         both.sender.write(prompt.room, {"full": prompt.part("full", range(1))}, (DONE,))
         both.until(lambda: data(proxy).passed and both.receiver._rooms[prompt.room].digests, "the first page")

@@ -11,7 +11,7 @@ from tests.support.room_ends import ends
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.messages.fingerprint import PROTOCOL, Fingerprint, mismatch, numerics_class
 from twinpool.transfer.rooms import room_messages as m
-from twinpool.transfer.rooms.compatibility import fingerprint
+from twinpool.transfer.rooms.peers import fingerprint
 from twinpool.transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["full"]

@@ -11,8 +11,8 @@ from twinpool.contracts.ids import Incarnation, RoomId, WorkerName
 from twinpool.contracts.messages.router_commands import PeerRef
 from twinpool.transfer.rooms.room_messages import GrantedPages, PageGrant
 from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, PromptArrived
-from twinpool.transfer.rooms.sender import early_grants
-from twinpool.transfer.rooms.sender.early_grants import EarlyGrants
+from twinpool.transfer.rooms.sender import sender_peers as early_grants
+from twinpool.transfer.rooms.sender.sender_peers import EarlyGrants
 
 
 def grant(room: str, places: int, ticket: int = 1) -> PageGrant:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from twinpool.contracts.ids import RoomId
-from twinpool.transfer.rooms import ended_rooms
-from twinpool.transfer.rooms.ended_rooms import EndedRooms
+from twinpool.transfer.rooms import room_states as ended_rooms
+from twinpool.transfer.rooms.room_states import EndedRooms
 
 
 def rooms(*names: str) -> list[RoomId]:

@@ -18,7 +18,7 @@ from twinpool.contracts.messages.worker_status import EndedWorker
 from twinpool.sim.fabric.sim_plane import SimPlane
 from twinpool.sim.fabric.virtual_time import SimProcess
 from twinpool.transfer.net import process_watch
-from twinpool.transfer.rooms.ended_workers import EndedWorkers
+from twinpool.transfer.rooms.peers import EndedWorkers
 from twinpool.transfer.rooms.room_outcomes import HandoverFailed
 
 SPEC = pool_sets()["all"]

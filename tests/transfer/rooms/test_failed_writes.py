@@ -32,7 +32,7 @@ def failing(plane: str, verify: bool) -> Iterator[tuple[Ends, Prompt, dict[str, 
     """A room whose second write comes after a step that fails."""
     device = AdversarialDevice(1, stray=0.0)
     with ends(SPEC, plane, device=device) as both:
-        both.receiver._notices._arrivals._verify = verify
+        both.receiver._arrivals._verify = verify
         prompt = both.prompt(24)
         leases = both.open(prompt)
         both.sender.write(prompt.room, {"full": prompt.part("full", range(2))}, ())

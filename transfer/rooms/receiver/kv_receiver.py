@@ -1,9 +1,8 @@
 """The KV receiver, decode's end of the rooms: grants pages, checks what arrives, hands complete prompts to the worker.
 
 A room is granted places for what decode lacks of each pool, and is complete when all of that has arrived. The parts of
-the receiver are its rooms, which own pages and slots while they last (`receiver_rooms.py`), its peers
-(`receiver_peers.py`), their notices about rooms (`writer_notices.py`), and the check of pages and metadata
-(`arrival_check.py`).
+the receiver are its rooms, which own pages and slots while they last, with the writers' notices about them
+(`receiver_rooms.py`), the check of pages and metadata (`receiver_room.py`), and its peers (`receiver_peers.py`).
 """
 
 from __future__ import annotations
@@ -26,14 +25,12 @@ from twinpool.contracts.messages.worker_status import EndedWorker
 from twinpool.transfer.net.control_channel import ControlTransport
 from twinpool.transfer.planes.data_plane import SLOT_BYTES, DataPlane, PageNumbers, RoomTarget
 from twinpool.transfer.rooms import room_messages as m
-from twinpool.transfer.rooms.pool_shares import RoomProgress
-from twinpool.transfer.rooms.receiver import receiver_peer_events as events
-from twinpool.transfer.rooms.receiver.arrival_check import ArrivalCheck
+from twinpool.transfer.rooms.receiver import receiver_peers as events
 from twinpool.transfer.rooms.receiver.receiver_peers import ReceiverPeers
+from twinpool.transfer.rooms.receiver.receiver_room import ArrivalCheck
 from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome, ReceiverRooms
-from twinpool.transfer.rooms.receiver.writer_notices import WriterNotices
 from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt
-from twinpool.transfer.rooms.room_states import ReceiverEvent, ReceiverState
+from twinpool.transfer.rooms.room_states import ReceiverEvent, ReceiverState, RoomProgress
 
 log = logging.getLogger("twinpool.transfer")
 _LOOK_AGAIN_S = 0.002
@@ -64,9 +61,9 @@ class KVReceiver:
         memory = plane.allocate("slots", slots * SLOT_BYTES).view(slots, SLOT_BYTES)
         self.slots = PageAllocator("metadata slots", slots)
         self._peers = ReceiverPeers(name, incarnation, fingerprint, plane, pools, config, transport, clock)
-        self._rooms = ReceiverRooms(plane, self._peers, config, clock)
-        self._notices = WriterNotices(self._rooms, ArrivalCheck(pools, device, memory, verify), pools, clock)
-        self.damage = self._notices.damage
+        self._arrivals = ArrivalCheck(pools, device, memory, verify)
+        self._rooms = ReceiverRooms(plane, self._peers, self._arrivals, pools, config, clock)
+        self.damage = self._rooms.damage
         """Rooms in which something arrived that isn't what was promised, by pool, or by "metadata"."""
         self.refused = 0
         """Messages and notices, heard or said, that could not be used."""
@@ -142,11 +139,11 @@ class KVReceiver:
                 self._hear(heard)
         for data in self._plane.poll():
             try:
-                self._notices.hear(m.decode_notice(data))
+                self._rooms.hear(m.decode_notice(data))
             except WireError as error:
                 self._refuse("notice", error)
                 self._plane.dropped += 1
-        self._notices.poll()
+        self._rooms.poll()
         for late in self._peers.late():
             self._hear(late)
         self._rooms.expire()
@@ -159,12 +156,12 @@ class KVReceiver:
     @property
     def checking(self) -> bool:
         """Whether pages that arrived are being checked: they stay pinned meanwhile, also those of rooms that ended."""
-        return self._notices.checking
+        return self._arrivals.sweep() > 0
 
     @property
     def late(self) -> int:
         """Messages that came for a room that had ended."""
-        return self._notices.late
+        return self._rooms.late
 
     @property
     def damaged(self) -> int:
@@ -197,7 +194,7 @@ class KVReceiver:
         return found
 
     def close(self) -> None:
-        self._notices.close()
+        self._arrivals.close()
         self._peers.close()
         self._plane.close()
 
@@ -207,7 +204,7 @@ class KVReceiver:
         match heard:
             case events.NoticeHeard(peer, _):
                 try:
-                    self._notices.hear_from(heard)
+                    self._rooms.hear_from(heard)
                 except WireError as error:
                     self._refuse(f"message of {peer.ref.name}", error)
             case events.MessageUnusable(peer, error):

@@ -8,8 +8,8 @@ that it may still write (hazard A5).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from twinpool.cache.memory.page_moves import describe_spec
 from twinpool.cache.pool.pool_set import PoolSet
@@ -19,30 +19,118 @@ from twinpool.contracts.errors import WireError
 from twinpool.contracts.ids import Incarnation, RoomId, WorkerName
 from twinpool.contracts.messages.fingerprint import Fingerprint, mismatch
 from twinpool.contracts.messages.router_commands import PeerRef
-from twinpool.contracts.messages.worker_status import EndedWorker
-from twinpool.transfer.net.control_channel import ControlTransport
+from twinpool.transfer.net.control_channel import ControlChannel, ControlTransport, PeerWatch
 from twinpool.transfer.planes.data_plane import DataPlane
 from twinpool.transfer.rooms import room_messages as m
-from twinpool.transfer.rooms.ended_workers import EndedWorkers
-from twinpool.transfer.rooms.receiver.receiver_peer_events import (
-    GrantsLeft,
-    MessageRefused,
-    MessageUnusable,
-    NoticeHeard,
-    PeerCut,
-    PeerDied,
-    PeerGone,
-    PeerKey,
-    PeerParted,
-    PeerUnreachable,
-    ReceiverPeer,
-    ReceiverPeerEvent,
-    WriterMessage,
-)
+from twinpool.transfer.rooms.peers import PeerTable
 
 log = logging.getLogger("twinpool.transfer")
 _AT_ONCE = 256
 """Messages of one peer that one `hear` takes in at most."""
+
+WriterMessage = m.PageGrant | m.AbortRoom | m.HandoverReceived
+PeerKey = tuple[WorkerName, Incarnation]
+
+
+@dataclass(eq=False)
+class ReceiverPeer:
+    """A writer that this worker has said hello to."""
+
+    ref: PeerRef
+    channel: ControlChannel
+    deadline: float
+    """Until when the peer must answer the hello, by the clock."""
+    welcome: m.Welcome | None = None
+    watch: PeerWatch | None = None
+    estranged: bool = False
+    """The peer refused this worker, never answered, or was replaced: it is kept only for its rooms in quarantine."""
+    queued: dict[RoomId, WriterMessage] = field(default_factory=dict)
+    """Messages that are sent after its welcome: the latest of each room."""
+    down_since: float | None = None
+    """Since when there has been no connection to it, after there was one, by the clock."""
+    access: int = 1
+    """Number of the access to this worker's memory that it has: a new one after each that was ended."""
+
+    @property
+    def key(self) -> PeerKey:
+        return self.ref.name, self.ref.incarnation
+
+    @property
+    def awaited(self) -> bool:
+        """Whether the peer has still to welcome this worker."""
+        return self.welcome is None and not self.estranged
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDied:
+    """The peer can't write any more, and is forgotten: its death is proven, or its access has been ended."""
+
+    peer: ReceiverPeer
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerParted:
+    """There is no hand-over with this peer for now; but it may well live, and still write the places it was promised.
+
+    It is kept until the last of its rooms has ended.
+    """
+
+    peer: ReceiverPeer
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerUnreachable:
+    """There has been no connection to the peer for too long. It may still write the places that it was promised."""
+
+    peer: ReceiverPeer
+    reason: str
+    long: bool
+    """Whether it was so long that the peer may be forgotten, unless it has rooms."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerCut:
+    """The connection to the peer was cut: the latest messages about rooms may be lost."""
+
+    peer: ReceiverPeer
+
+
+@dataclass(frozen=True, slots=True)
+class GrantsLeft:
+    """Grants that waited for a peer's welcome have been sent."""
+
+    rooms: tuple[RoomId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MessageRefused:
+    """The peer couldn't use one message of this worker. `room`: the one that it was about; empty where unknown."""
+
+    peer: ReceiverPeer
+    room: RoomId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeHeard:
+    """A notice about a room that came over the peer's control connection."""
+
+    peer: ReceiverPeer
+    notice: m.WriterQuiesced | m.RoomFailed
+
+
+@dataclass(frozen=True, slots=True)
+class MessageUnusable:
+    """A message of the peer that can't be used and has changed nothing."""
+
+    peer: ReceiverPeer
+    error: WireError
+
+
+PeerGone = PeerDied | PeerParted
+ReceiverPeerEvent = PeerGone | PeerUnreachable | PeerCut | GrantsLeft | MessageRefused | NoticeHeard | MessageUnusable
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +141,7 @@ class Connected:
     gone: tuple[PeerGone, ...]
 
 
-class ReceiverPeers(Mapping[PeerKey, ReceiverPeer]):
+class ReceiverPeers(PeerTable[PeerKey, ReceiverPeer]):
     """Peers by name and incarnation."""
 
     def __init__(
@@ -67,20 +155,10 @@ class ReceiverPeers(Mapping[PeerKey, ReceiverPeer]):
         transport: ControlTransport,
         clock: Clock,
     ) -> None:
+        super().__init__()
         self._name, self._incarnation, self._fingerprint = name, incarnation, fingerprint
         self._plane, self._pools, self._config = plane, pools, config
         self._transport, self._clock = transport, clock
-        self._peers: dict[PeerKey, ReceiverPeer] = {}
-        self._ended = EndedWorkers()
-
-    def __getitem__(self, key: PeerKey) -> ReceiverPeer:
-        return self._peers[key]
-
-    def __iter__(self) -> Iterator[PeerKey]:
-        return iter(self._peers)
-
-    def __len__(self) -> int:
-        return len(self._peers)
 
     # ------------------------------------------------------------ peers that come
 
@@ -166,7 +244,7 @@ class ReceiverPeers(Mapping[PeerKey, ReceiverPeer]):
         if peer.watch is not None and peer.watch.dead:
             yield self._forget_dead(peer, f"{peer.ref.name} (pid {peer.watch.pid}) died")
             return
-        if self._ended.closed(*peer.key) or (peer.watch is None and self._ended.covers(*peer.key)):
+        if self._ended.ends(*peer.key, peer.watch is not None):
             # One on another host may live and write; but its access is ended with it, room by room or as a whole.
             yield self._forget_dead(peer, self._ended.reason(*peer.key))
             return
@@ -220,11 +298,6 @@ class ReceiverPeers(Mapping[PeerKey, ReceiverPeer]):
         return GrantsLeft(tuple(room for room, message in queued.items() if isinstance(message, m.PageGrant)))
 
     # ------------------------------------------------------------ peers that go
-
-    def workers_ended(self, ended: Sequence[EndedWorker]) -> None:
-        """Take in which incarnations of workers have ended, as the controller says; `hear` ends those on other
-        hosts."""
-        self._ended.update(ended)
 
     def _unreachable(self, peer: ReceiverPeer) -> Iterator[PeerUnreachable]:
         """Yield an event where a peer could not be reached for `transfer.link_timeout_s`."""

@@ -1,97 +1,68 @@
-"""The receiver's rooms: their states, their outcomes for the worker, and the one step that releases pages and slots.
+"""The receiver's rooms, each from its opening to the one step that releases its pages and its slot.
 
-A room owns its pages and its slot. When everything has arrived and is verified, the pages go to the request. Every
-other end releases them: at once where the plane can revoke the writer's access, after the writer's word or proven death
-where it can't (hazard A5).
+    open, promise     the room gets its places, and its grant leaves
+    hear              the writer's notices, each checked before anything changes: pages and metadata that have arrived
+                      are checked in order, until nothing lacks
+    complete          everything has arrived and is verified: the pages go to the request
+    give_up, fail, damaged, answered, died, torn ...: every other end
+
+A room owns its pages and its slot. Every end but `complete` releases them: at once where the plane can revoke the
+writer's access, after the writer's word or proven death where it can't (hazard A5). A notice carries the ticket of its
+room's grant, so that only the writer that was granted the places can say that they are written, or give them back.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import logging
+from collections import Counter
 
-from twinpool.cache.device.device_port import RemoteWrite, UncheckedRemoteWrite
-from twinpool.cache.pool.page_allocator import Lease
+from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.worker_config import TransferConfig
-from twinpool.contracts.errors import ErrorKind
-from twinpool.contracts.ids import RoomId
-from twinpool.transfer.planes.data_plane import DataPlane, PageNumbers
+from twinpool.contracts.damage import DamageSite, log_damage
+from twinpool.contracts.errors import ErrorKind, WireError
+from twinpool.contracts.ids import RoomId, request_in
+from twinpool.transfer.planes.data_plane import DataPlane
 from twinpool.transfer.rooms import room_messages as m
-from twinpool.transfer.rooms.ended_rooms import EndedRooms
-from twinpool.transfer.rooms.pool_shares import RoomProgress
-from twinpool.transfer.rooms.receiver.page_check import PageCheck
-from twinpool.transfer.rooms.receiver.receiver_peer_events import PeerDied, PeerParted, PeerUnreachable, ReceiverPeer
-from twinpool.transfer.rooms.receiver.receiver_peers import ReceiverPeers
+from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
+from twinpool.transfer.rooms.receiver.receiver_peers import (
+    NoticeHeard,
+    PeerDied,
+    PeerParted,
+    PeerUnreachable,
+    ReceiverPeer,
+    ReceiverPeers,
+)
+from twinpool.transfer.rooms.receiver.receiver_room import ArrivalCheck, Damage, Hole, PageCheck, ReceiverRoom
 from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptAnswered, PromptArrived
-from twinpool.transfer.rooms.room_states import RECEIVER, ReceiverEvent, ReceiverState
+from twinpool.transfer.rooms.room_states import RECEIVER, ReceiverEvent, ReceiverState, RoomTable
 
+log = logging.getLogger("twinpool.transfer")
+_WAITING = 4096
+"""Notices of writes of one room that may wait for their check at once."""
 ReceiverOutcome = PromptArrived | HandoverFailed | PromptAnswered
 
 
-@dataclass(eq=False)
-class ReceiverRoom:
-    id: RoomId
-    peer: ReceiverPeer
-    expected: ExpectedPrompt
-    heard: float
-    """When a notice of the room was heard last, or the room was opened or granted, by the clock."""
-    state: ReceiverState = ReceiverState.OPEN
-    leases: Mapping[str, Lease] = field(default_factory=dict)
-    slot: Lease | None = None
-    runs: Mapping[str, PageNumbers] = field(default_factory=dict)
-    """The granted places, of pools of which something is missing."""
-    grant: m.PageGrant | None = None
-    promised: bool = False
-    """Whether the grant has left: its places then come back by the writer's word or death alone, unless the plane is
-    revocable."""
-    access: int = 0
-    """Number of the writer's access by which it writes, once the grant has left."""
-    remote: RemoteWrite = field(default_factory=UncheckedRemoteWrite)
-    """The declaration to the device that the writer may write the granted places."""
-    asked: float = 0.0
-    """When the writer was last asked to stop, by the clock."""
-    shares: RoomProgress = field(default_factory=lambda: RoomProgress({}))
-    """The numbers that have still to arrive."""
-    digests: dict[str, dict[int, int]] = field(default_factory=dict)
-    """Digests of the pages that arrived, by pool and page number."""
-    notices: deque[m.PagesWritten | m.SlotWritten] = field(default_factory=deque)
-    """Notices of writes that are not applied yet: what the first of them tells of is being checked."""
-    checking: PageCheck | None = None
-    """The check of what the first of `notices` tells of, once it was begun."""
+class ReceiverRooms(RoomTable[ReceiverRoom, ReceiverOutcome, m.HandoverReceived]):
+    """Rooms that have not ended, by id. The class has more than twenty methods, since each notice and each way in which
+    a room can end is one of them, and all of these meet in `step`, which alone releases pages and slots."""
 
-    @property
-    def ticket(self) -> int:
-        return self.grant.ticket if self.grant is not None else 0
-
-    @property
-    def aborting(self) -> bool:
-        return self.state is ReceiverState.ABORTING
-
-    def abort(self, reason: str, damaged: bool = False) -> m.AbortRoom:
-        """Return the message that asks the writer to stop."""
-        return m.AbortRoom(self.id, m.reason_of(reason), damaged, self.ticket)
-
-
-class ReceiverRooms(Mapping[RoomId, ReceiverRoom]):
-    """Rooms that have not ended, by id. The class has more than twenty methods, since each way in which a room can end
-    is one of them, and all of these meet in `step`, which alone releases pages and slots."""
-
-    def __init__(self, plane: DataPlane, peers: ReceiverPeers, config: TransferConfig, clock: Clock) -> None:
-        self._plane, self._peers, self._config, self._clock = plane, peers, config, clock
-        self._rooms: dict[RoomId, ReceiverRoom] = {}
-        self._outcomes: list[ReceiverOutcome] = []
-        self.ended = EndedRooms[m.HandoverReceived]()
-
-    def __getitem__(self, room: RoomId) -> ReceiverRoom:
-        return self._rooms[room]
-
-    def __iter__(self) -> Iterator[RoomId]:
-        return iter(self._rooms)
-
-    def __len__(self) -> int:
-        return len(self._rooms)
+    def __init__(
+        self,
+        plane: DataPlane,
+        peers: ReceiverPeers,
+        arrivals: ArrivalCheck,
+        pools: PoolSet,
+        config: TransferConfig,
+        clock: Clock,
+    ) -> None:
+        super().__init__()
+        self._plane, self._peers, self._arrivals, self._pools = plane, peers, arrivals, pools
+        self._config, self._clock = config, clock
+        self.late = 0
+        """Messages that came for a room that had ended."""
+        self.damage: Counter[str] = Counter()
+        """Rooms in which something arrived that isn't what was promised, by pool, or by "metadata"."""
 
     def open(self, room: RoomId, peer: ReceiverPeer, expected: ExpectedPrompt) -> None:
         self._rooms[room] = ReceiverRoom(room, peer, expected, self._clock.now())
@@ -105,6 +76,104 @@ class ReceiverRooms(Mapping[RoomId, ReceiverRoom]):
     def promised(self, room: ReceiverRoom) -> None:
         """Record that a room's grant has left."""
         room.promised, room.access = True, room.peer.access
+
+    # ------------------------------------------------------------ notices of the writer
+
+    def hear_from(self, heard: NoticeHeard) -> None:
+        """Apply a notice that came over a peer's control connection, and not through the data plane. Raises `WireError`
+        for a room of another peer, and as `hear` does."""
+        room = self.get(heard.notice.room)
+        if room is not None and room.peer is not heard.peer:
+            raise WireError(f"room {room.id} is not {heard.peer.ref.name}'s")
+        self.hear(heard.notice)
+
+    def hear(self, notice: m.Notice) -> None:
+        """Apply a notice. Raises `WireError` for one without the room's ticket; nothing has changed then."""
+        room = self.get(notice.room)
+        if room is None:
+            self.late += 1
+            return
+        if notice.ticket != room.ticket:
+            if notice.ticket or not isinstance(notice, m.RoomFailed | m.NothingToDecode):
+                raise WireError(f"{type(notice).__name__} of room {room.id} has another ticket")
+            if room.promised:
+                self.ended_early(room, notice)
+                return
+        room.heard = self._clock.now()
+        if not isinstance(notice, m.PagesWritten | m.SlotWritten) and notice.torn:
+            self.torn(room)
+            if notice.room not in self:
+                return
+        if isinstance(notice, m.WriterQuiesced):
+            if room.aborting:
+                self.step(room, ReceiverEvent.QUIESCED)
+        elif isinstance(notice, m.NothingToDecode):
+            self.answered(room)
+        elif isinstance(notice, m.RoomFailed):
+            self.end_failed(room, ReceiverEvent.FAILED, notice.kind, notice.message)
+        elif room.state is not ReceiverState.GRANTED:
+            self.late += 1
+        elif len(room.notices) >= _WAITING:
+            self._fail_arrival(room, Hole(f"{_WAITING} notices of writes wait for their check already"))
+        else:
+            room.notices.append(notice)
+            self._apply(room)
+
+    def poll(self) -> None:
+        """Apply the notices of writes whose check is done."""
+        self._arrivals.sweep()
+        for room in [room for room in self.values() if room.notices]:
+            self._apply(room)
+
+    def _apply(self, room: ReceiverRoom) -> None:
+        """Apply a room's notices of writes in order, up to the first whose pages are still being checked: all that it
+        tells of is right, or the room ends."""
+        while room.state is ReceiverState.GRANTED and room.notices:
+            notice = room.notices[0]
+            if isinstance(notice, m.SlotWritten):
+                room.notices.popleft()
+                self._complete(room, notice)
+                return
+            begun = room.checking or self._arrivals.begin(room, notice)
+            wrong: Damage | Hole | None
+            if isinstance(begun, PageCheck):
+                room.checking = begun
+                if not begun.done:
+                    return
+                wrong = self._arrivals.end(room, begun)
+            else:
+                wrong = begun
+            room.checking = None
+            room.notices.popleft()
+            if wrong is None:
+                self.step(room, ReceiverEvent.WROTE)
+            else:
+                self._fail_arrival(room, wrong)
+
+    def _complete(self, room: ReceiverRoom, wrote: m.SlotWritten) -> None:
+        """Check the metadata, which has arrived, and complete the room with it."""
+        metadata = self._arrivals.metadata(room)
+        if not isinstance(metadata, HandoverMetadata):
+            self._fail_arrival(room, metadata)
+            return
+        received = {pool: len(run) * self._pools.spec.whole.unit_bytes(pool) for pool, run in room.runs.items()}
+        hidden_s, written_s = max(0, wrote.hidden_us) / 1e6, max(0, wrote.exposed_us) / 1e6
+        exposed_s = written_s + self._clock.now() - room.heard
+        self.complete(room, PromptArrived(room.id, room.leases, metadata, received, room.digests, hidden_s, exposed_s))
+
+    def _fail_arrival(self, room: ReceiverRoom, wrong: Damage | Hole) -> None:
+        peer = room.peer.ref.name
+        if isinstance(wrong, Hole):
+            facts = {"request_id": request_in(room.id), "room": room.id, "peer": peer}
+            log.warning("pages lack: %s", wrong.what, extra=facts)
+            self.fail(room, wrong.what)
+            return
+        self.damage[wrong.pool if wrong.pool in self._pools.spec.by_name else "metadata"] += 1
+        request_id = request_in(room.id)
+        log_damage(
+            log, DamageSite.HANDOVER, request_id=request_id, room=room.id, peer=peer, pool=wrong.pool, what=wrong.what
+        )
+        self.damaged(room, f"{wrong.pool}: {wrong.what}")
 
     # ------------------------------------------------------------ ends
 
@@ -173,14 +242,14 @@ class ReceiverRooms(Mapping[RoomId, ReceiverRoom]):
 
     def died(self, died: PeerDied) -> None:
         """End the rooms of a dead peer: nobody writes to them any more."""
-        for room in self._of(died.peer):
+        for room in self.of(died.peer):
             self.end_failed(room, ReceiverEvent.LOST, ErrorKind.ROOM, died.reason)
         self.ended.forget(died.peer)
 
     def parted(self, parted: PeerParted, but: ReceiverRoom | None = None) -> None:
         """Fail the rooms of a peer; promised places stay in quarantine unless the plane is revocable. `but`: a room
         that is left as it is."""
-        for room in self._of(parted.peer):
+        for room in self.of(parted.peer):
             if room is but:
                 continue
             if not room.promised:
@@ -211,7 +280,7 @@ class ReceiverRooms(Mapping[RoomId, ReceiverRoom]):
         """Fail the rooms of a peer that can't be reached. Places that it may still write stay in quarantine, unless its
         access can be ended: a peer whose processes can't be watched is on another host, and has no other. A peer
         without rooms is forgotten after a while."""
-        rooms, peer = self._of(unreachable.peer), unreachable.peer
+        rooms, peer = self.of(unreachable.peer), unreachable.peer
         for room in [r for r in rooms if not r.aborting]:
             self.fail(room, unreachable.reason)
         if rooms and self._plane.by_peer and peer.watch is None:
@@ -223,7 +292,7 @@ class ReceiverRooms(Mapping[RoomId, ReceiverRoom]):
     def resend(self, peer: ReceiverPeer) -> None:
         """Send grants, aborts and confirmations of a peer once more, after its connection was cut. The writer takes a
         message that it knows already as sent once."""
-        for room in self._of(peer):
+        for room in self.of(peer):
             if room.state is ReceiverState.GRANTED:
                 self.promise(room)
             elif room.aborting:
@@ -256,22 +325,14 @@ class ReceiverRooms(Mapping[RoomId, ReceiverRoom]):
         self.ended.remember(room.id, word)
         self._drop(room.peer)
 
-    def take_outcomes(self) -> list[ReceiverOutcome]:
-        """Return the outcomes of rooms since the last call."""
-        outcomes, self._outcomes = self._outcomes, []
-        return outcomes
-
     def _ask(self, room: ReceiverRoom, abort: m.AbortRoom) -> None:
         """Ask the room's writer to stop."""
         room.asked = self._clock.now()
         self._peers.send(room.peer, abort)
 
-    def _of(self, peer: ReceiverPeer) -> list[ReceiverRoom]:
-        return [r for r in self._rooms.values() if r.peer is peer]
-
     def _drop(self, peer: ReceiverPeer) -> None:
         """Forget an estranged peer without rooms."""
-        if peer.estranged and not self._of(peer):
+        if peer.estranged and not self.of(peer):
             self._forget(peer)
 
     def _forget(self, peer: ReceiverPeer) -> None:

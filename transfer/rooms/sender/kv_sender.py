@@ -1,7 +1,7 @@
 """The KV sender, prefill's end of the rooms: takes grants, writes pages as chunks finish, seals with the metadata.
 
-Its parts are the rooms (`sender_rooms.py`), the peers (`sender_peers.py`), the queue of writes to each peer
-(`write_queue.py`), and the peers' messages about rooms (`reader_messages.py`).
+Its parts are the rooms, with decode's messages about them (`sender_rooms.py`), the peers (`sender_peers.py`), and the
+queue of writes to each peer (`write_queue.py`).
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ from twinpool.transfer.rooms import room_messages as m
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata, pack
 from twinpool.transfer.rooms.room_outcomes import LayeredPages, SendablePages
 from twinpool.transfer.rooms.room_states import SenderEvent, SenderState
-from twinpool.transfer.rooms.sender.reader_messages import ReaderMessages
-from twinpool.transfer.rooms.sender.sender_peer_events import (
+from twinpool.transfer.rooms.sender.sender_peers import (
     MessageHeard,
     PeerLost,
     SenderPeerEvent,
+    SenderPeers,
     StrangerAborted,
     identity_of,
 )
-from twinpool.transfer.rooms.sender.sender_peers import SenderPeers
 from twinpool.transfer.rooms.sender.sender_rooms import LayeredWrite, SenderOutcome, SenderRoom, SenderRooms
 from twinpool.transfer.rooms.sender.write_queue import QueuedWrite, RoomTimes
 
@@ -71,8 +70,7 @@ class KVSender:
         )
         self.control = self._peers.control
         plane.register(pools, None)
-        self._rooms = SenderRooms(self._peers)
-        self._messages = ReaderMessages(name, self._rooms)
+        self._rooms = SenderRooms(name, self._peers)
         self.refused = 0
         """Messages that could not be used."""
         self.sent: Counter[str] = Counter()
@@ -277,7 +275,7 @@ class KVSender:
     @property
     def late(self) -> int:
         """Messages that came for a room that had ended."""
-        return self._messages.late
+        return self._rooms.late
 
     @property
     def sent_bytes(self) -> int:
@@ -348,13 +346,13 @@ class KVSender:
             self._rooms.lost(event)
         elif isinstance(event, MessageHeard):
             try:
-                self._messages.hear(event.peer, event.message)
+                self._rooms.hear(event.peer, event.message)
             except WireError as error:
                 self._refuse(event.peer.identity, event.message.room, m.reason_of(error))
         elif isinstance(event, StrangerAborted):
             try:
                 # What was written to it was given up with it, where a write may be on its way after that.
-                word = self._messages.stranger_aborted(event)
+                word = self._rooms.stranger_aborted(event)
                 self._peers.reply(event.identity, replace(word, torn=self._plane.by_peer))
             except WireError as error:
                 self._refuse(event.identity, event.abort.room, m.reason_of(error))

@@ -1,12 +1,18 @@
 """The sender's peers: the readers that said hello, and whether they can still be reached.
 
+What is kept for a reader is a `SenderPeer`: its link and writes, the places that its rooms may still write
+(`PromisedPlaces`), and grants for requests that haven't come yet (`EarlyGrants`): decode may hear of a request first,
+grant its room, and even give it up, before the router's message reaches prefill.
+
 This part knows nothing of rooms. Messages about rooms, and losses of peers, come out of it as events, which the KV
 sender (`transfer/rooms/sender/kv_sender.py`) applies to rooms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from twinpool.cache.device.device_port import Device
 from twinpool.cache.memory.page_moves import describe_spec
@@ -14,32 +20,168 @@ from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.worker_config import TransferConfig
 from twinpool.contracts.errors import LayoutMismatch, WireError
-from twinpool.contracts.ids import Incarnation, WorkerName
+from twinpool.contracts.ids import Incarnation, RoomId, WorkerName
 from twinpool.contracts.messages.fingerprint import Fingerprint
 from twinpool.contracts.messages.router_commands import PeerRef
-from twinpool.contracts.messages.worker_status import EndedWorker
-from twinpool.transfer.net.control_channel import ControlTransport, ProcessIdentity
-from twinpool.transfer.planes.data_plane import DataPlane
+from twinpool.transfer.net.control_channel import ControlTransport, PeerWatch, ProcessIdentity
+from twinpool.transfer.planes.data_plane import DataPlane, RoomTarget, WriteLink
 from twinpool.transfer.rooms import room_messages as m
-from twinpool.transfer.rooms.compatibility import refuse_mismatch
-from twinpool.transfer.rooms.ended_workers import EndedWorkers
-from twinpool.transfer.rooms.sender.promised_places import PromisedPlaces
-from twinpool.transfer.rooms.sender.sender_peer_events import (
-    MessageHeard,
-    MessageInvalid,
-    PeerLost,
-    SenderPeer,
-    SenderPeerEvent,
-    StrangerAborted,
-    identity_of,
-)
+from twinpool.transfer.rooms.peers import PeerTable, refuse_mismatch
 from twinpool.transfer.rooms.sender.write_queue import WriteQueue
 
 _NAME_BYTES = 256
 _SWEEP_S = 1.0
+_EARLY = 4096
+"""Grants and aborts of one peer that are kept for requests which have not come yet."""
+_EARLY_PLACES = 2**20
+"""Places that the early grants of one peer may name, together."""
+_MAX_POSITIONS = 2**40
+
+ReaderMessage = m.PageGrant | m.AbortRoom | m.HandoverReceived
 
 
-class SenderPeers(Mapping[bytes, SenderPeer]):
+class EarlyGrants:
+    """Grants of one reader, oldest first, and the rooms that it gave up before their requests came."""
+
+    def __init__(self) -> None:
+        self.grants: OrderedDict[RoomId, m.PageGrant] = OrderedDict()
+        self.places = 0
+        """Number of places that the grants name, together."""
+        self.given_up: OrderedDict[RoomId, None] = OrderedDict()
+
+    def take(self, room: RoomId) -> m.PageGrant | None:
+        """Remove and return the grant of `room`; None where there is none."""
+        grant = self.grants.pop(room, None)
+        if grant is not None:
+            self.places -= _places(grant)
+        return grant
+
+    def keep(self, grant: m.PageGrant) -> list[m.PageGrant]:
+        """Keep `grant`, in place of an older one of its room. Returns the oldest, dropped where there are too many."""
+        self.take(grant.room)
+        self.grants[grant.room] = grant
+        self.places += _places(grant)
+        dropped = []
+        while len(self.grants) > _EARLY or self.places > _EARLY_PLACES:
+            oldest = self.grants[next(iter(self.grants))]
+            self.take(oldest.room)
+            dropped.append(oldest)
+        return dropped
+
+    def give_up(self, room: RoomId) -> None:
+        """Record that decode gave `room` up: it is not to be opened any more."""
+        self.given_up[room] = None
+        while len(self.given_up) > _EARLY:
+            self.given_up.popitem(last=False)
+
+
+def _places(grant: m.PageGrant) -> int:
+    return sum(len(place.indices) for place in grant.places)
+
+
+class PromisedPlaces:
+    """The promised places of one reader, by pool. On a revocable plane nothing is promised: it takes places back."""
+
+    def __init__(self, pools: Collection[str], revocable: bool) -> None:
+        """`pools`: the names of the pools. `revocable`: whether the reader can take its places back."""
+        self._pools, self._revocable = pools, revocable
+        self.places: dict[str, set[int]] = {}
+
+    def check(self, grant: m.PageGrant) -> None:
+        """Check a grant. Raises `WireError` for impossible or already promised places, or without slot or ticket."""
+        if len({place.pool for place in grant.places}) != len(grant.places):
+            raise WireError(f"room {grant.room} was granted places of one pool twice")
+        for place in grant.places:
+            if place.pool not in self._pools:
+                raise WireError(
+                    f"room {grant.room} was granted places of {place.pool!r:.80}, not {sorted(self._pools)}"
+                )
+            indices = set(place.indices)
+            fit = 0 < len(indices) == len(place.indices) == len(place.epochs) and min(indices) > 0
+            if not fit or not 0 <= place.first < _MAX_POSITIONS:
+                raise WireError(f"room {grant.room} was granted places of {place.pool} that can't be: {place!r:.200}")
+            if not indices.isdisjoint(self.places.get(place.pool, ())):
+                raise WireError(f"room {grant.room} was granted places of {place.pool} that another room has")
+        if grant.ticket <= 0 or grant.slot < 0:
+            raise WireError(f"room {grant.room} was granted without a slot, or without a ticket")
+
+    def promise(self, target: RoomTarget) -> None:
+        """Record that a room may write to `target` from now on."""
+        if not self._revocable:
+            for pool, run in target.runs.items():
+                self.places.setdefault(pool, set()).update(run.indices)
+
+    def take_back(self, target: RoomTarget) -> None:
+        """Forget the places of `target`: nothing more is posted to it. Posted writes are complete before the reader
+        hears that it may use the places again."""
+        for pool, run in target.runs.items():
+            self.places.get(pool, set()).difference_update(run.indices)
+
+
+@dataclass(eq=False)
+class SenderPeer:
+    """A reader that was welcomed, and all that is kept for it until it is lost."""
+
+    identity: bytes
+    name: WorkerName
+    incarnation: Incarnation
+    link: WriteLink
+    watch: PeerWatch | None
+    hello: m.Hello
+    writes: WriteQueue
+    promised: PromisedPlaces
+    early: EarlyGrants = field(default_factory=EarlyGrants)
+    down_since: float | None = None
+    """Since when the peer can't be reached, by the clock; None while it can."""
+
+    @property
+    def known(self) -> tuple[WorkerName, Incarnation]:
+        return self.name, self.incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """The peer is dead, out of reach, or was replaced by a newer one. Nothing is written to it any more."""
+
+    peer: SenderPeer
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MessageHeard:
+    """A message of a peer about a room."""
+
+    peer: SenderPeer
+    message: ReaderMessage
+
+
+@dataclass(frozen=True, slots=True)
+class StrangerAborted:
+    """A worker that is no peer, or none any more, gives a room up."""
+
+    identity: bytes
+    abort: m.AbortRoom
+
+
+@dataclass(frozen=True, slots=True)
+class MessageInvalid:
+    """A message that can't be used and has changed nothing; its sender is still to be told."""
+
+    identity: bytes
+    room: str
+    """The room that the message was about; empty where that isn't known."""
+    reason: str
+
+
+SenderPeerEvent = PeerLost | MessageHeard | StrangerAborted | MessageInvalid
+
+
+def identity_of(ref: PeerRef) -> bytes:
+    """Return the identity of a worker's control connection: its name and incarnation."""
+    return f"{ref.name}:{ref.incarnation}".encode(errors="replace")
+
+
+class SenderPeers(PeerTable[bytes, SenderPeer]):
     """Peers by identity, and the inbox that they send to."""
 
     def __init__(
@@ -56,6 +198,7 @@ class SenderPeers(Mapping[bytes, SenderPeer]):
         others: Sequence[ProcessIdentity],
     ) -> None:
         """`others`: the processes of the worker's other ranks."""
+        super().__init__()
         self._name, self._incarnation, self._fingerprint = name, incarnation, fingerprint
         self._plane, self._pools, self._device = plane, pools, device
         self._config, self._transport, self._clock = config, transport, clock
@@ -63,18 +206,7 @@ class SenderPeers(Mapping[bytes, SenderPeer]):
         self._inbox = transport.listen()
         self.control = self._inbox.endpoint
         """Endpoint of the inbox, for peers."""
-        self._peers: dict[bytes, SenderPeer] = {}
         self._swept = clock.now()
-        self._ended = EndedWorkers()
-
-    def __getitem__(self, identity: bytes) -> SenderPeer:
-        return self._peers[identity]
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self._peers)
-
-    def __len__(self) -> int:
-        return len(self._peers)
 
     @property
     def writing(self) -> bool:
@@ -172,22 +304,13 @@ class SenderPeers(Mapping[bytes, SenderPeer]):
         del self._peers[peer.identity]
         return PeerLost(peer, reason)
 
-    def workers_ended(self, ended: Sequence[EndedWorker]) -> None:
-        """Take in which incarnations of workers have ended, as the controller says."""
-        self._ended.update(ended)
-
     def dead(self) -> list[PeerLost]:
         """Lose the peers whose death is proven by now, and those on other hosts, or closed, that have ended for the
         controller."""
         dead = [p for p in self._peers.values() if p.watch is not None and p.watch.dead]
-        ended = [p for p in self._peers.values() if p not in dead and self._has_ended(p)]
+        ended = [p for p in self._peers.values() if p not in dead and self._ended.ends(*p.known, p.watch is not None)]
         lost = [self.lose(peer, f"{peer.name} died") for peer in dead]
-        return lost + [self.lose(peer, self._ended.reason(peer.name, peer.incarnation)) for peer in ended]
-
-    def _has_ended(self, peer: SenderPeer) -> bool:
-        """Whether the controller's word ends a peer: it lives on another host, or has closed."""
-        known = peer.name, peer.incarnation
-        return self._ended.closed(*known) or (peer.watch is None and self._ended.covers(*known))
+        return lost + [self.lose(peer, self._ended.reason(*peer.known)) for peer in ended]
 
     def disconnected(self) -> list[SenderPeer]:
         """Return the peers whose connection was cut since the last call: pages, or notices of them, may be lost."""

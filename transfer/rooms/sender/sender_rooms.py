@@ -1,23 +1,31 @@
-"""The sender's rooms: their states, the last word about each, and the outcomes for the worker."""
+"""The sender's rooms: decode's messages about them, their states, the last word about each, outcomes for the worker.
+
+Each message is checked before anything changes. Grants and aborts may come before the router's own message about the
+request: then they are kept for it. A grant for a room that has ended is answered with the last word about that room.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from twinpool.cache.device.device_port import Completion
-from twinpool.contracts.errors import ErrorKind
-from twinpool.contracts.ids import RoomId, request_in
+from twinpool.contracts.errors import ErrorKind, WireError
+from twinpool.contracts.ids import RoomId, WorkerName, request_in
 from twinpool.contracts.messages.router_commands import PeerRef
 from twinpool.transfer.planes.data_plane import PageNumbers, RoomTarget
 from twinpool.transfer.rooms import room_messages as m
-from twinpool.transfer.rooms.ended_rooms import EndedRooms
-from twinpool.transfer.rooms.pool_shares import RoomProgress
 from twinpool.transfer.rooms.room_outcomes import RoomGranted, RoomReleased
-from twinpool.transfer.rooms.room_states import SENDER, SenderEvent, SenderState
-from twinpool.transfer.rooms.sender.sender_peer_events import PeerLost, SenderPeer, identity_of
+from twinpool.transfer.rooms.room_states import SENDER, RoomProgress, RoomTable, SenderEvent, SenderState
+from twinpool.transfer.rooms.sender.sender_peers import (
+    PeerLost,
+    ReaderMessage,
+    SenderPeer,
+    StrangerAborted,
+    identity_of,
+)
 from twinpool.transfer.rooms.sender.write_queue import QueuedWrite
 
 log = logging.getLogger("twinpool.transfer")
@@ -89,23 +97,15 @@ class SenderRoom:
         return m.RoomFailed(self.id, self.ticket, kind, reason)
 
 
-class SenderRooms(Mapping[RoomId, SenderRoom]):
+class SenderRooms(RoomTable[SenderRoom, SenderOutcome, m.Notice]):
     """Rooms that have not ended, by id."""
 
-    def __init__(self, peers: Mapping[bytes, SenderPeer]) -> None:
-        self._peers = peers
-        self._rooms: dict[RoomId, SenderRoom] = {}
-        self._outcomes: list[SenderOutcome] = []
-        self.ended = EndedRooms[m.Notice]()
-
-    def __getitem__(self, room: RoomId) -> SenderRoom:
-        return self._rooms[room]
-
-    def __iter__(self) -> Iterator[RoomId]:
-        return iter(self._rooms)
-
-    def __len__(self) -> int:
-        return len(self._rooms)
+    def __init__(self, name: WorkerName, peers: Mapping[bytes, SenderPeer]) -> None:
+        """`name`: of this worker."""
+        super().__init__()
+        self._name, self._peers = name, peers
+        self.late = 0
+        """Messages that came for a room that had ended."""
 
     def open(self, room: RoomId, wants: PeerRef) -> SenderRoom:
         """Open a room without a grant."""
@@ -119,6 +119,94 @@ class SenderRooms(Mapping[RoomId, SenderRoom]):
         peer.promised.promise(room.target)
         self.step(room, SenderEvent.GRANT)
         self._outcomes.append(RoomGranted(room.id))
+
+    # ------------------------------------------------------------ messages of decode
+
+    def hear(self, peer: SenderPeer, message: ReaderMessage) -> None:
+        """Apply a message. Raises `WireError` for one that can't be used; rooms of other peers are unchanged then."""
+        if isinstance(message, m.PageGrant):
+            self._hear_grant(peer, message)
+        elif isinstance(message, m.AbortRoom):
+            self._hear_abort(peer, message)
+        else:
+            self._hear_received(peer, message)
+
+    def _hear_grant(self, peer: SenderPeer, grant: m.PageGrant) -> None:
+        room = self.get(grant.room)
+        last_word = self.ended.last_word(grant.room)
+        if room is not None and room.state is not SenderState.OPEN:
+            if room.peer is not peer or room.grant != grant:
+                raise WireError(f"room {grant.room} was granted twice")
+            return
+        if room is not None and identity_of(room.wants) != peer.identity:
+            wants = f"{room.wants.name} incarnation {room.wants.incarnation}"
+            reason = f"room {room.id} is for {wants}, granted by {peer.name} incarnation {peer.incarnation}"
+            peer.writes.say(m.RoomFailed(grant.room, grant.ticket, ErrorKind.ROOM, reason))
+            return
+        if last_word is not None:
+            peer.writes.say(replace(last_word, ticket=grant.ticket))
+            return
+        self._check(room, peer, grant)
+        if room is not None:
+            self.grant(room, peer, grant)
+            return
+        for dropped in peer.early.keep(grant):
+            reason = f"{self._name} keeps no more early grants"
+            peer.writes.say(m.RoomFailed(dropped.room, dropped.ticket, ErrorKind.ROOM, reason))
+
+    def _check(self, room: SenderRoom | None, peer: SenderPeer, grant: m.PageGrant) -> None:
+        """Check a grant. Raises `WireError` for places that can't be written, or are promised to another room. The
+        room, if it is open already, has failed then."""
+        try:
+            peer.promised.check(grant)
+            peer.link.admit(target_of(grant))
+        except WireError as error:
+            # The grant was not taken, so nothing will be written for it: decode can be told so at once.
+            failed = m.RoomFailed(grant.room, grant.ticket, ErrorKind.ROOM, m.reason_of(error))
+            if room is not None:
+                self.fail(room, failed, peer)
+            else:
+                peer.writes.say(failed)
+            raise
+
+    def _hear_abort(self, peer: SenderPeer, abort: m.AbortRoom) -> None:
+        """Give a room up as decode asks. The answer follows everything that was posted to the peer before."""
+        room = self.get(abort.room)
+        owner = room is None or (
+            room.peer is peer if room.peer is not None else identity_of(room.wants) == peer.identity
+        )
+        if not owner:
+            raise WireError(f"room {abort.room} is not {peer.name}'s")
+        peer.early.take(abort.room)
+        quiesced = m.WriterQuiesced(abort.room, abort.ticket)
+        if room is not None:
+            self.abort(room, quiesced, abort.reason, abort.damaged)
+        elif abort.room not in self.ended:
+            peer.early.give_up(abort.room)
+        self.ended.told(peer, abort.room)
+        peer.writes.say(quiesced)
+
+    def stranger_aborted(self, aborted: StrangerAborted) -> m.WriterQuiesced:
+        """Return the answer to an abort of a worker that is no peer, or none any more. Nothing is being written to that
+        worker: its writes were settled before it was forgotten. Raises `WireError` for a room of another worker."""
+        abort = aborted.abort
+        room, quiesced = self.get(abort.room), m.WriterQuiesced(abort.room, abort.ticket)
+        if room is not None:
+            if room.peer is not None or identity_of(room.wants) != aborted.identity:
+                raise WireError(f"room {abort.room} is not that of {aborted.identity!r:.80}")
+            self.abort(room, quiesced, abort.reason)
+        return quiesced
+
+    def _hear_received(self, peer: SenderPeer, received: m.HandoverReceived) -> None:
+        room = self.get(received.room)
+        if room is not None and room.peer is not peer:
+            raise WireError(f"room {received.room} is not {peer.name}'s")
+        if room is None or room.state is not SenderState.SENT:
+            self.late += 1
+        else:
+            self.received(room)
+
+    # ------------------------------------------------------------ ends
 
     def received(self, room: SenderRoom) -> None:
         """End a room of which decode has received everything."""
@@ -159,7 +247,7 @@ class SenderRooms(Mapping[RoomId, SenderRoom]):
     def lost(self, lost: PeerLost) -> None:
         """End the rooms of a lost peer, with outcomes; there is nobody to tell."""
         self.ended.forget(lost.peer)
-        for room in [r for r in self._rooms.values() if r.peer is lost.peer]:
+        for room in self.of(lost.peer):
             self.ended.remember(room.id, room.failure(ErrorKind.ROOM, lost.reason))
             self.step(room, SenderEvent.LOST)
             self._outcomes.append(RoomReleased(room.id, False, lost.reason))
@@ -171,7 +259,7 @@ class SenderRooms(Mapping[RoomId, SenderRoom]):
         log.warning(reason)
         for word in self.ended.resend_to(peer):
             peer.writes.say(word)
-        for room in [r for r in self._rooms.values() if r.peer is peer and (r.writes or r.state is SenderState.SENT)]:
+        for room in [r for r in self.of(peer) if r.writes or r.state is SenderState.SENT]:
             self.fail(room, room.failure(ErrorKind.ROOM, reason))
 
     def step(self, room: SenderRoom, event: SenderEvent) -> None:
@@ -186,11 +274,6 @@ class SenderRooms(Mapping[RoomId, SenderRoom]):
                 peer.writes.withdraw(room.id)
             if room.id not in self.ended:
                 self.ended.remember(room.id, m.WriterQuiesced(room.id, room.ticket))
-
-    def take_outcomes(self) -> list[SenderOutcome]:
-        """Return the outcomes of rooms since the last call."""
-        outcomes, self._outcomes = self._outcomes, []
-        return outcomes
 
 
 def target_of(grant: m.PageGrant) -> RoomTarget:

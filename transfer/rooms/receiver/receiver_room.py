@@ -1,4 +1,4 @@
-"""The arrival check: whether the pages and metadata that arrived for a room are the promised ones (hazard A9).
+"""A room of the receiver, and the check whether what arrives for it is what was promised (hazard A9).
 
 Digests of pages are an operation of the device, so that the loop that decodes doesn't wait for them. Its pages are
 pinned until it has ended, whatever becomes of their room meanwhile.
@@ -6,28 +6,97 @@ pinned until it has ended, whatever becomes of their room meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from twinpool.cache.device.device_port import (
     DEVICE,
+    DONE,
+    Completion,
     Device,
     DeviceOp,
     DeviceStream,
     PageSpanUse,
+    RemoteWrite,
+    UncheckedRemoteWrite,
     attempt,
     failure,
 )
 from twinpool.cache.memory.required_pages import extents
 from twinpool.cache.pool.in_flight import InFlightPins
+from twinpool.cache.pool.page_allocator import Lease
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.errors import WireError
+from twinpool.contracts.ids import RoomId
+from twinpool.transfer.planes.data_plane import PageNumbers
 from twinpool.transfer.rooms import room_messages as m
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata, copy_out
-from twinpool.transfer.rooms.receiver.page_check import PageCheck
-from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverRoom
+from twinpool.transfer.rooms.receiver.receiver_peers import ReceiverPeer
+from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt
+from twinpool.transfer.rooms.room_states import ReceiverState, RoomProgress
+
+
+@dataclass(eq=False)
+class PageCheck:
+    """A check of the pages that `wrote` tells of."""
+
+    wrote: m.PagesWritten
+    completion: Completion = DONE
+    digests: dict[str, Callable[[], list[int]]] = field(default_factory=dict)
+    """By pool, what returns the digests of the pages that arrived; at once when the check is done."""
+
+    @property
+    def done(self) -> bool:
+        return self.completion.done
+
+
+@dataclass(eq=False)
+class ReceiverRoom:
+    """A room as the receiver has it: the places that it owns while it lasts, and what of them has arrived."""
+
+    id: RoomId
+    peer: ReceiverPeer
+    expected: ExpectedPrompt
+    heard: float
+    """When a notice of the room was heard last, or the room was opened or granted, by the clock."""
+    state: ReceiverState = ReceiverState.OPEN
+    leases: Mapping[str, Lease] = field(default_factory=dict)
+    slot: Lease | None = None
+    runs: Mapping[str, PageNumbers] = field(default_factory=dict)
+    """The granted places, of pools of which something is missing."""
+    grant: m.PageGrant | None = None
+    promised: bool = False
+    """Whether the grant has left: its places then come back by the writer's word or death alone, unless the plane is
+    revocable."""
+    access: int = 0
+    """Number of the writer's access by which it writes, once the grant has left."""
+    remote: RemoteWrite = field(default_factory=UncheckedRemoteWrite)
+    """The declaration to the device that the writer may write the granted places."""
+    asked: float = 0.0
+    """When the writer was last asked to stop, by the clock."""
+    shares: RoomProgress = field(default_factory=lambda: RoomProgress({}))
+    """The numbers that have still to arrive."""
+    digests: dict[str, dict[int, int]] = field(default_factory=dict)
+    """Digests of the pages that arrived, by pool and page number."""
+    notices: deque[m.PagesWritten | m.SlotWritten] = field(default_factory=deque)
+    """Notices of writes that are not applied yet: what the first of them tells of is being checked."""
+    checking: PageCheck | None = None
+    """The check of what the first of `notices` tells of, once it was begun."""
+
+    @property
+    def ticket(self) -> int:
+        return self.grant.ticket if self.grant is not None else 0
+
+    @property
+    def aborting(self) -> bool:
+        return self.state is ReceiverState.ABORTING
+
+    def abort(self, reason: str, damaged: bool = False) -> m.AbortRoom:
+        """Return the message that asks the writer to stop."""
+        return m.AbortRoom(self.id, m.reason_of(reason), damaged, self.ticket)
 
 
 @dataclass(frozen=True, slots=True)
