@@ -32,8 +32,8 @@ from twinpool.contracts.messages.rank_order_codec import decode, encode
 from twinpool.contracts.messages.rank_orders import EndRank, FollowerNotice, FormGroup, LinkLost, Order, WriteArrived
 from twinpool.engine.tensors.tensor_parallel import TorchDistributedGroup
 from twinpool.transfer.net import process_watch as process
-from twinpool.transfer.net.curve_keys import CurveKeys
 from twinpool.transfer.net.process_watch import PidfdWatch
+from twinpool.transfer.net.zmq_sockets import CurveKeys
 
 
 @dataclass(frozen=True)

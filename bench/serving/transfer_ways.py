@@ -28,15 +28,14 @@ from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.config.cluster_config import FaultsConfig
 from twinpool.contracts.config.worker_config import TransferConfig
 from twinpool.contracts.ids import RoomId
-from twinpool.transfer.net.waiter import Waiter
+from twinpool.transfer.net.zmq_channel import Waiter
 from twinpool.transfer.planes.data_plane import SLOT_BYTES, DataPlane, PageNumbers, PageWrite, RoomTarget
-from twinpool.transfer.planes.direct.cuda_ipc import CudaIpc
-from twinpool.transfer.planes.direct.device_sharing import MappedRegion
+from twinpool.transfer.planes.direct.cuda_ipc import CudaIpc, MappedRegion
 from twinpool.transfer.planes.direct.local_plane import LocalPlane
 from twinpool.transfer.planes.direct.shm_plane import ShmPlane
 from twinpool.transfer.planes.nixl.nixl_agent import HOST_MEMORY, byte_runs, load_nixl
 from twinpool.transfer.planes.nixl.nixl_plane import NixlPlane
-from twinpool.transfer.planes.page_runs import page_runs
+from twinpool.transfer.planes.one_sided import page_runs
 from twinpool.transfer.planes.tcp.zmq_plane import ZmqPlane
 
 HOST = "127.0.0.1"
@@ -142,7 +141,7 @@ def make_plane(kind: str, wake: Callable[[], None] = lambda: None) -> DataPlane:
 
 class SharedFile:
     """What stands for CUDA IPC where there is no GPU: memory of a file without a name, which another process maps.
-    Implements `transfer.planes.direct.device_sharing.DeviceSharing`."""
+    Implements `transfer.planes.direct.cuda_ipc.DeviceSharing`."""
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         self._fd = os.memfd_create("bench-shared")

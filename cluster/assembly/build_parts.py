@@ -50,8 +50,8 @@ from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.tensors.shard import Shard
 from twinpool.engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
 from twinpool.engine.tensors.weight_loader import dtype_for
-from twinpool.transfer.net.curve_keys import CurveKeys
-from twinpool.transfer.net.waiter import Waiter
+from twinpool.transfer.net.zmq_channel import Waiter
+from twinpool.transfer.net.zmq_sockets import CurveKeys
 from twinpool.transfer.planes.data_plane import DataPlane
 from twinpool.transfer.planes.make_plane import make_plane
 from twinpool.transfer.planes.tp_plane import TPDataPlane

@@ -57,10 +57,9 @@ from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.structured_output.grammar_engine import GrammarEngine
 from twinpool.engine.tensors.tensor_parallel import TensorParallelGroup
 from twinpool.prefill.worker import PrefillWorker
-from twinpool.transfer.net.waiter import Waiter
-from twinpool.transfer.net.zmq_channel import ZmqControlTransport
-from twinpool.transfer.planes.follower_links import FollowerLinks
+from twinpool.transfer.net.zmq_channel import Waiter, ZmqControlTransport
 from twinpool.transfer.planes.make_plane import make_plane
+from twinpool.transfer.planes.tp_plane import FollowerLinks
 from twinpool.transfer.rooms.peers import fingerprint as fingerprint_of
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.sender.kv_sender import KVSender

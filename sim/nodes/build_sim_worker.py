@@ -41,8 +41,7 @@ from twinpool.sim.fabric.virtual_time import SimProcess, VirtualTime
 from twinpool.sim.nodes.sim_ranks import SimFollowers, SimRank
 from twinpool.sim.scenario.scenario import CONTEXT, ClusterShape, pool_set
 from twinpool.transfer.planes.data_plane import DataPlane
-from twinpool.transfer.planes.follower_links import FollowerLinks
-from twinpool.transfer.planes.tp_plane import TPDataPlane
+from twinpool.transfer.planes.tp_plane import FollowerLinks, TPDataPlane
 from twinpool.transfer.rooms.peers import fingerprint
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.sender.kv_sender import KVSender

@@ -1,6 +1,6 @@
 """The followers of a worker: processes of their own that carry out their leader's orders, one by one and late.
 
-Each has `cache.pool.tp_pool_set.FollowerPools`, `transfer.planes.follower_links.FollowerLinks` and
+Each has `cache.pool.tp_pool_set.FollowerPools`, `transfer.planes.tp_plane.FollowerLinks` and
 `cache.storage.tp_page_store.FollowerPageStore`, as in `cluster.worker_process.follower_process`; orders travel as
 bytes. Only the channel is a model: an order reaches each rank some time after it was sent, and is answered some time
 later; a leader that waits for an answer gets it at once, and all earlier orders are carried out first. The death of a
@@ -45,7 +45,7 @@ from twinpool.contracts.messages.rank_orders import (
     ZeroPages,
 )
 from twinpool.sim.fabric.virtual_time import SimProcess, VirtualTime
-from twinpool.transfer.planes.follower_links import FollowerLinks
+from twinpool.transfer.planes.tp_plane import FollowerLinks
 
 LATE_S = 0.002
 """Seconds after which an order is carried out at the latest; at once if its leader waits for it."""

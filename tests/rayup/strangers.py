@@ -11,7 +11,7 @@ import psutil
 import zmq
 
 from tests.soak.test_security_on_nodes import served
-from twinpool.transfer.net.curve_keys import CurveKeys, dial
+from twinpool.transfer.net.zmq_sockets import CurveKeys, dial
 
 PATIENCE_S = 1.5
 LISTEN = "0A"

@@ -12,8 +12,7 @@ import pytest
 from twinpool.sim.fabric.sim_network import SimControlTransport, SimNetwork, SimSwitch
 from twinpool.sim.fabric.virtual_time import SimProcess, VirtualTime
 from twinpool.transfer.net.control_channel import ControlTransport
-from twinpool.transfer.net.waiter import Waiter
-from twinpool.transfer.net.zmq_channel import ZmqControlTransport
+from twinpool.transfer.net.zmq_channel import Waiter, ZmqControlTransport
 
 
 @dataclass

@@ -23,8 +23,7 @@ from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.prefill.worker import PrefillWorker
 from twinpool.sim.fabric import hash_answers
 from twinpool.sim.fabric.hash_engine import HashEngine
-from twinpool.transfer.net.waiter import Waiter
-from twinpool.transfer.net.zmq_channel import ZmqControlTransport
+from twinpool.transfer.net.zmq_channel import Waiter, ZmqControlTransport
 from twinpool.transfer.planes.make_plane import make_plane
 from twinpool.transfer.rooms.peers import fingerprint
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver

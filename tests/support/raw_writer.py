@@ -18,8 +18,8 @@ from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.config.cluster_config import FaultsConfig
 from twinpool.contracts.ids import RoomId
-from twinpool.transfer.net import connection_keys
-from twinpool.transfer.net.curve_keys import CurveKeys
+from twinpool.transfer.net.sealed_stream import SALT_BYTES, draw_secret, writer_hello
+from twinpool.transfer.net.zmq_sockets import CurveKeys
 from twinpool.transfer.planes.data_plane import SLOT_BYTES, RoomTarget
 from twinpool.transfer.planes.tcp.zmq_plane import ZmqPlane
 
@@ -31,9 +31,9 @@ class RawWriter:
         (part,) = plane.describe()["ranks"]
         host, _, port = part["pages"].removeprefix("tcp://").rpartition(":")
         self.socket = socket.create_connection((host, int(port)), 10)
-        self.salt = self._exactly(connection_keys.SALT_BYTES)
-        self.mine = connection_keys.draw()
-        self.socket.sendall(connection_keys.hello(secret or part["secret"], self.salt, self.mine))
+        self.salt = self._exactly(SALT_BYTES)
+        self.mine = draw_secret()
+        self.socket.sendall(writer_hello(secret or part["secret"], self.salt, self.mine))
 
     def begin(self, head: bytes, nbytes: int) -> None:
         """Say the head of a write, whose body has `nbytes` bytes."""

@@ -33,8 +33,7 @@ from twinpool.sim.fabric.plane_faults import StoreFaults, WireDamage
 from twinpool.sim.fabric.sim_network import SimControlTransport, SimNetwork, SimSwitch
 from twinpool.sim.fabric.sim_plane import SimPlane
 from twinpool.sim.fabric.virtual_time import SimProcess, VirtualTime
-from twinpool.transfer.net.waiter import Waiter
-from twinpool.transfer.net.zmq_channel import ZmqControlTransport
+from twinpool.transfer.net.zmq_channel import Waiter, ZmqControlTransport
 from twinpool.transfer.planes.data_plane import DataPlane, PageNumbers
 from twinpool.transfer.planes.make_plane import make_plane
 from twinpool.transfer.planes.tp_plane import TPDataPlane

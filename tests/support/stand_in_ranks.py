@@ -31,7 +31,7 @@ from twinpool.contracts.messages.rank_orders import (
 )
 from twinpool.contracts.messages.rank_orders import Order as Told
 from twinpool.transfer.planes.data_plane import RankDataPlane
-from twinpool.transfer.planes.follower_links import FollowerLinks
+from twinpool.transfer.planes.tp_plane import FollowerLinks
 
 
 def headed_sets(page_tokens: int = 4) -> dict[str, PoolSetSpec]:

@@ -28,10 +28,9 @@ from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ErrorKind, WireError
 from twinpool.contracts.ids import Incarnation, RoomId, WorkerName
 from twinpool.contracts.messages.router_commands import PeerRef
-from twinpool.transfer.net.curve_keys import CurveKeys
-from twinpool.transfer.net.curve_keys import bind as first_bind
-from twinpool.transfer.net.waiter import Waiter
-from twinpool.transfer.net.zmq_channel import ZmqControlTransport
+from twinpool.transfer.net.zmq_channel import Waiter, ZmqControlTransport
+from twinpool.transfer.net.zmq_sockets import CurveKeys
+from twinpool.transfer.net.zmq_sockets import bind as first_bind
 from twinpool.transfer.planes.data_plane import PageWrite, RoomTarget, SlotWrite, WriteLink
 from twinpool.transfer.planes.make_plane import make_plane
 from twinpool.transfer.planes.tcp import zmq_plane as tcp

@@ -24,8 +24,8 @@ from twinpool.contracts.ids import Incarnation, RoomId, WorkerName
 from twinpool.contracts.messages.router_commands import PeerRef
 from twinpool.transfer.planes import notice_inbox
 from twinpool.transfer.planes.data_plane import SLOT_BYTES, PageNumbers, RoomTarget
+from twinpool.transfer.planes.notice_inbox import MAX_HELD, OrderedNotices
 from twinpool.transfer.planes.tcp import zmq_plane as tcp
-from twinpool.transfer.planes.tcp.ordered_notices import MAX_HELD, OrderedNotices
 from twinpool.transfer.planes.tcp.zmq_link import ZmqLink
 from twinpool.transfer.planes.tcp.zmq_plane import ZmqPlane
 from twinpool.transfer.rooms import room_messages as m

@@ -55,8 +55,7 @@ from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
 from twinpool.contracts.wire.worker_protobuf import report_to_proto, status_to_proto, view_from_proto
 from twinpool.router.links.controller_directory import ControllerDirectory
 from twinpool.router.links.grpc_worker import GrpcWorkerClient
-from twinpool.transfer.net.waiter import Waiter
-from twinpool.transfer.net.zmq_channel import ZmqControlTransport
+from twinpool.transfer.net.zmq_channel import Waiter, ZmqControlTransport
 from twinpool.transfer.planes.data_plane import SLOT_BYTES, DataPlane
 from twinpool.transfer.planes.direct.shm_plane import ShmPlane
 from twinpool.transfer.planes.nixl.nixl_plane import NixlPlane

@@ -31,7 +31,7 @@ from twinpool.contracts.messages.worker_events import Done, Event, Tokens
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.decode.worker import DecodeWorker
 from twinpool.prefill.worker import PrefillWorker
-from twinpool.transfer.net.waiter import Waiter
+from twinpool.transfer.net.zmq_channel import Waiter
 
 POOL = 24 * 16
 """Positions of decode's pool: three requests of eight pages."""

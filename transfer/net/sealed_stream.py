@@ -1,11 +1,21 @@
-"""Sealing of a data connection off the loopback: AES-256-GCM with a key that no other connection has.
+"""Sealing of a data connection: who may open one, the key that it gets, and its bytes under that key, AES-256-GCM.
 
-Only the writer seals, with a key that `transfer.net.connection_keys` derives, and counts its pieces: a nonce is never
-used twice, and a piece that is left out, repeated, moved or changed doesn't open.
+A reader draws a secret and tells its writers, in the descriptor of its memory; off the loopback that goes over a CURVE
+connection, so whoever knows it holds the cluster's secret as well. Reader and writer each draw a salt for a connection:
+
+    reader   its salt
+    writer   its salt, and the proof of both that takes the secret
+
+Both derive the connection's key from the secret and both salts, so no two connections have the same key, and what was
+recorded on one opens on no other. Only the writer seals, and counts its pieces: a nonce is never used twice, and a
+piece that is left out, repeated, moved or changed doesn't open.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -117,3 +127,35 @@ class OpenedBody:
             self._fill(self._sealed[: size + TAG_BYTES])
             self._stream.open(self._sealed[: size + TAG_BYTES], self._opened)
         self._over = self._opened[:0]
+
+
+SALT_BYTES = 32
+HELLO_BYTES = SALT_BYTES + 32
+"""What a writer says first: its salt, and the proof."""
+
+
+def draw_secret() -> bytes:
+    """Return a new secret, or a new salt."""
+    return secrets.token_bytes(SALT_BYTES)
+
+
+def writer_hello(secret: bytes, reader_salt: bytes, writer_salt: bytes) -> bytes:
+    """Return what a writer says to a reader with this secret."""
+    return writer_salt + _derived(b"twinpool-proof", secret, reader_salt, writer_salt)
+
+
+def accept_hello(secret: bytes, reader_salt: bytes, said: bytes) -> bytes | None:
+    """Return the key of a connection on which a writer has `said` this; None where it doesn't know the secret."""
+    salt = said[:SALT_BYTES]
+    if not hmac.compare_digest(writer_hello(secret, reader_salt, salt), said):
+        return None
+    return connection_key(secret, reader_salt, salt)
+
+
+def connection_key(secret: bytes, reader_salt: bytes, writer_salt: bytes) -> bytes:
+    """Return the key of a connection with these salts, of 32 bytes."""
+    return _derived(b"twinpool-pages", secret, reader_salt, writer_salt)
+
+
+def _derived(purpose: bytes, secret: bytes, reader_salt: bytes, writer_salt: bytes) -> bytes:
+    return hashlib.blake2b(reader_salt + writer_salt, digest_size=32, key=secret, person=purpose).digest()

@@ -1,7 +1,10 @@
-"""A write that a device posts once what it comes after has happened: its completion, over all ranks of the writer."""
+"""Completions of writes: one that a device posts once what it comes after has happened, over all ranks of the writer
+(`LaunchedWrite`), and one that another thread carries out (`PostedWrite`).
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 from twinpool.cache.device.device_port import DONE, Completion, Device, DeviceOp, DeviceStream, PageSpanUse, attempt
@@ -79,3 +82,34 @@ def launch_write(
 def lanes_of(lane: str) -> tuple[str, str]:
     """The lanes that writes to one reader take."""
     return lane, f"{lane} ahead"
+
+
+class PostedWrite:
+    """Implements `cache.device.device_port.Completion`. Any thread may ask; one of them ends it, once."""
+
+    def __init__(self, ended: Callable[[], None] = lambda: None) -> None:
+        """`ended` is called after the end, on the thread that ended it."""
+        self._over = threading.Event()
+        self._error: RuntimeError | None = None
+        self._ended = ended
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._over.is_set()
+
+    def wait(self) -> None:
+        """Wait for the end. Raises `RuntimeError` where the write failed."""
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+
+    def order(self) -> None:
+        self.wait()
+
+    def end(self, error: RuntimeError | None = None) -> None:
+        """End the write: it has landed or, with an `error`, perhaps not. Later calls change nothing."""
+        if not self._over.is_set():
+            self._error = error
+            self._over.set()
+            self._ended()

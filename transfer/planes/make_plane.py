@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.plane_choice import with_plane
-from twinpool.transfer.net.curve_keys import CurveKeys
+from twinpool.transfer.net.zmq_sockets import CurveKeys
 from twinpool.transfer.planes.data_plane import RankDataPlane, WakeCallback
 from twinpool.transfer.planes.direct.cuda_ipc import CudaIpc
 from twinpool.transfer.planes.direct.local_plane import LocalPlane

@@ -12,9 +12,8 @@ import zmq
 from twinpool.cluster.ranks import JOIN, FollowerChannel, LeaderChannel, meeting_point
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.errors import PeerDead
-from twinpool.transfer.net.curve_keys import CurveKeys, dial
-from twinpool.transfer.net.waiter import Waiter
-from twinpool.transfer.net.zmq_channel import ZmqControlTransport
+from twinpool.transfer.net.zmq_channel import Waiter, ZmqControlTransport
+from twinpool.transfer.net.zmq_sockets import CurveKeys, dial
 from twinpool.transfer.planes.notice_inbox import NoticeInbox
 
 WAIT_S = 20.0

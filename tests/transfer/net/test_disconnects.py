@@ -22,8 +22,8 @@ from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Incarnation, WorkerName
 from twinpool.contracts.messages.rank_orders import LinkLost
 from twinpool.contracts.messages.router_commands import PeerRef
-from twinpool.transfer.net import disconnects as cuts
 from twinpool.transfer.net import process_watch
+from twinpool.transfer.net import zmq_sockets as cuts
 from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["all"]

@@ -23,7 +23,7 @@ from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import RoomId
 from twinpool.transfer.net import sealed_stream
-from twinpool.transfer.net.curve_keys import CurveKeys
+from twinpool.transfer.net.zmq_sockets import CurveKeys
 from twinpool.transfer.planes.data_plane import PageNumbers, PageWrite, RoomTarget
 from twinpool.transfer.planes.make_plane import make_plane
 from twinpool.transfer.planes.tcp import bounce_buffers

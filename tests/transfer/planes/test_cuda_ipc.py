@@ -18,8 +18,7 @@ from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ConfigError, LayoutMismatch
 from twinpool.transfer.planes import make_plane
 from twinpool.transfer.planes.direct import cuda_ipc, direct_link, shm_plane
-from twinpool.transfer.planes.direct.cuda_ipc import HANDLE_BYTES, CudaIpc, handle_of
-from twinpool.transfer.planes.direct.device_sharing import MappedRegion
+from twinpool.transfer.planes.direct.cuda_ipc import HANDLE_BYTES, CudaIpc, MappedRegion, handle_of
 from twinpool.transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
 
 

@@ -9,7 +9,7 @@ from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.device.device_port import DONE, Completion, DeviceOp
 from twinpool.cache.pool.follower_steps import FollowerSteps
 from twinpool.contracts.messages.rank_orders import CloseLink, LayerSpan, OpenLink, PagePlaces, PostWrite
-from twinpool.transfer.planes.follower_links import FollowerLinks
+from twinpool.transfer.planes.tp_plane import FollowerLinks
 
 
 class LanedDevice(CpuDevice):

@@ -18,11 +18,11 @@ from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.config.cluster_config import FaultsConfig
 from twinpool.contracts.errors import ConfigError, LayoutMismatch
 from twinpool.contracts.ids import RoomId
-from twinpool.transfer.net.curve_keys import dial
+from twinpool.transfer.net.zmq_sockets import dial
 from twinpool.transfer.planes.data_plane import SLOT_BYTES, PageNumbers, PageWrite, RoomTarget, SlotWrite, WriteLink
 from twinpool.transfer.planes.nixl import nixl_agent, nixl_link, nixl_plane
 from twinpool.transfer.planes.nixl.nixl_plane import NixlPlane
-from twinpool.transfer.planes.page_runs import page_runs
+from twinpool.transfer.planes.one_sided import page_runs
 from twinpool.transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["all"]

@@ -25,13 +25,13 @@ from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpe
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.config.cluster_config import FaultsConfig
 from twinpool.contracts.ids import RoomId
-from twinpool.transfer.net import connection_keys
-from twinpool.transfer.net.curve_keys import CurveKeys
-from twinpool.transfer.net.sealed_stream import SealedStream
+from twinpool.transfer.net.sealed_stream import HELLO_BYTES, SALT_BYTES, SealedStream, connection_key, draw_secret
+from twinpool.transfer.net.zmq_sockets import CurveKeys
 from twinpool.transfer.planes.data_plane import PageNumbers, PageWrite, RoomTarget, SentCounts
-from twinpool.transfer.planes.posted_write import PostedWrite
-from twinpool.transfer.planes.tcp import data_connection, data_listener
-from twinpool.transfer.planes.tcp.data_connection import DataConnection, DataDoor, OutgoingWrite
+from twinpool.transfer.planes.launched_write import PostedWrite
+from twinpool.transfer.planes.tcp import data_listener
+from twinpool.transfer.planes.tcp import zmq_link as data_connection
+from twinpool.transfer.planes.tcp.zmq_link import DataConnection, DataDoor, OutgoingWrite
 from twinpool.transfer.planes.tcp.zmq_plane import ZmqPlane
 from twinpool.transfer.rooms.room_outcomes import HandoverFailed
 
@@ -392,7 +392,7 @@ CURVE = CurveKeys.from_secret(b"s" * 32)
 def sealed_write(writer: RawWriter, plane: ZmqPlane, tamper: int = -1) -> None:
     """Send one sealed write, with a bit of its head (0) or of its body (1) changed."""
     (part,) = plane.describe()["ranks"]
-    stream = SealedStream(connection_keys.key(part["secret"], writer.salt, writer.mine))
+    stream = SealedStream(connection_key(part["secret"], writer.salt, writer.mine))
     head, body = msgpack.packb((ROOM, TICKET, [("full", 2, 1)], *ALONE)), b"\1" * FULL
     lengths = data_connection.LENGTHS.pack(len(head), len(body))
     pieces = [bytes(stream.seal(head, memoryview(bytearray(len(head) + 16)), lengths))]
@@ -447,17 +447,17 @@ class SilentReader:
 
     @property
     def door(self) -> DataDoor:
-        return DataDoor(self._door.getsockname(), b"s" * connection_keys.SALT_BYTES, False, 20.0)
+        return DataDoor(self._door.getsockname(), b"s" * SALT_BYTES, False, 20.0)
 
     def _take(self) -> None:
         with contextlib.suppress(OSError):
             connection, _ = self._door.accept()
             self.taken.append(connection)
-            connection.sendall(connection_keys.draw())
+            connection.sendall(draw_secret())
             left = self._answers
             while said := connection.recv(1 << 16):
                 self.heard += len(said)
-                if left and self.heard > connection_keys.HELLO_BYTES:
+                if left and self.heard > HELLO_BYTES:
                     connection.sendall(data_connection.TAKEN * left)
                     left = 0
 

@@ -28,8 +28,7 @@ from twinpool.contracts.ids import Incarnation, WorkerName
 from twinpool.contracts.messages.router_commands import PeerRef
 from twinpool.transfer.net import process_watch as process
 from twinpool.transfer.net.process_watch import PidfdGroupWatch, PidfdWatch, namespace, readable, start_ticks
-from twinpool.transfer.net.waiter import Waiter
-from twinpool.transfer.net.zmq_channel import ZmqControlTransport
+from twinpool.transfer.net.zmq_channel import Waiter, ZmqControlTransport
 from twinpool.transfer.rooms import room_messages as m
 from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
 

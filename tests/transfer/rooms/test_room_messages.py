@@ -12,7 +12,7 @@ from twinpool.contracts.errors import ErrorKind, WireError
 from twinpool.contracts.ids import RoomId
 from twinpool.contracts.messages.fingerprint import Fingerprint
 from twinpool.contracts.sampling_params import TokenLogprob
-from twinpool.transfer.net.curve_keys import CurveKeys
+from twinpool.transfer.net.zmq_sockets import CurveKeys
 from twinpool.transfer.planes.data_plane import SLOT_BYTES
 from twinpool.transfer.rooms import room_messages as m
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata, copy_out, pack

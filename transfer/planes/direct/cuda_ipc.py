@@ -1,4 +1,4 @@
-"""CUDA IPC: a GPU's memory opened in another process of the host, through the driver.
+"""CUDA IPC: a GPU's memory opened in another process of the host, through the driver; `DeviceSharing` is the protocol.
 
 The driver's interface is called by ctypes: five functions whose names and arguments haven't changed since CUDA 4.1.
 torch's own way (`UntypedStorage._share_cuda_`) is private, hands over eight values of which four keep count of users in
@@ -12,15 +12,41 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from twinpool.cache.device.device_copies import zeroed
 from twinpool.contracts.errors import ConfigError, LayoutMismatch
 from twinpool.transfer.planes.data_plane import said
-from twinpool.transfer.planes.direct.device_sharing import MappedRegion
+
+
+@dataclass(frozen=True, slots=True)
+class MappedRegion:
+    """A reader's memory, mapped into this process."""
+
+    region: torch.Tensor
+    """uint8 [bytes], on a device."""
+    close: Callable[[], None]
+    """Ends the mapping; `region` may not be used after it."""
+
+
+class DeviceSharing(Protocol):
+    """How memory of a device is opened in another process."""
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Zeroed memory of `device` that can be shared: uint8 [nbytes]. Raises `ConfigError` for a device that can't
+        share."""
+
+    def describe(self, region: torch.Tensor) -> dict[str, Any]:
+        """Plain values by which another process opens `region`, which `allocate` returned."""
+
+    def open(self, described: Mapping[str, Any], nbytes: int, device: torch.device) -> MappedRegion:
+        """Map memory that another process described, of `nbytes`, so that copies which run on `device` reach it. Raises
+        `LayoutMismatch`, with the reason, where that can't be done, and for what is no description."""
+
 
 log = logging.getLogger("twinpool.transfer")
 HANDLE_BYTES = 64
@@ -56,7 +82,7 @@ class _DeviceArray:
 
 
 class CudaIpc:
-    """Implements `transfer.planes.direct.device_sharing.DeviceSharing`."""
+    """Implements `transfer.planes.direct.cuda_ipc.DeviceSharing`."""
 
     def __init__(self) -> None:
         """Raises `ConfigError` where there is no NVIDIA driver."""

@@ -15,8 +15,8 @@ from twinpool.cache.memory.page_moves import PageMove, PoolMove, copy_state
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.errors import WireError
 from twinpool.contracts.ids import RoomId
-from twinpool.transfer.net.disconnects import DisconnectWatch
 from twinpool.transfer.net.fault_injection import WriteFaults
+from twinpool.transfer.net.zmq_sockets import DisconnectWatch
 from twinpool.transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite
 
 HEAD = 64

@@ -30,10 +30,10 @@ from twinpool.contracts.config.cluster_config import FaultsConfig
 from twinpool.contracts.config.worker_config import TransferConfig
 from twinpool.contracts.errors import LayoutMismatch
 from twinpool.transfer.net import process_watch as process
-from twinpool.transfer.net.curve_keys import CurveKeys, dial
 from twinpool.transfer.net.fault_injection import WriteFaults
+from twinpool.transfer.net.zmq_sockets import CurveKeys, dial
 from twinpool.transfer.planes.data_plane import SLOT_BYTES, WriteLink, refuse_device_memory, said
-from twinpool.transfer.planes.direct.device_sharing import DeviceSharing, MappedRegion
+from twinpool.transfer.planes.direct.cuda_ipc import DeviceSharing, MappedRegion
 from twinpool.transfer.planes.direct.direct_link import HEAD, DirectLink
 from twinpool.transfer.planes.notice_inbox import NoticeInbox
 from twinpool.transfer.planes.one_sided import OneSidedPlane, described_layout, no_notices

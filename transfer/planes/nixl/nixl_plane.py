@@ -33,8 +33,8 @@ from twinpool.contracts.config.cluster_config import FaultsConfig
 from twinpool.contracts.config.worker_config import TransferConfig
 from twinpool.contracts.errors import ConfigError, LayoutMismatch
 from twinpool.contracts.ids import RoomId
-from twinpool.transfer.net.curve_keys import CurveKeys, dial
 from twinpool.transfer.net.fault_injection import WriteFaults
+from twinpool.transfer.net.zmq_sockets import CurveKeys, dial
 from twinpool.transfer.planes.data_plane import RoomTarget, WakeCallback, WriteLink, said
 from twinpool.transfer.planes.nixl.nixl_agent import HOST_MEMORY, MemoryKind, NixlAgent, kind_of, load_nixl, own_device
 from twinpool.transfer.planes.nixl.nixl_link import NixlLink, ReaderMemory

@@ -25,10 +25,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from twinpool.contracts.errors import WireError
-from twinpool.transfer.net import connection_keys
-from twinpool.transfer.net.sealed_stream import PIECE_BYTES, TAG_BYTES, OpenedBody, SealedStream
+from twinpool.transfer.net.sealed_stream import (
+    HELLO_BYTES,
+    PIECE_BYTES,
+    TAG_BYTES,
+    OpenedBody,
+    SealedStream,
+    accept_hello,
+    draw_secret,
+)
 from twinpool.transfer.planes.tcp.bounce_buffers import BounceBuffer, Load, Staging, settle
-from twinpool.transfer.planes.tcp.data_connection import COMING, HEAD_BYTES, LENGTHS, MAX_ROWS, TAKEN, patient
+from twinpool.transfer.planes.tcp.zmq_link import COMING, HEAD_BYTES, LENGTHS, MAX_ROWS, TAKEN, patient
 
 log = logging.getLogger("twinpool.transfer")
 SLICE_BYTES = 4 << 20
@@ -97,7 +104,7 @@ class DataListener:
     ) -> None:
         """`max_bytes`: of the body of a write; a connection that announces more is cut. `sealed`: whether what comes
         is sealed. `staging`: the bounce buffers of landings that have loads."""
-        self.secret = connection_keys.draw()
+        self.secret = draw_secret()
         """What a writer must know."""
         self._max_bytes, self._timeout_s, self._lookup, self._sealed = max_bytes, timeout_s, lookup, sealed
         self.staging = staging
@@ -160,7 +167,7 @@ class DataListener:
                 with contextlib.suppress(OSError):  # It went away again, or there are too many open files.
                     connection, _ = self._door.accept()
                     connection.setblocking(False)
-                    salt = connection_keys.draw()
+                    salt = draw_secret()
                     connection.send(salt)
                     until = time.monotonic() + self._timeout_s
                     strangers[connection.fileno()] = _Stranger(connection, until, salt)
@@ -173,15 +180,15 @@ class DataListener:
         """Hear a stranger. Returns whether it is none any more: it is met, and has a thread, or there is nothing more
         to hear."""
         try:
-            said = stranger.connection.recv(connection_keys.HELLO_BYTES - len(stranger.said))
+            said = stranger.connection.recv(HELLO_BYTES - len(stranger.said))
         except BlockingIOError:
             return False
         except OSError:
             return True
         stranger.said += said
-        if said and len(stranger.said) < connection_keys.HELLO_BYTES:
+        if said and len(stranger.said) < HELLO_BYTES:
             return False
-        key = connection_keys.welcome(self.secret, stranger.salt, stranger.said)
+        key = accept_hello(self.secret, stranger.salt, stranger.said)
         if key is None:
             return True
         with self._lock:

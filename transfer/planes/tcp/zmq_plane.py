@@ -4,10 +4,10 @@ The reader copies, so access is revocable: what comes for a room that has ended 
 can be used again at once. A write names positions in the room's grant, never addresses; the reader looks them up before
 it stores anything, and a write of several pools that doesn't fit in one is stored in none.
 
-Pages go down plain sockets (`transfer.planes.tcp.data_connection`), on threads of their own at both ends and without a
+Pages go down plain sockets (`transfer.planes.tcp.zmq_link`), on threads of their own at both ends and without a
 copy by either process: the kernel takes them from the writer's pages and puts them into the reader's
 (`transfer.planes.tcp.data_listener`). Off the loopback what they carry is sealed. Notices and metadata go over a ZMQ
-socket and may overtake pages: a notice waits for the writes before it (`transfer.planes.tcp.ordered_notices`).
+socket and may overtake pages: a notice waits for the writes before it (`transfer.planes.notice_inbox`).
 
 Between workers of several ranks each rank has its own sockets at the reader, and a write holds what the two ranks have
 in common. Notices go to the leader.
@@ -38,9 +38,9 @@ from twinpool.contracts.config.worker_config import TransferConfig
 from twinpool.contracts.errors import ConfigError, LayoutMismatch
 from twinpool.contracts.ids import RoomId
 from twinpool.contracts.messages.rank_orders import WriteArrived
-from twinpool.transfer.net.connection_keys import SALT_BYTES
-from twinpool.transfer.net.curve_keys import CurveKeys, bind, dial
 from twinpool.transfer.net.fault_injection import WriteFaults, via_proxy
+from twinpool.transfer.net.sealed_stream import SALT_BYTES
+from twinpool.transfer.net.zmq_sockets import CurveKeys, bind, dial
 from twinpool.transfer.planes.data_plane import (
     SLOT_BYTES,
     RoomTarget,
@@ -49,14 +49,12 @@ from twinpool.transfer.planes.data_plane import (
     refuse_device_memory,
     said,
 )
-from twinpool.transfer.planes.notice_inbox import AT_ONCE, pull_socket
+from twinpool.transfer.planes.notice_inbox import AT_ONCE, OrderedNotices, pull_socket
 from twinpool.transfer.planes.rank_fan import MAX_RANKS, fan, rank_cut, writers
 from twinpool.transfer.planes.tcp.bounce_buffers import Staging, StreamPart, buffer_bytes, loads
-from twinpool.transfer.planes.tcp.data_connection import DataDoor
 from twinpool.transfer.planes.tcp.data_listener import DataListener, Landing, LandingPart
-from twinpool.transfer.planes.tcp.ordered_notices import OrderedNotices
 from twinpool.transfer.planes.tcp.page_stream import PoolStream, bytes_of, shared
-from twinpool.transfer.planes.tcp.zmq_link import NOTICE_FRAME, SLOT_FRAME, ZmqLink
+from twinpool.transfer.planes.tcp.zmq_link import NOTICE_FRAME, SLOT_FRAME, DataDoor, ZmqLink
 
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s
 FRAME_BYTES = TransferConfig().frame_bytes
