@@ -2,41 +2,89 @@
 
 Of a detached cluster they outlive this process, and the next one takes them over as they are. Those of another build
 than its own, or with other settings, are replaced: controllers and routers one by one
-(`cluster.serve.rolling_services`), the index by an end and a start, which nobody notices.
+(`cluster.serve.rolling_services`), the index by an end and a start, which nobody notices. Without the index routers go
+by what they have sent, so a cluster goes on when it can't be kept.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 from twinpool.cluster.processes.free_port import free_port
 from twinpool.cluster.processes.run_folder import RunFiles
-from twinpool.cluster.serve.child_service import ROUTER, STOP_S, ChildService
-from twinpool.cluster.serve.controller_services import ControllerServices
-from twinpool.cluster.serve.detached_state import DetachedState, ServiceProcess
-from twinpool.cluster.serve.kept_service import KeptService, PartFailed
-from twinpool.cluster.serve.kv_index_process import KV_INDEX, index_arguments, index_wanted
-from twinpool.cluster.serve.local_controllers import LocalControllers
+from twinpool.cluster.serve.detached_state import DetachedState
 from twinpool.cluster.serve.preflight import ServePlan
-from twinpool.cluster.serve.router_services import RouterCommand, RouterReplica, RouterServices
+from twinpool.cluster.serve.rolling_services import ControllerServices, LocalControllers
+from twinpool.cluster.serve.router_services import Router, RouterCommand, RouterServices
+from twinpool.cluster.serve.service import ROUTER, STOP_S, PartFailed, Service, ServiceContext
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.cluster_secret import SECRET_VARIABLE
+from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.python_command import module_command
+
+KV_INDEX = tuple(module_command("twinpool.router.index_main"))
+LOOPBACK = "tcp://127.0.0.1:0"
+ORDERED_STORES = ("x86_64", "AMD64")
+"""Machines on which one process sees another's stores in their order, by which routers read the table while it is
+written (`router.kv_indexer.holder_table`)."""
+
+
+def index_wanted(config: Config) -> bool:
+    """Whether a KV index is to run: something goes by it, and workers publish."""
+    return _asked_for(config) and bool(config.cache.events.endpoint)
+
+
+def _asked_for(config: Config) -> bool:
+    ordered = platform.machine() in ORDERED_STORES
+    return config.router.kv_index == "auto" and config.router.policy == "cache_aware" and ordered
+
+
+def with_kv_events(config: Config, folder: Path) -> Config:
+    """`config` with KV events published on this host's loopback, where an index is to follow them and none are
+    published yet. All workers must be on this host.
+
+    Events carry prompts' tokens, and any user of the machine may connect to its loopback: readers need a key, which is
+    made in `folder` unless there is one. Nobody but this user can read it.
+    """
+    if not _asked_for(config) or config.cache.events.endpoint:
+        return config
+    events = dataclasses.replace(config.cache.events, endpoint=LOOPBACK, replay_endpoint=LOOPBACK)
+    security = config.security
+    if not security.curve_key:
+        import zmq.auth  # Where there are keys alone.
+
+        own = folder / "kv-events"
+        secret = own / "curve.key_secret"
+        if not secret.exists():
+            own.mkdir(0o700, exist_ok=True)
+            zmq.auth.create_certificates(own, "curve")
+        security = dataclasses.replace(security, curve_key=str(secret))
+    return dataclasses.replace(config, cache=dataclasses.replace(config.cache, events=events), security=security)
+
+
+def index_arguments(controller: str, table: Path, settings: Path) -> list[str]:
+    """The arguments of the index's process. `controller`: its ``host:port``; `table`: where routers find the table;
+    `settings`: the configuration as JSON."""
+    return ["--controller", controller, "--table", str(table), "--config-json", str(settings)]
 
 
 class ClusterServices:
-    """The controllers' and the routers' processes. Use it from the main thread only (`ChildService`)."""
+    """The controllers' and the routers' processes. Use it from the main thread only (`Service`)."""
 
     def __init__(
         self,
         prepared: ServePlan,
         folder: RunFiles,
         clock: Clock,
-        say: Callable[[str], None],
-        words: Callable[[str], str],
+        report: Callable[[str], None],
+        last_words: Callable[[str], str],
         *,
         address: str,
         secret: str,
@@ -44,12 +92,16 @@ class ClusterServices:
         ledger: Mapping[str, str],
         router_command: Sequence[str] = ROUTER,
         state: DetachedState | None = None,
+        stack: ExitStack,
     ) -> None:
         """`address`: where workers reach the controllers. `secret`: the cluster's, in hex; `admin`: what the routers'
         environment has for operators; `ledger`: what the controllers' has for the ledger's server. `state`: the
-        detached cluster's; None where services end with this process. `say` and `words` as of `KeptService`."""
-        self._prepared, self._folder, self._clock, self._say, self._words = prepared, folder, clock, say, words
-        self._state, self._router_command = state, router_command
+        detached cluster's; None where services end with this process. `report`, `last_words` and `stack` as of
+        `ServiceContext`."""
+        self._prepared, self._state, self._router_command = prepared, state, router_command
+        self._context = ServiceContext(
+            folder.logs, prepared.config.cluster, clock, report, last_words, folder.owns, state, stack
+        )
         self._environment = dict(os.environ) | ({SECRET_VARIABLE: secret} if secret else {})
         self._admin, self._ledger_secret = admin, ledger
         self._settings = folder.logs / ".config.json"
@@ -57,29 +109,26 @@ class ClusterServices:
         self._local = LocalControllers.plan(
             prepared.config.cluster, address, kept, lambda port: free_port(address, port), folder.temporary
         )
-        self._build = build_id()
         # The table's layout is a build's.
-        self._table = folder.temporary / f"kv-index.{self._build}"
+        self._table = folder.temporary / f"kv-index.{build_id()}"
         self.endpoint = self._local.endpoints
         """Where the controllers are reached, ``host:port``, several with commas."""
-        self._controllers = ControllerServices(
-            self._local, prepared.config, self._settings, clock, say, words, self._service, state
-        )
-        self._routers = RouterServices(prepared, folder, clock, say, words, self._service, state)
+        self._controllers = ControllerServices(self._context, self._local, prepared.config, self._settings)
+        self._routers = RouterServices(self._context, prepared, folder.temporary)
 
-    def start(self, stack: ExitStack) -> None:
-        """Start all services, or take over those that run; they end with `stack`."""
+    def start(self) -> None:
+        """Start all services, or take over those that run."""
         prepared = self._prepared
         self._write_settings()
         environment = {**self._environment, **self._ledger_secret}
         if self._state is None or not self._state.begun:
             for line in self._local.check(environment, prepared.config.security):
-                self._say(line)
+                self._context.report(line)
         if self._state is not None:
             self._state.ports = self._local.ports
             self._state.save()
-        self._controllers.start(environment, stack)
-        self._kv_index = self._index(stack) if index_wanted(prepared.config) else None
+        self._controllers.start(environment)
+        self._kv_index = self._index() if index_wanted(prepared.config) else None
         routers = RouterCommand(
             self._router_command,
             {**self._environment, **self._admin},
@@ -87,15 +136,15 @@ class ClusterServices:
             self._settings,
             self._table if self._kv_index is not None else None,
         )
-        self._routers.start(routers, stack)
+        self._routers.start(routers)
 
     @property
-    def routers(self) -> list[RouterReplica]:
-        return self._routers.replicas()
+    def routers(self) -> list[Router]:
+        return self._routers.services()
 
     def change(self, prepared: ServePlan) -> None:
         """Go by another plan: what reads other settings then is replaced, routers and controllers one by one."""
-        self._prepared = prepared
+        self._prepared, self._context.config = prepared, prepared.config.cluster
         self._write_settings()
         self._routers.change(prepared)
         self._controllers.change(prepared.config)
@@ -113,9 +162,9 @@ class ClusterServices:
 
     def check(self) -> None:
         """Raise `PartFailed` where a service has ended, which it may not while the cluster starts."""
-        for kept in (*self._controllers.services(), *self._routers.services()):
-            if (how := kept.service.ended()) is not None:
-                raise PartFailed(f"the {kept.service.name} ended ({how}){self._words(kept.service.name)}")
+        for service in (*self._controllers.services(), *self._routers.services()):
+            if (how := service.ended()) is not None:
+                raise PartFailed(f"the {service.name} ended ({how}){self._context.last_words(service.name)}")
 
     def drain(self) -> None:
         """Have the routers end once the answers that run have ended: they aren't started again."""
@@ -134,57 +183,23 @@ class ClusterServices:
         self._controllers.tend()
         self._routers.tend()
         if self._kv_index is not None and (failed := self._kv_index.tend()):
-            self._say(f"{failed}; from now on the routers go by what they have sent")
+            self._context.report(f"{failed}; from now on the routers go by what they have sent")
             self._kv_index = None
 
-    def _index(self, stack: ExitStack) -> KeptService:
-        arguments = index_arguments(self.endpoint, self._table, self._settings)
+    def _index(self) -> Service:
+        """Start the index, or take its process over; one of another build is ended first."""
+        name, arguments = "kv-index", index_arguments(self.endpoint, self._table, self._settings)
         meanwhile = "the routers go by what they have sent"
-        return self._kept("kv-index", KV_INDEX, arguments, self._environment, stack, meanwhile)
+        index = Service(self._context, name, KV_INDEX, arguments, self._environment, meanwhile=meanwhile)
+        if self._state is not None and (old := self._state.running(name)) is not None:
+            index.adopt(old)
+            if old.build == build_id():
+                return index
+            index.stop(STOP_S)
+            self._context.report(f"{name} is replaced")
+        index.start()
+        return index
 
     def _write_settings(self) -> None:
         self._settings.touch(mode=0o600)  # It may have the ledger's password.
         self._settings.write_text(json.dumps(self._local.settings(self._prepared.config).to_dict()))
-
-    def _service(
-        self,
-        name: str,
-        command: Sequence[str],
-        arguments: list[str],
-        environment: Mapping[str, str],
-        stack: ExitStack,
-        meanwhile: str = "",
-    ) -> KeptService:
-        """A service that isn't started yet; it ends with `stack`."""
-        state = self._state
-        service = ChildService(name, command, arguments, self._folder.logs, environment, tied=state is None)
-        stack.callback(service.stop, STOP_S)
-
-        def started(pid: int, began: int) -> None:
-            self._folder.owns(pid, began)
-            if state is not None:
-                state.started(name, ServiceProcess(pid, began, self._build))
-
-        config = self._prepared.config.cluster
-        return KeptService(service, config, self._clock, self._say, started, self._words, meanwhile)
-
-    def _kept(
-        self,
-        name: str,
-        command: Sequence[str],
-        arguments: list[str],
-        environment: Mapping[str, str],
-        stack: ExitStack,
-        meanwhile: str = "",
-    ) -> KeptService:
-        """Start a service, or take its process over; one of another build is ended first."""
-        kept = self._service(name, command, arguments, environment, stack, meanwhile)
-        old = self._state.running(name) if self._state is not None else None
-        if old is not None:
-            kept.service.adopt(old.pid, old.started)
-            if old.build == self._build:
-                return kept
-            kept.service.stop(STOP_S)
-            self._say(f"{name} is replaced")
-        kept.start()
-        return kept

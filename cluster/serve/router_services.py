@@ -7,21 +7,93 @@ mark.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import http.client
+import socket
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from twinpool.cluster.processes.process_ids import kill_process, same_process, terminate_process
-from twinpool.cluster.processes.run_folder import RunFiles
-from twinpool.cluster.serve.child_service import ChildService
-from twinpool.cluster.serve.detached_state import DetachedState, ServiceProcess
-from twinpool.cluster.serve.kept_service import MakeService, PartFailed
+from twinpool.cluster.serve.detached_state import ServiceProcess
 from twinpool.cluster.serve.preflight import ServePlan
-from twinpool.cluster.serve.rolling_services import RollingServices, ServiceReplica
-from twinpool.cluster.serve.router_probe import RouterProbe
+from twinpool.cluster.serve.rolling_services import RollingServices
+from twinpool.cluster.serve.service import PartFailed, Service, ServiceContext
+from twinpool.contracts.build_id import build_id
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.setting_effects import routers_digest
+
+EVERY_S = 1.0
+PATIENCE_S = 5.0
+"""Timeout of one request to ``/live``; several of them fit into `router.stall_s`."""
+
+
+class UnixConnection(http.client.HTTPConnection):
+    """An HTTP connection to a Unix socket."""
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
+
+
+class RouterProbe:
+    """Asks ``/live`` every `every_s` seconds on a thread of its own. It never acts: `serve` reads `silent_s`."""
+
+    def __init__(self, path: Path, clock: Clock, every_s: float = EVERY_S) -> None:
+        """`path`: the Unix socket of the one router that is asked; the endpoint's port may be shared by several."""
+        self._path, self._clock, self._every_s = path, clock, every_s
+        self._heard_at = clock.now()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="router-probe", daemon=True)
+
+    def start(self) -> None:
+        self.started_again()
+        self._thread.start()
+
+    def started_again(self) -> None:
+        """Count the silence from now on, because another router has been started."""
+        self._heard_at = self._clock.now()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the router last answered."""
+        return self._clock.now() - self._heard_at
+
+    def stop(self) -> None:
+        """Stop asking. Idempotent; a request that is under way isn't waited for."""
+        self._stop.set()
+
+    def healthy(self) -> bool:
+        """Whether the router says now that it can serve requests."""
+        return self._answers("/health")
+
+    def lives(self, within_s: float) -> bool:
+        """Whether the router answers, asked again and again for so long."""
+        deadline = self._clock.now() + within_s
+        while not self._answers("/live"):
+            if self._clock.now() >= deadline or self._stop.wait(self._every_s):
+                return False
+        return True
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._every_s):
+            if self._answers("/live"):
+                self._heard_at = self._clock.now()
+
+    def _answers(self, path: str) -> bool:
+        connection = UnixConnection(self._path, PATIENCE_S)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +110,8 @@ class RouterCommand:
     """The KV index's table."""
 
 
-@dataclass(frozen=True, slots=True)
-class RouterReplica(ServiceReplica):
-    """A router and the probe that asks it whether it lives."""
+class Router(Service):
+    """A router's service, and the probe that asks its process whether it lives."""
 
     probe: RouterProbe
 
@@ -51,7 +122,7 @@ class _LeavingRouter:
 
     process: ServiceProcess
     probe: RouterProbe
-    service: ChildService | None
+    service: Service | None
     """Its service where this process has started or adopted it."""
 
     @property
@@ -61,44 +132,33 @@ class _LeavingRouter:
         return same_process(self.process.pid, self.process.started)
 
 
-class RouterServices(RollingServices[RouterReplica]):
-    """The routers of one machine. Use it from the main thread only (`ChildService`)."""
+class RouterServices(RollingServices[Router]):
+    """The routers of one machine. Use it from the main thread only (`Service`)."""
 
-    def __init__(
-        self,
-        prepared: ServePlan,
-        folder: RunFiles,
-        clock: Clock,
-        report: Callable[[str], None],
-        last_words: Callable[[str], str],
-        make: MakeService,
-        state: DetachedState | None,
-    ) -> None:
-        super().__init__(clock, report, last_words, state)
-        self._prepared, self._folder, self._make = prepared, folder, make
+    def __init__(self, context: ServiceContext, prepared: ServePlan, folder: Path) -> None:
+        """`folder`: where the routers' sockets are."""
+        super().__init__(context)
+        self._prepared, self._folder = prepared, folder
         self._leaving: dict[str, _LeavingRouter] = {}
         """By name and mark."""
         self._probes = False
         """Whether routers are asked if they live."""
 
-    def start(self, how: RouterCommand, stack: ExitStack) -> None:
-        """Start all of them, or adopt those that run; they end with `stack`. Raises `PartFailed` where a stale one
-        can't be replaced; it goes on then."""
-        self._how, self._stack = how, stack
-        stack.callback(self._end_leaving)
+    def start(self, how: RouterCommand) -> None:
+        """Start all of them, or adopt those that run. Raises `PartFailed` where a stale one can't be replaced; it goes
+        on then."""
+        self._how = how
+        self._context.stack.callback(self._end_leaving)
         if self._state is not None:
             for key, process in self._state.leaving.items():
                 if key.startswith("router"):
                     self._leaving[key] = _LeavingRouter(process, self._probe(key), None)
         self._start(self._prepared.options.routers)
 
-    def replicas(self) -> list[RouterReplica]:
-        return list(self._replicas)
-
     def probe(self) -> None:
         """Ask the routers from now on whether they live, until the cluster ends."""
         self._probes = True
-        for probe in [one.probe for one in self._replicas] + [one.probe for one in self._leaving.values()]:
+        for probe in [one.probe for one in self._services] + [one.probe for one in self._leaving.values()]:
             self._ask(probe)
 
     def change(self, prepared: ServePlan) -> None:
@@ -108,30 +168,30 @@ class RouterServices(RollingServices[RouterReplica]):
     def drain(self) -> None:
         """Have all of them end once their running answers have (`RouterServer`), replaced ones too."""
         if self._successor is not None:  # It would take a port over, and accept new requests.
-            self._successor.replica.kept.service.kill()
-        for router in self._replicas:
-            router.kept.service.terminate()
+            self._successor.service.kill()
+        for router in self._services:
+            router.terminate()
         for one in self._leaving.values():
             if one.running:
                 terminate_process(one.process.pid, one.process.started)
 
     def drained(self) -> bool:
         """Whether all of them have ended."""
-        ended = all(router.kept.service.ended() is not None for router in self._replicas)
+        ended = all(router.ended() is not None for router in self._services)
         return ended and not any(one.running for one in self._leaving.values())
 
     def tend(self) -> None:
         """Kill routers that hang, start again what has ended, and go on replacing. Raises `PartFailed` where one ends
         too often."""
         stall_s = self._prepared.config.router.stall_s
-        for router in self._replicas:
-            before = router.kept.service.process
-            if not router.kept.down and router.probe.silent_s >= stall_s:
+        for router in self._services:
+            before = router.process
+            if not router.down and router.probe.silent_s >= stall_s:
                 self._report(f"{router.name} hung: no answer for {router.probe.silent_s:.0f} s (router.stall_s)")
-                router.kept.service.kill()
-            if failed := router.kept.tend():
+                router.kill()
+            if failed := router.tend():
                 raise PartFailed(failed)
-            if router.kept.service.process != before:  # It may have been started again at once.
+            if router.process != before:  # It may have been started again at once.
                 router.probe.started_again()
         self._tend_leaving(stall_s)
         self._replace_next()
@@ -140,35 +200,37 @@ class RouterServices(RollingServices[RouterReplica]):
 
     @property
     def mark(self) -> str:
-        return f"{self._build}.{routers_digest(self._prepared.config)}"
+        return f"{build_id()}.{routers_digest(self._prepared.config)}"
 
-    def _key(self, replica: RouterReplica) -> str:
-        return f"{replica.name}.{replica.mark}"
+    def _key(self, service: Router) -> str:
+        return f"{service.name}.{service.mark}"
 
-    def _begin(self, number: int) -> RouterReplica:
+    def _begin(self, number: int) -> Router:
         """A router that hangs is killed, and a new one started."""
         name, state = self._name(number), self._state
         old = state.running(name) if state is not None else None
         if old is not None and state is not None:
             mark = state.marks.get(name, old.build)
-            router = RouterReplica(self._replica(number).kept, mark, old.build, self._probe(f"{name}.{mark}"))
-            if mark == self.mark or router.probe.lives(self._prepared.config.router.stall_s):
-                router.kept.service.adopt(old.pid, old.started)
+            probe = self._probe(f"{name}.{mark}")
+            if mark == self.mark or probe.lives(self._prepared.config.router.stall_s):
+                router = self._router(number)
+                router.adopt(old, mark)
+                router.probe = probe
                 return router
             self._report(f"{name} hung: it is ended, not replaced in order")
             kill_process(old.pid, old.started)
-        return self._launch(self._replica(number))
+        return self._started(self._router(number))
 
-    def _make_successor(self, number: int, old: RouterReplica) -> RouterReplica:
-        return self._replica(number, takes_over=old.mark)
+    def _make_successor(self, number: int, old: Router) -> Router:
+        return self._router(number, takes_over=old.mark)
 
-    def _retire(self, old: RouterReplica, new: RouterReplica) -> None:
-        self._leaving[self._key(old)] = _LeavingRouter(old.process, old.probe, old.kept.service)
+    def _retire(self, old: Router, new: Router) -> None:
+        self._leaving[self._key(old)] = _LeavingRouter(old.process, old.probe, old)
         if self._probes:
             self._ask(new.probe)
         self._report(f"{old.name} is replaced; the one before finishes its answers")
 
-    def _replica(self, number: int, takes_over: str = "") -> RouterReplica:
+    def _router(self, number: int, takes_over: str = "") -> Router:
         """A router of the plan, not started yet. `takes_over`: the mark of the one that it replaces."""
         prepared, how = self._prepared, self._how
         several, security = prepared.options.routers > 1, prepared.config.security
@@ -183,28 +245,29 @@ class RouterServices(RollingServices[RouterReplica]):
             *(("--kv-index", str(how.kv_index)) if how.kv_index is not None else ()),
             *(("--reuse-port", "--admin-port", str(security.admin_port + number)) if several else ()),
         ]
-        kept = self._make(name, how.command, arguments, how.environment, self._stack)
-        return RouterReplica(kept, self.mark, self._build, self._probe(key))
+        router = Router(self._context, name, how.command, arguments, how.environment, mark=self.mark)
+        router.probe = self._probe(key)
+        return router
 
     # ------------------------------------------------------------ probes, and routers that leave
 
     def _ask(self, probe: RouterProbe) -> None:
-        self._stack.callback(probe.stop)
+        self._context.stack.callback(probe.stop)
         probe.start()
 
     def _probe(self, key: str) -> RouterProbe:
-        return RouterProbe(self._live(key), self._clock)
+        return RouterProbe(self._live(key), self._context.clock)
 
     def _name(self, number: int) -> str:
         return f"router-{number}" if self._prepared.options.routers > 1 else "router"
 
     def _live(self, key: str) -> Path:
         """The socket on which a router is asked whether it lives, by name and mark."""
-        return self._folder.temporary / f"{key}.live"
+        return self._folder / f"{key}.live"
 
     def _handover(self, key: str) -> Path:
         """The socket on which a router hands its port over."""
-        return self._folder.temporary / f"{key}.handover"
+        return self._folder / f"{key}.handover"
 
     def _tend_leaving(self, stall_s: float) -> None:
         """Kill replaced routers that hang: their sockets still listen, so the kernel would give them connections."""

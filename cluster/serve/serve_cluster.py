@@ -31,14 +31,12 @@ from twinpool.cluster.processes.run_folder import START_REPORT, RunFiles, RunFol
 from twinpool.cluster.processes.service_manager import ServiceManager
 from twinpool.cluster.ray_nodes.node_drains import NodeDrains, draining_ray_nodes
 from twinpool.cluster.serve.changed_settings import SettingsChanger, digest_of
-from twinpool.cluster.serve.child_service import ROUTER
-from twinpool.cluster.serve.cluster_services import ClusterServices
+from twinpool.cluster.serve.cluster_services import ClusterServices, with_kv_events
 from twinpool.cluster.serve.detached_state import DetachedState
-from twinpool.cluster.serve.kept_service import PartFailed
-from twinpool.cluster.serve.kv_index_process import with_kv_events
 from twinpool.cluster.serve.preflight import ServePlan
 from twinpool.cluster.serve.room_reports import RoomReports
 from twinpool.cluster.serve.security_check import open_ways
+from twinpool.cluster.serve.service import ROUTER, PartFailed
 from twinpool.cluster.serve.shutdown_signal import ASKED, FAILED, ShutdownSignal
 from twinpool.cluster.serve.terminal import Terminal, show_failure, summary, take_over_output, urls_of, ways_in
 from twinpool.cluster.worker_process.worker_plan import WorkerPlan, node_name
@@ -298,8 +296,9 @@ class ServeCluster:
             ledger={k: v for k, v in self._secrets.items() if k == PASSWORD_VARIABLE},
             router_command=self._router_command,
             state=state,
+            stack=stack,
         )
-        self._services.start(stack)
+        self._services.start()
         if state is None or not state.begun:
             self._service_check = self._services.check
         silence_s, certificate = config.transfer.link_timeout_s, config.security.cluster
@@ -454,7 +453,7 @@ class ServeCluster:
                     deadline = self._clock.now() + self._prepared.config.cluster.start_timeout_s
                     self._terminal.step("worker", f"{view.record.name} on {view.record.node}")
         for router in self._services.routers:
-            while not router.kept.service.listening(POLL_S):
+            while not router.listening(POLL_S):
                 self._round(deadline, f"the {router.name}")
             self._terminal.step(router.name, "listening")
         deadline = self._clock.now() + HEALTHY_S

@@ -298,8 +298,8 @@ def test_the_demo_ends_with_the_same_code_while_its_cluster_starts(tmp_path: Pat
 @pytest.mark.slow
 def test_a_child_that_cannot_start_is_shown_with_its_last_lines_before_all_is_ended(tmp_path: Path) -> None:
     script = (
-        "import sys\nfrom twinpool.cluster.serve import child_service\n"
-        "child_service.ROUTER = (sys.executable, '-c', 'raise SystemExit(\"no port is free on this moon\")')\n"
+        "import sys\nfrom twinpool.cluster.serve import service\n"
+        "service.ROUTER = (sys.executable, '-c', 'raise SystemExit(\"no port is free on this moon\")')\n"
         "from twinpool.cli.commands import main\nmain()\n"
     )
     tmp_path.joinpath("run").mkdir()

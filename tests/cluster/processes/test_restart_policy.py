@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cluster.serve.services import service_context
 from twinpool.cluster.arena.local_agent import LocalArenaAgent
 from twinpool.cluster.processes.restart_policy import RestartHistory
-from twinpool.cluster.serve.kept_service import KeptService, PartFailed
-from twinpool.cluster.serve.router_services import RouterReplica, RouterServices
+from twinpool.cluster.serve import router_services
+from twinpool.cluster.serve.detached_state import ServiceProcess
+from twinpool.cluster.serve.router_services import RouterCommand, RouterServices
+from twinpool.cluster.serve.service import PartFailed
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig, Config
 
@@ -37,16 +42,20 @@ def test_deaths_in_a_row_wait_longer_and_are_too_many_in_the_end() -> None:
     assert len(waits) == CONFIG.restart_limit + 1
 
 
-class Router:
-    """A router's process that dies so long after each of its starts."""
+class FakeRouter(router_services.Router):
+    """A router whose process dies so long after each of its starts."""
 
-    name = "router"
+    clock: ManualClock
+    look_s: float
+    """How long a look at it takes."""
 
-    def __init__(self, clock: ManualClock, lives_s: Callable[[int], float], most: int, look_s: float = 0.1) -> None:
-        self.clock, self.lives_s, self.most, self.look_s = clock, lives_s, most, look_s
-        self.started: list[float] = [clock.now()]
-        self.dead = False
-        self.kills = 0
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.started: list[float] = []
+        self.dead, self.kills = True, 0
+
+    def lives_s(self, start: int) -> float:
+        raise NotImplementedError
 
     def ended(self) -> str | None:
         self.clock.advance(self.look_s)
@@ -57,15 +66,17 @@ class Router:
     def kill(self) -> None:
         self.dead, self.kills = True, self.kills + 1
 
-    def start(self) -> tuple[int, int]:
+    def _spawn(self) -> tuple[int, int]:
         assert self.dead, "one at a time"
         self.dead = False
         self.started.append(self.clock.now())
-        return self.process
+        return len(self.started), 1
 
     @property
-    def process(self) -> tuple[int, int]:
-        return len(self.started), 1
+    def process(self) -> ServiceProcess:
+        return ServiceProcess(len(self.started), 1, "a build")
+
+    def stop(self, timeout_s: float) -> None: ...
 
 
 class Probe:
@@ -86,50 +97,61 @@ class Probe:
         return 1e9 if self.hangs else 0.0
 
 
-def keep_alive(router: Router, clock: ManualClock, hangs: bool = False) -> list[str]:
-    """What is done about the router until it has been started so often, or it is given up."""
-    lines: list[str] = []
-    kept: Any = KeptService(router, CONFIG, clock, lines.append, lambda *mark: None, lambda name: "")  # type: ignore[arg-type]
-    probe: Any = type("P", (Probe,), {"hangs": hangs})()
-    routers: Any = RouterServices.__new__(RouterServices)
-    routers.__dict__ |= {
-        "_prepared": types.SimpleNamespace(config=Config(cluster=CONFIG)),
-        "_report": lines.append,
-        "_leaving": {},
-        "_obstacle": "",
-        "_build": "a build",
-        "_successor": None,
-    }
-    routers._replicas = [RouterReplica(kept, routers.mark, "a build", probe)]
-    while len(router.started) <= router.most:
-        clock.advance(0.1)
-        routers.tend()
-    return lines
+@dataclass
+class Run:
+    """A supervisor and its one router."""
+
+    monkeypatch: pytest.MonkeyPatch
+    folder: Path
+    clock: ManualClock = field(default_factory=ManualClock)
+    lines: list[str] = field(default_factory=list)
+
+    def begin(self, lives_s: Callable[[int], float], look_s: float = 0.1, hangs: bool = False) -> FakeRouter:
+        members = {"clock": self.clock, "look_s": look_s, "lives_s": lambda router, start: lives_s(start)}
+        self.monkeypatch.setattr(router_services, "Router", type("R", (FakeRouter,), members))
+        self.monkeypatch.setattr(router_services, "RouterProbe", type("P", (Probe,), {"hangs": hangs}))
+        options, spec = types.SimpleNamespace(routers=1, host="127.0.0.1"), types.SimpleNamespace(path="model")
+        prepared: Any = types.SimpleNamespace(config=Config(cluster=CONFIG), options=options, spec=spec, port=0)
+        stack = ExitStack()
+        context = service_context(self.folder, self.clock, self.lines.append, stack, config=CONFIG)
+        self.routers = RouterServices(context, prepared, self.folder)
+        self.routers.start(RouterCommand([], {}, "127.0.0.1:1", self.folder / "settings", None))
+        (router,) = self.routers.services()
+        assert isinstance(router, FakeRouter)
+        return router
+
+    def until_started(self, router: FakeRouter, times: int) -> None:
+        """Keep it alive until it has been started again so often, or it is given up."""
+        while len(router.started) <= times:
+            self.clock.advance(0.1)
+            self.routers.tend()
 
 
-def test_a_router_that_dies_once_a_day_does_not_end_the_cluster() -> None:
-    clock = ManualClock()
-    router = Router(clock, lambda start: 0.0, 100, look_s=DAY_S)
-    lines = keep_alive(router, clock)
-    assert len(lines) == 100
-    assert lines[-1] == "router died (signal 9); restarting"
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    return Run(monkeypatch, tmp_path)
 
 
-def test_a_router_that_dies_at_once_again_and_again_ends_the_cluster_and_waits_in_between() -> None:
-    clock = ManualClock()
-    router = Router(clock, lambda start: 0.0, 1000)
+def test_a_router_that_dies_once_a_day_does_not_end_the_cluster(run: Run) -> None:
+    router = run.begin(lambda start: 0.0, look_s=DAY_S)
+    run.until_started(router, 100)
+    assert len(run.lines) == 100
+    assert run.lines[-1] == "router died (signal 9); restarting"
+
+
+def test_a_router_that_dies_at_once_again_and_again_ends_the_cluster_and_waits_in_between(run: Run) -> None:
+    router = run.begin(lambda start: 0.0)
     with pytest.raises(PartFailed, match="too often"):
-        keep_alive(router, clock)
+        run.until_started(router, 1000)
     assert len(router.started) == 1 + CONFIG.restart_limit
     gaps = [after - before for before, after in zip(router.started, router.started[1:], strict=False)]
     assert gaps[-1] >= 10.0 > gaps[0]
 
 
-def test_a_router_that_hangs_is_killed_once_and_not_while_it_is_away() -> None:
-    clock = ManualClock()
-    router = Router(clock, lambda start: 1e9, 4)
-    lines = keep_alive(router, clock, hangs=True)
-    assert router.kills == len(router.started) - 1 == sum("hung" in line for line in lines)
+def test_a_router_that_hangs_is_killed_once_and_not_while_it_is_away(run: Run) -> None:
+    router = run.begin(lambda start: 1e9, hangs=True)
+    run.until_started(router, 4)
+    assert router.kills == len(router.started) - 1 == sum("hung" in line for line in run.lines)
 
 
 def test_an_arena_agent_that_dies_once_a_day_is_always_started_again(

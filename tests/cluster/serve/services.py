@@ -1,42 +1,25 @@
-"""Services as `serve` makes them, whose processes end with a test."""
+"""What services have in common, as `serve` gives it to them; their processes end with a test."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from twinpool.cluster.serve.child_service import ChildService
-from twinpool.cluster.serve.detached_state import DetachedState, ServiceProcess
-from twinpool.cluster.serve.kept_service import KeptService
-from twinpool.contracts.build_id import build_id
-from twinpool.contracts.clock import ManualClock
+from twinpool.cluster.serve.detached_state import DetachedState
+from twinpool.cluster.serve.service import ServiceContext
+from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 
 
-@dataclass
-class Services:
-    """Those of one supervisor. Implements `cluster.serve.kept_service.MakeService`."""
-
-    folder: Path
-    state: DetachedState
-    clock: ManualClock = field(default_factory=ManualClock)
-    said: list[str] = field(default_factory=list)
-
-    def __call__(
-        self,
-        name: str,
-        command: Sequence[str],
-        arguments: list[str],
-        environment: Mapping[str, str],
-        stack: ExitStack,
-        meanwhile: str = "",
-    ) -> KeptService:
-        service = ChildService(name, command, arguments, self.folder, environment, tied=True)
-        stack.callback(service.stop, 0.0)
-
-        def started(pid: int, began: int) -> None:
-            self.state.started(name, ServiceProcess(pid, began, build_id()))
-
-        return KeptService(service, ClusterConfig(), self.clock, self.said.append, started, lambda name: "", meanwhile)
+def service_context(
+    folder: Path,
+    clock: Clock,
+    report: Callable[[str], None],
+    stack: ExitStack,
+    state: DetachedState | None = None,
+    owns: Callable[[int, int], None] = lambda pid, started: None,
+    config: ClusterConfig | None = None,
+) -> ServiceContext:
+    """Services with their logs in `folder`, of the detached cluster of `state`, or tied to this process."""
+    return ServiceContext(folder, config or ClusterConfig(), clock, report, lambda name: "", owns, state, stack)

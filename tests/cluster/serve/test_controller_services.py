@@ -13,17 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.serve.services import Services
+from tests.cluster.serve.services import service_context
 from tests.cluster.serve.test_detached_state import plan, state
 from tests.support.served_cluster import until
 from twinpool.cluster.processes.process_ids import same_process
-from twinpool.cluster.serve import controller_services
-from twinpool.cluster.serve.controller_services import ControllerServices
+from twinpool.cluster.serve import rolling_services
 from twinpool.cluster.serve.detached_state import DetachedState
-from twinpool.cluster.serve.kept_service import PartFailed
-from twinpool.cluster.serve.local_controllers import LocalControllers
 from twinpool.cluster.serve.preflight import ServePlan
-from twinpool.cluster.serve.rolling_services import REPLACE_S
+from twinpool.cluster.serve.rolling_services import REPLACE_S, ControllerServices, LocalControllers
+from twinpool.cluster.serve.service import PartFailed
+from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 
 CONTROLLER = """
@@ -65,17 +64,15 @@ class Scene:
         if not (folder / "cluster.state").exists():
             state(folder, prepared).save()
         self.state = DetachedState.load(folder)
-        make = Services(folder, self.state)
-        self.clock, self.said = make.clock, make.said
+        self.clock, self.said = ManualClock(), list[str]()
+        context = service_context(folder, self.clock, self.said.append, stack, self.state)
         local = LocalControllers(ClusterConfig(name="c"), "127.0.0.1", (1, 2)[:controllers], folder / "ledger")
-        self.controllers = ControllerServices(
-            local, self.config, self.settings, self.clock, self.said.append, lambda name: "", make, self.state
-        )
+        self.controllers = ControllerServices(context, local, self.config, self.settings)
 
     def start(self) -> None:
-        self.controllers.start(dict(os.environ), self.stack)
-        for kept in self.controllers.services():
-            assert kept.service.listening(60.0)
+        self.controllers.start(dict(os.environ))
+        for service in self.controllers.services():
+            assert service.listening(60.0)
 
     def change(self, most: int) -> None:
         """Go by a configuration with another setting of controllers."""
@@ -93,7 +90,7 @@ class Scene:
         return self.settings.with_name(f"{self.settings.name}.{pid}").exists()
 
     def processes(self) -> list[tuple[int, int]]:
-        return [kept.service.process for kept in self.controllers.services()]
+        return [service.process[:2] for service in self.controllers.services()]
 
 
 @pytest.fixture
@@ -104,7 +101,7 @@ def stack() -> Iterator[ExitStack]:
 
 @pytest.fixture(autouse=True)
 def fake_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(controller_services, "CONTROLLER", (sys.executable, "-c", CONTROLLER))
+    monkeypatch.setattr(rolling_services, "CONTROLLER", (sys.executable, "-c", CONTROLLER))
 
 
 @pytest.mark.slow
@@ -198,7 +195,7 @@ def test_one_that_hangs_after_the_other_has_ended_is_started_again(
     def back() -> bool:
         scene.clock.advance(1.0)
         pid = scene.processes()[0][0] if scene.tended() == (0, "") else hung.pid
-        return pid != hung.pid and scene.controllers.services()[0].service.listening(0.0)
+        return pid != hung.pid and scene.controllers.services()[0].listening(0.0)
 
     until(back, "another one to be started")
     assert not same_process(hung.pid, hung.started)
@@ -277,7 +274,7 @@ def test_a_supervisor_that_dies_while_it_replaces_one_leaves_no_orphan(
         until(lambda: not same_process(*first.state.services["controller"][:2]), "its end")
     first.settings.write_text("")
     second = Scene(tmp_path, prepared, stack, controllers=1)
-    second.controllers.start(dict(os.environ), stack)
+    second.controllers.start(dict(os.environ))
     if successor == "is gone":
         assert second.processes() == [before]
         assert not second.state.leaving
@@ -299,7 +296,7 @@ def test_a_successor_that_dies_after_its_supervisor_is_followed_by_one_that_ends
     until(lambda: first.has_read(first.state.services["controller"].pid), "the successor, which hangs")
     second = Scene(tmp_path, prepared, stack, controllers=1)
     second.change(17)
-    second.controllers.start(dict(os.environ), stack)
+    second.controllers.start(dict(os.environ))
     (successor,) = second.processes()
     assert successor != before
     assert same_process(*before)

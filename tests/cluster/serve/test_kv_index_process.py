@@ -10,22 +10,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from tests.cluster.serve.services import service_context
 from tests.router.fake_worker import FakeCluster
 from tests.router.grpc_fakes import grpc_cluster
 from tests.support.served_cluster import ROOT
 from twinpool.cache.tiers.kv_event_publisher import KVEventLog, KVEventPublisher
 from twinpool.cluster.processes.process_ids import same_process
-from twinpool.cluster.serve.child_service import ChildService
-from twinpool.cluster.serve.kept_service import KeptService
-from twinpool.cluster.serve.kv_index_process import KV_INDEX, index_arguments, index_wanted, with_kv_events
+from twinpool.cluster.serve.cluster_services import KV_INDEX, index_arguments, index_wanted, with_kv_events
+from twinpool.cluster.serve.service import Service
 from twinpool.contracts.block_hash import block_hashes
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.config.cache_config import EventsConfig
-from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.credentials.curve_file import read_curve_pair
 from twinpool.contracts.messages.kv_events import BlockStored, EventMedium
@@ -60,11 +60,11 @@ async def test_a_process_follows_the_controllers_workers_and_is_restarted(tmp_pa
         settings = tmp_path / "settings.json"
         settings.write_text(json.dumps(config_from_dict({"router": {"kv_index_bytes": 1 << 20}}).to_dict()))
         arguments = index_arguments(controller, tmp_path / "kv-index", settings)
-        service = ChildService("kv-index", KV_INDEX, arguments, tmp_path, environment)
-        cluster_config = ClusterConfig()
-        run = KeptService(
-            service, cluster_config, SystemClock(), said.append, lambda *mark: again.append(mark), lambda name: ""
+        stack = ExitStack()
+        context = service_context(
+            tmp_path, SystemClock(), said.append, stack, owns=lambda *process: again.append(process)
         )
+        run = Service(context, "kv-index", KV_INDEX, arguments, environment)
 
         def known() -> bool:
             publisher.round()
@@ -84,12 +84,13 @@ async def test_a_process_follows_the_controllers_workers_and_is_restarted(tmp_pa
             await until(restarted)
             await until(lambda: known() and told.memory is not first)
         finally:
-            service.stop(5.0)
+            run.stop(5.0)
             publisher.close()
     assert len(said) == 1
     assert "signal 9" in said[0]
     assert not any(same_process(*mark) for mark in again)
-    service.stop(5.0)
+    run.stop(5.0)
+    stack.close()
     assert not (tmp_path / "kv-index").exists(), "a link to nothing: the memory went with the process"
 
 
@@ -99,12 +100,16 @@ async def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     code = (
         "import json, os, sys; from pathlib import Path\n"
         "from twinpool.contracts.config.load_config import config_from_dict\n"
-        "from twinpool.cluster.serve.child_service import ChildService\n"
-        "from twinpool.cluster.serve.kv_index_process import KV_INDEX, index_arguments\n"
+        "from tests.cluster.serve.services import service_context\n"
+        "from twinpool.cluster.serve.cluster_services import KV_INDEX, index_arguments\n"
+        "from twinpool.cluster.serve.service import Service\n"
+        "from twinpool.contracts.clock import SystemClock; from contextlib import ExitStack\n"
         "p = Path(sys.argv[1]); (p / 's').write_text(json.dumps(config_from_dict({}).to_dict()))\n"
         "arguments = index_arguments('127.0.0.1:1', p / 'kv-index', p / 's')\n"
-        "run = ChildService('kv-index', KV_INDEX, arguments, p, os.environ)\n"
-        "print(*run.start(), flush=True); sys.stdin.read(); os._exit(0)"
+        "tell = lambda *process: print(*process, flush=True)\n"
+        "context = service_context(p, SystemClock(), print, ExitStack(), owns=tell)\n"
+        "Service(context, 'kv-index', KV_INDEX, arguments, os.environ).start()\n"
+        "sys.stdin.read(); os._exit(0)"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)],

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.serve.services import Services
+from tests.cluster.serve.services import service_context
 from tests.cluster.serve.test_detached_state import plan, state
 from tests.support.served_cluster import until
 from twinpool.cluster.processes.process_ids import same_process, start_time
-from twinpool.cluster.processes.run_folder import RunFolder
 from twinpool.cluster.serve.detached_state import DetachedState, ServiceProcess
 from twinpool.cluster.serve.preflight import ServePlan
 from twinpool.cluster.serve.rolling_services import REPLACE_S
-from twinpool.cluster.serve.router_probe import RouterProbe
-from twinpool.cluster.serve.router_services import RouterCommand, RouterServices
+from twinpool.cluster.serve.router_services import RouterCommand, RouterProbe, RouterServices
+from twinpool.contracts.clock import ManualClock
 
 STALL_S = 15.0
+
 ROUTER = """
 import os, sys, time
 from pathlib import Path
@@ -66,17 +66,15 @@ class Scene:
         if not (folder / "cluster.state").exists():
             state(folder, prepared).save()
         self.state = DetachedState.load(folder)
-        make = Services(folder, self.state)
-        self.clock, self.said = make.clock, make.said
-        run = RunFolder.__new__(RunFolder)
-        run.temporary, run.logs = folder, folder
-        self.routers = RouterServices(prepared, run, self.clock, self.said.append, lambda name: "", make, self.state)
+        self.clock, self.said = ManualClock(), list[str]()
+        context = service_context(folder, self.clock, self.said.append, stack, self.state)
+        self.routers = RouterServices(context, prepared, folder)
 
     def start(self) -> None:
         command = RouterCommand((sys.executable, "-c", ROUTER), dict(os.environ), "127.0.0.1:1", self.settings, None)
-        self.routers.start(command, self.stack)
-        for kept in self.routers.services():
-            assert kept.service.listening(60.0)
+        self.routers.start(command)
+        for service in self.routers.services():
+            assert service.listening(60.0)
 
     def change(self, **router: float) -> None:
         """Go by a plan with other settings of routers."""
@@ -90,7 +88,7 @@ class Scene:
         return self.routers.stale()
 
     def pids(self) -> list[int]:
-        return [kept.service.process[0] for kept in self.routers.services()]
+        return [service.process.pid for service in self.routers.services()]
 
 
 @pytest.fixture
@@ -104,7 +102,7 @@ def test_one_that_hangs_is_killed_by_whoever_supervises_then(scene: Scene, old: 
     scene.start()
     scene.routers.probe()
     scene.clock.advance(STALL_S - 1)
-    for router in scene.routers.replicas():
+    for router in scene.routers.services():
         router.probe.started_again()
     scene.routers.tend()
     assert lives(old)
@@ -134,10 +132,10 @@ def test_those_that_are_replaced_are_asked_whether_they_live_as_the_others_are(
 def test_the_silence_of_one_that_was_started_again_is_its_own(scene: Scene, deaths: int) -> None:
     """Of one that is started at once, in place of one that hung, and of one that has to wait after quick deaths."""
     scene.start()
-    one, two = scene.routers.replicas()
-    first, probe, other = one.kept, one.probe, two.probe
+    one, two = scene.routers.services()
+    first, probe, other = one, one.probe, two.probe
     for _ in range(deaths):
-        first.service.kill()
+        first.kill()
         scene.routers.tend()
     assert first.down is (deaths > 0)
     scene.clock.advance(STALL_S)
@@ -184,7 +182,7 @@ def test_routers_with_other_settings_are_replaced_one_after_the_other(scene: Sce
     assert set(after).isdisjoint(before)
     assert {one.pid for one in scene.state.leaving.values()} == set(before), "they finish their answers"
     assert [scene.state.marks[f"router-{number}"] for number in range(2)] == [scene.routers.mark] * 2
-    arguments = scene.routers.replicas()[0].kept.service._command
+    arguments = scene.routers.services()[0]._command
     assert "--take-over" in arguments
     scene.change(worker_wait_s=77.0)
     assert scene.routers.stale() == (0, ""), "nothing has changed"
@@ -213,7 +211,7 @@ def test_a_router_stays_where_its_successor_does_not_serve(scene: Scene, how: st
         scene.routers.tend()
         assert scene.routers.stale() == (2, "")
         scene.clock.advance(REPLACE_S + 0.1)
-        for probe in [router.probe for router in scene.routers.replicas()]:
+        for probe in [router.probe for router in scene.routers.services()]:
             probe.started_again()
     until(lambda: scene.tended()[1] != "", "the trouble")
     behind, trouble = scene.routers.stale()
