@@ -5,7 +5,7 @@ BIN := .venv/bin
 CONSTRAINTS := constraints/cpu.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all check format bench soak mutants mutation-sweep test-numerics pages demo-model test-rayup proto setup clean
+.PHONY: help serve test test-all check format bench soak mutants mutation-sweep test-numerics pages demo-model test-rayup setup clean
 
 help: ## show the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -67,9 +67,6 @@ demo-model: .venv/.installed-dev ## train the demo checkpoint again from its see
 
 test-rayup: .venv/.installed-dev ## launch real Ray clusters through ssh, use them, take them down; ARGS=--loopback or --apart for one of them
 	@$(BIN)/python -m tests.rayup.rayup $(ARGS)
-
-proto: .venv/.installed-dev ## generate the gRPC code anew from contracts/proto/worker.proto
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. twinpool/contracts/proto/worker.proto
 
 setup: .venv/.installed-dev ## make the environment with everything in it
 

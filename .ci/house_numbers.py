@@ -16,7 +16,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-GENERATED = "contracts/proto"
 FOLDER, THIN, FILE, FUNCTION, METHODS, PARAMETERS = 10, 40, 500, 70, 20, 8
 """A file is worth opening: a small face over much. One below `THIN` lines is part of another's idea, one beyond `FILE`
 has several."""
@@ -28,8 +27,7 @@ Size = tuple[int, str]
 def sources(root: Path) -> Iterator[Path]:
     for package in sorted(path.name for path in (root / "twinpool").iterdir() if path.is_symlink()):
         for path in sorted((root / package).rglob("*.py")):
-            if not path.relative_to(root).is_relative_to(GENERATED):
-                yield path.relative_to(root)
+            yield path.relative_to(root)
 
 
 def definitions(node: ast.AST) -> Iterator[Function | ast.ClassDef]:

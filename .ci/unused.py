@@ -28,7 +28,6 @@ from vulture import Vulture
 ALLOWED = "unused_allowed.txt"
 USERS = ("docs",)
 """Folders besides the packages whose code counts as a user."""
-GENERATED = "contracts/proto"
 _QUOTED = re.compile(r"[A-Za-z_][\w.\[\], |]*")
 """What can be an annotation or the name of a definition."""
 Definition = tuple[str, str]
@@ -39,7 +38,7 @@ def sources(root: Path, packages: Iterable[str]) -> list[Path]:
     """The modules of packages by the paths that they are imported by, also below folders that are links."""
     walks = (walk for package in packages for walk in os.walk(root / package, followlinks=True))
     paths = (Path(folder, name) for folder, _, names in walks for name in names if name.endswith(".py"))
-    return sorted(path for path in paths if not place(root, path).startswith(f"{GENERATED}/"))
+    return sorted(path for path in paths)
 
 
 def place(root: Path, path: Path) -> str:

@@ -102,10 +102,6 @@ class WireError(TwinpoolError):
     """Raised when a message from a peer can't be decoded or breaks the protocol."""
 
 
-class UnknownKind(WireError):
-    """Raised for a message of a kind that this build doesn't know: a newer build may send it. Receivers skip it."""
-
-
 class IllegalTransition(TwinpoolError):
     """Raised when an event is not in the state table; nothing has changed."""
 

@@ -12,9 +12,9 @@ made.
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 UNSIGNED = Meta(ge=0)
 Uint32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
@@ -28,6 +28,13 @@ POSITIONS = Meta(max_length=2**24)
 length."""
 SOME = Meta(max_length=2**16)
 """The most values of anything else."""
+SKIP_UNKNOWN = object()
+"""Marks a tuple of messages whose entries of kinds that only a newer build knows (of a union, or a value of an enum)
+are left out where they are read (`contracts.wire.message_codec`): ``Annotated[tuple[X, ...], SOME, SKIP_UNKNOWN]``."""
+NAME_CHARS = 253
+"""The most characters of the name of a worker, a node or a router, as of a host's."""
+NAME_LENGTH = Meta(max_length=NAME_CHARS)
+Name = Annotated[str, NAME_LENGTH]
 TokenIds = Annotated[tuple[Uint32, ...], POSITIONS]
 """Token ids of one sequence."""
 
@@ -35,3 +42,16 @@ TokenIds = Annotated[tuple[Uint32, ...], POSITIONS]
 class Message(Struct, frozen=True, array_like=True):
     """A frozen value; those of one union have a `tag`, the kind's name on the wire, which is never used again for
     another."""
+
+
+def as_dict(message: Message) -> dict[str, Any]:
+    """A message as JSON for people has it: with the names of its fields, those of messages in it included."""
+    return {field.name: _named(getattr(message, field.name)) for field in structs.fields(message)}
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, Message):
+        return as_dict(value)
+    if isinstance(value, tuple):
+        return [_named(one) for one in value]
+    return value

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from msgspec import structs
+from msgspec.structs import replace
 
 from twinpool.cache.allocation import Allocation
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix

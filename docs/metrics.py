@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.load_config import config_from_dict
-from twinpool.contracts.messages.control_plane import ControlPlane
+from twinpool.contracts.messages.cluster_view import ControlPlane
 from twinpool.router.api.http_protocol import ClientConnections
 from twinpool.router.metrics.worker_metrics import index_metrics
 from twinpool.router.service.controller_ports import ControllerPorts

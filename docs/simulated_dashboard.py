@@ -32,7 +32,7 @@ from twinpool.contracts.clock import Clock, SystemClock
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import Role
-from twinpool.contracts.messages.control_plane import ControlPlane
+from twinpool.contracts.messages.cluster_view import ControlPlane
 from twinpool.contracts.messages.latency_shape import BOUNDS_S, BUCKETS, LatencyShape
 from twinpool.contracts.messages.router_report import COUNTERS, RouterReport
 from twinpool.router.api.app import create_app

@@ -6,8 +6,10 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec import structs
 
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.autoscaler_messages import LatencyCounts
@@ -205,7 +207,9 @@ class LatencyTotals:
         while len(self._last) > MAX_ROUTERS:
             self._last.pop(next(iter(self._last)))
         if before is not None:
-            grown = {f.name: max(0, getattr(counts, f.name) - getattr(before, f.name)) for f in fields(LatencyCounts)}
+            grown = {
+                f.name: max(0, getattr(counts, f.name) - getattr(before, f.name)) for f in structs.fields(LatencyCounts)
+            }
             self.total = LatencyCounts(**{name: getattr(self.total, name) + more for name, more in grown.items()})
 
 

@@ -37,12 +37,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
+from msgspec import structs
+
 from twinpool.cluster.controller.controller_actions import (
     ControllerAction,
     EndedProcess,
     ForgetArenas,
     KillWorker,
-    LeaseGrant,
     StartFailed,
     StartWorker,
     WorkerKey,
@@ -59,6 +60,7 @@ from twinpool.cluster.worker_process.worker_thread import why_stalled
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.ids import NO_INCARNATION, Incarnation, WorkerName
+from twinpool.contracts.messages.leases import LeaseGrant
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
 
 PLACE_S = 10.0
@@ -223,11 +225,9 @@ class Controller:
         counters = status.counters
         if status.counters_left_out:
             counters = row.status.counters if row.status is not None else {}
-        told, row.status = (
-            row.status,
-            dataclasses.replace(
-                status, state=row.state, last_end=row.last_reason, counters=counters, counters_left_out=False
-            ),
+        told = row.status
+        row.status = structs.replace(
+            status, state=row.state, last_end=row.last_reason, counters=counters, counters_left_out=False
         )
         if row.state is not before:
             self.table.saved(row)

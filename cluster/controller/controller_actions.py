@@ -1,101 +1,81 @@
-"""What the controller and its supervisor tell each other, as values, and the grants with which it answers workers."""
+"""The messages between the controller and its supervisor, which are their own wire format (`contracts.message_types`).
+
+The supervisor starts and ends workers' processes; the controller obeys the latest one. It opens one stream: its
+`SupervisorReport`s go one way, the controller's `SupervisorOrders` the other."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated
 
-from twinpool.cluster.controller.node_room import NodePlace
+from twinpool.cluster.controller.node_room import ClusterRoom, NodePlace
 from twinpool.contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
-from twinpool.contracts.messages.settings_change import SettingsChange
-from twinpool.contracts.messages.worker_status import EndedWorker
+from twinpool.contracts.message_types import SKIP_UNKNOWN, SOME, UNSIGNED, Message, Uint32
+from twinpool.contracts.messages.calls import Exchange
+from twinpool.contracts.messages.settings_change import SettingsAnswer, SettingsChange
 
-WorkerKey = tuple[WorkerName, Incarnation]
+WorkerKey = tuple[WorkerName, Annotated[Incarnation, UNSIGNED]]
 """One incarnation of one worker."""
 
 
-@dataclass(frozen=True, slots=True)
-class EndedProcess:
+class EndedProcess(Message, frozen=True):
     """An incarnation whose process has ended, as the supervisor tells it."""
 
     name: WorkerName
-    incarnation: Incarnation
+    incarnation: Annotated[Incarnation, UNSIGNED]
     reason: str
     """Why it ended, in words for the operator."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedProcess:
+class PlacedProcess(Message, frozen=True):
     """An incarnation whose process runs on a node, before its worker has registered."""
 
     name: WorkerName
-    incarnation: Incarnation
+    incarnation: Annotated[Incarnation, UNSIGNED]
     node: NodePlace
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseGrant:
-    """The controller's answer to a registration or renewal."""
-
-    incarnation: Incarnation
-    lease_s: float
-    """Seconds that the lease lasts; 0 where it is fenced."""
-    fenced: bool = False
-    """Whether the incarnation is over: the worker must send nothing more and exit."""
-    drain: bool = False
-    """Whether the worker is to drain and leave."""
-    renew_s: float = 0.0
-    """Seconds after which the worker is to renew; 0: as configured."""
-    ended: tuple[EndedWorker, ...] = ()
-    """The latest incarnation of each worker that has ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class StartWorker:
+class StartWorker(Message, frozen=True, tag="start"):
     """Start the process of an incarnation."""
 
     name: WorkerName
     role: Role
-    incarnation: Incarnation
-    avoid: tuple[str, ...] = ()
+    incarnation: Annotated[Incarnation, UNSIGNED]
+    avoid: Annotated[tuple[str, ...], SOME] = ()
     """Cordoned nodes, by host name or Ray node id, on which the worker must not start."""
     only: str = ""
     """The one node, by host name or Ray node id, on which it is to start; empty: any."""
-    successor_of: Incarnation = NO_INCARNATION
+    successor_of: Annotated[Incarnation, UNSIGNED] = NO_INCARNATION
     """The incarnation whose process has closed it and waits to go on as this one; 0: none does."""
 
 
-@dataclass(frozen=True, slots=True)
-class KillWorker:
+class KillWorker(Message, frozen=True, tag="kill"):
     """Make sure that the process of an incarnation is gone."""
 
     name: WorkerName
-    incarnation: Incarnation
-    pid: int
+    incarnation: Annotated[Incarnation, UNSIGNED]
+    pid: Uint32
     """0 where the worker hasn't registered."""
     node: str
     """Host name of its node; empty where the worker hasn't registered."""
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetArenas:
+class ForgetArenas(Message, frozen=True, tag="forget_arenas"):
     """Free a worker's arenas: it won't be started again, or its successor has taken over all that it can use.
 
     With `before`, only arenas of incarnations before that one.
     """
 
     name: WorkerName
-    before: Incarnation | None = None
+    before: Annotated[Incarnation, UNSIGNED] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class OperatorNote:
+class OperatorNote(Message, frozen=True, tag="note"):
     """A line for the operator to read."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class StartFailed:
+class StartFailed(Message, frozen=True, tag="start_failed"):
     """A worker has died that was never ready: what it needs may be missing."""
 
     name: WorkerName
@@ -103,3 +83,28 @@ class StartFailed:
 
 
 ControllerAction = StartWorker | KillWorker | ForgetArenas | OperatorNote | StartFailed | SettingsChange
+
+
+class SupervisorReport(Message, frozen=True):
+    """What a supervisor tells of processes, nodes and settings."""
+
+    running: Annotated[tuple[WorkerKey, ...], SOME] = ()
+    """All processes that it has; in its first report alone, which is what makes it the supervisor."""
+    ended: Annotated[tuple[EndedProcess, ...], SOME] = ()
+    placed: Annotated[tuple[PlacedProcess, ...], SOME] = ()
+    nodes: Annotated[tuple[NodePlace, ...], SOME] = ()
+    """All nodes that take workers, where they have changed; else none."""
+    settings: Annotated[tuple[SettingsAnswer, ...], SOME] = ()
+    """Changes of settings that it has made or refused."""
+    room: ClusterRoom | None = None
+    """What nodes have for workers, where that has changed."""
+
+
+class SupervisorOrders(Message, frozen=True):
+    """The controller's orders, to be carried out one after the other."""
+
+    orders: Annotated[tuple[ControllerAction, ...], SOME, SKIP_UNKNOWN]
+
+
+SUPERVISE = Exchange[SupervisorReport, SupervisorOrders]("Controller", "Supervise", SupervisorReport, SupervisorOrders)
+"""A supervisor's stream; the latest supervisor is obeyed."""

@@ -11,35 +11,32 @@ import asyncio
 import logging
 import queue
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import TypeVar
 
-import grpc.aio
-
-from twinpool.cluster.controller.controller_actions import ControllerAction, EndedProcess, PlacedProcess, WorkerKey
-from twinpool.cluster.controller.node_room import ClusterRoom, NodePlace
-from twinpool.cluster.controller.supervisor_wire import (
-    action_from_proto,
-    ended_to_proto,
-    node_to_proto,
-    placed_to_proto,
-    room_to_proto,
+from twinpool.cluster.controller.controller_actions import (
+    SUPERVISE,
+    ControllerAction,
+    EndedProcess,
+    PlacedProcess,
+    SupervisorReport,
+    WorkerKey,
 )
+from twinpool.cluster.controller.node_room import ClusterRoom, NodePlace
 from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
-from twinpool.contracts.cluster_secret import access_metadata
 from twinpool.contracts.credentials.certificate_files import CertificateFiles
-from twinpool.contracts.errors import ConfigError, TwinpoolError, WireError
+from twinpool.contracts.errors import ConfigError, TwinpoolError
 from twinpool.contracts.ids import Role, WorkerName
+from twinpool.contracts.messages.calls import CHANGE_POOLS, SHUT_DOWN, WATCH, Empty
+from twinpool.contracts.messages.cluster_view import ClusterView, WatchRequest
+from twinpool.contracts.messages.pool_changes import AddWorkers, DrainWorkers, OperatorChange
 from twinpool.contracts.messages.settings_change import SettingsAnswer
 from twinpool.contracts.messages.worker_status import WorkerView
-from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
 from twinpool.contracts.wire.controller_turns import ControllerTurns, call_leader
-from twinpool.contracts.wire.grpc_channels import channel_options
-from twinpool.contracts.wire.secure_grpc import open_channel
-from twinpool.contracts.wire.settings_protobuf import answer_to_proto
-from twinpool.contracts.wire.worker_protobuf import view_from_proto
+from twinpool.contracts.wire.grpc_calls import CallChannel, CallFailed
 
+T = TypeVar("T")
 log = logging.getLogger("twinpool.supervisor")
 
 RETRY_S = 0.2
@@ -66,7 +63,7 @@ class ControllerClient:
         after which a connection counts as cut. `certificate`: this node's, None where calls go without TLS."""
         self._controllers = ControllerTurns(endpoint)
         self._silence_s, self._certificate = silence_s, certificate
-        self._metadata = access_metadata(secret)
+        self._secret = secret
         self._loop = AsyncioThread("controller-client")
         self._orders: queue.SimpleQueue[ControllerAction] = queue.SimpleQueue()
         """About as many as there are workers, for the controller orders a start or an end once in a stream."""
@@ -74,7 +71,7 @@ class ControllerClient:
         self._ends: deque[EndedProcess] = deque(maxlen=ENDS_KEPT)
         self._nodes: tuple[NodePlace, ...] = ()
         self._room: ClusterRoom | None = None
-        self._reports: asyncio.Queue[pb.SupervisorReport] | None = None
+        self._reports: asyncio.Queue[SupervisorReport] | None = None
         """The reports of the open stream; None while there is none. On the loop. Each is of a process that has started
         or ended, and they wait for `silence_s` at most: then the stream counts as cut, and is begun again with all
         there is."""
@@ -109,30 +106,15 @@ class ControllerClient:
         where that has changed, and what has become of changes of settings: nobody waits for such an answer any more
         where its stream has broken."""
         if ended or placed or nodes is not None or settings or room is not None:
-            told = tuple(ended), tuple(placed), nodes, tuple(settings), room
-            self._loop.loop.call_soon_threadsafe(self._report, *told)
+            report = SupervisorReport((), tuple(ended), tuple(placed), tuple(nodes or ()), tuple(settings), room)
+            self._loop.loop.call_soon_threadsafe(self._report, report, nodes is not None)
 
-    def _report(
-        self,
-        ended: tuple[EndedProcess, ...],
-        placed: tuple[PlacedProcess, ...],
-        nodes: Sequence[NodePlace] | None,
-        settings: tuple[SettingsAnswer, ...],
-        room: ClusterRoom | None,
-    ) -> None:
-        self._ends.extend(ended)
-        self._room = room or self._room
-        self._nodes = self._nodes if nodes is None else tuple(nodes)
+    def _report(self, report: SupervisorReport, nodes_changed: bool) -> None:
+        self._ends.extend(report.ended)
+        self._room = report.room or self._room
+        self._nodes = report.nodes if nodes_changed else self._nodes
         if self._reports is not None:
-            self._reports.put_nowait(
-                pb.SupervisorReport(
-                    ended=ended_to_proto(ended),
-                    placed=placed_to_proto(placed),
-                    nodes=[node_to_proto(node) for node in nodes or ()],
-                    settings=[answer_to_proto(answer) for answer in settings],
-                    room=room_to_proto(room) if room is not None else None,
-                )
-            )
+            self._reports.put_nowait(report)
 
     async def _follow(self) -> None:
         said = ""
@@ -149,92 +131,62 @@ class ControllerClient:
         """Hold one stream until it breaks; returns why it did."""
         try:
             async with self._channel(endpoint) as channel:
-                stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
                 self._reports = asyncio.Queue()
                 self._reports.put_nowait(self._first())
-                async for orders in stub.Supervise(self._sent(self._reports), metadata=self._metadata):
-                    for order in orders.orders:
-                        self._take(order)
+                async with aclosing(channel.exchange(SUPERVISE, self._sent(self._reports))) as received:
+                    async for orders in received:
+                        for order in orders.orders:
+                            self._orders.put(order)
             return "the controller closed the stream"
-        except grpc.aio.AioRpcError as error:
-            return f"{error.code().name}: {error.details()}"
-        except ConfigError as error:
+        except (CallFailed, ConfigError) as error:
             return str(error)
         finally:
             self._reports = None
 
-    def _first(self) -> pb.SupervisorReport:
-        running = [pb.Incarnation(name=name, incarnation=incarnation) for name, incarnation in self._running()]
-        return pb.SupervisorReport(
-            running=running,
-            ended=ended_to_proto(self._ends),
-            nodes=[node_to_proto(node) for node in self._nodes],
-            room=room_to_proto(self._room) if self._room is not None else None,
-        )
+    def _first(self) -> SupervisorReport:
+        return SupervisorReport(tuple(self._running()), tuple(self._ends), nodes=self._nodes, room=self._room)
 
     @staticmethod
-    async def _sent(reports: asyncio.Queue[pb.SupervisorReport]) -> AsyncIterator[pb.SupervisorReport]:
+    async def _sent(reports: asyncio.Queue[SupervisorReport]) -> AsyncIterator[SupervisorReport]:
         while True:
             yield await reports.get()
-
-    def _take(self, order: pb.SupervisorOrder) -> None:
-        try:
-            self._orders.put(action_from_proto(order))
-        except WireError as error:
-            log.error("an order was not carried out", extra={"reason": str(error)})
 
     # ------------------------------------------------------------ calls
 
     def views(self) -> tuple[WorkerView, ...]:
         """The controller's table as it is now. Raises `ControllerAway`."""
 
-        async def first(stub: Any) -> pb.ClusterView:
-            watch = stub.Watch(pb.WatchRequest(), metadata=self._metadata, wait_for_ready=True, timeout=CALL_S)
-            try:
-                view: pb.ClusterView = await watch.read()
-                return view
-            finally:
-                watch.cancel()
+        async def first(channel: CallChannel) -> ClusterView:
+            async with aclosing(channel.subscribe(WATCH, WatchRequest(), wait=True, timeout_s=CALL_S)) as views:
+                return await anext(views)
 
-        return tuple(view_from_proto(worker) for worker in self._call(first).workers)
+        return self._call(first).workers
 
     def add(self, role: Role, count: int) -> tuple[WorkerName, ...]:
         """Add workers to a pool. Raises as `PoolOperations.add_some` does, and `ControllerAway`."""
-        return self._names(lambda stub: stub.Add(pb.PoolSize(role=role, count=count), **self._options()))
+        return self._change(AddWorkers(role, count, by_operator=False))
 
     def drain(self, target: str) -> tuple[WorkerName, ...]:
         """Drain a worker or a node. Raises as `PoolOperations.drain` does, and `ControllerAway`."""
-        return self._names(lambda stub: stub.Drain(pb.DrainTarget(name=target), **self._options()))
+        return self._change(DrainWorkers(target))
 
     def shut_down(self) -> None:
         """Have no worker started any more, and routers told that the cluster ends. Raises `ControllerAway`."""
-        self._call(lambda stub: stub.ShutDown(pb.Empty(), **self._options(SHUT_DOWN_S)), SHUT_DOWN_S)
+        self._call(lambda channel: channel.call(SHUT_DOWN, Empty(), SHUT_DOWN_S, wait=True), SHUT_DOWN_S)
 
-    def _names(self, call: Callable[[Any], Any]) -> tuple[WorkerName, ...]:
-        return tuple(WorkerName(name) for name in self._call(call).workers)
+    def _change(self, change: OperatorChange) -> tuple[WorkerName, ...]:
+        return self._call(lambda channel: channel.call(CHANGE_POOLS, change, CALL_S, wait=True)).names
 
-    def _options(self, timeout_s: float = CALL_S) -> dict[str, Any]:
-        return {"metadata": self._metadata, "wait_for_ready": True, "timeout": timeout_s}
-
-    def _call(self, call: Callable[[Any], Any], timeout_s: float | None = None) -> Any:
+    def _call(self, call: Callable[[CallChannel], Awaitable[T]], timeout_s: float | None = None) -> T:
         timeout_s = CALL_S if timeout_s is None else timeout_s
-
-        async def on_loop() -> Any:
-            return await call_leader(
-                self._controllers,
-                self._channel,
-                lambda channel: call(pb_grpc.ControllerStub(channel)),  # type: ignore[no-untyped-call]
-                timeout_s + 0.5,
-            )
-
         try:
-            return self._loop.run(on_loop(), timeout_s + 1.0)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-                raise ConfigError(error.details() or "the controller refuses") from None
-            raise ControllerAway(f"the controller at {self._controllers} doesn't answer: {error.details()}") from None
+            return self._loop.run(call_leader(self._controllers, self._channel, call, timeout_s + 0.5), timeout_s + 1.0)
+        except CallFailed as error:
+            if error.refused:
+                raise ConfigError(error.reason or "the controller refuses") from None
+            raise ControllerAway(f"the controller at {self._controllers} doesn't answer: {error.reason}") from None
         except TimeoutError:
             raise ControllerAway(f"the controller at {self._controllers} doesn't answer in {timeout_s:g} s") from None
 
-    def _channel(self, endpoint: str) -> grpc.aio.Channel:
-        return open_channel(endpoint, channel_options(self._silence_s), self._certificate)
+    def _channel(self, endpoint: str) -> CallChannel:
+        return CallChannel(endpoint, self._secret, self._certificate, silence_s=self._silence_s)

@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import grpc.aio
+import grpc
 import uvloop
 
 from twinpool.cluster.controller.autoscaler import Autoscaler
 from twinpool.cluster.controller.controller import Controller
-from twinpool.cluster.controller.controller_service import Context, ControllerService
+from twinpool.cluster.controller.controller_service import ControllerService
 from twinpool.cluster.controller.lease_streams import LeaseStreams
 from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
 from twinpool.cluster.worker_process.grpc_service import ServiceServer
 from twinpool.contracts.credentials.certificate_files import CertificateFiles
-from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
 from twinpool.contracts.wire.controller_turns import NOT_LEADING
+from twinpool.contracts.wire.grpc_calls import Admission, Admit, CallRefused
 
 T = TypeVar("T")
 CALL_TIMEOUT_S = 10.0
 
 
-class _LeaderOnly(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Refuses all calls as UNAVAILABLE while this controller doesn't lead: callers then try the next one."""
+def admit_while(leads: Callable[[], bool]) -> Admit:
+    """Refuse all calls as UNAVAILABLE while this controller doesn't lead: callers then try the next one."""
 
-    def __init__(self, leads: Callable[[], bool]) -> None:
-        self._leads = leads
+    def admit(call: Admission) -> None:
+        if not leads():
+            raise CallRefused(grpc.StatusCode.UNAVAILABLE, NOT_LEADING)
 
-    async def intercept_service(self, continuation: Any, call: Any) -> Any:
-        if self._leads():
-            return await continuation(call)
-        return grpc.stream_stream_rpc_method_handler(_refuse)
-
-
-async def _refuse(requests: Any, context: Context) -> None:
-    await context.abort(grpc.StatusCode.UNAVAILABLE, NOT_LEADING)
+    return admit
 
 
 class ControllerServer:
@@ -58,13 +52,13 @@ class ControllerServer:
         self._loop = AsyncioThread("controller", uvloop.new_event_loop)
         self._service = ControllerService(core, autoscaler, leads)
         self._server = ServiceServer(
-            self._loop, f"{address}:{port}", secret, certificate=certificate, interceptors=[_LeaderOnly(leads)]
+            self._loop, f"{address}:{port}", secret, certificate=certificate, admit=[admit_while(leads)]
         )
         self._streams = LeaseStreams(self._service.renewal, secret, certificate)
         try:
             streams = self._loop.run(self._streams.start(address), CALL_TIMEOUT_S)
             self._service.stream = f"{address}:{streams}"
-            port = self._server.start(pb_grpc.add_ControllerServicer_to_server, self._service)
+            port = self._server.start(self._service.handlers())
         except BaseException:
             self._loop.stop()
             raise

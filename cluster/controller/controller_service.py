@@ -1,4 +1,4 @@
-"""The controller's gRPC service: Register, Renew, Leave for workers; Watch and operators' calls for routers; Supervise.
+"""The controller's gRPC service: its calls for workers, operators and routers, and its stream with the supervisor.
 
 The controller belongs to one event loop, and handlers run there. A watcher gets the whole table at once and again after
 each change; changes that come faster than it reads are folded into one. The supervisor has one stream: what it reports
@@ -11,67 +11,94 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import math
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 
-import grpc.aio
+import grpc
+from msgspec.structs import replace
 
 from twinpool.cluster.controller.autoscaler import Autoscaler
 from twinpool.cluster.controller.controller import Controller
-from twinpool.cluster.controller.controller_actions import LeaseGrant
+from twinpool.cluster.controller.controller_actions import SUPERVISE, SupervisorOrders, SupervisorReport
 from twinpool.cluster.controller.dashboard_source import dashboard_of
 from twinpool.cluster.controller.leadership import LedgerLost
 from twinpool.cluster.controller.quota_ledger import SAVE_S, QuotaLedger
-from twinpool.cluster.controller.record_board import ID_CHARS, MAX_RECENT, RecordBoard, TooManyAsks
+from twinpool.cluster.controller.record_board import RecordBoard, TooManyAsks
 from twinpool.cluster.controller.settings_orders import SettingsOrders
 from twinpool.cluster.controller.stream_lines import SupervisorLine, WatcherLine
-from twinpool.cluster.controller.supervisor_wire import (
-    action_to_proto,
-    ended_from_proto,
-    node_from_proto,
-    placed_from_proto,
-    room_from_proto,
-)
 from twinpool.cluster.dashboard.cluster_frames import EventKind
 from twinpool.cluster.dashboard.dashboard_feed import TooManyWatch
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.errors import ConfigError, WireError
-from twinpool.contracts.ids import Incarnation, Role, WorkerName
-from twinpool.contracts.messages.control_plane import ControlPlane
-from twinpool.contracts.messages.quota import MAX_CLAIMS
-from twinpool.contracts.messages.worker_status import EndedWorker, WorkerView
-from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
-from twinpool.contracts.wire.autoscaler_protobuf import autoscaler_to_proto, counts_from_proto
+from twinpool.contracts.ids import WorkerName
+from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyReport
+from twinpool.contracts.messages.calls import (
+    CHANGE_POOLS,
+    CHANGE_SETTINGS,
+    DASHBOARD_PAST,
+    FIND_RECORDS,
+    LEASE_QUOTA,
+    LEAVE,
+    LIST_ROUTERS,
+    REGISTER,
+    RENEW,
+    REPORT_LATENCY,
+    REPORT_RECORDS,
+    REPORT_ROUTER,
+    SHUT_DOWN,
+    WATCH,
+    WATCH_DASHBOARD,
+    Empty,
+)
+from twinpool.contracts.messages.cluster_view import ClusterView, ControlPlane, RecordAsk, WatchRequest
+from twinpool.contracts.messages.leases import Departure, DepartureAnswer, LeaseGrant, Renewal
+from twinpool.contracts.messages.pool_changes import (
+    AddWorkers,
+    ChangedWorkers,
+    CordonNode,
+    DrainWorkers,
+    OperatorChange,
+    RestartWorker,
+    ScalePools,
+    SetRole,
+    UncordonNode,
+    UndrainWorkers,
+)
+from twinpool.contracts.messages.quota import QuotaClaims, QuotaSlices
+from twinpool.contracts.messages.request_record import MAX_RECORD_BYTES, FoundRecords, RecordQuery, RecordReport
+from twinpool.contracts.messages.router_report import (
+    DashboardFrame,
+    RouterReport,
+    RouterReportAnswer,
+    RouterReportList,
+    checked,
+)
+from twinpool.contracts.messages.settings_change import SettingsAnswer, SettingsChange
+from twinpool.contracts.messages.worker_status import EndedWorker, WorkerRecord, WorkerStatus, WorkerView
 from twinpool.contracts.wire.controller_turns import NOT_LEADING
-from twinpool.contracts.wire.quota_protobuf import claim_from_proto, slice_to_proto
-from twinpool.contracts.wire.record_protobuf import record_from_proto, record_to_proto
-from twinpool.contracts.wire.router_report_protobuf import router_report_from_proto, router_report_to_proto
-from twinpool.contracts.wire.settings_protobuf import answer_from_proto, answer_to_proto, change_from_proto
-from twinpool.contracts.wire.unknown_kinds import known
-from twinpool.contracts.wire.worker_protobuf import record_from_proto as worker_from_proto
-from twinpool.contracts.wire.worker_protobuf import record_to_proto as worker_to_proto
-from twinpool.contracts.wire.worker_protobuf import status_from_proto, status_to_proto
+from twinpool.contracts.wire.grpc_calls import (
+    CallRefused,
+    Handler,
+    handle_call,
+    handle_exchange,
+    handle_subscription,
+)
+from twinpool.contracts.wire.message_codec import encode
 
 log = logging.getLogger("twinpool.controller")
 
-Context = grpc.aio.ServicerContext[Any, Any]
 FOLD_S = 0.02
 """Seconds within which changes reach a watcher as one."""
 FOLD_WORKER_S = 0.0005
 """Seconds that each worker of the table adds to `FOLD_S`."""
 MAX_WATCHERS = 256
 """Routers that watch at once."""
-NAME_CHARS = 253
-"""The most characters of a worker's or a node's name in a request."""
 MAX_CHANGES = 16
 """Messages that may wait for a watcher, before the whole table takes their place."""
 
 
-class ControllerService(pb_grpc.ControllerServicer):
+class ControllerService:
     """The `Controller` service over one controller; every method runs on its loop."""
 
     def __init__(
@@ -79,7 +106,7 @@ class ControllerService(pb_grpc.ControllerServicer):
     ) -> None:
         """`leads`: whether this controller may grant and decide anything now (`cluster.controller.leadership`)."""
         self._core, self._autoscaler, self._leads = core, autoscaler, leads
-        self._control_plane = pb.ControlPlane()
+        self._control_plane = ControlPlane("", 0, ())
         """Who leads, and who stands by, as routers are told."""
         self._clock = SystemClock()
         self._quotas, self._quotas_at = QuotaLedger(self._clock, core.table.quotas), 0.0
@@ -87,7 +114,7 @@ class ControllerService(pb_grpc.ControllerServicer):
         self._publishing: asyncio.TimerHandle | None = None
         self._published = 0
         """The table's version up to which watchers have been told."""
-        self._told: tuple[int, pb.ClusterView] | None = None
+        self._told: tuple[int, ClusterView] | None = None
         """The latest table that was built, with its version: all watchers get the same message."""
         self._rows = 0
         self._ended: tuple[tuple[EndedWorker, ...], int] = ((), _mark(()))
@@ -98,112 +125,101 @@ class ControllerService(pb_grpc.ControllerServicer):
         self._settings = SettingsOrders()
         self.records = RecordBoard()
         """What routers tell of requests."""
-        self._dashboard = dashboard_of(core, autoscaler, self._plane, self.records, self._clock)
+        self._dashboard = dashboard_of(core, autoscaler, lambda: self._control_plane, self.records, self._clock)
         core.on_change(self._wake)
 
-    async def Register(self, request: pb.Registration, context: Context) -> pb.LeaseGrant:
-        try:
-            record = worker_from_proto(request)
-        except (WireError, ValueError) as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    def handlers(self) -> list[Handler]:
+        return [
+            handle_call(REGISTER, self.register),
+            handle_call(RENEW, self.renew),
+            handle_call(LEAVE, self.leave),
+            handle_call(CHANGE_POOLS, self.change_pools),
+            handle_call(CHANGE_SETTINGS, self.change_settings),
+            handle_call(SHUT_DOWN, self.shut_down),
+            handle_exchange(SUPERVISE, self.supervise),
+            handle_subscription(WATCH, self.watch),
+            handle_call(LEASE_QUOTA, self.lease_quota),
+            handle_call(REPORT_LATENCY, self.report_latency),
+            handle_call(REPORT_RECORDS, self.report_records),
+            handle_call(FIND_RECORDS, self.find_records),
+            handle_call(REPORT_ROUTER, self.report_router),
+            handle_call(LIST_ROUTERS, self.routers),
+            handle_subscription(WATCH_DASHBOARD, self.watch_dashboard),
+            handle_call(DASHBOARD_PAST, self.dashboard_past),
+        ]
+
+    # ------------------------------------------------------------ workers
+
+    async def register(self, record: WorkerRecord) -> LeaseGrant:
         return self._grant(self._core.register(record))
 
-    async def Renew(self, request: pb.Renewal, context: Context) -> pb.LeaseGrant:
+    async def renew(self, renewal: Renewal) -> LeaseGrant:
         try:
-            return self.renewal(request)
-        except (WireError, ValueError) as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-            raise AssertionError from error  # `abort` has raised.
+            return self.renewal(renewal)
+        except WireError as error:
+            raise CallRefused(grpc.StatusCode.UNAVAILABLE, str(error)) from None
 
-    async def Leave(self, request: pb.Renewal, context: Context) -> pb.LeaveAnswer:
-        name, incarnation = WorkerName(request.name), Incarnation(request.incarnation)
-        goes_on = self._core.leave(name, incarnation, closed=request.closed)
+    async def leave(self, departure: Departure) -> DepartureAnswer:
+        goes_on = self._core.leave(departure.name, departure.incarnation, closed=departure.closed)
         self.tick()  # A process that waits for its plan gets it at once.
-        return pb.LeaveAnswer(goes_on=goes_on)
+        return DepartureAnswer(goes_on)
 
     # ------------------------------------------------------------ operators
 
-    async def ChangeRole(self, request: pb.RoleChange, context: Context) -> pb.Empty:
-        name = await _name(request.name, context)
-        change = self._core.pools.change_role
-        await self._operate(lambda: change(WorkerName(name), Role(request.role), empty=request.empty), context)
-        self._done(f"an operator has {name} become a {request.role} worker", holds=True)
-        return pb.Empty()
-
-    async def Drain(self, request: pb.DrainTarget, context: Context) -> pb.WorkerNames:
-        name = await _name(request.name, context)
-        names = await self._operate(lambda: self._core.pools.drain(name, map(Role, request.keep)), context)
-        self._done(f"an operator drains {name}")
-        return names
-
-    async def Undrain(self, request: pb.DrainTarget, context: Context) -> pb.WorkerNames:
-        name = await _name(request.name, context)
-        names = await self._operate(lambda: self._core.pools.undrain(name), context)
-        self._done(f"an operator has undrained {name}", holds=True)
-        return names
-
-    async def Add(self, request: pb.PoolSize, context: Context) -> pb.WorkerNames:
-        node = await _name(request.node, context)
-        add = self._core.pools.add_some
-        names = await self._operate(lambda: add(Role(request.role), request.count, node), context)
-        if request.operator:
-            self._done(f"an operator has added {', '.join(names.workers)}", holds=True)
-        return names
-
-    async def Scale(self, request: pb.PoolSizes, context: Context) -> pb.WorkerNames:
-        def scale() -> tuple[WorkerName, ...]:
-            sizes = {Role(pool.role): pool.count for pool in request.pools}
-            return self._core.pools.scale(sizes, empty=request.empty)
-
-        names = await self._operate(scale, context)
-        sizes = ", ".join(f"{pool.role} to {pool.count}" for pool in request.pools)
-        self._done(f"an operator has scaled {sizes}", holds=True)
-        return names
-
-    async def Restart(self, request: pb.DrainTarget, context: Context) -> pb.WorkerNames:
-        name = await _name(request.name, context)
-        names = await self._operate(lambda: self._core.pools.restart(WorkerName(name)), context)
-        self._done(f"an operator restarts {name}")
-        return names
-
-    async def Cordon(self, request: pb.DrainTarget, context: Context) -> pb.WorkerNames:
-        name = await _name(request.name, context)
-        names = await self._operate(lambda: self._core.pools.cordon(name), context)
-        self._done(f"an operator has cordoned {name}")
-        return names
-
-    async def Uncordon(self, request: pb.DrainTarget, context: Context) -> pb.WorkerNames:
-        name = await _name(request.name, context)
-        names = await self._operate(lambda: self._core.pools.uncordon(name), context)
-        self._done(f"an operator has uncordoned {name}")
-        return names
-
-    async def ChangeSettings(self, request: pb.SettingsChange, context: Context) -> pb.SettingsAnswer:
-        try:
-            answer = await self._settings.change(change_from_proto(request))
-        except ConfigError as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        return answer_to_proto(answer)
-
-    async def ShutDown(self, request: pb.Empty, context: Context) -> pb.Empty:
-        self._core.shut_down()
-        return pb.Empty()
-
-    def _done(self, what: str, *, holds: bool = False) -> None:
-        """Have what an operator has done seen. `holds`: the autoscaler leaves the pools alone after it."""
-        self._dashboard.frames.log.add(time.time(), EventKind.OPERATOR, what)
-        if holds and self._autoscaler is not None:
-            self._autoscaler.hold(what)
-
-    async def _operate(self, change: Callable[[], tuple[WorkerName, ...] | None], context: Context) -> pb.WorkerNames:
+    async def change_pools(self, change: OperatorChange) -> ChangedWorkers:
         """Make one operator's change; what the controller refuses is refused with its words."""
         try:
-            workers = change() or ()
+            workers, done = self._change(change)
         except (ConfigError, ValueError) as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        start = [name for name in workers if self._core.table.rows[name].stays]
+            raise CallRefused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from None
+        start = frozenset(name for name in workers if self._core.table.rows[name].stays)
         self.tick()
-        return pb.WorkerNames(workers=workers, start=start, leave=[name for name in workers if name not in start])
+        if done:
+            self._note(done, holds=isinstance(change, AddWorkers | ScalePools | UndrainWorkers | SetRole))
+        return ChangedWorkers(workers, start, frozenset(workers) - start)
+
+    def _change(self, change: OperatorChange) -> tuple[tuple[WorkerName, ...], str]:
+        """Make a change; returns the workers that it concerns, and what an operator has done in words, empty where none
+        has. Raises `ConfigError` and `ValueError`."""
+        pools = self._core.pools
+        match change:
+            case SetRole():
+                pools.change_role(change.name, change.role, empty=change.empty)
+                return (), f"an operator has {change.name} become a {change.role} worker"
+            case DrainWorkers():
+                return pools.drain(change.target, change.keep), f"an operator drains {change.target}"
+            case UndrainWorkers():
+                return pools.undrain(change.target), f"an operator has undrained {change.target}"
+            case AddWorkers():
+                workers = pools.add_some(change.role, change.count, change.node)
+                return workers, f"an operator has added {', '.join(workers)}" if change.by_operator else ""
+            case ScalePools():
+                sizes = ", ".join(f"{role} to {count}" for role, count in change.counts.items())
+                return pools.scale(change.counts, empty=change.empty), f"an operator has scaled {sizes}"
+            case RestartWorker():
+                pools.restart(change.name)
+                return (), f"an operator restarts {change.name}"
+            case CordonNode():
+                return pools.cordon(change.node), f"an operator has cordoned {change.node}"
+            case UncordonNode():
+                pools.uncordon(change.node)
+                return (), f"an operator has uncordoned {change.node}"
+
+    def _note(self, done: str, *, holds: bool) -> None:
+        """Have what an operator has done seen. `holds`: the autoscaler leaves the pools alone after it."""
+        self._dashboard.frames.log.add(time.time(), EventKind.OPERATOR, done)
+        if holds and self._autoscaler is not None:
+            self._autoscaler.hold(done)
+
+    async def change_settings(self, change: SettingsChange) -> SettingsAnswer:
+        try:
+            return await self._settings.change(change)
+        except ConfigError as error:
+            raise CallRefused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from None
+
+    async def shut_down(self, request: Empty) -> Empty:
+        self._core.shut_down()
+        return Empty()
 
     # ------------------------------------------------------------ the supervisor
 
@@ -221,7 +237,7 @@ class ControllerService(pb_grpc.ControllerServicer):
                 self._core.table.save_quotas(self._quotas.kept())
             actions = self._core.tick()
             if self._supervisor is not None:
-                self._supervisor.send([action_to_proto(action) for action in actions])
+                self._supervisor.send(actions)
 
     @staticmethod
     def _tick_autoscaler(autoscaler: Autoscaler) -> None:
@@ -232,14 +248,12 @@ class ControllerService(pb_grpc.ControllerServicer):
         except Exception:  # Our own bug; leases and restarts go on without it.
             log.exception("the autoscaler failed")
 
-    async def Supervise(
-        self, request_iterator: AsyncIterator[pb.SupervisorReport], context: Context
-    ) -> AsyncIterator[pb.SupervisorOrders]:
+    async def supervise(self, reports: AsyncIterator[SupervisorReport]) -> AsyncGenerator[SupervisorOrders]:
         line = SupervisorLine()
-        reading = asyncio.create_task(self._hear(request_iterator, line))
+        reading = asyncio.create_task(self._hear(reports, line))
         try:
             while orders := await line.next():
-                yield pb.SupervisorOrders(orders=orders)
+                yield SupervisorOrders(tuple(orders))
         finally:
             reading.cancel()
             if self._supervisor is line:
@@ -247,9 +261,9 @@ class ControllerService(pb_grpc.ControllerServicer):
                 self._settings.lost()
                 self._core.detach()
         if not reading.cancelled() and line.ended:
-            await context.abort(grpc.StatusCode.ABORTED, line.ended)
+            raise CallRefused(grpc.StatusCode.ABORTED, line.ended)
 
-    async def _hear(self, reports: AsyncIterator[pb.SupervisorReport], line: SupervisorLine) -> None:
+    async def _hear(self, reports: AsyncIterator[SupervisorReport], line: SupervisorLine) -> None:
         """Take in a supervisor's reports until its stream ends. Its first one makes it the one that is obeyed."""
         reason = "the supervisor has ended its stream"
         try:
@@ -257,116 +271,92 @@ class ControllerService(pb_grpc.ControllerServicer):
                 if self._supervisor is not line:
                     if line.ended:
                         return
-                    self._take(report, line)
-                if report.HasField("room"):
-                    self._core.set_room(room_from_proto(report.room))
-                self._core.set_nodes([node_from_proto(node) for node in report.nodes] or self._core.table.nodes.places)
-                for ended in ended_from_proto(report.ended):
+                    self._obey(report, line)
+                if report.room is not None:
+                    self._core.set_room(report.room)
+                self._core.set_nodes(report.nodes or self._core.table.nodes.places)
+                for ended in report.ended:
                     self._core.died(ended.name, ended.incarnation, ended.reason)
-                for placed in placed_from_proto(report.placed):
+                for placed in report.placed:
                     self._core.placed(placed.name, placed.incarnation, placed.node)
-                self._settings.take(answer_from_proto(answer) for answer in report.settings)
+                self._settings.take(report.settings)
                 self.tick()
         except (OSError, LedgerLost) as error:
             reason = str(error)
-        except grpc.aio.BaseError as error:
-            reason = f"the supervisor's stream broke: {error}"
+        except CallRefused as error:
+            reason = f"a report that can't be read: {error}"
         line.end(reason)
 
-    def _take(self, report: pb.SupervisorReport, line: SupervisorLine) -> None:
+    def _obey(self, report: SupervisorReport, line: SupervisorLine) -> None:
         if self._supervisor is not None:
             self._supervisor.end("another supervisor has come")
             self._settings.lost()
         self._supervisor = line
-        self._settings.come(lambda change: line.send([action_to_proto(change)]))
-        running = [(WorkerName(one.name), Incarnation(one.incarnation)) for one in report.running]
-        self._core.attach(running, ended_from_proto(report.ended))
+        self._settings.come(lambda change: line.send([change]))
+        self._core.attach(report.running, report.ended)
 
     # ------------------------------------------------------------ routers
 
-    async def LeaseQuota(self, request: pb.QuotaClaims, context: Context) -> pb.QuotaSlices:
-        if not 0 < len(request.router) <= NAME_CHARS or len(request.claims) > MAX_CLAIMS:
-            text = f"a router with a name, and at most {MAX_CLAIMS} claims"
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
-        try:
-            claims = [claim_from_proto(claim) for claim in request.claims]
-        except WireError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        slices = [self._quotas.lease(request.router, claim) for claim in claims]
-        return pb.QuotaSlices(slices=map(slice_to_proto, slices))
+    async def lease_quota(self, claims: QuotaClaims) -> QuotaSlices:
+        return QuotaSlices(tuple(self._quotas.lease(claims.router, claim) for claim in claims.claims))
 
-    async def ReportLatency(self, request: pb.LatencyReport, context: Context) -> pb.AutoscalerView:
-        if not 0 < len(request.router) <= NAME_CHARS:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a report names its router")
+    async def report_latency(self, report: LatencyReport) -> AutoscalerView:
         if self._autoscaler is None:
-            return pb.AutoscalerView()
-        self._autoscaler.report(request.router, counts_from_proto(request))
-        return autoscaler_to_proto(self._autoscaler.view())
+            return AutoscalerView()
+        self._autoscaler.report(report.router, report.counts)
+        return self._autoscaler.view()
 
-    async def ReportRecords(self, request: pb.RecordReport, context: Context) -> pb.Empty:
-        answers = request.answers
-        if max(len(request.records), len(answers), *(len(one.records) for one in answers), 0) > MAX_RECENT:
-            text = f"a report has at most {MAX_RECENT} records, and so has each answer in it"
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
-        try:
-            records = known(record_from_proto, request.records)[0]
-            found = [(one.number, known(record_from_proto, one.records)[0]) for one in answers]
-        except WireError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        self.records.take(records, found)
-        return pb.Empty()
+    async def report_records(self, report: RecordReport) -> Empty:
+        answered = [record for answer in report.answers for record in answer.records]
+        if any(len(encode(record)) > MAX_RECORD_BYTES for record in (*report.records, *answered)):
+            text = f"a request record has at most {MAX_RECORD_BYTES} bytes"
+            raise CallRefused(grpc.StatusCode.INVALID_ARGUMENT, text)
+        self.records.take(report.records, [(answer.number, answer.records) for answer in report.answers])
+        return Empty()
 
-    async def FindRecords(self, request: pb.RecordQuery, context: Context) -> pb.FoundRecords:
+    async def find_records(self, query: RecordQuery) -> FoundRecords:
         board = self.records
-        if not request.request_id:
-            return pb.FoundRecords(records=map(record_to_proto, board.recent(request.recent)), kept_s=board.kept_s)
-        if len(request.request_id) > ID_CHARS:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"an id has at most {ID_CHARS} characters")
+        if not query.request_id:
+            return FoundRecords(tuple(board.recent(query.recent)), board.kept_s)
         try:
-            found = await board.find(request.request_id, self._ask_routers)
+            found = await board.find(query.request_id, self._ask_routers)
         except TooManyAsks as error:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-        return pb.FoundRecords(
-            records=map(record_to_proto, found.records),
-            kept_s=board.kept_s,
-            asked=found.asked,
-            answered=found.answered,
-        )
+            raise CallRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from None
+        return FoundRecords(tuple(found.records), board.kept_s, found.asked, found.answered)
 
     def _ask_routers(self, number: int, request_id: str) -> int:
         """Ask all routers that answer for the records of a request; returns how many these are."""
-        ask = pb.RecordAsk(number=number, request_id=request_id)
+        ask = RecordAsk(number, request_id)
         # One that doesn't read counts as one that has no records: questions for it would wait for ever.
         lines = [line for line in self._watchers if line.answers and len(line.changes) <= MAX_CHANGES]
         for line in lines:
-            line.changes.append(pb.ClusterView(version=self._published, changes=True, record_asks=[ask]))
+            line.changes.append(ClusterView(self._published, changes=True, record_asks=(ask,)))
             line.more.set()
         return len(lines)
 
-    async def ReportRouter(self, request: pb.RouterReport, context: Context) -> pb.RouterReportAnswer:
+    async def report_router(self, report: RouterReport) -> RouterReportAnswer:
         try:
-            return pb.RouterReportAnswer(next_s=self._dashboard.report(router_report_from_proto(request)))
+            return RouterReportAnswer(self._dashboard.report(checked(report)))
         except WireError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-            raise AssertionError from error  # `abort` has raised.
+            raise CallRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
 
-    async def Routers(self, request: pb.Empty, context: Context) -> pb.RouterReports:
-        return pb.RouterReports(routers=map(router_report_to_proto, self._dashboard.routers()))
+    async def routers(self, request: Empty) -> RouterReportList:
+        return RouterReportList(tuple(self._dashboard.routers()))
 
-    async def WatchDashboard(self, request: pb.Empty, context: Context) -> AsyncIterator[pb.DashboardFrame]:
+    async def watch_dashboard(self, request: Empty) -> AsyncGenerator[DashboardFrame]:
         try:
-            async for frame in self._dashboard.watch():
-                yield pb.DashboardFrame(json=frame)
+            async with aclosing(self._dashboard.watch()) as frames:
+                async for frame in frames:
+                    yield DashboardFrame(frame)
         except TooManyWatch as error:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+            raise CallRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from None
 
-    async def DashboardPast(self, request: pb.Empty, context: Context) -> pb.DashboardFrame:
-        return pb.DashboardFrame(json=self._dashboard.past())
+    async def dashboard_past(self, request: Empty) -> DashboardFrame:
+        return DashboardFrame(self._dashboard.past())
 
-    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.ClusterView]:
+    async def watch(self, request: WatchRequest) -> AsyncGenerator[ClusterView]:
         if len(self._watchers) >= MAX_WATCHERS:
-            text = f"{MAX_WATCHERS} routers watch already"
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            raise CallRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} routers watch already")
         line = WatcherLine(request.changes, request.records and request.changes)
         self._watchers.add(line)
         try:
@@ -382,14 +372,10 @@ class ControllerService(pb_grpc.ControllerServicer):
 
     def tell(self, leader: str, term: int, standbys: tuple[str, ...]) -> None:
         """Have watchers told who leads the controllers and who stands by."""
-        told = pb.ControlPlane(leader=leader, term=term, standbys=standbys)
+        told = ControlPlane(leader, term, standbys)
         if told != self._control_plane:
             self._control_plane = told
             self._core.table.changed()
-
-    def _plane(self) -> ControlPlane:
-        told = self._control_plane
-        return ControlPlane(told.leader, told.term, tuple(told.standbys))
 
     def _wake(self) -> None:
         """Have what has changed published soon, with whatever changes until then."""
@@ -409,91 +395,53 @@ class ControllerService(pb_grpc.ControllerServicer):
                 line.changes = [self.view()]
             line.more.set()
 
-    def view(self) -> pb.ClusterView:
+    def view(self) -> ClusterView:
         """The whole table as a message, built once for each version."""
         if self._told is not None and self._told[0] == self._core.version:
             return self._told[1]
-        workers = [_view_message(view) for view in self._core.views()]
+        workers = tuple(self._core.views())
         version, self._rows = self._core.version, len(workers)
-        view = pb.ClusterView(
-            version=version,
-            workers=workers,
-            shutting_down=self._core.shutting_down,
-            control_plane=self._control_plane,
-        )
+        view = ClusterView(version, workers, self._core.shutting_down, control_plane=self._control_plane)
         self._told = version, view
         return view
 
-    def changes(self, since: int) -> pb.ClusterView:
+    def changes(self, since: int) -> ClusterView:
         """What has changed in the table after version `since`, as a message."""
         changes = self._core.changes(since)
-        return pb.ClusterView(
-            version=self._core.version,
-            workers=[_view_message(change.view) for change in changes if change.whole],
-            statuses=[_numbers_message(change.view, change.counters) for change in changes if not change.whole],
+        return ClusterView(
+            self._core.version,
+            tuple(change.view for change in changes if change.whole),
+            self._core.shutting_down,
             changes=True,
-            shutting_down=self._core.shutting_down,
+            statuses=tuple(_numbers(change.view, change.counters) for change in changes if not change.whole),
             control_plane=self._control_plane,
         )
 
-    def renewal(self, request: pb.Renewal) -> pb.LeaseGrant:
-        """Answer a renewal. Raises `WireError` or `ValueError` for one that makes no sense, and where this controller
-        doesn't lead: its stream ends with that, and the worker tries the next controller."""
+    def renewal(self, renewal: Renewal) -> LeaseGrant:
+        """Answer a renewal. Raises `WireError` where this controller doesn't lead: the stream ends with that, and the
+        worker tries the next controller."""
         if not self._leads():
             raise WireError(NOT_LEADING)
-        status = status_from_proto(request.status)
-        if not (math.isfinite(status.stalled_s) and math.isfinite(status.longest_step_s)):
-            raise ValueError("a status whose seconds are no numbers")
-        grant = self._core.renew(WorkerName(request.name), Incarnation(request.incarnation), status)
-        return self._grant(grant, request.ended_mark)
+        grant = self._core.renew(renewal.name, renewal.incarnation, renewal.status)
+        return self._grant(grant, renewal.ended_mark)
 
-    def _grant(self, grant: LeaseGrant, known: int = 0) -> pb.LeaseGrant:
-        """A grant as a message; `known`: the mark of the list of ended incarnations that the worker has."""
+    def _grant(self, grant: LeaseGrant, known: int = 0) -> LeaseGrant:
+        """A grant with where renewals may go, how often they have counters, and the mark of its list of ended
+        incarnations. The list is left out where the worker has it: where its mark is `known`."""
         if grant.ended != self._ended[0]:
             self._ended = grant.ended, _mark(grant.ended)
-        return grant_message(grant, self._ended[1], known, self.stream, self._dashboard.counters_s)
+        mark = self._ended[1]
+        ended = () if mark == known else grant.ended
+        counters_s = self._dashboard.counters_s
+        return replace(grant, ended=ended, ended_mark=mark, stream=self.stream, counters_s=counters_s)
 
 
-def _view_message(view: WorkerView) -> pb.WorkerView:
-    return pb.WorkerView(
-        registration=worker_to_proto(view.record), status=status_to_proto(view.status), cordoned=view.cordoned
-    )
-
-
-def _numbers_message(view: WorkerView, counters: bool) -> pb.WorkerStatus:
+def _numbers(view: WorkerView, counters: bool) -> WorkerStatus:
     status = view.status
-    return status_to_proto(status if counters else replace(status, counters={}, counters_left_out=True))
+    return status if counters else replace(status, counters={}, counters_left_out=True)
 
 
 def _mark(ended: tuple[EndedWorker, ...]) -> int:
     """A number that names a list of ended incarnations, the same for every controller; 0 is none."""
     text = "\n".join(sorted(f"{one.name} {one.incarnation} {one.closed_from}" for one in ended))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") or 1
-
-
-async def _name(name: str, context: Context) -> str:
-    """The name of a worker or node of a request, which is refused where it is too long."""
-    if len(name) > NAME_CHARS:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"a name has at most {NAME_CHARS} characters")
-    return name
-
-
-def grant_message(
-    grant: LeaseGrant, mark: int = 0, known: int = 0, stream: str = "", counters_s: float = 0.0
-) -> pb.LeaseGrant:
-    """A grant as a message. `mark` names its list of ended incarnations, which is left out where the worker has named
-    it (`known`). `counters_s`: seconds between two heartbeats with counters, 0: as the worker has it."""
-    ended = () if mark and mark == known else grant.ended
-    return pb.LeaseGrant(
-        incarnation=grant.incarnation,
-        lease_s=grant.lease_s,
-        fenced=grant.fenced,
-        drain=grant.drain,
-        ended=[
-            pb.EndedWorker(name=one.name, incarnation=one.incarnation, closed_from=one.closed_from) for one in ended
-        ],
-        ended_mark=mark,
-        stream=stream,
-        renew_s=grant.renew_s,
-        counters_s=counters_s,
-    )

@@ -15,7 +15,7 @@ from twinpool.cluster.dashboard.dashboard_feed import DashboardFeed
 from twinpool.cluster.dashboard.frame_rows import SHOWN, WorkerSample
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.clock import Clock
-from twinpool.contracts.messages.control_plane import ControlPlane
+from twinpool.contracts.messages.cluster_view import ControlPlane
 
 SCALING = "autoscaler: "
 """How the autoscaler's lines for the operator begin."""

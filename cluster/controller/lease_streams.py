@@ -11,16 +11,15 @@ import logging
 import socket
 from collections.abc import Callable
 
-from google.protobuf.message import DecodeError
-
 from twinpool.contracts.cluster_secret import access_token
 from twinpool.contracts.credentials.certificate_files import CertificateFiles
 from twinpool.contracts.credentials.node_tls import NodeTls
 from twinpool.contracts.errors import WireError
-from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.messages.leases import RENEWAL_BYTES, SILENCE_S, UNREAD_BYTES, LeaseGrant, Renewal
+from twinpool.contracts.messages.stream_frames import StreamOpening
 from twinpool.contracts.wire.frame_connection import FrameConnection
 from twinpool.contracts.wire.frame_listener import FrameListener
-from twinpool.contracts.wire.lease_frames import RENEWAL_BYTES, SILENCE_S, UNREAD_BYTES
+from twinpool.contracts.wire.message_codec import decode, encode
 
 log = logging.getLogger("twinpool.controller")
 
@@ -34,11 +33,11 @@ class LeaseStreams:
 
     def __init__(
         self,
-        renew: Callable[[pb.Renewal], pb.LeaseGrant],
+        renew: Callable[[Renewal], LeaseGrant],
         secret: str,
         certificate: CertificateFiles | None,
     ) -> None:
-        """`renew` answers a renewal, and raises `WireError` or `ValueError` for one that makes no sense. Other
+        """`renew` answers a renewal, and raises `WireError` where it can't. Other
         arguments are those of `RouterStreams`."""
         self._renew, self._access = renew, access_token(secret)
         self._tls = NodeTls(certificate) if certificate is not None else None
@@ -71,7 +70,12 @@ class LeaseStreams:
 
     def _open(self, connection: FrameConnection, frame: bytes) -> None:
         """Take a stream's first frame, in which the worker proves that it belongs to the cluster."""
-        given = pb.StreamOpening.FromString(frame).access
+        try:
+            given = decode(StreamOpening, frame)[0].access
+        except WireError as error:
+            log.warning("a lease stream whose opening can't be read was refused: %s", error)
+            connection.fail(f"its opening can't be read: {error}")
+            return
         if self._access and not hmac.compare_digest(given.encode(), self._access.encode()):
             log.warning("a lease stream without the cluster's token was refused")
             connection.fail("it lacks the cluster's token")
@@ -91,9 +95,9 @@ class LeaseStreams:
             connection.fail(f"its worker reads no grants: {waiting} bytes wait for it")
             return
         try:
-            grant = self._renew(pb.Renewal.FromString(frame))
-        except (DecodeError, WireError, ValueError) as error:
+            grant = self._renew(decode(Renewal, frame)[0])
+        except WireError as error:
             log.warning("a renewal that makes no sense ends its stream: %s", error)
             connection.fail(str(error))
         else:
-            connection.send(grant.SerializeToString())
+            connection.send(encode(grant))

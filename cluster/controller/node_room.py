@@ -13,20 +13,21 @@ taken: only for workers beyond those that the node was planned for, whose memory
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
 
 from twinpool.contracts.ids import Role, WorkerName
-from twinpool.contracts.outside_data import read_json
+from twinpool.contracts.message_types import SOME, Int64, Message, Uint32
 
 NODE_ID_CHARS = 8
 """The first characters of a Ray node id that are enough to name a node."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodePlace:
+class NodePlace(Message, frozen=True):
     """A node that workers can be placed on."""
 
     node_id: str
@@ -76,35 +77,35 @@ MANY_NODES = 3
 """Nodes that a refusal names; further ones are counted."""
 
 
-@dataclass(frozen=True, slots=True)
-class RoleRoom:
+class RoleRoom(Message, frozen=True):
     """What a worker of one role takes of a node, and what the node has for that role."""
 
-    nbytes: int
+    nbytes: Int64
     """Bytes of the node's memory that it takes at most."""
-    ranks: int = 1
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=2**32 - 1)] = 1
     """Its processes."""
-    planned: int = 0
+    planned: Uint32 = 0
     """Workers that the node's memory was divided for."""
-    places: int | None = None
+    places: Uint32 | None = None
     """Processes of this role that Ray places there at most; None: any number."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeRoom:
+class NodeRoom(Message, frozen=True):
     """What a node has for workers."""
 
     node: NodePlace
-    memory: int
+    memory: Int64
     """Bytes that all workers may take together, less what they share."""
-    processes: int = ANY_NUMBER
+    processes: Uint32 = ANY_NUMBER
     """Processes of workers that its cores take (`cluster.workers_per_core`)."""
-    starts: int = ANY_NUMBER
+    starts: Uint32 = ANY_NUMBER
     """Workers that start there at once (`cluster.starts_at_once`)."""
-    roles: Mapping[Role, RoleRoom] = field(default_factory=dict)
-    cards: tuple[WorkerName, ...] | None = None
+    roles: Annotated[Mapping[str, RoleRoom], SOME] = msgspec.field(default_factory=dict)
+    """By `Role`. What is told of roles that this build doesn't know is never asked for: it starts no workers of
+    those."""
+    cards: Annotated[tuple[WorkerName, ...], SOME] | None = None
     """The workers that its GPUs were dealt to; None where that binds nobody."""
-    free: int | None = None
+    free: Int64 | None = None
     """Bytes of its memory that are free now; None: nobody looks."""
 
     def is_at(self, node: NodePlace) -> bool:
@@ -129,11 +130,10 @@ class Occupant(NamedTuple):
     """Whether it is starting, and has yet to take what it will."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterRoom:
+class ClusterRoom(Message, frozen=True):
     """What all nodes have for workers. Values; nothing here is changed."""
 
-    nodes: tuple[NodeRoom, ...] = ()
+    nodes: Annotated[tuple[NodeRoom, ...], SOME] = ()
     grows: bool = False
     """Whether workers that no node has room for may wait for one to join (`cluster.wait_for_nodes`)."""
 
@@ -185,18 +185,13 @@ class ClusterRoom:
 
     def to_json(self) -> str:
         """All but what is free now, for the ledger."""
-        return json.dumps({"grows": self.grows, "nodes": [asdict(replace(node, free=None)) for node in self.nodes]})
+        kept = replace(self, nodes=tuple(replace(node, free=None) for node in self.nodes))
+        return msgspec.json.encode(kept).decode()
 
     @classmethod
     def from_json(cls, text: str) -> ClusterRoom:
-        """Raises `ValueError`, `KeyError` or `TypeError` where it can't be read."""
-        kept = read_json(text)
-        nodes = []
-        for node in kept["nodes"]:
-            roles = {Role(role): RoleRoom(**room) for role, room in node["roles"].items()}
-            cards = node["cards"] if node["cards"] is None else tuple(map(WorkerName, node["cards"]))
-            nodes.append(NodeRoom(**node | {"node": NodePlace(**node["node"]), "roles": roles, "cards": cards}))
-        return cls(tuple(nodes), bool(kept["grows"]))
+        """Raises `ValueError` where it can't be read."""
+        return msgspec.json.decode(text, type=cls)
 
 
 @dataclass(slots=True)
@@ -207,9 +202,9 @@ class _Left:
     memory: int = 0
     processes: int = 0
     free: int | None = None
-    unfilled: dict[Role, int] = field(default_factory=dict)
+    unfilled: dict[str, int] = field(default_factory=dict)
     """Workers of each role that the node was planned for and that aren't there."""
-    places: dict[Role, int] = field(default_factory=dict)
+    places: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         room = self.room

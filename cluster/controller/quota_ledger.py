@@ -17,6 +17,8 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import structs
+
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice
 from twinpool.contracts.outside_data import read_json
@@ -92,7 +94,7 @@ class QuotaLedger:
             if slices > MAX_KEPT:
                 break
             held = {router: dataclasses.astuple(one)[:-1] for router, one in quota.held.items()}
-            rows[tenant] = [dataclasses.astuple(quota.limits), quota.requests, quota.tokens, held]
+            rows[tenant] = [structs.astuple(quota.limits), quota.requests, quota.tokens, held]
         return json.dumps(rows, separators=(",", ":"))
 
     def _take_up(self, rows: dict[str, Any]) -> None:

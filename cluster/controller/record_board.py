@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from twinpool.contracts.messages.record_ring import RecordRing, in_order
-from twinpool.contracts.messages.request_record import RequestRecord
+from twinpool.contracts.messages.request_record import MAX_RECENT, RequestRecord
 
 MAX_RECORDS = 2_000
 MAX_BYTES = 32 * 1024**2
@@ -21,9 +21,6 @@ ASK_S = 1.5
 """Seconds that routers have for an answer."""
 MAX_ASKS = 64
 """Questions that are open at once; a further one is refused."""
-MAX_RECENT = 500
-"""Records of one answer about the latest ones."""
-ID_CHARS = 256
 
 
 class TooManyAsks(Exception):

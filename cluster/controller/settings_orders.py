@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.messages.settings_change import MAX_SETTINGS_BYTES, SettingsAnswer, SettingsChange

@@ -12,7 +12,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from twinpool.cluster.controller.controller_table import ControllerTable
 from twinpool.cluster.controller.node_room import NOWHERE, ClusterRoom, NodeRoom, Occupant

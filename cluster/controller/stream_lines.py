@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.cluster.controller.controller_actions import ControllerAction
+from twinpool.contracts.messages.cluster_view import ClusterView
 
 MAX_ORDERS = 64 * 1024
 """Orders that may wait for a supervisor that doesn't read, before its stream is ended."""
@@ -15,12 +16,12 @@ class SupervisorLine:
     """Orders on their way to one supervisor."""
 
     def __init__(self) -> None:
-        self._orders: list[pb.SupervisorOrder] = []
+        self._orders: list[ControllerAction] = []
         self._more = asyncio.Event()
         self.ended = ""
         """Why the line is over; empty while it is not."""
 
-    def send(self, orders: Sequence[pb.SupervisorOrder]) -> None:
+    def send(self, orders: Sequence[ControllerAction]) -> None:
         self._orders += orders
         if len(self._orders) > MAX_ORDERS:
             self.end("the supervisor doesn't read its orders")
@@ -31,7 +32,7 @@ class SupervisorLine:
         self.ended = self.ended or reason
         self._more.set()
 
-    async def next(self) -> list[pb.SupervisorOrder]:
+    async def next(self) -> list[ControllerAction]:
         """The orders since the last call, once there are some; none when the line has ended."""
         await self._more.wait()
         self._more.clear()
@@ -47,5 +48,5 @@ class WatcherLine:
         """Whether it answers questions about requests."""
         self.takes_changes = takes_changes
         """Whether changes will do; else the watcher gets the whole table each time."""
-        self.changes: list[pb.ClusterView] = []
+        self.changes: list[ClusterView] = []
         self.more = asyncio.Event()

@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict, ParseDict
+import msgspec
+from msgspec.structs import replace
 
 from twinpool.cluster.controller.node_room import NOWHERE, NodePlace
 from twinpool.cluster.controller.worker_states import WorkerState
@@ -15,8 +16,6 @@ from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from twinpool.contracts.outside_data import read_json
-from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.wire.worker_protobuf import record_from_proto, record_to_proto
 
 
 @dataclass(slots=True)
@@ -124,7 +123,9 @@ class WantedWorker:
         )
 
     def view(self, cordoned: bool) -> WorkerView:
-        return WorkerView(self.record or self._empty_record(), self.status or self.own_status(), cordoned)
+        """The row as routers see it: under the incarnation that its status is of."""
+        record, status = self.record or self._empty_record(), self.status or self.own_status()
+        return WorkerView(replace(record, incarnation=status.incarnation or record.incarnation), status, cordoned)
 
     def _empty_record(self) -> WorkerRecord:
         node, none = self.node, WorkerLimits(0, 0)
@@ -144,7 +145,7 @@ def to_ledger(row: WantedWorker) -> str:
         "drains": row.drains,
         "becomes": row.becomes,
         "last_reason": row.last_reason,
-        "record": MessageToDict(record_to_proto(row.record)) if row.record is not None else None,
+        "record": msgspec.to_builtins(row.record),
     }
     return json.dumps(kept)
 
@@ -152,7 +153,6 @@ def to_ledger(row: WantedWorker) -> str:
 def from_ledger(name: WorkerName, text: str, config: ClusterConfig) -> WantedWorker:
     """Read a row back. Raises `ValueError`, `KeyError` or `TypeError` where it can't be read."""
     kept = read_json(text)
-    record = kept["record"]
     return WantedWorker(
         name=name,
         role=Role(kept["role"]),
@@ -160,7 +160,7 @@ def from_ledger(name: WorkerName, text: str, config: ClusterConfig) -> WantedWor
         restarts=RestartHistory(config),
         state=WorkerState(kept["state"]),
         wanted=bool(kept["wanted"]),
-        record=record_from_proto(ParseDict(record, pb.Registration())) if record is not None else None,
+        record=msgspec.convert(kept["record"], WorkerRecord | None),
         node=NodePlace(*kept["node"]),
         only=kept["only"],
         ever_ready=bool(kept["ever_ready"]),

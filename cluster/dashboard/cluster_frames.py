@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+from msgspec.structs import replace
 
 from twinpool.cluster.dashboard.frame_rows import (
     GONE,
@@ -33,7 +35,7 @@ from twinpool.cluster.dashboard.router_totals import Latencies, RouterTotals
 from twinpool.contracts.damage import DamageSite
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyTarget
-from twinpool.contracts.messages.control_plane import ControlPlane
+from twinpool.contracts.messages.cluster_view import ControlPlane
 from twinpool.contracts.messages.latency_shape import percentile
 from twinpool.contracts.messages.request_record import RequestRecord
 from twinpool.contracts.messages.router_report import RouterReport

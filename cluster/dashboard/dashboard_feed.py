@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from twinpool.cluster.dashboard.cluster_frames import SAMPLE_S, ClusterFrames, ClusterState
 from twinpool.contracts.clock import Clock
@@ -110,7 +110,7 @@ class DashboardFeed:
                 watcher.frame = frame
                 watcher.more.set()
 
-    async def watch(self) -> AsyncIterator[bytes]:
+    async def watch(self) -> AsyncGenerator[bytes]:
         """Frames as JSON, the first one soon. Raises `TooManyWatch`."""
         if len(self._watchers) >= MAX_WATCHERS:
             raise TooManyWatch(f"{MAX_WATCHERS} routers watch the dashboard's frames already")

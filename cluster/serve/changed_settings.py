@@ -12,6 +12,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from msgspec import structs
+
 from twinpool.cluster.arena.local_agent import lends_host_memory
 from twinpool.cluster.assembly.node_shares import MemoryShort
 from twinpool.cluster.controller.node_room import Occupant
@@ -63,7 +65,7 @@ class SettingsChanger:
             plan = replanned(before, order.settings)
             self._check_room(before, plan)
             changed = tuple(
-                dataclasses.replace(one, roles=tuple(role for role in one.roles if role in plan.wanted))
+                structs.replace(one, roles=tuple(role for role in one.roles if role in plan.wanted))
                 for one in differences(before.given, plan.given)
             )
             if changed and not order.dry_run:

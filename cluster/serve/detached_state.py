@@ -70,10 +70,10 @@ def _facts_from_tree(tree: dict[str, Any]) -> NodeFacts:
     return NodeFacts(**{**tree, "places": places, "cards": cards})
 
 
-FORMAT = 2
+FORMAT = 3
 """Number of the file's format, and of the messages between the processes that it names: a build that reads another one
-takes nothing over, as its processes could not talk with those that run. Streams were protobuf up to 1, and are msgpack
-from 2 on (`contracts.messages.stream_protocol`)."""
+takes nothing over, as its processes could not talk with those that run. Streams were protobuf in 1, calls in 1 and 2;
+all are msgpack from 3 on (`contracts.message_types`)."""
 STATE_FILE = "cluster.state"
 READY_FILE = "ready"
 """Made once the cluster serves: until then a supervisor that ends ends the cluster."""

@@ -56,7 +56,7 @@ def node_room(share: NodeShare, config: Config, free: int | None = None) -> Node
     from twinpool.cluster.serve.memory_fit import max_bytes, shared_weights
 
     facts, cluster = share.facts, config.cluster
-    roles = {
+    roles: dict[str, RoleRoom] = {
         role: RoleRoom(
             max_bytes(share, config, role),
             config.tp_for(role),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import secrets
@@ -22,6 +21,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import TextIO, TypeVar
+
+from msgspec import structs
 
 from twinpool.cluster.assembly.build_worker import build_worker
 from twinpool.cluster.controller.worker_states import WorkerState
@@ -236,7 +237,7 @@ _ENDED = {
 def _status(host: WorkerThread) -> WorkerStatus:
     if host.ended is None:
         return host.snapshot
-    return dataclasses.replace(host.snapshot, state=_ENDED[host.ended], running=0, waiting=0, outgoing=0)
+    return structs.replace(host.snapshot, state=_ENDED[host.ended], running=0, waiting=0, outgoing=0)
 
 
 async def _result(future: Future[T]) -> T:
@@ -272,7 +273,7 @@ class LocalDashboard:
 
     async def frames(self) -> AsyncIterator[bytes]:
         try:
-            async with contextlib.aclosing(self._feed.watch()) as watched:  # type: ignore[type-var]
+            async with contextlib.aclosing(self._feed.watch()) as watched:
                 async for frame in watched:
                     yield frame
         except TooManyWatch as error:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TypeVar
 
+import grpc
 import grpc.aio
 
 from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
@@ -21,12 +22,15 @@ from twinpool.contracts.cluster_secret import admits
 from twinpool.contracts.config.worker_config import TransferConfig
 from twinpool.contracts.credentials.certificate_files import CertificateFiles
 from twinpool.contracts.errors import TwinpoolError
-from twinpool.contracts.messages.worker_status import WorkerStatus
-from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
-from twinpool.contracts.wire.grpc_channels import server_options
-from twinpool.contracts.wire.secure_grpc import add_port
-from twinpool.contracts.wire.worker_protobuf import report_to_proto, status_to_proto
+from twinpool.contracts.messages.calls import (
+    CHECK_WORKER,
+    DRAIN_WORKER,
+    UNDRAIN_WORKER,
+    WORKER_STATUS,
+    Empty,
+)
+from twinpool.contracts.wire.grpc_calls import Admission, Admit, CallHandlers, CallRefused, Handler, handle_call
+from twinpool.contracts.wire.grpc_channels import add_port, server_options
 
 log = logging.getLogger("twinpool.service")
 
@@ -34,70 +38,60 @@ INCARNATION_KEY = "twinpool-incarnation"
 CALL_TIMEOUT_S = 30.0
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s
 
-# grpc.aio's own types are generic in ways its stubs and its runtime disagree on.
-Context = grpc.aio.ServicerContext[Any, Any]
+T = TypeVar("T")
 
 
-class WorkerService(pb_grpc.WorkerServicer):
-    """The gRPC service `Worker` over one worker thread."""
+class WorkerService:
+    """The calls of one worker, answered by its thread."""
 
     def __init__(self, host: WorkerThread, incarnation: int) -> None:
         self._host = host
         self._incarnation = incarnation
 
-    async def Status(self, request: pb.Empty, context: Context) -> pb.WorkerStatus:
-        return status_to_proto(await self._call(context, self._host.status))
+    def handlers(self) -> list[Handler]:
+        def answered(submit: Callable[[], Future[T]]) -> Callable[[Empty], Awaitable[T]]:
+            return lambda request: self._answer(submit)
 
-    async def Check(self, request: pb.Empty, context: Context) -> pb.CheckReport:
-        return report_to_proto(await self._call(context, self._host.check))
+        return [
+            handle_call(WORKER_STATUS, answered(self._host.status)),
+            handle_call(CHECK_WORKER, answered(self._host.check)),
+            handle_call(DRAIN_WORKER, answered(self._host.drain)),
+            handle_call(UNDRAIN_WORKER, answered(self._host.undrain)),
+        ]
 
-    async def Drain(self, request: pb.Empty, context: Context) -> pb.WorkerStatus:
-        status: WorkerStatus = await self._call(context, self._host.drain)
-        return status_to_proto(status)
+    def admit(self, call: Admission) -> None:
+        """Refuse calls that are for another incarnation of this worker."""
+        meant = call.metadata.get(INCARNATION_KEY, str(self._incarnation))
+        if meant != str(self._incarnation):
+            text = f"this is incarnation {self._incarnation}, the call is for incarnation {meant}"
+            raise CallRefused(grpc.StatusCode.FAILED_PRECONDITION, text)
 
-    async def Undrain(self, request: pb.Empty, context: Context) -> pb.WorkerStatus:
-        status: WorkerStatus = await self._call(context, self._host.undrain)
-        return status_to_proto(status)
-
-    async def _call(self, context: Context, submit: Any) -> Any:
-        await self._check_incarnation(context)
-        future: Future[Any] = submit()
+    @staticmethod
+    async def _answer(submit: Callable[[], Future[T]]) -> T:
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), CALL_TIMEOUT_S)
+            return await asyncio.wait_for(asyncio.wrap_future(submit()), CALL_TIMEOUT_S)
         except WorkerClosed as error:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+            raise CallRefused(grpc.StatusCode.UNAVAILABLE, str(error)) from None
         except TimeoutError:
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"the worker did not answer in {CALL_TIMEOUT_S} s")
+            text = f"the worker did not answer in {CALL_TIMEOUT_S} s"
+            raise CallRefused(grpc.StatusCode.DEADLINE_EXCEEDED, text) from None
         except TwinpoolError as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-
-    async def _check_incarnation(self, context: Context) -> None:
-        for key, value in context.invocation_metadata() or ():
-            text = value.decode(errors="replace") if isinstance(value, bytes) else value
-            if key == INCARNATION_KEY and text != str(self._incarnation):
-                text = f"this is incarnation {self._incarnation}, the call is for incarnation {text}"
-                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+            raise CallRefused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from None
 
 
-class _TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Refuses calls without the cluster's token as UNAUTHENTICATED."""
+def admit_by_token(secret: str) -> Admit:
+    """Refuse calls without the cluster's token."""
 
-    def __init__(self, secret: str) -> None:
-        self._secret = secret
+    def admit(call: Admission) -> None:
+        if not admits(secret, call.metadata.items()):
+            log.warning("a call without the cluster's token was refused", extra={"method": call.path})
+            raise CallRefused(grpc.StatusCode.UNAUTHENTICATED, "this call lacks the cluster's token")
 
-    async def intercept_service(self, continuation: Any, call: Any) -> Any:
-        if admits(self._secret, call.invocation_metadata or ()):
-            return await continuation(call)
-        log.warning("a call without the cluster's token was refused", extra={"method": call.method})
-        return grpc.stream_stream_rpc_method_handler(_refuse)
-
-
-async def _refuse(requests: Any, context: Context) -> None:
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this call lacks the cluster's token")
+    return admit
 
 
 class ServiceServer:
-    """A gRPC server with one servicer on a loop thread."""
+    """A gRPC server with the handlers of one service, on a loop thread."""
 
     def __init__(
         self,
@@ -106,32 +100,29 @@ class ServiceServer:
         secret: str = "",
         link_timeout_s: float = LINK_TIMEOUT_S,
         certificate: CertificateFiles | None = None,
-        interceptors: Sequence[Any] = (),
+        admit: Sequence[Admit] = (),
     ) -> None:
         """`bind`: ``host:port``, port 0 for a free one. With a `secret`, calls must carry its token
         (`contracts.cluster_secret`). A client that is silent for `link_timeout_s` counts as gone. `certificate`: this
-        node's; with it only nodes of the cluster are served, None: without TLS. `interceptors` are asked about each
-        call that has passed."""
+        node's; with it only nodes of the cluster are served, None: without TLS. `admit` are asked about each call that
+        has passed."""
         self._certificate = certificate
-        self._interceptors = interceptors
+        self._admit = (admit_by_token(secret), *admit)
         self._link_timeout_s = link_timeout_s
         self._loop = loop
         self._bind = bind
-        self._secret = secret
         self._server: grpc.aio.Server | None = None
 
-    def start(self, add: Any, servicer: Any, timeout_s: float = 10.0) -> int:
-        """Serve `servicer` (added by its generated `add_..._to_server`); returns the port that was bound.
+    def start(self, handlers: Sequence[Handler], timeout_s: float = 10.0) -> int:
+        """Serve; returns the port that was bound.
 
         Raises `OSError` when the address can't be bound, `ConfigError` when the certificate can't be read.
         """
-        return self._loop.run(self._start(add, servicer), timeout_s)
+        return self._loop.run(self._start(handlers), timeout_s)
 
-    async def _start(self, add: Any, servicer: Any) -> int:
-        doorkeepers = [_TokenInterceptor(self._secret)] if self._secret else []
-        options = server_options(self._link_timeout_s)
-        server = grpc.aio.server(options=options, interceptors=[*doorkeepers, *self._interceptors])
-        add(servicer, server)
+    async def _start(self, handlers: Sequence[Handler]) -> int:
+        server = grpc.aio.server(options=server_options(self._link_timeout_s))
+        server.add_generic_rpc_handlers((CallHandlers(handlers, self._admit),))
         try:
             port = add_port(server, self._bind, self._certificate)
         except RuntimeError as error:

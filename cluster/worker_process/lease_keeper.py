@@ -11,25 +11,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
-import grpc.aio
+import grpc
+from msgspec.structs import replace
 
 from twinpool.cluster.worker_process.lease_stream import LeaseStream
 from twinpool.contracts.clock import Clock
-from twinpool.contracts.cluster_secret import access_metadata
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.credentials.certificate_files import CertificateFiles
 from twinpool.contracts.errors import ConfigError, TwinpoolError
-from twinpool.contracts.ids import Incarnation, WorkerName
+from twinpool.contracts.messages.calls import LEAVE, REGISTER, RENEW
+from twinpool.contracts.messages.leases import Departure, LeaseGrant, Renewal
 from twinpool.contracts.messages.worker_status import EndedWorker, WorkerRecord, WorkerStatus
-from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
 from twinpool.contracts.wire.controller_turns import TURN_S, ControllerTurns, call_leader
-from twinpool.contracts.wire.grpc_channels import channel_options
-from twinpool.contracts.wire.secure_grpc import open_channel
-from twinpool.contracts.wire.worker_protobuf import record_to_proto, status_to_proto
+from twinpool.contracts.wire.grpc_calls import CallChannel, CallFailed
 
 log = logging.getLogger("twinpool.lease")
 
@@ -119,7 +114,7 @@ class LeaseKeeper:
         self._secret = secret
         self._on_drain, self._undrains, self._on_ended = on_drain, undrains, on_ended
         self._ended: tuple[EndedWorker, ...] = ()
-        self._metadata, self._certificate = access_metadata(secret), certificate
+        self._certificate = certificate
         self.lease = WorkerLease(clock)
         self._record = record
         self._controllers = ControllerTurns(controller)
@@ -129,7 +124,7 @@ class LeaseKeeper:
         self._on_lost = on_lost
         self.failures = 0
         """Number of renewals that were not answered while the lease was still held."""
-        self._channel: grpc.aio.Channel | None = None
+        self._channel: CallChannel | None = None
         self._stream: LeaseStream | None = None
         self._counters_at = clock.now()
         """When the counters are said next."""
@@ -141,9 +136,9 @@ class LeaseKeeper:
         """Register within `timeout_s`, then renew in the background. Raises `LeaseRefused`."""
         try:
             sent_at, grant = await self._register(timeout_s)
-        except (grpc.aio.AioRpcError, TimeoutError) as error:
+        except (CallFailed, TimeoutError) as error:
             await self.close()
-            reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else f"no answer in {timeout_s:g} s"
+            reason = error.reason if isinstance(error, CallFailed) else f"no answer in {timeout_s:g} s"
             raise LeaseRefused(f"the controller at {self._controllers} can't be reached: {reason}") from None
         if grant.fenced:
             await self.close()
@@ -152,31 +147,30 @@ class LeaseKeeper:
         self._tell_ended(grant)
         self._renewing = asyncio.create_task(self._renew())
 
-    async def _register(self, timeout_s: float) -> tuple[float, pb.LeaseGrant]:
+    async def _register(self, timeout_s: float) -> tuple[float, LeaseGrant]:
         """Register with the controller that leads, within `timeout_s`; returns when that was sent, and the grant.
-        Raises `AioRpcError` and `TimeoutError`."""
+        Raises `CallFailed` and `TimeoutError`."""
         async with asyncio.timeout(timeout_s):
             while True:
                 sent_at = self._clock.now()
                 try:
-                    grant: pb.LeaseGrant = await controller_stub(self._open()).Register(
-                        record_to_proto(self._record),
-                        timeout=REGISTER_TIMEOUT_S if self._controllers.several else timeout_s,
-                        wait_for_ready=not self._controllers.several,
-                        metadata=self._metadata,
-                    )
-                except grpc.aio.AioRpcError as error:
-                    if not self._controllers.several or error.code() not in _AWAY:
+                    one = not self._controllers.several
+                    patience_s = timeout_s if one else REGISTER_TIMEOUT_S
+                    grant = await self._open().call(REGISTER, self._record, patience_s, wait=one)
+                except CallFailed as error:
+                    if one or error.code not in _AWAY:
                         raise
                     await self._disconnect()
                     await asyncio.sleep(TURN_S)
                 else:
                     return sent_at, grant
 
-    def _open(self) -> grpc.aio.Channel:
-        options = channel_options()
-        self._channel = open_channel(self._controllers.current, options, self._certificate)
+    def _open(self) -> CallChannel:
+        self._channel = self._channel_to(self._controllers.current)
         return self._channel
+
+    def _channel_to(self, endpoint: str) -> CallChannel:
+        return CallChannel(endpoint, self._secret, self._certificate)
 
     async def _renew(self) -> None:
         """Renew as often as the controller says, every `heartbeat_s` where it says nothing.
@@ -188,9 +182,10 @@ class LeaseKeeper:
             sent_at, undrains, pause_s = self._clock.now(), self._undrains(), self._heartbeat_s
             try:
                 grant = await self._ask(max(RENEWAL_TIMEOUT_S, 2 * self._heartbeat_s))
-            except (grpc.aio.AioRpcError, ConnectionError) as error:
+            except ConnectionError as error:
                 if not self.lease.held:
-                    return self._on_lost(f"the controller could not be reached in time: {_reason(error)}")
+                    reason = error.reason if isinstance(error, CallFailed) else str(error)
+                    return self._on_lost(f"the controller could not be reached in time: {reason}")
                 self.failures += 1
                 await self._disconnect()
                 pause_s = min(pause_s, TURN_S) if self._controllers.several else pause_s
@@ -209,19 +204,13 @@ class LeaseKeeper:
                 pause_s = grant.renew_s or pause_s
             await asyncio.sleep(pause_s)
 
-    async def _ask(self, timeout_s: float) -> pb.LeaseGrant:
-        """Send one renewal, on the stream where there is one. Raises `AioRpcError`, `ConnectionError`, and
-        `ConfigError` where the certificate can't be read."""
+    async def _ask(self, timeout_s: float) -> LeaseGrant:
+        """Send one renewal, on the stream where there is one. Raises `ConnectionError`, and `ConfigError` where the
+        certificate can't be read."""
         if self._stream is not None:
             return await self._stream.renew(self._renewal(), timeout_s)
-        stub = controller_stub(self._channel or self._open())
-        grant: pb.LeaseGrant = await stub.Renew(
-            self._renewal(),
-            timeout=timeout_s,
-            wait_for_ready=not self._controllers.several,
-            metadata=self._metadata,
-        )
-        return grant
+        channel = self._channel or self._open()
+        return await channel.call(RENEW, self._renewal(), timeout_s, wait=not self._controllers.several)
 
     async def _open_stream(self, endpoint: str) -> None:
         """Open the stream that the controller offers, where there is none: from then on renewals cost little."""
@@ -256,36 +245,30 @@ class LeaseKeeper:
             self._counters_s = seconds
             self._counters_at = min(self._counters_at, self._clock.now() + seconds)
 
-    def _tell_ended(self, grant: pb.LeaseGrant) -> None:
-        ended = tuple(
-            EndedWorker(WorkerName(one.name), Incarnation(one.incarnation), Incarnation(one.closed_from))
-            for one in grant.ended
-        )
+    def _tell_ended(self, grant: LeaseGrant) -> None:
         if grant.ended_mark and grant.ended_mark == self._ended_mark:
             return
         self._ended_mark = grant.ended_mark
-        if ended != self._ended:
-            self._ended = ended
-            self._on_ended(ended)
+        if grant.ended != self._ended:
+            self._ended = grant.ended
+            self._on_ended(grant.ended)
 
     async def leave(self, timeout_s: float = 2.0, *, closed: bool = False) -> bool:
         """Give the lease back, because this worker has left by drain. `closed`: whether it is closed, and its process
         could go on as another. Returns whether a plan for that comes. A controller that can't be reached is only
         logged."""
         self._stop_renewing()
-        renewal, goes_on = self._renewal(closed=closed), False
+        departure, goes_on = Departure(self._record.name, self._record.incarnation, closed), False
         try:
             answer = await call_leader(
                 self._controllers,
-                lambda endpoint: open_channel(endpoint, channel_options(), self._certificate),
-                lambda channel: controller_stub(channel).Leave(
-                    renewal, timeout=timeout_s, wait_for_ready=True, metadata=self._metadata
-                ),
+                self._channel_to,
+                lambda channel: channel.call(LEAVE, departure, timeout_s, wait=True),
                 timeout_s,
             )
-            goes_on = bool(answer.goes_on)
-        except (grpc.aio.AioRpcError, TimeoutError) as error:
-            reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else f"no answer in {timeout_s:g} s"
+            goes_on = answer.goes_on
+        except (CallFailed, TimeoutError) as error:
+            reason = error.reason if isinstance(error, CallFailed) else f"no answer in {timeout_s:g} s"
             log.warning("the controller did not hear that this worker has left: %s", reason)
         await self.close()
         return goes_on
@@ -298,31 +281,16 @@ class LeaseKeeper:
     async def _close_channel(self) -> None:
         channel, self._channel = self._channel, None
         if channel is not None:
-            await channel.close(None)
+            await channel.close()
 
     def _stop_renewing(self) -> None:
         if self._renewing is not None:
             self._renewing.cancel()
 
-    def _renewal(self, *, closed: bool = False) -> pb.Renewal:
+    def _renewal(self) -> Renewal:
         status = self._status()
         if self._clock.now() < self._counters_at:
             status = replace(status, counters={}, counters_left_out=True)
         else:
             self._counters_at = self._clock.now() + self._counters_s
-        return pb.Renewal(
-            name=self._record.name,
-            incarnation=self._record.incarnation,
-            status=status_to_proto(status),
-            ended_mark=self._ended_mark,
-            closed=closed,
-        )
-
-
-def _reason(error: grpc.aio.AioRpcError | ConnectionError) -> str:
-    return (error.details() or "") if isinstance(error, grpc.aio.AioRpcError) else str(error)
-
-
-def controller_stub(channel: grpc.aio.Channel) -> Any:
-    """The gRPC client of the controller. Untyped, as generated code is."""
-    return pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
+        return Renewal(self._record.name, self._record.incarnation, status, self._ended_mark)

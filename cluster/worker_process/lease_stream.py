@@ -8,10 +8,13 @@ from collections import deque
 from twinpool.contracts.cluster_secret import access_token
 from twinpool.contracts.credentials.certificate_files import NODE_NAME, CertificateFiles
 from twinpool.contracts.credentials.node_tls import NodeTls
+from twinpool.contracts.errors import WireError
 from twinpool.contracts.ids import Incarnation
-from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.messages.calls import CALLS_VERSION
+from twinpool.contracts.messages.leases import GRANT_BYTES, SILENCE_S, LeaseGrant, Renewal
+from twinpool.contracts.messages.stream_frames import StreamOpening
 from twinpool.contracts.wire.frame_connection import FrameConnection
-from twinpool.contracts.wire.lease_frames import GRANT_BYTES, SILENCE_S
+from twinpool.contracts.wire.message_codec import decode, encode
 
 
 class LeaseStream:
@@ -21,7 +24,7 @@ class LeaseStream:
         self._connection = FrameConnection(SILENCE_S)
         self._connection.max_bytes = GRANT_BYTES
         self._connection.on_frame, self._connection.on_end = self._granted, self._ended
-        self._asked: deque[asyncio.Future[pb.LeaseGrant]] = deque()
+        self._asked: deque[asyncio.Future[LeaseGrant]] = deque()
         self._over = ""
 
     @classmethod
@@ -54,17 +57,16 @@ class LeaseStream:
         except asyncio.CancelledError:  # Nobody has it to close it any more.
             stream.close()
             raise
-        opening = pb.StreamOpening(incarnation=incarnation, access=access_token(secret))
-        stream._connection.send(opening.SerializeToString())
+        stream._connection.send(encode(StreamOpening(CALLS_VERSION, incarnation, access_token(secret))))
         return stream
 
-    async def renew(self, renewal: pb.Renewal, timeout_s: float) -> pb.LeaseGrant:
+    async def renew(self, renewal: Renewal, timeout_s: float) -> LeaseGrant:
         """Send a renewal and return its grant. Raises `ConnectionError` where none comes within `timeout_s`."""
         if self._over:
             raise ConnectionError(self._over)
-        asked: asyncio.Future[pb.LeaseGrant] = asyncio.get_running_loop().create_future()
+        asked: asyncio.Future[LeaseGrant] = asyncio.get_running_loop().create_future()
         self._asked.append(asked)
-        self._connection.send(renewal.SerializeToString())
+        self._connection.send(encode(renewal))
         try:
             async with asyncio.timeout(timeout_s):
                 return await asked
@@ -77,7 +79,12 @@ class LeaseStream:
         self._ended("the stream was closed")
 
     def _granted(self, frame: bytes) -> None:
-        grant = pb.LeaseGrant.FromString(frame)
+        try:
+            grant, _ = decode(LeaseGrant, frame)
+        except WireError as error:
+            self._connection.abort()
+            self._ended(f"a grant that can't be read: {error}")
+            return
         if self._asked and not (asked := self._asked.popleft()).done():
             asked.set_result(grant)
 

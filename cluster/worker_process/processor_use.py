@@ -12,7 +12,8 @@ import ctypes
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from twinpool.contracts.messages.worker_status import CPU_SECONDS, GPU_UTILIZATION, WorkerStatus
 

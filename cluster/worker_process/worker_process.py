@@ -39,7 +39,6 @@ from twinpool.contracts.errors import ConfigError, TwinpoolError
 from twinpool.contracts.ids import Incarnation, WorkerName
 from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL
 from twinpool.contracts.messages.worker_status import WorkerRecord
-from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
 from twinpool.contracts.signal_listener import SignalListener
 from twinpool.transfer.net.fault_injection import via_proxy
 
@@ -127,8 +126,9 @@ def serve_worker(
     """
     streams = RouterStreams(host, incarnation, secret, link_timeout_s, certificate)
     stream = f"{address}:{loop.run(streams.start(address), START_S)}"
-    calls = ServiceServer(loop, f"{address}:0", secret, link_timeout_s, certificate=certificate)
-    port = calls.start(pb_grpc.add_WorkerServicer_to_server, WorkerService(host, incarnation))
+    service = WorkerService(host, incarnation)
+    calls = ServiceServer(loop, f"{address}:0", secret, link_timeout_s, certificate, [service.admit])
+    port = calls.start(service.handlers())
     return WorkerServer(loop, calls, streams, f"{address}:{port}", stream)
 
 

@@ -25,15 +25,16 @@ ended no step yet gets `cluster.start_timeout_s`, since it may be compiling its 
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from twinpool.contracts.clock import Clock, SystemClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
@@ -343,7 +344,7 @@ class StepWatchdog:
     def on(self, status: WorkerStatus) -> WorkerStatus:
         """The status with `stalled_s` and `longest_step_s` filled in."""
         longest = self._longest_s if self._longest_s >= USUAL_S else 0.0
-        return dataclasses.replace(status, stalled_s=self.stalled_s, longest_step_s=longest)
+        return replace(status, stalled_s=self.stalled_s, longest_step_s=longest)
 
 
 def allowed_s(status: WorkerStatus, config: ClusterConfig) -> float:

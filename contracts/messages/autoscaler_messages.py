@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta, field
 
 from twinpool.contracts.ids import Role
+from twinpool.contracts.message_types import NAME_CHARS, SOME, Finite, Message, Uint32, Uint64
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,55 +23,59 @@ class LatencyTarget:
     setting: str
 
 
-@dataclass(frozen=True, slots=True)
-class LatencyCounts:
+class LatencyCounts(Message, frozen=True):
     """What one router has counted since its start."""
 
-    requests: int = 0
+    requests: Uint64 = 0
     """Choices that have come, those that were refused for want of room included."""
-    first_tokens: int = 0
+    first_tokens: Uint64 = 0
     """Choices that got their first token, or were refused or dropped because it would have come too late."""
-    first_late: int = 0
+    first_late: Uint64 = 0
     """Those of them for which it came later than the target, or not at all."""
-    gaps: int = 0
+    gaps: Uint64 = 0
     """Deliveries of tokens after an answer's first."""
-    gaps_late: int = 0
+    gaps_late: Uint64 = 0
     """Those of them that came later after the one before than the target."""
 
 
-@dataclass(frozen=True, slots=True)
-class PoolSizing:
+class LatencyReport(Message, frozen=True):
+    """The counts of one router."""
+
+    router: Annotated[str, Meta(min_length=1, max_length=NAME_CHARS)]
+    """Names one start of the router; the counts are since then."""
+    counts: LatencyCounts
+
+
+class PoolSizing(Message, frozen=True):
     """One pool as the autoscaler sees it."""
 
     role: Role
-    ready: int
-    wanted: int
+    ready: Uint32
+    wanted: Uint32
     """Workers that it has or is to have, those that are starting included and those that leave left out."""
-    least: int
-    most: int
-    need: float
+    least: Uint32
+    most: Uint32
+    need: Finite
     """Workers that the load needs; below 0 while that isn't known."""
     why: str
     """What the need comes from, or why nothing is decided, in words."""
 
 
-@dataclass(frozen=True, slots=True)
-class SizingDecision:
+class SizingDecision(Message, frozen=True):
     """One change that the autoscaler has made."""
 
-    ago_s: float
+    ago_s: Finite
     text: str
     """What was changed, and why."""
 
 
-@dataclass(frozen=True, slots=True)
-class AutoscalerView:
+class AutoscalerView(Message, frozen=True):
     """The autoscaler as operators see it."""
 
-    pools: tuple[PoolSizing, ...] = ()
-    decisions: tuple[SizingDecision, ...] = ()
+    pools: Annotated[tuple[PoolSizing, ...], SOME] = ()
+    decisions: Annotated[tuple[SizingDecision, ...], SOME] = ()
     """The latest ones, the newest first."""
-    held_s: float = 0.0
+    held_s: Finite = 0.0
     """Seconds for which it leaves the pools alone yet, because an operator has changed one."""
-    counters: dict[str, int] = field(default_factory=dict)
+    counters: Annotated[dict[str, Uint64], SOME] = field(default_factory=dict)
     """How often it has decided what, since the controller's start."""

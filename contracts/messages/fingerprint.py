@@ -6,18 +6,17 @@ fingerprints don't match (`mismatch`) refuse each other before a byte is written
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from twinpool.contracts.message_types import Message, Uint32
 
 PROTOCOL = 4
 """Version of the messages between workers. A build that can't talk to the one before it has a larger one; fields and
 messages that the other side may skip don't change it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
+class Fingerprint(Message, frozen=True):
     """Protocol, state layout, numerics class and weights of one worker."""
 
-    protocol: int
+    protocol: Uint32
     """Version of the messages between workers: `PROTOCOL` of its build."""
     layout: str
     """Digest of the pools, their buffers, shapes and dtypes."""

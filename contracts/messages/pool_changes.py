@@ -1,62 +1,92 @@
-"""What an operator asks of the cluster's pools, as values that the router passes to the controller."""
+"""Operators' changes of the cluster's pools: the values that routers and the supervisor send to the controller."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from typing import Annotated
+
+from msgspec import field
 
 from twinpool.contracts.ids import Role, WorkerName
+from twinpool.contracts.message_types import NAME_LENGTH, SOME, Message, Name, Uint32
+
+NamedWorker = Annotated[WorkerName, NAME_LENGTH]
 
 
-@dataclass(frozen=True, slots=True)
-class AddWorkers:
-    """Start so many workers of a role more."""
+class AddWorkers(Message, frozen=True, tag="add"):
+    """Add workers to a pool."""
 
     role: Role
-    count: int = 1
-    node: str = ""
+    count: Uint32 = 1
+    node: Name = ""
     """The one node they are to run on, by host name or Ray node id; empty: any."""
+    by_operator: bool = True
+    """Whether an operator asks for it, after which the autoscaler leaves the pools alone; the supervisor asks for the
+    workers with which a cluster begins."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScalePools:
-    """Bring pools to so many workers, by starts and by drains."""
+class ScalePools(Message, frozen=True, tag="scale"):
+    """Resize pools: workers are started or drained as needed."""
 
-    counts: Mapping[Role, int] = field(default_factory=dict)
+    counts: Annotated[Mapping[Role, Uint32], SOME] = field(default_factory=dict)
     empty: bool = False
     """Whether a pool may be left without a worker."""
 
 
-@dataclass(frozen=True, slots=True)
-class RestartWorker:
+class RestartWorker(Message, frozen=True, tag="restart"):
     """Have a worker drain, leave and start again."""
 
-    name: WorkerName
+    name: NamedWorker
 
 
-@dataclass(frozen=True, slots=True)
-class CordonNode:
+class CordonNode(Message, frozen=True, tag="cordon"):
     """Place no worker on a node any more; those that serve there go on."""
 
-    node: str
+    node: Name
 
 
-@dataclass(frozen=True, slots=True)
-class UncordonNode:
+class UncordonNode(Message, frozen=True, tag="uncordon"):
     """Let workers be placed on a node again."""
 
-    node: str
+    node: Name
 
 
 PoolChange = AddWorkers | ScalePools | RestartWorker | CordonNode | UncordonNode
 
 
-@dataclass(frozen=True, slots=True)
-class ChangedWorkers:
+class DrainWorkers(Message, frozen=True, tag="drain"):
+    """Tell a worker to leave, or cordon a node and tell all workers on it."""
+
+    target: Name
+    """A worker by its name, or a node by its host name or Ray node id."""
+    keep: Annotated[tuple[Role, ...], SOME] = ()
+    """Roles that the drain mustn't leave without a worker."""
+
+
+class UndrainWorkers(Message, frozen=True, tag="undrain"):
+    """Take back the drain of a worker or a node; workers that had left are started again."""
+
+    target: Name
+
+
+class SetRole(Message, frozen=True, tag="role"):
+    """Drain a worker, and start it in another role."""
+
+    name: NamedWorker
+    role: Role
+    empty: bool = False
+    """Whether the role that it has may be left without a worker."""
+
+
+OperatorChange = PoolChange | DrainWorkers | UndrainWorkers | SetRole
+"""All changes that one call of the controller takes (`contracts.messages.calls`)."""
+
+
+class ChangedWorkers(Message, frozen=True):
     """The workers that a change of pools concerns."""
 
-    names: tuple[WorkerName, ...] = ()
+    names: Annotated[tuple[WorkerName, ...], SOME] = ()
     start: frozenset[WorkerName] = frozenset()
     """Those that start, or start again."""
     leave: frozenset[WorkerName] = frozenset()
-    """Those that leave for good, by drain or because they don't run. A controller of an older build says neither."""
+    """Those that leave for good, by drain or because they don't run."""

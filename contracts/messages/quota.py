@@ -7,12 +7,18 @@ twice, so a claim whose answer was lost costs nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+from twinpool.contracts.key_file import TENANT_CHARS
+from twinpool.contracts.message_types import NAME_CHARS, Finite, Int64, Message
 
 QUOTA_PARTS = 8
 """A slice is this part of a limit."""
 MAX_CLAIMS = 1024
 """Claims in one call."""
+Tenant = Annotated[str, Meta(max_length=TENANT_CHARS)]
 
 
 def slice_of(limit: int) -> int:
@@ -21,22 +27,20 @@ def slice_of(limit: int) -> int:
     return -(-limit // QUOTA_PARTS)
 
 
-@dataclass(frozen=True, slots=True)
-class QuotaAmounts:
+class QuotaAmounts(Message, frozen=True):
     """Amounts of each kind that a tenant's limits have."""
 
-    requests: float = 0.0
-    tokens: float = 0.0
+    requests: Finite = 0.0
+    tokens: Finite = 0.0
     """Of prompts and answers together."""
-    concurrent: int = 0
+    concurrent: Int64 = 0
     """Answers in flight."""
 
 
-@dataclass(frozen=True, slots=True)
-class QuotaClaim:
+class QuotaClaim(Message, frozen=True):
     """What one router wants of one tenant's limits."""
 
-    tenant: str
+    tenant: Tenant
     limits: QuotaAmounts
     """What the tenant may have a minute, and in flight; 0: no limit."""
     used: QuotaAmounts
@@ -45,11 +49,24 @@ class QuotaClaim:
     """The slice that it wants now, in place of the one that it has; `concurrent` with what is in flight there."""
 
 
-@dataclass(frozen=True, slots=True)
-class QuotaSlice:
+class QuotaSlice(Message, frozen=True):
     """What one router has of one tenant's limits from now on, in place of what it had."""
 
-    tenant: str
+    tenant: Tenant
     granted: QuotaAmounts
     left: QuotaAmounts
     """What is left for others; below 0 where answers have overdrawn it."""
+
+
+class QuotaClaims(Message, frozen=True):
+    """What one router wants, in one call."""
+
+    router: Annotated[str, Meta(min_length=1, max_length=NAME_CHARS)]
+    """Names one start of the router."""
+    claims: Annotated[tuple[QuotaClaim, ...], Meta(max_length=MAX_CLAIMS)]
+
+
+class QuotaSlices(Message, frozen=True):
+    """What it gets, in the order of its claims."""
+
+    slices: Annotated[tuple[QuotaSlice, ...], Meta(max_length=MAX_CLAIMS)]

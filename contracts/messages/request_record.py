@@ -8,17 +8,23 @@ router doesn't see: the leg is placed as late as its reports allow, and it may h
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any
+
+from msgspec import Meta, field
 
 from twinpool.contracts.ids import Role
+from twinpool.contracts.message_types import SKIP_UNKNOWN, SOME, Finite, Int64, Message, Name, Uint32, Uint64, as_dict
 
 MAX_CANDIDATES = 8
 """Workers of a choice that are named with their cost."""
 MAX_NAMED = 4
 """Workers that are named with a reason why they could not be chosen."""
+MAX_RECORD_BYTES = 256 * 1024
+"""The most bytes of one record on the wire, in the format of `contracts.message_types`."""
+MAX_RECENT = 500
+"""Records of one report, and of one answer."""
+ID_CHARS = 256
+"""The most characters of an id by which a request is looked for."""
 RUNNING = "running"
 """The outcome of a request that has not ended."""
 USUAL = frozenset({"stop", "length", RUNNING})
@@ -27,13 +33,12 @@ ANSWER_PREFIXES = ("cmpl-", "chatcmpl-", "resp_", "msg_")
 """What answers of the endpoints' shapes put before a request's id."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecordSpan:
+class RecordSpan(Message, frozen=True):
     """What the request did from `start_s` to `end_s`."""
 
     name: str
-    start_s: float
-    end_s: float
+    start_s: Finite
+    end_s: Finite
     worker: str = ""
     """Where; empty: at the router."""
     detail: str = ""
@@ -41,60 +46,55 @@ class RecordSpan:
     """Whether it ran beside the other spans and isn't part of the sum."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecordEvent:
+class RecordEvent(Message, frozen=True):
     """Something that happened to the request."""
 
-    at_s: float
+    at_s: Finite
     kind: str
     worker: str = ""
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerCandidate:
+class WorkerCandidate(Message, frozen=True):
     """A worker that could have been chosen, as the policy saw it."""
 
     worker: str
-    cost: float
+    cost: Finite
     """What the policy compares; see `PlacementChoice.unit`."""
-    held: int = 0
+    held: Uint64 = 0
     """Positions of the prompt that it holds, as far as is known."""
-    load: int = 0
+    load: Int64 = 0
     """What was in flight there: prompt tokens on prefill, sequences on decode."""
 
 
-@dataclass(frozen=True, slots=True)
-class RefusedWorkers:
+class RefusedWorkers(Message, frozen=True):
     """Workers that could not be chosen, and why."""
 
     reason: str
-    count: int
-    workers: tuple[str, ...] = ()
+    count: Uint32
+    workers: Annotated[tuple[str, ...], SOME] = ()
     """The first `MAX_NAMED` of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementChoice:
+class PlacementChoice(Message, frozen=True):
     """The choice of one worker of one attempt."""
 
-    at_s: float
-    attempt: int
+    at_s: Finite
+    attempt: Uint32
     role: Role
     chosen: str
     unit: str
     """What costs count, in words."""
-    candidates: tuple[WorkerCandidate, ...] = ()
+    candidates: Annotated[tuple[WorkerCandidate, ...], SOME] = ()
     """The best `MAX_CANDIDATES`, the cheapest first."""
-    others: int = 0
+    others: Uint32 = 0
     """How many more could have been chosen."""
-    refused: tuple[RefusedWorkers, ...] = ()
+    refused: Annotated[tuple[RefusedWorkers, ...], SOME] = ()
     why: str = ""
     """Why it was chosen, where the cost isn't the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRecord:
+class RequestRecord(Message, frozen=True):
     """The record of one choice of one request; see the module's prose."""
 
     request_id: str
@@ -106,38 +106,38 @@ class RequestRecord:
     router: str
     model: str
     tenant: str
-    arrived: float
+    arrived: Finite
     """When the request came, in seconds since 1970 by the router's machine."""
-    total_s: float
-    first_token_s: float | None
+    total_s: Finite
+    first_token_s: Finite | None
     """None: no token was delivered."""
     outcome: str
     """``stop`` or ``length``; the kind of an error; ``abandoned``; `RUNNING`; or why it was refused, as its client was
     told."""
     message: str = ""
     """An error's text."""
-    prompt_tokens: int = 0
-    cached_tokens: dict[str, int] = field(default_factory=dict)
+    prompt_tokens: Uint32 = 0
+    cached_tokens: Annotated[dict[str, Uint32], SOME] = field(default_factory=dict)
     """Prompt tokens that the latest attempt's prefill worker did not compute, by the tier that had them."""
-    held_tokens: int = 0
+    held_tokens: Uint32 = 0
     """Prompt tokens that the latest decode worker held already, which weren't sent."""
-    generated: int = 0
-    transfer_bytes: int = 0
-    attempts: int = 1
-    migrations: int = 0
-    retractions: int = 0
-    uncertainty_s: float = 0.0
+    generated: Uint32 = 0
+    transfer_bytes: Uint64 = 0
+    attempts: Uint32 = 1
+    migrations: Uint32 = 0
+    retractions: Uint32 = 0
+    uncertainty_s: Finite = 0.0
     """How much earlier than shown a worker may have begun with what it was sent; the largest of its legs'."""
     trace_id: str = ""
     """The W3C trace id of its OpenTelemetry trace, 32 hex digits; empty where it isn't traced."""
-    spans: tuple[RecordSpan, ...] = ()
-    events: tuple[RecordEvent, ...] = ()
-    choices: tuple[PlacementChoice, ...] = ()
-    left_out: int = 0
+    spans: Annotated[tuple[RecordSpan, ...], SOME] = ()
+    events: Annotated[tuple[RecordEvent, ...], SOME] = ()
+    choices: Annotated[tuple[PlacementChoice, ...], SOME] = ()
+    left_out: Uint32 = 0
     """Events that there was no room for."""
-    refused_status: int = 0
+    refused_status: Uint32 = 0
     """The HTTP status with which the request was refused before it was placed; 0: it was not."""
-    numbers: dict[str, float] = field(default_factory=dict)
+    numbers: Annotated[dict[str, Finite], SOME] = field(default_factory=dict)
     """Of a refused request: the numbers that decided, by name."""
 
     @property
@@ -162,7 +162,10 @@ class RequestRecord:
 
     def as_json(self) -> dict[str, Any]:
         """The record as JSON."""
-        return dataclasses.asdict(self)
+        return as_dict(self)
+
+
+Records = Annotated[tuple[RequestRecord, ...], Meta(max_length=MAX_RECENT), SKIP_UNKNOWN]
 
 
 def asks_for(asked: str, request_id: str, answer_id: str, client_id: str) -> bool:
@@ -173,12 +176,37 @@ def asks_for(asked: str, request_id: str, answer_id: str, client_id: str) -> boo
     return bool(prefix) and asked.removeprefix(prefix) in (request_id, answer_id)
 
 
-class FoundRecords(NamedTuple):
+class RecordAnswer(Message, frozen=True):
+    """What a router has of a request that it was asked for (`ClusterView.record_asks`)."""
+
+    number: Uint64
+    """Of the question."""
+    records: Records
+
+
+class RecordReport(Message, frozen=True):
+    """What became of a router's requests, and its answers to questions."""
+
+    router: Name
+    records: Records = ()
+    answers: Annotated[tuple[RecordAnswer, ...], Meta(max_length=MAX_RECENT), SKIP_UNKNOWN] = ()
+
+
+class RecordQuery(Message, frozen=True):
+    """A question for the records of one request, or for the latest ones."""
+
+    request_id: Annotated[str, Meta(max_length=ID_CHARS)] = ""
+    """Empty: the latest records."""
+    recent: Uint32 = 0
+    """How many of these."""
+
+
+class FoundRecords(Message, frozen=True):
     """What the controller knows of a request, or its latest records."""
 
-    records: Sequence[RequestRecord]
-    kept_s: float
+    records: Annotated[tuple[RequestRecord, ...], SOME, SKIP_UNKNOWN]
+    kept_s: Finite
     """How far back its records go, in seconds."""
-    asked: int
+    asked: Uint32 = 0
     """Routers that it asked."""
-    answered: int
+    answered: Uint32 = 0

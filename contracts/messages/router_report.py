@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import sys
+from typing import Annotated
+
+from msgspec import Meta, field
+from msgspec.structs import replace
+
+from twinpool.contracts.errors import WireError
+from twinpool.contracts.message_types import NAME_CHARS, SOME, Finite, Message, Name, Uint32, Uint64
+from twinpool.contracts.messages.latency_shape import BUCKETS
 
 COUNTERS = (
     "requests_submitted",
@@ -28,20 +36,21 @@ COUNTERS = (
 )
 """The names of a report's counters. Those that `/metrics` has are called as there, without ``twinpool_`` and
 ``_total``."""
-NAME_CHARS = 253
 MAX_BREAKERS = 64
 """Workers whose open circuit breakers a report names at most."""
+Histogram = Annotated[tuple[Uint64, ...], Meta(max_length=BUCKETS)]
+"""A count for each bucket of `contracts.messages.latency_shape`; empty: nothing is told."""
+Seconds = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 
 
-@dataclass(frozen=True, slots=True)
-class RouterIdentity:
+class RouterIdentity(Message, frozen=True):
     """What an operator knows a router by."""
 
-    name: str = ""
+    name: Name = ""
     """What its logs call it."""
-    address: str = ""
+    address: Name = ""
     """Where it listens, ``host:port``."""
-    settings: str = ""
+    settings: Name = ""
     """Digest of the settings that routers read (`contracts.config.setting_effects.routers_digest`)."""
     kept: bool = False
     """Whether `serve` keeps it, and replaces it where its build or settings change; one in its own process ends with
@@ -51,43 +60,70 @@ class RouterIdentity:
 UNNAMED = RouterIdentity()
 
 
-@dataclass(frozen=True, slots=True)
-class RouterReport:
+class RouterReport(Message, frozen=True):
     """One router as it is now."""
 
-    router: str
+    router: Annotated[str, Meta(min_length=1, max_length=NAME_CHARS)]
     """Names one start of the router; the counts are since then."""
-    node: str
-    pid: int
-    build: str
-    model: str
-    in_flight: int
+    node: Name
+    pid: Uint32
+    build: Name
+    model: Name
+    in_flight: Uint32
     """Choices that have not ended."""
-    waiting: int
+    waiting: Uint32
     """Those of them that wait for workers."""
-    counters: dict[str, int] = field(default_factory=dict)
+    counters: Annotated[dict[str, Uint64], SOME] = field(default_factory=dict)
     """By the names in `COUNTERS`."""
-    first_tokens: tuple[int, ...] = ()
+    first_tokens: Histogram = ()
     """Times from arrival to the first token, a count for each bucket of `contracts.messages.latency_shape`."""
-    gaps: tuple[int, ...] = ()
+    gaps: Histogram = ()
     """Times between deliveries of an answer's tokens, likewise."""
-    open_breakers: tuple[str, ...] = ()
+    open_breakers: Annotated[tuple[Name, ...], Meta(max_length=MAX_BREAKERS)] = ()
     """Workers that get nothing from this router, as they have failed."""
-    viewers: int = 0
+    viewers: Uint32 = 0
     """Browsers that look at its dashboard."""
     identity: RouterIdentity = UNNAMED
-    output_tokens: tuple[int, ...] = ()
+    output_tokens: Histogram = ()
     """Times for each token of an answer after its first, one of each answer, likewise; empty of builds that don't
     say."""
-    cpu_s: float = 0.0
+    cpu_s: Seconds = 0.0
     """Seconds of processors that the router's process has used since its start, without its helpers' processes; 0 of
     builds that don't say."""
-    tokens_per_s: float = 0.0
+    tokens_per_s: Finite = 0.0
     """Tokens of answers a second of late, as the controller measures it: by counts of reports one after the other."""
-    ttft_slo_s: float = 0.0
+    ttft_slo_s: Seconds = 0.0
     """Seconds to the first token beyond which it refuses requests (`router.ttft_slo_ms`); 0: none."""
 
 
 def bare(report: RouterReport) -> RouterReport:
     """A report without its counts."""
     return replace(report, counters={}, first_tokens=(), gaps=(), output_tokens=())
+
+
+def checked(report: RouterReport) -> RouterReport:
+    """A report as it came, without counters of names that this build doesn't know. Raises `WireError` where one of its
+    histograms has neither all buckets nor none."""
+    if any(len(counts) not in (0, BUCKETS) for counts in (report.first_tokens, report.gaps, report.output_tokens)):
+        raise WireError(f"a histogram of latencies has {BUCKETS} buckets")
+    return replace(report, counters={name: report.counters[name] for name in COUNTERS if name in report.counters})
+
+
+class RouterReportAnswer(Message, frozen=True):
+    """The controller's answer to a report."""
+
+    next_s: Finite
+    """Seconds until the router is to tell again."""
+
+
+class RouterReportList(Message, frozen=True):
+    """The latest report of each router that is there, without its counts (`bare`)."""
+
+    routers: Annotated[tuple[RouterReport, ...], SOME]
+
+
+class DashboardFrame(Message, frozen=True):
+    """What the dashboard shows, now or of the last minutes."""
+
+    json: bytes
+    """As the page reads it (docs/dashboard.md)."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import Annotated
+
+from msgspec import field
 
 from twinpool.contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
+from twinpool.contracts.message_types import SOME, UNSIGNED, Finite, Message, Uint32, Uint64
 from twinpool.contracts.messages.fingerprint import Fingerprint
 
 CPU_SECONDS = "cpu_seconds"
@@ -13,14 +16,13 @@ GPU_UTILIZATION = "gpu_utilization"
 """Gauge among the counters: the share of the driver's last sampling period in which its GPU computed, 0 to 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerRecord:
+class WorkerRecord(Message, frozen=True):
     """A worker as it registered with the controller."""
 
     name: WorkerName
     role: Role
-    incarnation: Incarnation
-    pid: int
+    incarnation: Annotated[Incarnation, UNSIGNED]
+    pid: Uint32
     node: str
     endpoint: str
     """Its gRPC service for calls, ``host:port``; empty in one process."""
@@ -37,12 +39,11 @@ class WorkerRecord:
     """Digest of the settings that it was started with; empty in one process."""
     build: str = ""
     """The build that it runs (`contracts.build_id`); empty in one process, and of builds that don't say."""
-    stream_protocol: int = 0
+    stream_protocol: Uint32 = 0
     """Version of its messages with routers (`contracts.messages.stream_protocol`); 0: of builds that don't say."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerView:
+class WorkerView(Message, frozen=True):
     """A worker as the controller last saw it."""
 
     record: WorkerRecord
@@ -51,14 +52,13 @@ class WorkerView:
     """Its node gets no workers until the node is undrained."""
 
 
-@dataclass(frozen=True, slots=True)
-class EndedWorker:
+class EndedWorker(Message, frozen=True):
     """An incarnation of a worker that has ended for the controller: it and all before it get no lease any more, and no
     request. Its processes may still be there."""
 
     name: WorkerName
-    incarnation: Incarnation
-    closed_from: Incarnation = NO_INCARNATION
+    incarnation: Annotated[Incarnation, UNSIGNED]
+    closed_from: Annotated[Incarnation, UNSIGNED] = NO_INCARNATION
     """The first of the incarnations, up to `incarnation`, that its process has been and has closed by its own word: it
     holds nothing of theirs any more, and may live on as another. 0: none."""
 
@@ -66,29 +66,28 @@ class EndedWorker:
 # ---------------------------------------------------------------- worker state, for the controller and operators
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
+class WorkerStatus(Message, frozen=True):
     """The state and counts of a worker: one line of `twinpool status`."""
 
     name: WorkerName
     role: Role
     state: str
     """``starting``, ``ready``, ``draining``, ``left``, ``dead``."""
-    pid: int
+    pid: Uint32
     node: str
-    incarnation: Incarnation
-    running: int
-    waiting: int
-    pages_total: int
-    pages_free: int
-    steps: int = 0
+    incarnation: Annotated[Incarnation, UNSIGNED]
+    running: Uint32
+    waiting: Uint32
+    pages_total: Uint64
+    pages_free: Uint64
+    steps: Uint64 = 0
     """Steps made since start: a worker that has work and makes none is stuck."""
-    outgoing: int = 0
+    outgoing: Uint32 = 0
     """Hand-overs to peers (rooms) whose pages have not been released yet."""
-    counters: dict[str, float] = field(default_factory=dict)
-    stalled_s: float = 0.0
+    counters: Annotated[dict[str, float], SOME] = field(default_factory=dict)
+    stalled_s: Finite = 0.0
     """Seconds in which its loop made no progress, or had work that could run and ended no step; 0 while all is well."""
-    longest_step_s: float = 0.0
+    longest_step_s: Finite = 0.0
     """Seconds of the longest of its latest steps: a long step for one worker is usual for another."""
     last_end: str = ""
     """Why its last incarnation ended, as far as the controller knows; empty where none has."""
@@ -98,37 +97,35 @@ class WorkerStatus:
     """Where it publishes its KV events, as it bound the socket; empty where it publishes none."""
     kv_replay: str = ""
     """Where it is asked for KV events that were missed; empty where it isn't."""
-    routers: int = 0
+    routers: Uint32 = 0
     """Routers that have a stream to it."""
-    prompt_tokens: int = 0
+    prompt_tokens: Uint64 = 0
     """Tokens of the prompts that it has which are still to be computed."""
     counters_left_out: bool = False
     """Whether `counters` are empty because they are said more seldom than the rest."""
     waits: str = ""
     """What the start of its next incarnation waits for, as far as the controller knows; empty where it doesn't wait."""
-    ungranted: int = 0
+    ungranted: Uint32 = 0
     """Its requests that wait for pages."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckReport:
+class CheckReport(Message, frozen=True):
     """The result of a worker's `check()`: counts, and invariants that are broken, recomputed from scratch."""
 
     name: WorkerName
-    pages: int
-    slots: int
-    leases: int
-    rooms: int
-    violations: tuple[str, ...] = ()
-    kept_answers: int = 0
+    pages: Uint64
+    slots: Uint64
+    leases: Uint64
+    rooms: Uint64
+    violations: Annotated[tuple[str, ...], SOME] = ()
+    kept_answers: Uint64 = 0
     """Answers that a decode worker keeps for clients that may come back, those that run for nobody among them."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLimits:
+class WorkerLimits(Message, frozen=True):
     """The longest request that a worker can ever hold, for the router's early refusals. In positions."""
 
-    max_positions: int
+    max_positions: Uint64
     """Longest prompt + answer that fits into the worker's empty pools."""
-    context: int
+    context: Uint64
     """The model's context length."""

@@ -1,4 +1,4 @@
-"""The endpoints of a cluster's controllers, of which one leads: whoever needs it tries them in turn."""
+"""The endpoints of a cluster's controllers, of which one leads: they are tried in turn until the leader is found."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-import grpc.aio
+from twinpool.contracts.wire.grpc_calls import CallChannel, CallFailed
 
 NOT_LEADING = "this controller doesn't lead any more"
 """What a controller answers that has been replaced, or that can't reach its ledger."""
@@ -44,30 +44,21 @@ class ControllerTurns:
 
 async def call_leader(
     turns: ControllerTurns,
-    channel_to: Callable[[str], grpc.aio.Channel],
-    call: Callable[[grpc.aio.Channel], Awaitable[T]],
+    channel_to: Callable[[str], CallChannel],
+    call: Callable[[CallChannel], Awaitable[T]],
     timeout_s: float,
 ) -> T:
     """Make one call of the controller that leads; returns what `call` returns, which is begun on one channel only that
-    is connected to a controller that leads. Raises `AioRpcError`, and `TimeoutError` where none was found in time."""
+    is connected to a controller that leads. Raises `CallFailed`, and `TimeoutError` where none was found in time."""
     async with asyncio.timeout(timeout_s):
         while True:
             endpoint = turns.current
             async with channel_to(endpoint) as channel:
-                if not turns.several or await _connected(channel):
+                if not turns.several or await channel.connected(CONNECT_S):
                     try:
                         return await call(channel)
-                    except grpc.aio.AioRpcError as error:
-                        if error.details() != NOT_LEADING:  # Which it says before it does anything.
+                    except CallFailed as error:
+                        if error.reason != NOT_LEADING:  # Which it says before it does anything.
                             raise
             turns.next(endpoint)
             await asyncio.sleep(TURN_S)
-
-
-async def _connected(channel: grpc.aio.Channel) -> bool:
-    try:
-        async with asyncio.timeout(CONNECT_S):
-            await channel.channel_ready()
-    except TimeoutError:
-        return False
-    return True

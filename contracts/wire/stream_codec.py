@@ -9,19 +9,19 @@ Choices of one long prompt share its tokens: they are encoded once, and copied i
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar, get_args
 
 import msgspec
 from msgspec import Raw
-from msgspec.msgpack import Decoder, Encoder
+from msgspec.msgpack import Decoder
 
 from twinpool.contracts.errors import WireError
 from twinpool.contracts.ids import Incarnation
 from twinpool.contracts.messages.router_commands import Command, Submit
 from twinpool.contracts.messages.stream_frames import RouterFrame, StreamEnd, StreamOpening, WorkerFrame
 from twinpool.contracts.messages.worker_events import Event
+from twinpool.contracts.wire.message_codec import ENCODER, UNREADABLE, decoded, is_newer
 
 COMMANDS_BYTES = 64 * 1024 * 1024
 """Bytes of the largest frame of commands that a worker takes: about `FRAME_BYTES`, or one prompt of a whole context."""
@@ -36,41 +36,24 @@ SHARED_TOKENS = 1024
 T = TypeVar("T")
 
 
-class _Kind(msgspec.Struct, array_like=True):
-    """What any message of a union begins with."""
-
-    kind: str
-
-
-def _plain(value: object) -> object:
-    """A number or text of a type of its own, such as NumPy's, as Python's."""
-    for kind in (float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    return operator.index(value)  # type: ignore[arg-type]
-
-
-_ENCODER = Encoder(enc_hook=_plain)
 _OPENING = Decoder(StreamOpening)
 _COMMANDS, _RAW_COMMANDS = Decoder(RouterFrame[Command]), Decoder(RouterFrame[Raw])
 _EVENTS, _RAW_EVENTS = Decoder(WorkerFrame[Event]), Decoder(WorkerFrame[Raw])
 _COMMAND: Decoder[Command] = Decoder(Command)
 _EVENT: Decoder[Event] = Decoder(Event)
-_KIND = Decoder(_Kind)
 _KINDS = {cls.__struct_config__.tag for cls in (*get_args(Command), *get_args(Event))}
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 # ---------------------------------------------------------------- openings
 
 
 def encode_opening(opening: StreamOpening) -> bytes:
-    return _ENCODER.encode(opening)
+    return ENCODER.encode(opening)
 
 
 def decode_opening(frame: bytes) -> StreamOpening:
     """Raises `WireError` for bytes that are no opening."""
-    return _decoded(_OPENING, frame)
+    return decoded(_OPENING, frame)
 
 
 def opens_version_1(frame: bytes) -> bool:
@@ -89,15 +72,15 @@ def refusal_of_version_1(reason: str) -> bytes:
 
 def encode_events(incarnation: Incarnation, events: Sequence[Event] = (), end: StreamEnd | None = None) -> bytes:
     """Return a `WorkerFrame`. Raises `ValueError`, `TypeError` or `OverflowError` for an event that has no bytes."""
-    return _ENCODER.encode(WorkerFrame(incarnation, tuple(events), end))
+    return ENCODER.encode(WorkerFrame(incarnation, tuple(events), end))
 
 
 def decode_events(frame: bytes) -> tuple[WorkerFrame[Event], int]:
     """Return a `WorkerFrame`, and the number of events that were left out. Raises `WireError`."""
     try:
         return _EVENTS.decode(frame), 0
-    except _UNREADABLE:
-        raw = _decoded(_RAW_EVENTS, frame)
+    except UNREADABLE:
+        raw = decoded(_RAW_EVENTS, frame)
         events = _known(_EVENT, raw.events)
         return WorkerFrame(raw.incarnation, events, raw.end), len(raw.events) - len(events)
 
@@ -109,8 +92,8 @@ def decode_commands(frame: bytes) -> tuple[tuple[Command, ...], int]:
     """Return a `RouterFrame`'s commands, and the number of those that were left out. Raises `WireError`."""
     try:
         return _COMMANDS.decode(frame).commands, 0
-    except _UNREADABLE:
-        raw = _decoded(_RAW_COMMANDS, frame).commands
+    except UNREADABLE:
+        raw = decoded(_RAW_COMMANDS, frame).commands
         commands = _known(_COMMAND, raw)
         return commands, len(raw) - len(commands)
 
@@ -134,29 +117,22 @@ class FrameWriter:
             parts.append(Raw(raw))
             size += len(raw)
             if size >= FRAME_BYTES or number % FRAME_COMMANDS == 0 or number == len(commands):
-                yield _ENCODER.encode(RouterFrame(tuple(parts)))
+                yield ENCODER.encode(RouterFrame(tuple(parts)))
                 parts.clear()
                 size = 0
         self._tokens, self._encoded = (), Raw()
 
     def _command(self, command: Command) -> bytes:
         if not isinstance(command, Submit) or len(command.tokens) < SHARED_TOKENS:
-            return _ENCODER.encode(command)
+            return ENCODER.encode(command)
         if command.tokens is not self._tokens:
             self._tokens = command.tokens
-            self._encoded = Raw(_ENCODER.encode(command.tokens))
+            self._encoded = Raw(ENCODER.encode(command.tokens))
             self.encoded += 1
-        return _ENCODER.encode(msgspec.structs.replace(command, tokens=self._encoded))
+        return ENCODER.encode(msgspec.structs.replace(command, tokens=self._encoded))
 
 
 # ---------------------------------------------------------------- bytes that can't be read as they are
-
-
-def _decoded(decoder: Decoder[T], data: bytes | Raw) -> T:
-    try:
-        return decoder.decode(data)
-    except _UNREADABLE as error:
-        raise WireError(str(error)) from None
 
 
 def _known(decoder: Decoder[T], messages: Sequence[Raw]) -> tuple[T, ...]:
@@ -165,17 +141,7 @@ def _known(decoder: Decoder[T], messages: Sequence[Raw]) -> tuple[T, ...]:
     for number, raw in enumerate(messages):
         try:
             values.append(decoder.decode(raw))
-        except _UNREADABLE as error:
-            if not _is_newer(raw, error):
+        except UNREADABLE as error:
+            if not is_newer(raw, error, _KINDS):
                 raise WireError(f"message {number}: {error}") from None
     return tuple(values)
-
-
-def _is_newer(raw: Raw, error: Exception) -> bool:
-    """Whether a message that can't be decoded, as `error` says, is one that a newer build may send."""
-    try:
-        kind = _KIND.decode(raw).kind
-    except _UNREADABLE:
-        return False
-    # `msgspec` has no class of its own for the error of a value that an enum hasn't got.
-    return kind not in _KINDS or str(error).startswith("Invalid enum value")

@@ -41,9 +41,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs, unquote
+
+from msgspec.structs import replace
 
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.ids import PAIR, Role, WorkerName

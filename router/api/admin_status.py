@@ -27,13 +27,15 @@ import platform
 import socket
 import time
 import urllib.parse
-from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.ids import Role
+from twinpool.contracts.message_types import as_dict
 from twinpool.contracts.messages.autoscaler_messages import AutoscalerView
 from twinpool.contracts.messages.record_ring import in_order
 from twinpool.contracts.messages.router_report import RouterReport
@@ -120,7 +122,7 @@ async def status(service: RouterService, exchange: HttpExchange) -> None:
     latency = service.controller.latency
     scaler = {"autoscaler": _autoscaler_of(latency.view)} if latency is not None else {}
     plane = service.controller.control_plane()
-    controllers = {"controllers": plane._asdict()} if plane is not None else {}
+    controllers = {"controllers": as_dict(plane)} if plane is not None else {}
     known = {"routers": [router_row(report) for report in routers]} if routers is not None else {}
     load = _load_of(service, routers)
     answer = {"workers": shown, "router_build": build_id(), **load, **known, **scaler, **controllers}
@@ -212,7 +214,7 @@ def node_of(view: WorkerView) -> dict[str, Any]:
         "cordoned": view.cordoned,
         "settings": record.settings,
         "build": record.build,
-        "fingerprint": asdict(record.fingerprint) if record.fingerprint is not None else None,
+        "fingerprint": as_dict(record.fingerprint) if record.fingerprint is not None else None,
     }
 
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from contextlib import aclosing
 
-from twinpool.contracts.cluster_secret import access_metadata, cluster_secret
-from twinpool.contracts.errors import WireError
+from twinpool.contracts.messages.calls import DASHBOARD_PAST, LIST_ROUTERS, REPORT_ROUTER, WATCH_DASHBOARD, Empty
 from twinpool.contracts.messages.router_report import RouterReport
-from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.wire.grpc_channels import reached
-from twinpool.contracts.wire.router_report_protobuf import router_report_from_proto, router_report_to_proto
+from twinpool.contracts.wire.grpc_calls import CallChannel
 
 CALL_S = 2.0
 """Seconds that a call waits for the controller."""
@@ -19,42 +16,21 @@ CALL_S = 2.0
 class ControllerDashboard:
     """Implements `router.service.dashboard_source.DashboardSource` over the connection to the controller."""
 
-    def __init__(self, stub: Callable[[], Any]) -> None:
-        """`stub` returns the controller's client, None while the controller is away."""
-        self._stub = stub
+    def __init__(self, leader: Callable[[], CallChannel]) -> None:
+        """`leader` returns the connection to the controller, and raises `ConnectionError` while it is away."""
+        self._leader = leader
 
     async def frames(self) -> AsyncIterator[bytes]:
-        stream = self._there().WatchDashboard(pb.Empty(), metadata=access_metadata(cluster_secret()))
-        frames = aiter(stream)
-        try:
-            while (frame := await reached(anext(frames, None))) is not None:
+        async with aclosing(self._leader().subscribe(WATCH_DASHBOARD, Empty())) as frames:
+            async for frame in frames:
                 yield frame.json
-            raise ConnectionError("the controller closed the stream")
-        finally:
-            stream.cancel()
+        raise ConnectionError("the controller closed the stream")
 
     async def past(self) -> bytes:
-        call = self._there().DashboardPast(pb.Empty(), timeout=CALL_S, metadata=access_metadata(cluster_secret()))
-        answer: pb.DashboardFrame = await reached(call)
-        return answer.json
+        return (await self._leader().call(DASHBOARD_PAST, Empty(), CALL_S)).json
 
     async def routers(self) -> list[RouterReport]:
-        call = self._there().Routers(pb.Empty(), timeout=CALL_S, metadata=access_metadata(cluster_secret()))
-        answer: pb.RouterReports = await reached(call)
-        try:
-            return [router_report_from_proto(one) for one in answer.routers]
-        except WireError as error:
-            raise ConnectionError(f"the controller's routers make no sense: {error}") from None
+        return list((await self._leader().call(LIST_ROUTERS, Empty(), CALL_S)).routers)
 
     async def report(self, report: RouterReport) -> float:
-        call = self._there().ReportRouter(
-            router_report_to_proto(report), timeout=CALL_S, metadata=access_metadata(cluster_secret())
-        )
-        answer: pb.RouterReportAnswer = await reached(call)
-        return answer.next_s
-
-    def _there(self) -> Any:
-        stub = self._stub()
-        if stub is None:
-            raise ConnectionError("the controller is away")
-        return stub
+        return (await self._leader().call(REPORT_ROUTER, report, CALL_S)).next_s

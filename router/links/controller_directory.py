@@ -5,39 +5,54 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any
+from contextlib import aclosing
+from typing import TypeVar
 
-import grpc.aio
+from msgspec.structs import replace
 
-from twinpool.contracts.cluster_secret import access_metadata, cluster_secret
+from twinpool.contracts.cluster_secret import cluster_secret
 from twinpool.contracts.credentials.certificate_files import CertificateFiles
-from twinpool.contracts.errors import ConfigError, RequestError, WireError
+from twinpool.contracts.errors import ConfigError, RequestError
 from twinpool.contracts.ids import Role, WorkerName
 from twinpool.contracts.interfaces.discovery import WorkerClient
-from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts
-from twinpool.contracts.messages.control_plane import ControlPlane
-from twinpool.contracts.messages.pool_changes import ChangedWorkers, PoolChange
-from twinpool.contracts.messages.quota import QuotaClaim, QuotaSlice
-from twinpool.contracts.messages.request_record import FoundRecords, RequestRecord
+from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts, LatencyReport
+from twinpool.contracts.messages.calls import (
+    CHANGE_POOLS,
+    CHANGE_SETTINGS,
+    FIND_RECORDS,
+    LEASE_QUOTA,
+    REPORT_LATENCY,
+    REPORT_RECORDS,
+    WATCH,
+    Call,
+)
+from twinpool.contracts.messages.cluster_view import ClusterView, ControlPlane, WatchRequest
+from twinpool.contracts.messages.pool_changes import (
+    ChangedWorkers,
+    DrainWorkers,
+    OperatorChange,
+    PoolChange,
+    SetRole,
+    UndrainWorkers,
+)
+from twinpool.contracts.messages.quota import QuotaClaim, QuotaClaims, QuotaSlice
+from twinpool.contracts.messages.request_record import (
+    FoundRecords,
+    RecordAnswer,
+    RecordQuery,
+    RecordReport,
+    RequestRecord,
+)
 from twinpool.contracts.messages.settings_change import SettingsAnswer, SettingsChange
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
-from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
-from twinpool.contracts.wire.autoscaler_protobuf import autoscaler_from_proto, counts_to_proto
 from twinpool.contracts.wire.controller_turns import ControllerTurns, call_leader
-from twinpool.contracts.wire.grpc_channels import channel_options, reached
-from twinpool.contracts.wire.pool_change_protobuf import call_for
-from twinpool.contracts.wire.quota_protobuf import claim_to_proto, slice_from_proto
-from twinpool.contracts.wire.record_protobuf import record_from_proto, record_to_proto
-from twinpool.contracts.wire.secure_grpc import open_channel
-from twinpool.contracts.wire.settings_protobuf import answer_from_proto, change_to_proto
-from twinpool.contracts.wire.unknown_kinds import known
-from twinpool.contracts.wire.worker_protobuf import status_from_proto, view_from_proto
+from twinpool.contracts.wire.grpc_calls import CallChannel, CallFailed
 from twinpool.router.links.controller_dashboard import ControllerDashboard
 from twinpool.router.links.grpc_worker import LINK_TIMEOUT_S, GrpcWorkerClient
 from twinpool.router.state.router_log import log
 
+RequestT = TypeVar("RequestT")
+AnswerT = TypeVar("AnswerT")
 COMMAND_TIMEOUT_S = 20.0
 """Seconds for an operator's call: a controller that has ended is started again, or another leads, within seconds, and
 the command is then carried out instead of refused."""
@@ -71,13 +86,13 @@ class ControllerDirectory:
         self._views: tuple[WorkerView, ...] | None = None
         self._task: asyncio.Task[None] | None = None
         self._answer: Callable[[int, str], None] | None = None
-        self._stub: Any = None
-        """The controller, while its table is being watched."""
+        self._watched: CallChannel | None = None
+        """The connection to the controller, while its table is being watched."""
 
     @property
     def dashboard(self) -> ControllerDashboard:
         """The controller's dashboard, over the connection by which its table is watched."""
-        return ControllerDashboard(lambda: self._stub)
+        return ControllerDashboard(self._leader)
 
     def watch(self, on_change: Callable[[tuple[WorkerView, ...]], None]) -> Callable[[], None]:
         self._listeners.append(on_change)
@@ -103,118 +118,84 @@ class ControllerDirectory:
 
         Raises `RequestError` where the controller refuses, `ConnectionError` where it doesn't answer.
         """
-        change = pb.RoleChange(name=name, role=role, empty=empty)
-        await self._ask(lambda stub, **options: stub.ChangeRole(change, **options))
+        await self._change(SetRole(name, role, empty))
 
     async def drain(self, target: str, keep: Iterable[Role] = ()) -> tuple[WorkerName, ...]:
-        order = pb.DrainTarget(name=target, keep=keep)
-        answer = await self._ask(lambda stub, **options: stub.Drain(order, **options))
-        return tuple(WorkerName(name) for name in answer.workers)
+        return (await self._change(DrainWorkers(target, tuple(keep)))).names
 
     async def undrain(self, target: str) -> tuple[WorkerName, ...]:
-        answer = await self._ask(lambda stub, **options: stub.Undrain(pb.DrainTarget(name=target), **options))
-        return tuple(WorkerName(name) for name in answer.workers)
+        return (await self._change(UndrainWorkers(target))).names
 
     async def change_pools(self, change: PoolChange) -> ChangedWorkers:
-        answer = await self._ask(lambda stub, **options: call_for(stub, change, **options))
-        names, start, leave = (map(WorkerName, told) for told in (answer.workers, answer.start, answer.leave))
-        return ChangedWorkers(tuple(names), frozenset(start), frozenset(leave))
+        return await self._change(change)
 
     async def change_settings(self, change: SettingsChange) -> SettingsAnswer:
-        answer = await self._ask(lambda stub, **options: stub.ChangeSettings(change_to_proto(change), **options))
-        try:
-            return answer_from_proto(answer)
-        except ValueError as error:
-            raise ConnectionError(f"an answer that can't be read: {error}") from None
+        return await self._operate(CHANGE_SETTINGS, change)
 
     async def lease_quota(self, router: str, claims: Sequence[QuotaClaim]) -> list[QuotaSlice]:
         """Claim slices of tenants' limits for `router`; returns a slice for each claim, in order.
 
         Raises `ConnectionError` where the controller doesn't answer, at once where its table isn't being watched.
         """
-        if self._stub is None:
-            raise ConnectionError("the controller is away")
-        request = pb.QuotaClaims(router=router, claims=map(claim_to_proto, claims))
-        metadata = access_metadata(cluster_secret())
-        try:
-            answer = await reached(self._stub.LeaseQuota(request, timeout=LEASE_TIMEOUT_S, metadata=metadata))
-            return [slice_from_proto(part) for part in answer.slices]
-        except WireError as error:
-            raise ConnectionError(f"an answer that can't be read: {error}") from None
+        answer = await self._leader().call(LEASE_QUOTA, QuotaClaims(router, tuple(claims)), LEASE_TIMEOUT_S)
+        return list(answer.slices)
 
     async def report_latency(self, router: str, counts: LatencyCounts) -> AutoscalerView:
-        """Tell the autoscaler what `router` has counted since its start; returns what the autoscaler does.
-
-        Raises `ConnectionError` where the controller doesn't answer, at once where its table isn't being watched.
-        """
-        if self._stub is None:
-            raise ConnectionError("the controller is away")
-        metadata = access_metadata(cluster_secret())
-        try:
-            report = counts_to_proto(router, counts)
-            call = self._stub.ReportLatency(report, timeout=LEASE_TIMEOUT_S, metadata=metadata)
-            return autoscaler_from_proto(await reached(call))
-        except ValueError as error:
-            raise ConnectionError(f"an answer that can't be read: {error}") from None
+        """Tell the autoscaler what `router` has counted since its start; returns what the autoscaler does. Raises as
+        `lease_quota` does."""
+        return await self._leader().call(REPORT_LATENCY, LatencyReport(router, counts), LEASE_TIMEOUT_S)
 
     async def report_records(
         self, router: str, records: Sequence[RequestRecord], answers: Sequence[tuple[int, Sequence[RequestRecord]]]
     ) -> None:
-        """Tell the controller of `router`'s requests, and answer its questions. Raises as `report_latency` does."""
-        report = pb.RecordReport(
-            router=router,
-            records=map(record_to_proto, records),
-            answers=[pb.RecordAnswer(number=number, records=map(record_to_proto, found)) for number, found in answers],
-        )
-        await self._tell_leader(lambda stub, **options: stub.ReportRecords(report, **options), LEASE_TIMEOUT_S)
+        """Tell the controller of `router`'s requests, and answer its questions. Raises as `lease_quota` does."""
+        answered = tuple(RecordAnswer(number, tuple(found)) for number, found in answers)
+        await self._leader().call(REPORT_RECORDS, RecordReport(router, tuple(records), answered), LEASE_TIMEOUT_S)
 
     async def find_records(self, request_id: str, recent: int = 0) -> FoundRecords:
         """What the controller and other routers know of a request; with an empty id the latest `recent` records. Raises
-        as `report_latency` does."""
-        query = pb.RecordQuery(request_id=request_id, recent=recent)
-        found = await self._tell_leader(lambda stub, **options: stub.FindRecords(query, **options), FIND_TIMEOUT_S)
-        try:
-            records = known(record_from_proto, found.records)[0]
-        except WireError as error:
-            raise ConnectionError(f"an answer that can't be read: {error}") from None
-        return FoundRecords(records, found.kept_s, found.asked, found.answered)
+        as `lease_quota` does."""
+        return await self._leader().call(FIND_RECORDS, RecordQuery(request_id, recent), FIND_TIMEOUT_S)
 
     def on_record_ask(self, answer: Callable[[int, str], None]) -> None:
         self._answer = answer
 
-    async def _tell_leader(self, call: Callable[..., Any], timeout_s: float) -> Any:
-        """Make one call of the controller whose table is being watched. Raises `ConnectionError`."""
-        if self._stub is None:
+    def _leader(self) -> CallChannel:
+        """The connection to the controller whose table is being watched. Raises `ConnectionError`."""
+        if self._watched is None:
             raise ConnectionError("the controller is away")
-        return await reached(call(self._stub, timeout=timeout_s, metadata=access_metadata(cluster_secret())))
+        return self._watched
 
     def control_plane(self) -> ControlPlane | None:
         """The controllers as they were told last; None where none has told."""
-        return self._told and self._told._replace(away=self._stub is None)
+        return self._told and replace(self._told, away=self._watched is None)
 
     def reachable(self) -> bool:
         """Return whether a controller tells of its workers now."""
-        return self._stub is not None
+        return self._watched is not None
 
-    async def _ask(self, call: Callable[..., Any]) -> Any:
-        """Make one call of the controller, on a connection of its own. Raises as `change_role` does."""
-        metadata = access_metadata(cluster_secret())
+    async def _change(self, change: OperatorChange) -> ChangedWorkers:
+        return await self._operate(CHANGE_POOLS, change)
 
-        async def ask(channel: grpc.aio.Channel) -> Any:
-            stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
-            return await call(stub, timeout=COMMAND_TIMEOUT_S + 1.0, wait_for_ready=True, metadata=metadata)
-
+    async def _operate(self, call: Call[RequestT, AnswerT], request: RequestT) -> AnswerT:
+        """Make an operator's call of the controller, on a connection of its own. Raises as `change_role` does."""
+        timeout_s = COMMAND_TIMEOUT_S + 1.0
         try:
-            return await call_leader(self._controllers, self._channel, ask, COMMAND_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-                raise RequestError(error.details() or "the controller refuses") from None
-            raise ConnectionError(f"{error.code().name}: {error.details()}") from None
+            return await call_leader(
+                self._controllers,
+                self._channel,
+                lambda channel: channel.call(call, request, timeout_s, wait=True),
+                COMMAND_TIMEOUT_S,
+            )
+        except CallFailed as error:
+            if error.refused:
+                raise RequestError(error.reason or "the controller refuses") from None
+            raise
         except TimeoutError:
             raise ConnectionError(f"no controller of {self._controllers} answers") from None
 
-    def _channel(self, endpoint: str) -> grpc.aio.Channel:
-        return open_channel(endpoint, channel_options(self._link_timeout_s), self._certificate)
+    def _channel(self, endpoint: str) -> CallChannel:
+        return CallChannel(endpoint, cluster_secret(), self._certificate, silence_s=self._link_timeout_s)
 
     def _tell(self, views: tuple[WorkerView, ...]) -> None:
         for listener in list(self._listeners):
@@ -223,21 +204,17 @@ class ControllerDirectory:
             except Exception:  # our own bug: the next table may mend it, and nobody else can
                 log("view failed", level=logging.ERROR, trace=True)
 
-    def _take(self, message: pb.ClusterView) -> None:
+    def _take(self, message: ClusterView) -> None:
         """Take in the whole table, or what has changed in it."""
-        views, others = known(view_from_proto, message.workers)
-        if others:
-            log("unknown roles", left_out=others)
         rows = {view.record.name: view for view in self._views or ()} if message.changes else {}
-        rows.update({view.record.name: view for view in views})
-        for status in known(status_from_proto, message.statuses)[0]:
+        rows.update({view.record.name: view for view in message.workers})
+        for status in message.statuses:
             if (row := rows.get(status.name)) is not None:
                 counters = row.status.counters if status.counters_left_out else status.counters
                 fresh = replace(status, counters=counters, counters_left_out=False)
                 rows[status.name] = replace(row, status=fresh)
-        if message.HasField("control_plane"):
-            plane = message.control_plane
-            self._told = ControlPlane(plane.leader, plane.term, tuple(plane.standbys)) if plane.leader else None
+        if message.control_plane is not None:
+            self._told = message.control_plane if message.control_plane.leader else None
         for ask in message.record_asks:
             if self._answer is not None:
                 self._answer(ask.number, ask.request_id)
@@ -248,28 +225,24 @@ class ControllerDirectory:
 
     async def _follow(self) -> None:
         pause = self.RETRY_FIRST_S
-        metadata = access_metadata(cluster_secret())
         # With certificates each try has a channel of its own, with the files as they are then.
         patient = self._certificate is None and not self._controllers.several
         while True:
             target = self._controllers.current
             try:
                 async with self._channel(target) as channel:
-                    stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
-                    async for view in stub.Watch(
-                        pb.WatchRequest(changes=True, records=self._answer is not None),
-                        wait_for_ready=patient,
-                        metadata=metadata,
-                    ):
-                        pause, self._stub = self.RETRY_FIRST_S, stub
-                        self._take(view)
+                    asked = WatchRequest(changes=True, records=self._answer is not None)
+                    async with aclosing(channel.subscribe(WATCH, asked, wait=patient)) as views:
+                        async for view in views:
+                            pause, self._watched = self.RETRY_FIRST_S, channel
+                            self._take(view)
                 reason = "the controller closed the stream"
-            except grpc.aio.AioRpcError as error:
-                reason = f"{error.code().name}: {error.details()}"
+            except CallFailed as error:
+                reason = str(error)
             except (ConfigError, ValueError) as error:
-                reason = f"a view or a certificate that can't be read: {error}"
+                reason = f"a certificate or an address that can't be used: {error}"
             finally:
-                self._stub = None
+                self._watched = None
             log("controller lost", target=target, reason=reason)
             self._controllers.next(target)
             await asyncio.sleep(pause)

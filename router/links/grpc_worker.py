@@ -7,22 +7,24 @@ refuses any other, so a restarted worker on the same address is never taken for 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
-import grpc.aio
-
-from twinpool.contracts.cluster_secret import access_metadata, cluster_secret
+from twinpool.contracts.cluster_secret import cluster_secret
 from twinpool.contracts.config.worker_config import TransferConfig
 from twinpool.contracts.credentials.certificate_files import CertificateFiles
 from twinpool.contracts.credentials.node_tls import NodeTls
+from twinpool.contracts.messages.calls import (
+    CHECK_WORKER,
+    DRAIN_WORKER,
+    UNDRAIN_WORKER,
+    WORKER_STATUS,
+    Call,
+    Empty,
+)
 from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerStatus
-from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
-from twinpool.contracts.wire.grpc_channels import channel_options, reached
-from twinpool.contracts.wire.secure_grpc import open_channel
-from twinpool.contracts.wire.worker_protobuf import report_from_proto, status_from_proto
+from twinpool.contracts.wire.grpc_calls import CallChannel, CallFailed
 from twinpool.router.links.worker_links import WorkerStream, open_stream
 
 INCARNATION_KEY = "twinpool-incarnation"
@@ -30,6 +32,7 @@ CONNECT_TIMEOUT_S = 5.0
 STATUS_TIMEOUT_S = 1.0
 CHECK_TIMEOUT_S = 10.0
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s
+AnswerT = TypeVar("AnswerT")
 
 
 class GrpcWorkerClient:
@@ -46,15 +49,19 @@ class GrpcWorkerClient:
     ) -> None:
         """`certificate`: this node's, None where calls go without TLS. Raises `ConfigError` where it can't be read."""
         self._record = record
-        self._metadata = ((INCARNATION_KEY, str(record.incarnation)), *access_metadata(cluster_secret()))
         self._link_timeout_s, self._certificate = link_timeout_s, certificate
         self._tls = NodeTls(certificate) if certificate is not None else None
         self._open()
 
     def _open(self) -> None:
         self._stamp = self._certificate.stamp() if self._certificate is not None else ()
-        self._channel = open_channel(self._record.endpoint, channel_options(self._link_timeout_s), self._certificate)
-        self._stub: Any = pb_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
+        self._channel = CallChannel(
+            self._record.endpoint,
+            cluster_secret(),
+            self._certificate,
+            silence_s=self._link_timeout_s,
+            metadata=((INCARNATION_KEY, str(self._record.incarnation)),),
+        )
 
     async def connect(
         self, on_events: Callable[[Sequence[Event]], None], on_closed: Callable[[StreamEnd], None]
@@ -68,23 +75,23 @@ class GrpcWorkerClient:
         )
 
     async def status(self) -> WorkerStatus:
-        return status_from_proto(await self._ask(self._stub.Status, STATUS_TIMEOUT_S))
+        return await self._ask(WORKER_STATUS, STATUS_TIMEOUT_S)
 
     async def check(self) -> CheckReport:
-        return report_from_proto(await self._ask(self._stub.Check, CHECK_TIMEOUT_S))
+        return await self._ask(CHECK_WORKER, CHECK_TIMEOUT_S)
 
     async def drain(self) -> WorkerStatus:
-        return status_from_proto(await self._ask(self._stub.Drain, CONNECT_TIMEOUT_S))
+        return await self._ask(DRAIN_WORKER, CONNECT_TIMEOUT_S)
 
     async def undrain(self) -> WorkerStatus:
-        return status_from_proto(await self._ask(self._stub.Undrain, CONNECT_TIMEOUT_S))
+        return await self._ask(UNDRAIN_WORKER, CONNECT_TIMEOUT_S)
 
     async def aclose(self) -> None:
-        await self._channel.close(None)
+        await self._channel.close()
 
-    async def _ask(self, method: Any, timeout_s: float) -> Any:
+    async def _ask(self, call: Call[Empty, AnswerT], timeout_s: float) -> AnswerT:
         """Make one call; raises `ConnectionError`, with the reason, when it fails or isn't answered in `timeout_s`."""
         try:
-            return await reached(method(pb.Empty(), timeout=timeout_s, metadata=self._metadata))
-        except (ConnectionError, grpc.aio.UsageError) as error:  # The latter of one that is closed already.
+            return await self._channel.call(call, Empty(), timeout_s)
+        except CallFailed as error:
             raise ConnectionError(f"{self._record.name}: {error}") from None

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from twinpool.contracts.clock import Clock
-from twinpool.contracts.messages.control_plane import ControlPlane
+from twinpool.contracts.messages.cluster_view import ControlPlane
 from twinpool.contracts.messages.worker_status import CPU_SECONDS, GPU_UTILIZATION
 from twinpool.router.core.router_core import RouterCore
 from twinpool.router.kv_indexer.holder_table import KVIndexReader

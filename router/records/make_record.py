@@ -30,8 +30,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Role

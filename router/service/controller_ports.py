@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from twinpool.contracts.messages.control_plane import ControlPlane
+from twinpool.contracts.messages.cluster_view import ControlPlane
 from twinpool.contracts.messages.router_report import UNNAMED, RouterIdentity
 from twinpool.router.records.record_reports import RecordListener
 from twinpool.router.service.dashboard_source import DashboardSource

@@ -10,8 +10,11 @@ import os
 import platform
 import time
 
+from msgspec import structs
+
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.clock import Clock
+from twinpool.contracts.message_types import NAME_CHARS
 from twinpool.contracts.messages.router_report import MAX_BREAKERS, RouterIdentity, RouterReport
 from twinpool.router.core.router_core import RouterCore
 from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
@@ -44,7 +47,8 @@ class RouterReports:
     ) -> None:
         self._source, self._metrics, self._core, self._watch = source, metrics, core, watch
         self._name, self._model, self._clock = name, model, clock
-        self._identity = identity
+        name, address = identity.name[:NAME_CHARS], identity.address[:NAME_CHARS]
+        self._identity = structs.replace(identity, name=name, address=address)
         self._calls = ReportCalls("dashboard away")
         self._next = clock.now()
         self._viewers = 0

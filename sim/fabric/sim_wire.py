@@ -10,18 +10,12 @@ from collections.abc import Sequence
 
 from twinpool.contracts.errors import WireError
 from twinpool.contracts.ids import Incarnation
+from twinpool.contracts.messages.cluster_view import ClusterView
 from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
-from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.wire.message_codec import decode, encode
 from twinpool.contracts.wire.stream_codec import FrameWriter, decode_commands, decode_events, encode_events
-from twinpool.contracts.wire.worker_protobuf import (
-    record_from_proto,
-    record_to_proto,
-    status_from_proto,
-    status_to_proto,
-    view_from_proto,
-)
 
 
 def pack_commands(commands: Sequence[Command]) -> list[bytes]:
@@ -51,19 +45,18 @@ def unpack_events(incarnation: Incarnation, frame: bytes) -> Sequence[Event]:
 
 def status_there(status: WorkerStatus) -> WorkerStatus:
     """Return a status as its receiver decodes it."""
-    return status_from_proto(pb.WorkerStatus.FromString(status_to_proto(status).SerializeToString()))
+    return decode(WorkerStatus, encode(status))[0]
 
 
 def record_there(record: WorkerRecord) -> WorkerRecord:
     """Return a worker's registration as the controller decodes it."""
-    return record_from_proto(pb.Registration.FromString(record_to_proto(record).SerializeToString()))
+    return decode(WorkerRecord, encode(record))[0]
 
 
 def pack_views(views: Sequence[WorkerView]) -> bytes:
     """Encode the controller's whole table of workers."""
-    workers = [pb.WorkerView(registration=record_to_proto(v.record), status=status_to_proto(v.status)) for v in views]
-    return pb.ClusterView(workers=workers).SerializeToString()
+    return encode(ClusterView(0, tuple(views)))
 
 
 def unpack_views(data: bytes) -> tuple[WorkerView, ...]:
-    return tuple(view_from_proto(m) for m in pb.ClusterView.FromString(data).workers)
+    return decode(ClusterView, data)[0].workers

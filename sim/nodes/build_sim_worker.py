@@ -21,13 +21,13 @@ from twinpool.cache.storage.rank_page_store import RankPageStore
 from twinpool.cache.storage.tp_page_store import FollowerPageStore, TPPageStore
 from twinpool.cluster.assembly.build_parts import take_over
 from twinpool.cluster.assembly.memory_plan import plan_memory, stride
-from twinpool.cluster.controller.controller_actions import LeaseGrant
 from twinpool.cluster.ranks import LeaderChannel
 from twinpool.colocate import decode_class_for
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import Worker
 from twinpool.contracts.messages.fingerprint import numerics_class
+from twinpool.contracts.messages.leases import LeaseGrant
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus
 from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.prefill.worker import PrefillWorker

@@ -14,16 +14,11 @@ from functools import partial
 from itertools import count
 
 from twinpool.cluster.controller.controller import Controller
-from twinpool.cluster.controller.controller_actions import (
-    EndedProcess,
-    KillWorker,
-    LeaseGrant,
-    OperatorNote,
-    StartWorker,
-)
+from twinpool.cluster.controller.controller_actions import EndedProcess, KillWorker, OperatorNote, StartWorker
 from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.cluster.controller.node_room import ClusterRoom, NodePlace, NodeRoom, RoleRoom
 from twinpool.contracts.ids import Incarnation, WorkerName
+from twinpool.contracts.messages.leases import LeaseGrant
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
 from twinpool.sim.fabric.sim_network import SimPipe
 from twinpool.sim.fabric.sim_wire import record_there, status_there
@@ -110,7 +105,9 @@ class SimControl:
     def _room(self) -> ClusterRoom:
         """Room for all workers of the plan, and for their starts at once."""
         most = 1 + sum(self.world.shape.workers.values())
-        roles = {role: RoleRoom(1, planned=many) for role, many in self.world.shape.workers.items()}
+        roles: dict[str, RoleRoom] = {
+            role: RoleRoom(1, planned=many) for role, many in self.world.shape.workers.items()
+        }
         return ClusterRoom(tuple(NodeRoom(NodePlace("", node), most, starts=most, roles=roles) for node in self._nodes))
 
     def _attach(self) -> None:

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from twinpool.cluster.controller.controller_actions import LeaseGrant
 from twinpool.cluster.worker_process.lease_keeper import WorkerLease
 from twinpool.cluster.worker_process.worker_thread import StepWatchdog, WorkerEnd
 from twinpool.contracts.errors import PeerDead
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import SessionId, Worker
+from twinpool.contracts.messages.leases import LeaseGrant
 from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Event

@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 from grpc.aio import EOF  # type: ignore[attr-defined]
+from msgspec import structs
 
 from tests.cluster.fake_worker import FakeWorker, submit
 from tests.support.raw_frames import RawStream
@@ -27,16 +28,20 @@ from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.calls import CALLS_VERSION, CHANGE_POOLS, RENEW, WATCH
+from twinpool.contracts.messages.cluster_view import WatchRequest
+from twinpool.contracts.messages.leases import Renewal
+from twinpool.contracts.messages.pool_changes import DrainWorkers
 from twinpool.contracts.messages.worker_events import Tokens
-from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord
-from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
 from twinpool.contracts.wire.grpc_channels import CONTROL_BYTES
+from twinpool.contracts.wire.message_codec import encode
 
 NAME = WorkerName("decode-0")
 WAIT_S = 60.0
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 METHODS = {
-    "Controller": ["Register", "Renew", "Leave", "ChangeRole", "Drain", "Undrain", "Watch", "LeaseQuota", "Nonsense"],
+    "Controller": ["Register", "Renew", "Leave", "ChangePools", "Watch", "LeaseQuota", "Nonsense"],
     "Worker": ["Status", "Check", "Drain", "Undrain", "Nonsense"],
 }
 
@@ -156,9 +161,7 @@ def test_a_flood_of_garbage_on_the_ports_of_controller_and_worker_harms_nobody(s
             async with grpc.aio.insecure_channel(endpoint) as stranger:
                 for method in METHODS[kind]:
                     for size in (0, 1, 40, 3000):
-                        if (kind, method, size) in (("Worker", "Drain", 0), ("Worker", "Undrain", 0)):
-                            continue  # An empty message is what they take.
-                        await call_with(stranger, f"/twinpool.{kind}/{method}", rng.randbytes(size))
+                        await call_with(stranger, f"/twinpool.v{CALLS_VERSION}.{kind}/{method}", rng.randbytes(size))
         assert await answer_of(good, "after") == undisturbed
         async with asyncio.timeout(WAIT_S):
             while descriptors() > began + 8:
@@ -178,10 +181,9 @@ def test_a_call_of_more_than_its_bound_ends_alone(scene: Scene) -> None:
     async def talk() -> list[grpc.StatusCode]:
         bounds = [("grpc.max_send_message_length", 64 << 20)]
         async with grpc.aio.insecure_channel(scene.controller.endpoint, options=bounds) as stranger:
-            too_long = pb.DrainTarget(name="x" * (CONTROL_BYTES + 1)).SerializeToString()
-            long = pb.DrainTarget(name="x" * (CONTROL_BYTES // 4)).SerializeToString()
-            drain = "/twinpool.Controller/Drain"
-            return [await call_with(stranger, drain, raw) for raw in (too_long, long)]
+            too_long = encode(DrainWorkers("x" * (CONTROL_BYTES + 1)))
+            long = encode(DrainWorkers("x" * (CONTROL_BYTES // 4)))
+            return [await call_with(stranger, CHANGE_POOLS.path, raw) for raw in (too_long, long)]
 
     codes = asyncio.run(talk())
     assert codes == [grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT]
@@ -195,9 +197,9 @@ def test_a_call_of_more_than_its_bound_ends_alone(scene: Scene) -> None:
 def test_a_heartbeat_that_makes_no_sense_is_refused_and_fences_nobody(scene: Scene, status: dict[str, Any]) -> None:
     async def talk() -> grpc.StatusCode:
         async with grpc.aio.insecure_channel(scene.controller.endpoint) as stranger:
-            whole: dict[str, Any] = {"name": NAME, "role": "decode", "state": "ready", "incarnation": 1} | status
-            renewal = pb.Renewal(name=NAME, incarnation=1, status=pb.WorkerStatus(**whole))
-            return await call_with(stranger, "/twinpool.Controller/Renew", renewal.SerializeToString())
+            ready = WorkerStatus(NAME, Role.DECODE, "ready", 7, "n", Incarnation(1), 0, 0, 8, 8)
+            renewal = Renewal(NAME, Incarnation(1), structs.replace(ready, **status))
+            return await call_with(stranger, RENEW.path, encode(renewal))
 
     assert asyncio.run(talk()) is grpc.StatusCode.INVALID_ARGUMENT
     (view,) = scene.controller.call(Controller.views)
@@ -209,11 +211,11 @@ def test_watchers_are_bounded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> 
 
     async def open_three() -> grpc.StatusCode:
         async with grpc.aio.insecure_channel(scene.controller.endpoint) as channel:
-            call: Any = channel.stream_stream("/twinpool.Controller/Watch")  # type: ignore[call-arg]
+            call: Any = channel.stream_stream(WATCH.path)  # type: ignore[call-arg]
             streams = []
             for _ in range(3):
                 stream = call(timeout=WAIT_S)
-                await stream.write(pb.Empty().SerializeToString())
+                await stream.write(encode(WatchRequest()))
                 streams.append(stream)
                 if len(streams) < 3:
                     await stream.read()
@@ -230,4 +232,4 @@ def test_all_watchers_are_told_the_same_table_which_is_built_once(scene: Scene) 
     first = built.view()
     assert built.view() is first
     scene.controller.call(lambda core: core.pools.add(WorkerName("decode-1"), Role.DECODE))
-    assert [w.registration.name for w in built.view().workers] == ["decode-0", "decode-1"]
+    assert [w.record.name for w in built.view().workers] == ["decode-0", "decode-1"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
+from msgspec.structs import replace
 
 from tests.cluster.fake_worker import FakeWorker, submit
 from tests.support.certificates import TestAuthority
@@ -31,14 +31,15 @@ from twinpool.contracts.credentials.certificate_files import NODE_NAME, Certific
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import Worker
+from twinpool.contracts.messages.calls import WATCH, WORKER_STATUS, Empty
+from twinpool.contracts.messages.cluster_view import WatchRequest
 from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL
 from twinpool.contracts.messages.worker_events import Done, Event
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerView
-from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
 from twinpool.contracts.wire import frame_listener
-from twinpool.contracts.wire.secure_grpc import open_channel
+from twinpool.contracts.wire.grpc_channels import open_channel
+from twinpool.contracts.wire.message_codec import encode
 from twinpool.router.links.controller_directory import ControllerDirectory
 from twinpool.router.links.grpc_worker import GrpcWorkerClient
 
@@ -94,11 +95,11 @@ async def refusal(channel: grpc.aio.Channel, *, controller: bool) -> grpc.Status
     async with channel:
         try:
             if controller:
-                stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
-                await stub.Watch(pb.Empty(), timeout=WAIT_S).read()
+                watch: Any = channel.unary_stream(WATCH.path, None, None)
+                await watch(encode(WatchRequest()), timeout=WAIT_S).read()
             else:
-                stub = pb_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
-                await stub.Status(pb.Empty(), timeout=WAIT_S, metadata=METADATA)
+                status: Any = channel.unary_unary(WORKER_STATUS.path, None, None)
+                await status(encode(Empty()), timeout=WAIT_S, metadata=METADATA)
         except grpc.aio.AioRpcError as error:
             return error.code()
         return None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from twinpool.contracts.ids import Role
 from twinpool.contracts.messages.record_ring import RecordRing, in_order
@@ -97,7 +96,7 @@ def test_a_request_is_found_by_every_id_that_anybody_has_of_it(prefix: str) -> N
     ],
 )  # fmt: skip
 def test_what_went_otherwise_than_usual_is_notable(change: dict[str, object], notable: bool) -> None:
-    assert replace(BARE, **change).notable is notable  # type: ignore[arg-type]
+    assert replace(BARE, **change).notable is notable
 
 
 def test_every_part_of_a_record_takes_memory() -> None:
@@ -110,7 +109,7 @@ def test_every_part_of_a_record_takes_memory() -> None:
         "message": "x" * 300,
     }
     for name, value in parts.items():
-        assert replace(BARE, **{name: value}).nbytes >= BARE.nbytes + 100, name  # type: ignore[arg-type]
+        assert replace(BARE, **{name: value}).nbytes >= BARE.nbytes + 100, name
     one = replace(BARE, choices=(choice,))
     assert replace(one, choices=(replace(choice, candidates=(candidate,)),)).nbytes > one.nbytes
     long: dict[str, RecordSpan | RecordEvent] = {
@@ -118,5 +117,5 @@ def test_every_part_of_a_record_takes_memory() -> None:
         "events": RecordEvent(0.0, "retried", text="x" * 900),
     }
     for name, text in long.items():
-        short = replace(BARE, **{name: parts[name]})  # type: ignore[arg-type]
-        assert replace(BARE, **{name: (text,)}).nbytes == short.nbytes + 900  # type: ignore[arg-type]
+        short = replace(BARE, **{name: parts[name]})
+        assert replace(BARE, **{name: (text,)}).nbytes == short.nbytes + 900

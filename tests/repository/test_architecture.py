@@ -24,7 +24,7 @@ PAGES = {
     "simulator": ("sim",),
 }
 """Which packages each page tells of."""
-SOURCES = (".py", ".h", ".cpp", ".proto")
+SOURCES = (".py", ".h", ".cpp")
 
 
 def words(page: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from typing import Any
 
 import grpc
@@ -12,15 +12,34 @@ import grpc.aio
 
 from tests.router.fake_worker import FakeCluster, FakeSession, FakeWorker
 from tests.support.raw_frames import framed, read_frame
+from twinpool.contracts.ids import WorkerName
+from twinpool.contracts.messages.calls import (
+    CHANGE_POOLS,
+    CHECK_WORKER,
+    DRAIN_WORKER,
+    UNDRAIN_WORKER,
+    WATCH,
+    WORKER_STATUS,
+    Empty,
+)
+from twinpool.contracts.messages.cluster_view import ClusterView, WatchRequest
+from twinpool.contracts.messages.pool_changes import ChangedWorkers, DrainWorkers, OperatorChange
 from twinpool.contracts.messages.stream_frames import StreamEnd
-from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
+from twinpool.contracts.messages.worker_status import CheckReport, WorkerStatus, WorkerView
+from twinpool.contracts.wire.grpc_calls import (
+    Admission,
+    Admit,
+    CallHandlers,
+    CallRefused,
+    Handler,
+    handle_call,
+    handle_subscription,
+)
 from twinpool.contracts.wire.stream_codec import decode_commands, decode_opening, encode_events
-from twinpool.contracts.wire.worker_protobuf import report_to_proto, status_to_proto
 from twinpool.router.links.grpc_worker import INCARNATION_KEY
 
 
-class WorkerFake(pb_grpc.WorkerServicer):
+class WorkerFake:
     """One fake's gRPC service, and its streams."""
 
     def __init__(self, worker: FakeWorker) -> None:
@@ -74,35 +93,45 @@ class WorkerFake(pb_grpc.WorkerServicer):
             self.writers.discard(writer)
             writer.close()
 
-    async def _check(self, context: Any) -> None:
+    def handlers(self) -> list[Handler]:
+        async def status(request: Empty) -> WorkerStatus:
+            await self._maybe_hang()
+            return self.worker.status()
+
+        async def check(request: Empty) -> CheckReport:
+            await self._maybe_hang()
+            return self.worker.check()
+
+        async def drain(request: Empty) -> WorkerStatus:
+            await self._maybe_hang()
+            self.worker.state = "draining"
+            return self.worker.status()
+
+        async def undrain(request: Empty) -> WorkerStatus:
+            await self._maybe_hang()
+            self.worker.state = "ready"
+            return self.worker.status()
+
+        return [
+            handle_call(WORKER_STATUS, status),
+            handle_call(CHECK_WORKER, check),
+            handle_call(DRAIN_WORKER, drain),
+            handle_call(UNDRAIN_WORKER, undrain),
+        ]
+
+    def admit(self, call: Admission) -> None:
+        given = call.metadata.get(INCARNATION_KEY)
+        if given != str(self.worker.incarnation) and not self.worker.hangs:
+            text = f"this is incarnation {self.worker.incarnation}, the call is for {given}"
+            raise CallRefused(grpc.StatusCode.FAILED_PRECONDITION, text)
+
+    async def _maybe_hang(self) -> None:
         if self.worker.hangs:
             self.hanging += 1
             await asyncio.Event().wait()
-        given = dict(context.invocation_metadata()).get(INCARNATION_KEY)
-        if given != str(self.worker.incarnation):
-            text = f"this is incarnation {self.worker.incarnation}, the call is for {given}"
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
-
-    async def Status(self, request: pb.Empty, context: Any) -> pb.WorkerStatus:
-        await self._check(context)
-        return status_to_proto(self.worker.status())
-
-    async def Check(self, request: pb.Empty, context: Any) -> pb.CheckReport:
-        await self._check(context)
-        return report_to_proto(self.worker.check())
-
-    async def Drain(self, request: pb.Empty, context: Any) -> pb.WorkerStatus:
-        await self._check(context)
-        self.worker.state = "draining"
-        return status_to_proto(self.worker.status())
-
-    async def Undrain(self, request: pb.Empty, context: Any) -> pb.WorkerStatus:
-        await self._check(context)
-        self.worker.state = "ready"
-        return status_to_proto(self.worker.status())
 
 
-class ControllerFake(pb_grpc.ControllerServicer):
+class ControllerFake:
     """The controller's table over a fake cluster."""
 
     def __init__(self, cluster: FakeCluster) -> None:
@@ -112,29 +141,24 @@ class ControllerFake(pb_grpc.ControllerServicer):
     def changed(self) -> None:
         self._changed.set()
 
-    async def Watch(self, request: pb.Empty, context: Any) -> AsyncIterator[pb.ClusterView]:
+    def handlers(self) -> list[Handler]:
+        return [handle_subscription(WATCH, self.watch), handle_call(CHANGE_POOLS, self.change)]
+
+    async def watch(self, request: WatchRequest) -> AsyncGenerator[ClusterView]:
         while True:
             self._changed.clear()
-            yield pb.ClusterView(workers=[self._view(w) for w in self.cluster.workers.values()])
+            yield ClusterView(0, tuple(WorkerView(w.record, w.status()) for w in self.cluster.workers.values()))
             await self._changed.wait()
 
-    async def Drain(self, request: pb.DrainTarget, context: Any) -> pb.WorkerNames:
-        return pb.WorkerNames(workers=[request.name])
-
-    @staticmethod
-    def _view(worker: FakeWorker) -> pb.WorkerView:
-        r = worker.record
-        registration = pb.Registration(
-            name=r.name, role=r.role, pid=r.pid, node=r.node, endpoint=r.endpoint, stream=r.stream, control=r.control,
-            max_positions=r.fits.max_positions, context=r.fits.context, incarnation=r.incarnation,
-            stream_protocol=r.stream_protocol,
-        )  # fmt: skip
-        return pb.WorkerView(registration=registration, status=status_to_proto(worker.status()))
+    async def change(self, change: OperatorChange) -> ChangedWorkers:
+        assert isinstance(change, DrainWorkers)
+        return ChangedWorkers((WorkerName(change.target),))
 
 
-async def start(add: Any, servicer: Any, port: int = 0) -> tuple[grpc.aio.Server, int]:
+async def start(handlers: Iterable[Handler], port: int = 0, admit: Iterable[Admit] = ()) -> tuple[grpc.aio.Server, int]:
+    """Serve calls on a port, 0: a free one; returns the server and its port."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    add(servicer, server)
+    server.add_generic_rpc_handlers((CallHandlers(handlers, admit),))
     bound = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     return server, bound
@@ -156,7 +180,7 @@ class WorkerFakeServer:
 async def start_worker(worker: FakeWorker, fake: WorkerFake | None = None) -> tuple[WorkerFakeServer, WorkerFake]:
     """Serve `worker` on free ports, which become its addresses."""
     fake = fake or WorkerFake(worker)
-    calls, port = await start(pb_grpc.add_WorkerServicer_to_server, fake)
+    calls, port = await start(fake.handlers(), admit=[fake.admit])
     streams = await asyncio.start_server(fake.serve, "127.0.0.1", 0)
     worker.endpoint = f"127.0.0.1:{port}"
     worker.stream = f"127.0.0.1:{streams.sockets[0].getsockname()[1]}"
@@ -165,7 +189,7 @@ async def start_worker(worker: FakeWorker, fake: WorkerFake | None = None) -> tu
 
 async def start_controller(cluster: FakeCluster, port: int = 0) -> tuple[grpc.aio.Server, ControllerFake, int]:
     fake = ControllerFake(cluster)
-    server, bound = await start(pb_grpc.add_ControllerServicer_to_server, fake, port)
+    server, bound = await start(fake.handlers(), port)
     return server, fake, bound
 
 

@@ -23,7 +23,6 @@ from msgspec.structs import replace
 from tests.cluster.fake_worker import FakeWorker, submit
 from tests.support.fault_proxy import proxying
 from tests.support.room_ends import SimWaiter
-from twinpool.cluster.controller.controller_actions import LeaseGrant
 from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
 from twinpool.cluster.worker_process.worker_process import serve_worker
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
@@ -31,6 +30,7 @@ from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import Incarnation, RequestId, Role, WorkerName
 from twinpool.contracts.interfaces.discovery import WorkerClient
 from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.leases import LeaseGrant
 from twinpool.contracts.messages.pool_changes import ChangedWorkers, PoolChange
 from twinpool.contracts.messages.router_commands import Cancel, Command
 from twinpool.contracts.messages.settings_change import SettingsAnswer, SettingsChange

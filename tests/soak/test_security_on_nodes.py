@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import grpc.aio
 import pytest
 
 from tests.soak.test_ray_node import more_nodes, nodes, said
 from tests.soak.test_security_fuzz import secured
 from tests.support.served_cluster import serving
 from tests.support.socket_fuzz import targets
-from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
+from twinpool.contracts.messages.calls import WATCH, WORKER_STATUS, Empty
+from twinpool.contracts.messages.cluster_view import WatchRequest
+from twinpool.contracts.wire.grpc_calls import CallChannel, CallFailed
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow]
 
@@ -22,13 +22,12 @@ PROMPT = "It was a fine morning, and"
 
 async def served(endpoint: str) -> bool:
     """Whether somebody without a certificate is told a worker's status, or the table, there."""
-    async with grpc.aio.insecure_channel(endpoint) as channel:
-        worker = pb_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
-        controller = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
-        for call in (worker.Status(pb.Empty(), timeout=1), controller.Watch(pb.Empty(), timeout=1).read()):
+    async with CallChannel(endpoint) as channel:
+        table = channel.subscribe(WATCH, WatchRequest(), timeout_s=1.0)
+        for call in (channel.call(WORKER_STATUS, Empty(), 1.0), anext(table)):
             try:
                 await call
-            except grpc.aio.AioRpcError:
+            except CallFailed:
                 continue
             return True
     return False

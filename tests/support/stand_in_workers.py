@@ -12,7 +12,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, Union, get_args
 
@@ -22,19 +22,19 @@ import msgspec
 from bench.common.bench_report import flag_parser
 from twinpool.contracts.ids import PAIR, Incarnation, RequestId, Role, RoomId, WorkerName
 from twinpool.contracts.message_types import Message
+from twinpool.contracts.messages.calls import WATCH, WORKER_STATUS, Empty
+from twinpool.contracts.messages.cluster_view import ClusterView, WatchRequest
 from twinpool.contracts.messages.router_commands import Cancel, Command, Submit
 from twinpool.contracts.messages.stream_frames import RouterFrame
 from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL
 from twinpool.contracts.messages.worker_events import Done, Event, LegReport, Tokens
-from twinpool.contracts.messages.worker_status import WorkerStatus
-from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.contracts.wire.frame_connection import FrameConnection
 from twinpool.contracts.wire.frame_listener import FrameListener
+from twinpool.contracts.wire.grpc_calls import CallHandlers, Handler, handle_call, handle_subscription
 from twinpool.contracts.wire.grpc_channels import server_options
 from twinpool.contracts.wire.stream_codec import COMMANDS_BYTES, encode_events
-from twinpool.contracts.wire.worker_protobuf import status_to_proto
 
 INCARNATION = Incarnation(1)
 FIRST_TOKEN = 300
@@ -80,7 +80,7 @@ class Leg:
         return cls(m.request_id, m.attempt, m.prompt_len, m.prompt_len + m.sampling.max_tokens)
 
 
-class StandIn(pb_grpc.WorkerServicer):
+class StandIn:
     """Prefill answers with the first token at once; decode sends one more of every request each `token_s`."""
 
     def __init__(self, role: Role, token_s: float) -> None:
@@ -95,8 +95,8 @@ class StandIn(pb_grpc.WorkerServicer):
     def status(self) -> WorkerStatus:
         return WorkerStatus(self.name, self.role, "ready", os.getpid(), "here", INCARNATION, 0, 0, PAGES, PAGES)
 
-    async def Status(self, request: pb.Empty, context: Any) -> pb.WorkerStatus:
-        return status_to_proto(self.status())
+    async def answer(self, request: Empty) -> WorkerStatus:
+        return self.status()
 
     def take(self, connection: FrameConnection) -> None:
         """Take the connection of the only router."""
@@ -155,39 +155,43 @@ class StandIn(pb_grpc.WorkerServicer):
         return events
 
 
-class Table(pb_grpc.ControllerServicer):
+class Table:
     """The controller's table, which never changes."""
 
     def __init__(self, workers: list[StandIn], context: int) -> None:
         self._workers, self._context = workers, context
 
-    async def Watch(self, request: pb.Empty, context: Any) -> AsyncIterator[pb.ClusterView]:
-        views = []
-        for w in self._workers:
-            registration = pb.Registration(
-                name=w.name, role=w.role, pid=os.getpid(), node="here", endpoint=w.endpoint, stream=w.stream,
-                control="tcp://127.0.0.1:9", max_positions=self._context, context=self._context,
-                incarnation=INCARNATION, stream_protocol=STREAM_PROTOCOL,
-            )  # fmt: skip
-            views.append(pb.WorkerView(registration=registration, status=status_to_proto(w.status())))
-        yield pb.ClusterView(workers=views)
+    async def watch(self, request: WatchRequest) -> AsyncGenerator[ClusterView]:
+        fits = WorkerLimits(self._context, self._context)
+        records = [
+            WorkerRecord(
+                w.name, w.role, INCARNATION, os.getpid(), "here", w.endpoint, "tcp://127.0.0.1:9", fits,
+                stream=w.stream, stream_protocol=STREAM_PROTOCOL,
+            )
+            for w in self._workers
+        ]  # fmt: skip
+        yield ClusterView(1, tuple(WorkerView(r, w.status()) for r, w in zip(records, self._workers, strict=True)))
         await asyncio.Event().wait()
+
+
+def server_of(handler: Handler) -> tuple[grpc.aio.Server, int]:
+    """A gRPC server of one call, and its port."""
+    server = grpc.aio.server(options=OPTIONS)
+    server.add_generic_rpc_handlers((CallHandlers([handler]),))
+    return server, server.add_insecure_port("127.0.0.1:0")
 
 
 async def serve(context: int, token_s: float) -> None:
     workers = [StandIn(role, token_s) for role in PAIR]
     servers: list[object] = []  # one that nobody refers to is closed
     for worker in workers:
-        server = grpc.aio.server(options=OPTIONS)
-        pb_grpc.add_WorkerServicer_to_server(worker, server)  # type: ignore[no-untyped-call]
-        worker.endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server, port = server_of(handle_call(WORKER_STATUS, worker.answer))
+        worker.endpoint = f"127.0.0.1:{port}"
         await server.start()
         bound = socket.create_server(("127.0.0.1", 0))
         worker.stream = f"127.0.0.1:{bound.getsockname()[1]}"
         servers += server, FrameListener(bound, worker.take, SILENCE_S, None), asyncio.create_task(worker.work())
-    controller = grpc.aio.server(options=OPTIONS)
-    pb_grpc.add_ControllerServicer_to_server(Table(workers, context), controller)  # type: ignore[no-untyped-call]
-    port = controller.add_insecure_port("127.0.0.1:0")
+    controller, port = server_of(handle_subscription(WATCH, Table(workers, context).watch))
     await controller.start()
     print(f"127.0.0.1:{port}", flush=True)
     print(workers[0].stream, flush=True)

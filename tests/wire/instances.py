@@ -5,7 +5,8 @@ field that is lost, or that trades places with another, is seen. `empty` has zer
 None; `absent` has None wherever that may be. Of two truths one can't tell which is which: `one_truth_each` has one
 instance for each bool field, in which that field alone is True.
 
-A field of a type that none of the rules knows raises `TypeError`: a new kind of field comes with its rule.
+A tuple of a union has one of each of its messages. A field of a type that none of the rules knows raises `TypeError`: a
+new kind of field comes with its rule.
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ class Values:
         if origin in (typing.Union, types.UnionType):
             (inner,) = (a for a in args if a is not types.NoneType)
             return self.of(inner, where)
+        if origin is tuple and args[-1] is Ellipsis and (kinds := messages_of_union(args[0])):
+            return tuple(self.record(one) for one in kinds)
+        if origin is frozenset:
+            return frozenset(self.of(args[0], where) for _ in range(2))
         if origin is tuple and args[-1] is Ellipsis:
             return (self.of(args[0], where), self.of(args[0], where))
         if origin is tuple:
@@ -128,6 +133,8 @@ def _zero(kind: Any, where: str) -> Any:
         return None if plain(inner) is str else _zero(inner, where)
     if origin is tuple:
         return () if args[-1] is Ellipsis else tuple(_zero(a, where) for a in args)
+    if origin is frozenset:
+        return frozenset()
     if origin in (dict, Mapping):
         return {}
     raise TypeError(f"{where}: no rule makes an empty value of {kind}")
@@ -175,6 +182,12 @@ def fields_of(cls: type[Any]) -> dict[str, tuple[Any, Any]]:
         made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
         out[field.name] = (hints[field.name], made)
     return out
+
+
+def messages_of_union(kind: Any) -> list[type[Any]]:
+    """The messages of a union of several; none of any other type."""
+    several = typing.get_origin(kind) in (typing.Union, types.UnionType) and types.NoneType not in typing.get_args(kind)
+    return union(kind) if several else []
 
 
 def union(kind: Any) -> list[type[Any]]:

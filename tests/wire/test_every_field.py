@@ -17,18 +17,16 @@ from typing import Any
 import msgpack
 import pytest
 import torch
-from google.protobuf.message import Message as Proto
+from msgspec import structs
 
 from tests.router.grpc_fakes import start
 from tests.router.http_server import eventually
 from tests.support.pool_sets import pool_sets
 from tests.wire.instances import absent, all_of, empty, fields_of, full, is_record, one_truth_each, union
 from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.cluster.controller.controller_actions import LeaseGrant
 from twinpool.cluster.controller.controller_service import ControllerService
 from twinpool.cluster.controller.controller_table import RowChange
 from twinpool.cluster.controller.quota_ledger import QuotaLedger
-from twinpool.cluster.controller.stream_lines import WatcherLine
 from twinpool.cluster.ranks import FollowerChannel, LeaderChannel
 from twinpool.cluster.worker_process.grpc_service import WorkerService
 from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper
@@ -38,7 +36,7 @@ from twinpool.contracts.config.cluster_config import ClusterConfig, FaultsConfig
 from twinpool.contracts.errors import WireError
 from twinpool.contracts.ids import Incarnation, Role, RoomId, WorkerName
 from twinpool.contracts.messages import rank_order_codec, rank_orders, router_commands, worker_events, worker_status
-from twinpool.contracts.messages.control_plane import ControlPlane
+from twinpool.contracts.messages.cluster_view import ControlPlane
 from twinpool.contracts.messages.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -46,13 +44,12 @@ from twinpool.contracts.messages.kv_events import (
     decode_batch,
     encode_batch,
 )
+from twinpool.contracts.messages.leases import LeaseGrant
 from twinpool.contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice
-from twinpool.contracts.messages.request_record import FoundRecords, RequestRecord
+from twinpool.contracts.messages.request_record import MAX_RECORD_BYTES, FoundRecords, RequestRecord
 from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
-from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
-from twinpool.contracts.wire.worker_protobuf import report_to_proto, status_to_proto, view_from_proto
+from twinpool.contracts.wire.message_codec import encode
 from twinpool.router.links.controller_directory import ControllerDirectory
 from twinpool.router.links.grpc_worker import GrpcWorkerClient
 from twinpool.transfer.net.zmq_channel import Waiter, ZmqControlTransport
@@ -144,9 +141,9 @@ class Host:
 async def worker() -> AsyncIterator[tuple[Host, GrpcWorkerClient]]:
     host = Host()
     service: Any = WorkerService(host, INCARNATION)  # type: ignore[arg-type]
-    server, number = await start(pb_grpc.add_WorkerServicer_to_server, service)
+    server, number = await start(service.handlers())
     streams = RouterStreams(host, INCARNATION)  # type: ignore[arg-type]
-    record = dataclasses.replace(
+    record = structs.replace(
         full(WorkerRecord), incarnation=INCARNATION, endpoint=f"127.0.0.1:{number}",
         stream=f"127.0.0.1:{await streams.start('127.0.0.1')}",
     )  # fmt: skip
@@ -163,7 +160,7 @@ async def worker() -> AsyncIterator[tuple[Host, GrpcWorkerClient]]:
 async def test_every_field_of_every_command_and_event_arrives_over_the_stream() -> None:
     heard: list[worker_events.Event] = []
     async with worker() as (host, port):
-        host.says = dataclasses.replace(full(worker_status.WorkerStatus), incarnation=INCARNATION)
+        host.says = structs.replace(full(worker_status.WorkerStatus), incarnation=INCARNATION)
         session = await port.connect(heard.extend, lambda end: None)
         session.send(COMMANDS)
         await eventually(lambda: len(host.commands) == len(COMMANDS))
@@ -202,36 +199,6 @@ async def test_every_field_of_a_status_and_a_report_arrives_over_grpc() -> None:
                 host.says = said
                 for call in calls:
                     assert await call() == said
-
-
-WRITERS: list[tuple[type[Any], Callable[[Any], Proto]]] = [
-    (worker_status.WorkerStatus, status_to_proto),
-    (worker_status.CheckReport, report_to_proto),
-]
-
-
-@pytest.mark.parametrize(("cls", "write"), WRITERS, ids=[cls.__name__ for cls, _ in WRITERS])
-def test_every_field_of_the_protocol_is_filled(cls: type[Any], write: Callable[[Any], Proto]) -> None:
-    """A field of worker.proto that nothing writes is a promise that nobody keeps."""
-    never = set.intersection(*(set(unset(write(message))) for message in [full(cls), *one_truth_each(cls)]))
-    assert never == set()
-
-
-def unset(message: Proto, path: str = "") -> list[str]:
-    """Fields of `message`, and of messages in it, that have no value; of a oneof, one is enough."""
-    path = path or message.DESCRIPTOR.name
-    given = {field.name: value for field, value in message.ListFields()}
-    out = []
-    for field in message.DESCRIPTOR.fields:
-        oneof = field.containing_oneof
-        if field.name not in given:
-            if oneof is None or message.WhichOneof(oneof.name) is None or len(oneof.fields) == 1:
-                out.append(f"{path}.{field.name}")
-        elif field.message_type is not None and not field.message_type.GetOptions().map_entry:
-            value = given[field.name]
-            for inner in value if not isinstance(value, Proto) else [value]:
-                out += unset(inner, f"{path}.{field.name}")
-    return out
 
 
 # ---------------------------------------------------------------- worker, controller and router: gRPC
@@ -298,7 +265,7 @@ class Brain:
 async def controller() -> AsyncIterator[tuple[Brain, str]]:
     core = Brain()
     core.service = service = ControllerService(core)  # type: ignore[arg-type]
-    server, number = await start(pb_grpc.add_ControllerServicer_to_server, service)
+    server, number = await start(service.handlers())
     try:
         yield core, f"127.0.0.1:{number}"
     finally:
@@ -361,18 +328,16 @@ async def test_every_field_of_the_controllers_table_reaches_a_router() -> None:
     seen: list[tuple[WorkerView, ...]] = []
     async with controller() as (core, target):
         directory = ControllerDirectory(target)
-        other = dataclasses.replace(full(WorkerRecord), role=Role.DECODE, name=WorkerName("another"))
+        other = structs.replace(full(WorkerRecord), role=Role.DECODE, name=WorkerName("another"))
         for record in (full(WorkerRecord), other):
-            status = dataclasses.replace(
-                full(worker_status.WorkerStatus), name=record.name, incarnation=record.incarnation
-            )
-            core.rows += (dataclasses.replace(full(WorkerView), record=record, status=status),)
+            status = structs.replace(full(worker_status.WorkerStatus), name=record.name, incarnation=record.incarnation)
+            core.rows += (structs.replace(full(WorkerView), record=record, status=status),)
         stop = directory.watch(seen.append)
         await eventually(lambda: bool(seen))
         assert seen[-1] == core.rows
-        numbers = dataclasses.replace(core.rows[1].status, running=77, counters_left_out=False)
+        numbers = structs.replace(core.rows[1].status, running=77, counters_left_out=False)
         core.rows = (
-            dataclasses.replace(core.rows[0], cordoned=False), dataclasses.replace(core.rows[1], status=numbers)
+            structs.replace(core.rows[0], cordoned=False), structs.replace(core.rows[1], status=numbers)
         )  # fmt: skip
         core.version = 2
         core.listener()
@@ -435,51 +400,33 @@ async def test_every_field_of_a_request_record_reaches_the_controller_and_who_lo
         await eventually(lambda: len(seen) == 2)
         for record in records:
             await telling.report_records("router-7", [record], ())
-            assert (await looking.find_records("", recent=1)).records == [record]
+            assert (await looking.find_records("", recent=1)).records == (record,)
         assert core.service.records.recent(1) == [records[-1]]
         finding = asyncio.ensure_future(looking.find_records("another"))
         await eventually(lambda: bool(asked))
         assert asked[0][1] == "another"
-        other = dataclasses.replace(whole, request_id="another")
+        other = structs.replace(whole, request_id="another")
         await telling.report_records("router-7", (), [(asked[0][0], [other])])
         found = await finding
-        assert found == FoundRecords([other], found.kept_s, 1, 1)
+        assert found == FoundRecords((other,), found.kept_s, 1, 1)
         assert 0 < found.kept_s <= (await looking.find_records("", 1)).kept_s
         with pytest.raises(ConnectionError, match="INVALID_ARGUMENT"):
-            await telling.report_records("router-7", [dataclasses.replace(whole, total_s=float("nan"))], ())
+            await telling.report_records("router-7", [structs.replace(whole, total_s=float("nan"))], ())
         with pytest.raises(ConnectionError, match="INVALID_ARGUMENT"):
             await looking.find_records("x" * 300)
+        room = MAX_RECORD_BYTES - len(encode(structs.replace(whole, message=""))) - 4  # Of a longer text's length.
+        for chars in (room, room + 1):
+            longest = structs.replace(whole, message="x" * chars)
+            assert len(encode(longest)) == MAX_RECORD_BYTES + chars - room
+            for report in (([longest], ()), ((), [(1, [longest])])):
+                if chars == room:
+                    await telling.report_records("router-7", *report)
+                else:
+                    with pytest.raises(ConnectionError, match=f"at most {MAX_RECORD_BYTES} bytes"):
+                        await telling.report_records("router-7", *report)
         for stop in stops:
             stop()
         await asyncio.sleep(0)
-
-
-@pytest.mark.parametrize("cls", [pb.Registration, pb.LeaseGrant, pb.ClusterView, pb.Renewal])
-def test_every_field_of_the_controllers_protocol_is_filled(cls: type[Proto]) -> None:
-    from twinpool.cluster.controller.controller_service import grant_message
-    from twinpool.contracts.wire.worker_protobuf import record_to_proto
-
-    record, status = full(WorkerRecord), full(worker_status.WorkerStatus)
-    core = Brain()
-    core.rows, core.shutting_down = (full(WorkerView, record=record, status=status),), True
-    keeper: Any = LeaseKeeper(
-        record, "", ManualClock(1.0), 1.0, lambda: status, lambda reason: None, on_drain=lambda: None
-    )
-    keeper._ended_mark = 9
-    made: list[Any] = [
-        record_to_proto(record),
-        grant_message(
-            LeaseGrant(
-                INCARNATION, 5.0, fenced=True, drain=True, renew_s=3.0, ended=(full(worker_status.EndedWorker),)
-            ),
-            mark=7,
-            stream="here:1",
-            counters_s=2.0,
-        ),
-        _both(ControllerService(core)),  # type: ignore[arg-type]
-        keeper._renewal(closed=True),
-    ]
-    assert unset(next(x for x in made if isinstance(x, cls))) == []
 
 
 # ---------------------------------------------------------------- prefill and decode: ZMQ
@@ -634,30 +581,3 @@ def test_every_field_of_every_kv_event_survives_its_batch() -> None:
     ):
         batch = decode_batch(encode_batch(12.5, events, 3))
         assert (batch.ts, list(batch.events), batch.rank) == (12.5, events, 3)
-
-
-@pytest.mark.parametrize(("registered", "reported", "read"), [(3, 0, 3), (3, 4, 4)])
-def test_a_row_without_a_status_has_the_incarnation_that_was_registered(
-    registered: int, reported: int, read: int
-) -> None:
-    """A controller of an older build may know the status of a later one."""
-    row = pb.WorkerView(
-        registration=pb.Registration(name="decode-0", role="decode", incarnation=registered),
-        status=pb.WorkerStatus(incarnation=reported, state="ready"),
-    )
-    view = view_from_proto(row)
-    assert (view.record.incarnation, view.status.incarnation) == (read, read)
-
-
-def _both(service: ControllerService) -> pb.ClusterView:
-    """The controller's table, and what has changed in it, as one message."""
-    service.tell("10.0.0.1:7", 3, ("10.0.0.2:7",))
-    message = service.view()
-    brain: Any = service._core
-    brain.rows += (dataclasses.replace(brain.rows[0]),)
-    message.MergeFrom(service.changes(1))
-    line = WatcherLine(takes_changes=True, answers=True)
-    service._watchers.add(line)
-    assert service._ask_routers(5, "a request") == 1
-    message.MergeFrom(line.changes[0])
-    return message

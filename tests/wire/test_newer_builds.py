@@ -5,12 +5,13 @@ and no stream, no table and no other request ends for it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import msgpack
 import msgspec
 import pytest
+from msgspec import structs
 
 from tests.cluster.fake_worker import FakeWorker as Engine
 from tests.cluster.fake_worker import submit
@@ -24,11 +25,10 @@ from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.message_types import Message
+from twinpool.contracts.messages.cluster_view import ClusterView, WatchRequest
 from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Audited, AuditEnd, Done, Event, LegReport, MigrationPaused
 from twinpool.contracts.messages.worker_status import WorkerView
-from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
 from twinpool.router.links.controller_directory import ControllerDirectory
 from twinpool.router.links.grpc_worker import GrpcWorkerClient
 
@@ -110,18 +110,18 @@ async def test_a_router_leaves_out_an_event_that_it_does_not_know_and_an_unknown
 class NewerController(ControllerFake):
     """One of its workers has a role that only a newer build knows."""
 
-    @staticmethod
-    def _view(worker: FakeWorker) -> pb.WorkerView:
-        view = ControllerFake._view(worker)
-        if worker.name == "decode-0":
-            view.registration.role = view.status.role = "of a newer kind"
-        return view
+    async def watch(self, request: WatchRequest) -> AsyncGenerator[ClusterView]:
+        async for view in super().watch(request):
+            role: Any = "of a newer kind"
+            first, other = view.workers
+            newer = WorkerView(structs.replace(other.record, role=role), structs.replace(other.status, role=role))
+            yield structs.replace(view, workers=(newer, first))
 
 
 @pytest.mark.asyncio
 async def test_a_worker_of_an_unknown_role_hides_no_other_of_the_controllers_table() -> None:
     cluster = FakeCluster(prefill=1, decode=1)
-    server, port = await start(pb_grpc.add_ControllerServicer_to_server, NewerController(cluster))
+    server, port = await start(NewerController(cluster).handlers())
     directory, tables = ControllerDirectory(f"127.0.0.1:{port}"), list[tuple[WorkerView, ...]]()
     unwatch = directory.watch(tables.append)
     await eventually(lambda: bool(tables))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from twinpool.cluster.autoscaling.sizing_rules import CancelStarts, ChangeRole, GrowPool, ShrinkPool, SizingChange
 from twinpool.cluster.controller.autoscaler import Autoscaler

@@ -170,7 +170,7 @@ def test_a_start_without_a_place_is_taken_back_when_it_is_not_needed_any_more() 
 
 def test_a_pool_is_not_grown_beyond_what_there_is_room_for_and_that_is_said_once() -> None:
     run = model(scaling(role_cooldown_s=900, role_window_s=900), poisson(8, (8.0, 200.0)))
-    roles = {Role.PREFILL: RoleRoom(10), Role.DECODE: RoleRoom(10)}
+    roles: dict[str, RoleRoom] = {Role.PREFILL: RoleRoom(10), Role.DECODE: RoleRoom(10)}
     run.core.set_room(ClusterRoom((NodeRoom(NodePlace("", "n"), 50, roles=roles),)))
     run.run(150.0)
     rows = [row for row in run.core.table.rows.values() if row.wanted]

@@ -1,16 +1,15 @@
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import pytest
+from msgspec import structs
 
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import (
     ControllerAction,
     ForgetArenas,
     KillWorker,
-    LeaseGrant,
     OperatorNote,
     StartFailed,
     StartWorker,
@@ -22,6 +21,7 @@ from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.errors import ConfigError, IllegalTransition
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.leases import LeaseGrant
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
 
 NAME = WorkerName("decode-0")
@@ -115,12 +115,12 @@ def test_grants_name_the_latest_incarnation_of_each_worker_that_has_ended_and_no
     cluster, other = Cluster(), WorkerName("prefill-0")
 
     def ended() -> list[tuple[str, int]]:
-        grant = cluster.core.renew(other, Incarnation(1), dataclasses.replace(_status(1), name=other))
+        grant = cluster.core.renew(other, Incarnation(1), structs.replace(_status(1), name=other))
         return [(one.name, one.incarnation) for one in grant.ended]
 
     cluster.core.pools.add(other, Role.PREFILL)
     cluster.core.tick()
-    cluster.core.register(dataclasses.replace(_record(1), name=other))
+    cluster.core.register(structs.replace(_record(1), name=other))
     assert ended() == [], "the first ones are starting"
     cluster.core.register(_record(1))
     cluster.clock.advance(9.9)
@@ -140,7 +140,7 @@ def test_grants_name_a_start_that_was_ended_as_well(how: str) -> None:
     cluster, other = Cluster(), WorkerName("prefill-0")
     cluster.core.pools.add(other, Role.PREFILL)
     cluster.core.tick()
-    cluster.core.register(dataclasses.replace(_record(1), name=other))
+    cluster.core.register(structs.replace(_record(1), name=other))
     if how == "its node was cordoned":
         node = NodePlace("n" * 12, "n")
         cluster.core.placed(NAME, Incarnation(1), node)
@@ -149,7 +149,7 @@ def test_grants_name_a_start_that_was_ended_as_well(how: str) -> None:
         cluster.core.pools.give_up(NAME)
     else:
         cluster.core.attach([(other, Incarnation(1))])
-    grant = cluster.core.renew(other, Incarnation(1), dataclasses.replace(_status(1), name=other))
+    grant = cluster.core.renew(other, Incarnation(1), structs.replace(_status(1), name=other))
     assert [(one.name, one.incarnation) for one in grant.ended] == [(NAME, 1)]
 
 
@@ -157,7 +157,7 @@ def test_an_incarnation_that_is_up_already_is_not_registered_again() -> None:
     """Somebody else says it is this one: who came first goes on, and its record stays."""
     cluster = Cluster()
     cluster.up(1)
-    other = dataclasses.replace(_record(1), pid=78, endpoint="127.0.0.1:9")
+    other = structs.replace(_record(1), pid=78, endpoint="127.0.0.1:9")
     assert cluster.core.register(other).fenced
     assert cluster.core.views()[0].record == _record(1)
     assert cluster.renew(1)
@@ -322,7 +322,7 @@ def test_the_version_grows_with_each_change_and_not_without() -> None:
     cluster.core.on_change(lambda: changes.append(cluster.core.version))
     cluster.renew(1)
     cluster.renew(1)
-    status = dataclasses.replace(_status(1), running=5)
+    status = structs.replace(_status(1), running=5)
     cluster.core.renew(NAME, Incarnation(1), status)
     assert changes == [changes[0], changes[0] + 1]
     assert cluster.core.views()[0].status.running == 5

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-import grpc.aio
 import pytest
 
 from tests.support.free_ports import free_port
@@ -26,10 +25,11 @@ from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper, longest_ab
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.calls import LEASE_QUOTA
+from twinpool.contracts.messages.quota import QuotaClaims
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
-from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
 from twinpool.contracts.wire.controller_turns import NOT_LEADING
+from twinpool.contracts.wire.grpc_calls import CallChannel, CallFailed
 
 NAME = WorkerName("decode-0")
 WAIT_S = 30.0
@@ -167,16 +167,15 @@ def test_one_whose_lease_ran_out_while_the_disk_was_busy_goes_on(controller: Pro
 async def _refused(endpoint: str, for_s: float) -> str:
     """Why a controller refuses calls; waits until it has done so for some time."""
     began = None
-    async with asyncio.timeout(WAIT_S), grpc.aio.insecure_channel(endpoint) as channel:
-        stub = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
+    async with asyncio.timeout(WAIT_S), CallChannel(endpoint) as channel:
         while True:
             try:
-                await stub.LeaseQuota(pb.QuotaClaims(router="r"))
+                await channel.call(LEASE_QUOTA, QuotaClaims("r", ()), WAIT_S)
                 began = None
-            except grpc.aio.AioRpcError as error:
+            except CallFailed as error:
                 began = began or time.monotonic()
                 if time.monotonic() - began > for_s:
-                    return str(error.details())
+                    return error.reason
             await asyncio.sleep(0.05)
 
 

@@ -7,15 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from twinpool.cluster.controller.controller import Controller
-from twinpool.cluster.controller.controller_actions import (
-    EndedProcess,
-    ForgetArenas,
-    KillWorker,
-    LeaseGrant,
-    StartWorker,
-)
+from twinpool.cluster.controller.controller_actions import EndedProcess, ForgetArenas, KillWorker, StartWorker
 from twinpool.cluster.controller.controller_table import ControllerTable
 from twinpool.cluster.controller.leadership import ControllerLedger, LedgerLost, MemoryLedger
 from twinpool.cluster.controller.node_room import NodePlace
@@ -28,6 +23,7 @@ from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.fingerprint import Fingerprint
+from twinpool.contracts.messages.leases import LeaseGrant
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
 
 CONFIG = ClusterConfig(heartbeat_s=1.0, lease_s=10.0, start_timeout_s=60.0, restart_limit=3)
@@ -224,7 +220,7 @@ def test_a_worker_whose_registration_was_answered_by_nobody_registers_again(keep
     lives = two(keeper)
     core = lives.again()
     assert not core.register(record(A, Role.DECODE, 1)).fenced
-    other = dataclasses.replace(record(A, Role.DECODE, 1), pid=78)
+    other = structs.replace(record(A, Role.DECODE, 1), pid=78)
     assert core.register(other).fenced, "somebody else who says he is it"
 
 

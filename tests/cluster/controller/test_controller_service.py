@@ -13,32 +13,32 @@ import pytest
 from twinpool.cluster.controller.autoscaler import Autoscaler
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import StartWorker
-from twinpool.cluster.controller.controller_service import MAX_CHANGES, NAME_CHARS, ControllerService
+from twinpool.cluster.controller.controller_service import MAX_CHANGES, ControllerService
 from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.errors import WireError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.cluster_view import ClusterView, WatchRequest
+from twinpool.contracts.messages.leases import Renewal
+from twinpool.contracts.messages.pool_changes import (
+    AddWorkers,
+    ChangedWorkers,
+    CordonNode,
+    DrainWorkers,
+    OperatorChange,
+    RestartWorker,
+    ScalePools,
+    SetRole,
+    UncordonNode,
+    UndrainWorkers,
+)
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
-from twinpool.contracts.proto import worker_pb2 as pb
 from twinpool.contracts.wire.controller_turns import NOT_LEADING
-from twinpool.contracts.wire.worker_protobuf import status_to_proto
+from twinpool.contracts.wire.grpc_calls import CallRefused
 
 NAMES = [WorkerName(f"{role}-{number}") for role in ("decode", "prefill") for number in range(2)]
 ONE = Incarnation(1)
-
-
-class Refused(Exception):
-    """What a call is refused with."""
-
-    def __init__(self, code: grpc.StatusCode, text: str) -> None:
-        super().__init__(text)
-        self.code = code
-
-
-class Context:
-    async def abort(self, code: grpc.StatusCode, text: str) -> None:
-        raise Refused(code, text)
 
 
 class Site:
@@ -55,17 +55,16 @@ class Site:
             record = WorkerRecord(start.name, start.role, ONE, 7, "n", "e", "c", WorkerLimits(8, 8))
             assert not self.core.register(record).fenced
         self.service: Any = ControllerService(self.core, self.autoscaler, lambda: self.leads)
-        self.context: Any = Context()
 
     def heartbeat(self, name: WorkerName, running: int) -> None:
         role = self.core.table.rows[name].role
         self.core.renew(name, ONE, WorkerStatus(name, role, "ready", 7, "n", ONE, running, 0, 8, 8))
 
-    async def watch(self, **options: bool) -> AsyncGenerator[pb.ClusterView, None]:
+    async def watch(self, **options: bool) -> AsyncGenerator[ClusterView]:
         """A watcher that has got its first table."""
-        stream: AsyncGenerator[pb.ClusterView, None] = self.service.Watch(pb.WatchRequest(**options), self.context)
+        stream: AsyncGenerator[ClusterView] = self.service.watch(WatchRequest(**options))
         first = await anext(stream)
-        assert [view.registration.name for view in first.workers] == NAMES
+        assert [view.record.name for view in first.workers] == NAMES
         assert not first.changes
         return stream
 
@@ -83,9 +82,9 @@ def on_loop(life: Callable[[Site], Awaitable[None]]) -> None:
     asyncio.run(whole())
 
 
-def told(view: pb.ClusterView) -> tuple[bool, list[str], dict[str, int]]:
+def told(view: ClusterView) -> tuple[bool, list[str], dict[str, int]]:
     """Whether these are changes, the rows that came whole, and the numbers that came alone."""
-    return view.changes, [one.registration.name for one in view.workers], {s.name: s.running for s in view.statuses}
+    return view.changes, [one.record.name for one in view.workers], {s.name: s.running for s in view.statuses}
 
 
 def test_watchers_get_what_has_changed_and_one_of_an_older_build_the_whole_table_each_time() -> None:
@@ -146,31 +145,30 @@ def test_a_request_is_looked_for_at_routers_that_answer_and_nobody_else_is_asked
     on_loop(life)
 
 
-CALLS: list[tuple[str, Any, bool]] = [
-    ("Add", pb.PoolSize(role="decode", count=1, operator=True), True),
-    ("Add", pb.PoolSize(role="decode", count=1), False),
-    ("Scale", pb.PoolSizes(pools=[pb.PoolSize(role="decode", count=3)]), True),
-    ("ChangeRole", pb.RoleChange(name="decode-1", role="prefill"), True),
-    ("Undrain", pb.DrainTarget(name="decode-1"), True),
-    ("Drain", pb.DrainTarget(name="decode-1"), True),
-    ("Drain", pb.DrainTarget(name="n"), False),
-    ("Restart", pb.DrainTarget(name="decode-1"), False),
-    ("Cordon", pb.DrainTarget(name="n"), False),
-    ("Uncordon", pb.DrainTarget(name="n"), False),
+DECODE_1, NODE = WorkerName("decode-1"), "n"
+CHANGES: list[tuple[OperatorChange, bool]] = [
+    (AddWorkers(Role.DECODE), True),
+    (AddWorkers(Role.DECODE, by_operator=False), False),
+    (ScalePools({Role.DECODE: 3}), True),
+    (SetRole(DECODE_1, Role.PREFILL), True),
+    (UndrainWorkers(DECODE_1), True),
+    (DrainWorkers(DECODE_1), True),
+    (DrainWorkers(NODE), False),
+    (RestartWorker(DECODE_1), False),
+    (CordonNode(NODE), False),
+    (UncordonNode(NODE), False),
 ]
 
 
-@pytest.mark.parametrize(
-    ("call", "request_", "holds"), CALLS, ids=[f"{call}-{number}" for number, (call, _, _) in enumerate(CALLS)]
-)
+@pytest.mark.parametrize(("change", "holds"), CHANGES, ids=[type(change).__name__ for change, _ in CHANGES])
 def test_what_an_operator_does_to_pools_holds_the_autoscaler_and_nothing_else_does(
-    call: str, request_: Any, holds: bool
+    change: OperatorChange, holds: bool
 ) -> None:
-    """A start that the supervisor, or a router of an older build, asks for is no operator's, and what leaves with its
-    node, or only to start again, may be made up for."""
+    """A start that the supervisor asks for is no operator's, and what leaves with its node, or only to start again, may
+    be made up for."""
 
     async def life(site: Site) -> None:
-        await getattr(site.service, call)(request_, site.context)
+        await site.service.change_pools(change)
         assert bool(site.autoscaler.view().held_s) is holds
 
     on_loop(life)
@@ -178,12 +176,10 @@ def test_what_an_operator_does_to_pools_holds_the_autoscaler_and_nothing_else_do
 
 def test_whoever_is_changed_is_told_apart_by_whether_it_starts_or_leaves() -> None:
     async def life(site: Site) -> None:
-        sizes = [pb.PoolSize(role="decode", count=3), pb.PoolSize(role="prefill", count=1)]
-        names = await site.service.Scale(pb.PoolSizes(pools=sizes), site.context)
-        assert (list(names.start), list(names.leave)) == (["decode-2"], ["prefill-1"])
-        assert sorted(names.workers) == ["decode-2", "prefill-1"]
-        restarted = await site.service.Restart(pb.DrainTarget(name="decode-0"), site.context)
-        assert (list(restarted.start), list(restarted.leave)) == ([], [])
+        scaled = await site.service.change_pools(ScalePools({Role.DECODE: 3, Role.PREFILL: 1}))
+        assert (scaled.start, scaled.leave) == ({"decode-2"}, {"prefill-1"})
+        assert sorted(scaled.names) == ["decode-2", "prefill-1"]
+        assert await site.service.change_pools(RestartWorker(WorkerName("decode-0"))) == ChangedWorkers()
 
     on_loop(life)
 
@@ -191,23 +187,16 @@ def test_whoever_is_changed_is_told_apart_by_whether_it_starts_or_leaves() -> No
 def test_what_is_refused_is_refused_with_its_words_and_changes_and_holds_nothing() -> None:
     async def life(site: Site) -> None:
         before = site.core.version
-        for call, request, words in (
-            ("Drain", pb.DrainTarget(name="nobody"), "no worker or node is named 'nobody'"),
-            ("Drain", pb.DrainTarget(name="decode-1", keep=["conductor"]), "conductor"),
-            ("Undrain", pb.DrainTarget(name="nobody"), "nobody"),
-            ("Scale", pb.PoolSizes(pools=[pb.PoolSize(role="decode", count=0)]), "each role needs a worker"),
-            ("Add", pb.PoolSize(role="decode", count=0, operator=True), "at least 1"),
-            ("Add", pb.PoolSize(role="conductor", count=1, operator=True), "conductor"),
-            ("ChangeRole", pb.RoleChange(name="decode-1", role="decode"), "already"),
+        for change, words in (
+            (DrainWorkers("nobody"), "no worker or node is named 'nobody'"),
+            (UndrainWorkers("nobody"), "nobody"),
+            (ScalePools({Role.DECODE: 0}), "each role needs a worker"),
+            (AddWorkers(Role.DECODE, 0), "at least 1"),
+            (SetRole(DECODE_1, Role.DECODE), "already"),
         ):
-            with pytest.raises(Refused, match=words) as refused:
-                await getattr(site.service, call)(request, site.context)
+            with pytest.raises(CallRefused, match=words) as refused:
+                await site.service.change_pools(change)
             assert refused.value.code is grpc.StatusCode.FAILED_PRECONDITION
-        for call in ("Drain", "Undrain", "Restart", "Cordon", "Uncordon", "ChangeRole"):
-            kind = pb.RoleChange if call == "ChangeRole" else pb.DrainTarget
-            with pytest.raises(Refused) as refused:
-                await getattr(site.service, call)(kind(name="n" * (NAME_CHARS + 1)), site.context)
-            assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
         assert site.core.version == before
         assert site.autoscaler.view().held_s == 0.0
 
@@ -217,7 +206,7 @@ def test_what_is_refused_is_refused_with_its_words_and_changes_and_holds_nothing
 def test_a_controller_that_does_not_lead_renews_nothing_and_lets_no_time_pass() -> None:
     async def life(site: Site) -> None:
         status = WorkerStatus(NAMES[0], Role.DECODE, "ready", 7, "n", ONE, 0, 0, 8, 8)
-        renewal = pb.Renewal(name=NAMES[0], incarnation=1, status=status_to_proto(status))
+        renewal = Renewal(NAMES[0], ONE, status)
         before = site.core.table.rows[NAMES[0]].deadline
         site.clock.advance(1.0)
         site.leads = False
@@ -231,20 +220,5 @@ def test_a_controller_that_does_not_lead_renews_nothing_and_lets_no_time_pass() 
         assert not site.service.renewal(renewal).fenced, "nobody has ended its lease"
         site.service.tick()
         assert site.core.deaths == 3, "and those that did not renew are dead"
-
-    on_loop(life)
-
-
-@pytest.mark.parametrize("field", ["stalled_s", "longest_step_s"])
-def test_a_renewal_whose_seconds_are_none_renews_nothing(field: str) -> None:
-    async def life(site: Site) -> None:
-        status = WorkerStatus(NAMES[0], Role.DECODE, "ready", 7, "n", ONE, 0, 0, 8, 8)
-        message = status_to_proto(status)
-        setattr(message, field, float("inf"))
-        before = site.core.table.rows[NAMES[0]].deadline
-        site.clock.advance(1.0)
-        with pytest.raises(ValueError, match="no numbers"):
-            site.service.renewal(pb.Renewal(name=NAMES[0], incarnation=1, status=message))
-        assert site.core.table.rows[NAMES[0]].deadline == before
 
     on_loop(life)

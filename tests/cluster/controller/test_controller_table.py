@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import OperatorNote

@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import grpc.aio
 import pytest
+from msgspec.structs import replace
 
 from tests.cluster.fake_worker import FakeWorker
 from twinpool.cluster.controller.controller import Controller
@@ -22,13 +22,19 @@ from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper
 from twinpool.contracts.clock import ManualClock, SystemClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.calls import REPORT_ROUTER
 from twinpool.contracts.messages.latency_shape import BUCKETS
 from twinpool.contracts.messages.pool_changes import AddWorkers
-from twinpool.contracts.messages.router_report import COUNTERS, MAX_BREAKERS, RouterIdentity, RouterReport, bare
+from twinpool.contracts.messages.router_report import (
+    COUNTERS,
+    MAX_BREAKERS,
+    RouterIdentity,
+    RouterReport,
+    bare,
+    checked,
+)
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord
-from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
-from twinpool.contracts.wire.router_report_protobuf import router_report_from_proto, router_report_to_proto
+from twinpool.contracts.wire.grpc_calls import CallChannel, CallFailed
 from twinpool.router.links.controller_directory import ControllerDirectory
 
 REPORT = RouterReport(
@@ -56,7 +62,7 @@ class Site:
         ticking = asyncio.create_task(self._tick())
         try:
             async with asyncio.timeout(WAIT_S):
-                while self.directory.control_plane() is None and self.directory._stub is None:
+                while not self.directory.reachable():
                     await asyncio.sleep(0.01)
             yield self.directory
         finally:
@@ -188,30 +194,27 @@ async def test_the_stream_ends_with_its_controller_and_says_so(site: Site) -> No
 @pytest.mark.parametrize(
     "wrong",
     [
-        pb.RouterReport(),
-        pb.RouterReport(router="x" * 300),
-        pb.RouterReport(router="a", address="x" * 300),
-        pb.RouterReport(router="a", gaps=[1, 2, 3]),
-        pb.RouterReport(router="a", output_tokens=[1, 2, 3]),
-        pb.RouterReport(router="a", cpu_s=float("nan")),
-        pb.RouterReport(router="a", cpu_s=float("inf")),
-        pb.RouterReport(router="a", cpu_s=-1.0),
-        pb.RouterReport(router="a", ttft_slo_s=float("nan")),
-        pb.RouterReport(router="a", open_breakers=["b"] * (MAX_BREAKERS + 1)),
+        {"router": ""},
+        {"router": "x" * 300},
+        {"identity": RouterIdentity(address="x" * 300)},
+        {"gaps": (1, 2, 3)},
+        {"output_tokens": (1, 2, 3)},
+        {"cpu_s": float("nan")},
+        {"cpu_s": float("inf")},
+        {"cpu_s": -1.0},
+        {"ttft_slo_s": float("nan")},
+        {"open_breakers": ("b",) * (MAX_BREAKERS + 1)},
     ],
 )
-async def test_a_report_that_makes_no_sense_is_refused(site: Site, wrong: pb.RouterReport) -> None:
-    async with grpc.aio.insecure_channel(site.server.endpoint) as channel:
-        stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stub.ReportRouter(wrong, timeout=WAIT_S)
-        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+async def test_a_report_that_makes_no_sense_is_refused(site: Site, wrong: dict[str, Any]) -> None:
+    async with CallChannel(site.server.endpoint) as channel:
+        with pytest.raises(CallFailed) as refused:
+            await channel.call(REPORT_ROUTER, replace(REPORT, **wrong), WAIT_S)
+        assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_report_survives_the_wire_and_counters_that_nobody_knows_are_left_out() -> None:
-    message = router_report_to_proto(REPORT)
-    message.counters["invented"] = 3
-    assert router_report_from_proto(pb.RouterReport.FromString(message.SerializeToString())) == REPORT
+def test_counters_that_nobody_knows_are_left_out_of_a_report() -> None:
+    assert checked(replace(REPORT, counters=REPORT.counters | {"invented": 3})) == REPORT
 
 
 @pytest.mark.asyncio

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, cast
 
 import grpc
-import grpc.aio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,11 +26,14 @@ from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.calls import CHANGE_POOLS, LEASE_QUOTA, REGISTER, RENEW, Call
+from twinpool.contracts.messages.cluster_view import ControlPlane
+from twinpool.contracts.messages.pool_changes import AddWorkers
+from twinpool.contracts.messages.quota import QuotaClaims
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord
-from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
 from twinpool.contracts.wire import controller_turns
 from twinpool.contracts.wire.controller_turns import NOT_LEADING, ControllerTurns, call_leader
+from twinpool.contracts.wire.grpc_calls import CallChannel, CallFailed
 from twinpool.router.links.controller_directory import ControllerDirectory
 
 LEASE_S = 8.0
@@ -284,22 +286,24 @@ def test_who_doesnt_lead_grants_nothing_and_says_so(two: TwoControllers) -> None
     two.leads[0] = False
     keeper = two.keeper([])
 
-    async def ask() -> list[grpc.aio.AioRpcError]:
-        refusals = []
-        async with grpc.aio.insecure_channel(two.servers[0].endpoint) as channel:
-            stub = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
-            for call in (
-                stub.Register(pb.Registration()),
-                stub.Renew(keeper._renewal()),
-                stub.LeaseQuota(pb.QuotaClaims(router="r")),
-                stub.Add(pb.PoolSize(role="decode", count=1)),
-            ):
-                with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await call
-                refusals.append(refused.value)
+    record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "e", "c", WorkerLimits(1, 1))
+    calls: list[tuple[Call[Any, Any], Any]] = [
+        (REGISTER, record),
+        (RENEW, keeper._renewal()),
+        (LEASE_QUOTA, QuotaClaims("r", ())),
+        (CHANGE_POOLS, AddWorkers(Role.DECODE)),
+    ]
+
+    async def ask() -> set[tuple[grpc.StatusCode, str]]:
+        refusals = set()
+        async with CallChannel(two.servers[0].endpoint) as channel:
+            for call, request in calls:
+                with pytest.raises(CallFailed) as refused:
+                    await channel.call(call, request, WAIT_S)
+                refusals.add((refused.value.code, refused.value.reason))
         return refusals
 
-    assert {(e.code(), e.details()) for e in asyncio.run(ask())} == {(grpc.StatusCode.UNAVAILABLE, NOT_LEADING)}
+    assert asyncio.run(ask()) == {(grpc.StatusCode.UNAVAILABLE, NOT_LEADING)}
     two.clock.advance(ClusterConfig().start_timeout_s)
     before = two.cores[0].table.version
     assert two.servers[0].tick() == ""
@@ -355,8 +359,7 @@ class InStep:
         assert isinstance(channel, StepChannel)
         if channel.endpoint == "lost:1":
             await self.fail.wait()
-            none = grpc.aio.Metadata()
-            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, none, none, NOT_LEADING, None)
+            raise CallFailed(grpc.StatusCode.UNAVAILABLE, NOT_LEADING)
         return channel.endpoint
 
 
@@ -372,11 +375,12 @@ class StepChannel:
 
     async def __aexit__(self, *error: object) -> None: ...
 
-    async def channel_ready(self) -> None:
+    async def connected(self, timeout_s: float) -> bool:
         assert len(self.scene.asked) <= 20, "the calls step over the leader together"
         if self.scene.away and self.endpoint == "lost:1":
             await self.scene.fail.wait()
-            raise TimeoutError
+            return False
+        return True
 
 
 @pytest.mark.parametrize("callers", [2, 4])
@@ -434,7 +438,7 @@ def test_the_supervisors_calls_and_a_routers_find_the_leader(
         seen = asyncio.Event()
         unwatch = directory.watch(lambda views: seen.set())
         await seen.wait()
-        assert directory.control_plane() == (two.servers[1].endpoint, 4, ("h:1",), False)
+        assert directory.control_plane() == ControlPlane(two.servers[1].endpoint, 4, ("h:1",))
         with pytest.raises(RequestError, match="not draining"):
             await directory.undrain(NAME)
         unwatch()

@@ -22,9 +22,11 @@ from twinpool.contracts.clock import ManualClock, SystemClock
 from twinpool.contracts.cluster_secret import access_token
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.calls import CALLS_VERSION
+from twinpool.contracts.messages.leases import LeaseGrant, Renewal
+from twinpool.contracts.messages.stream_frames import StreamOpening
 from twinpool.contracts.messages.worker_status import EndedWorker, WorkerLimits, WorkerRecord, WorkerStatus
-from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.wire.worker_protobuf import status_to_proto
+from twinpool.contracts.wire.message_codec import encode
 
 NAME, ONE = WorkerName("decode-0"), Incarnation(1)
 SECRET = "ab" * 32
@@ -58,8 +60,8 @@ class Site:
     def status(self) -> WorkerStatus:
         return WorkerStatus(NAME, Role.DECODE, "ready", 7, "n", ONE, 5, 6, 64, 60, counters=dict(self.counters))
 
-    def renewal(self) -> pb.Renewal:
-        return pb.Renewal(name=NAME, incarnation=1, status=status_to_proto(self.status()))
+    def renewal(self, mark: int = 0) -> Renewal:
+        return Renewal(NAME, ONE, self.status(), mark)
 
     @property
     def row(self) -> Any:
@@ -131,7 +133,7 @@ def test_a_stream_without_the_token_is_answered_by_nothing(site: Site) -> None:
 
 
 def opening(access: str) -> bytes:
-    return pb.StreamOpening(incarnation=ONE, access=access).SerializeToString()
+    return encode(StreamOpening(CALLS_VERSION, ONE, access))
 
 
 TOKEN = access_token(SECRET)
@@ -153,7 +155,7 @@ def test_a_stream_that_does_not_show_the_token_renews_nothing(site: Site, first:
         stream = await RawStream.connect(site.endpoint)
         if first:
             stream.write(first)
-        stream.write(site.renewal().SerializeToString())
+        stream.write(encode(site.renewal()))
         with contextlib.suppress(ConnectionResetError, TimeoutError):
             async with asyncio.timeout(WAIT_S):
                 assert await stream.reader.read() == b""
@@ -163,7 +165,7 @@ def test_a_stream_that_does_not_show_the_token_renews_nothing(site: Site, first:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("frame", [b"\xff\xff", b"\x0a\x01x\x1a\x02\x0a\x01"])
+@pytest.mark.parametrize("frame", [b"\xff\xff", b"\x90", b"\x0a\x01x\x1a\x02\x0a\x01"])
 def test_a_renewal_that_makes_no_sense_ends_its_stream_and_no_other(site: Site, frame: bytes) -> None:
     async def run() -> None:
         keeper = site.keeper()
@@ -215,8 +217,7 @@ def test_ended_incarnations_are_told_once_and_again_where_they_have_changed(site
         await asyncio.to_thread(site.server.call, end)
         first = await stream.renew(site.renewal(), WAIT_S)
         assert [(one.name, one.incarnation) for one in first.ended] == [(other, 1)]
-        known = site.renewal()
-        known.ended_mark = first.ended_mark
+        known = site.renewal(first.ended_mark)
         again = await stream.renew(known, WAIT_S)
         assert (list(again.ended), again.ended_mark) == ([], first.ended_mark)
         await asyncio.to_thread(site.server.tick)
@@ -237,16 +238,16 @@ def test_many_workers_renew_less_often_but_five_times_a_lease(workers: int, paus
 
 def test_a_worker_renews_when_the_controller_says(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
-    answers = iter([pb.LeaseGrant(lease_s=10.0, renew_s=1.5), pb.LeaseGrant(lease_s=10.0), pb.LeaseGrant(fenced=True)])
+    answers = iter([LeaseGrant(ONE, 10.0, renew_s=1.5), LeaseGrant(ONE, 10.0), LeaseGrant(ONE, 0.0, fenced=True)])
 
-    class Stub:
-        async def Renew(self, renewal: pb.Renewal, **_: object) -> pb.LeaseGrant:
+    class Channel:
+        async def call(self, *asked: object, **options: object) -> LeaseGrant:
             return next(answers)
 
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr(lease_keeper, "controller_stub", lambda channel: Stub())
+    monkeypatch.setattr(lease_keeper, "CallChannel", lambda *endpoint: Channel())
     monkeypatch.setattr("twinpool.cluster.worker_process.lease_keeper.asyncio.sleep", sleep)
     record = WorkerRecord(NAME, Role.DECODE, ONE, 7, "n", "e", "c", WorkerLimits(8, 8))
     status = WorkerStatus(NAME, Role.DECODE, "ready", 7, "n", ONE, 0, 0, 1, 1)
@@ -266,7 +267,7 @@ def test_a_worker_that_renews_and_reads_no_grants_is_cut(site: Site, caplog: pyt
         with socket.create_connection((host, int(port))) as flood:
             flood.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             flood.setblocking(False)
-            await loop.sock_sendall(flood, framed(pb.StreamOpening(access=access_token(SECRET)).SerializeToString()))
+            await loop.sock_sendall(flood, framed(opening(TOKEN)))
             streams = site.server._streams._streams
             await eventually(lambda: len(streams) == 2)
             for stream in streams:  # Else the system takes megabytes before the controller has to hold any.
@@ -274,7 +275,7 @@ def test_a_worker_that_renews_and_reads_no_grants_is_cut(site: Site, caplog: pyt
                 ours = stream._transport.get_extra_info("socket").fileno()
                 with socket.socket(fileno=os.dup(ours)) as held:
                     held.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-            renewals = framed(site.renewal().SerializeToString()) * 200
+            renewals = framed(encode(site.renewal())) * 200
 
             async def send_on() -> None:
                 while True:

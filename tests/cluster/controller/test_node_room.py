@@ -8,11 +8,11 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from twinpool.cluster.controller.node_room import NOWHERE, ClusterRoom, NodePlace, NodeRoom, Occupant, RoleRoom
-from twinpool.cluster.controller.supervisor_wire import room_from_proto, room_to_proto
 from twinpool.contracts.ids import PAIR, Role, WorkerName
-from twinpool.contracts.proto import worker_pb2 as pb
+from twinpool.contracts.wire.message_codec import decode, encode
 
 MIB = 1 << 20
 A, B = NodePlace("a" * 12, "a"), NodePlace("b" * 12, "b")
@@ -23,7 +23,7 @@ def workers(role: Role, count: int, node: NodePlace = NOWHERE, first: int = 0, o
 
 
 def room(memory: int = 1000, processes: int = 100, node: NodePlace = A, **roles: RoleRoom) -> NodeRoom:
-    sizes = {Role(role): one for role, one in roles.items()} or {
+    sizes: dict[str, RoleRoom] = {Role(role): one for role, one in roles.items()} or {
         Role.PREFILL: RoleRoom(100 * MIB, planned=1),
         Role.DECODE: RoleRoom(200 * MIB, planned=1),
     }
@@ -96,16 +96,17 @@ def test_one_node_alone_is_asked_where_that_is_said() -> None:
 
 def test_it_crosses_the_wire_and_the_ledger_as_it_is() -> None:
     card = (WorkerName("decode-0"),)
-    one = NodeRoom(A, 7, 8, 2, {Role.DECODE: RoleRoom(5, 2, 1, 4), Role.PREFILL: RoleRoom(6)}, card, 99)
+    one = NodeRoom(A, 70, 8, 2, {Role.DECODE: RoleRoom(5, 2, 1, 4), Role.PREFILL: RoleRoom(6)}, card, 99)
     other = NodeRoom(NodePlace("", "h"), 1 << 40, 9, 3, {Role.COLOCATED: RoleRoom(1)})
     told = ClusterRoom((one, other), grows=True)
-    assert room_from_proto(pb.ClusterRoom.FromString(room_to_proto(told).SerializeToString())) == told
+    assert decode(ClusterRoom, encode(told)) == (told, 0)
     kept = ClusterRoom.from_json(told.to_json())
     assert (kept.nodes[1], kept.grows) == (other, True)
     assert kept.nodes[0].free is None, "that is old by then"
-    message = room_to_proto(told)
-    message.nodes[0].roles[0].role = "a role of a later build"
-    assert set(room_from_proto(message).nodes[0].roles) == {Role.PREFILL}
+    newer = replace(one, cards=None, roles={**one.roles, "a role of a later build": RoleRoom(1)})
+    read, left_out = decode(ClusterRoom, encode(ClusterRoom((newer,))))
+    assert left_out == 0
+    assert read.refusal((), workers(Role.PREFILL, 1)) == "", "what it has for others is as it was"
 
 
 sizes = st.integers(1, 40)

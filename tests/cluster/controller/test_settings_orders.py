@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_client import ControllerClient

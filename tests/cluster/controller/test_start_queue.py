@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import KillWorker, StartWorker
@@ -25,9 +24,9 @@ CONFIG = ClusterConfig()
 
 def here(most: int, starts: int = 2, **changes: object) -> NodeRoom:
     """A node with room for `most` workers of any role."""
-    roles = dict.fromkeys(PAIR, RoleRoom(10))
+    roles: dict[str, RoleRoom] = dict.fromkeys(PAIR, RoleRoom(10))
     node = NodeRoom(NodePlace("", "here"), 10 * most, starts=starts, roles=roles)
-    return replace(node, **changes)  # type: ignore[arg-type]
+    return replace(node, **changes)
 
 
 class Cluster:

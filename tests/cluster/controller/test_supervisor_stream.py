@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import grpc
+import msgpack
 import pytest
+from msgspec import structs
 
 from tests.support.free_ports import free_port
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import (
+    SUPERVISE,
     ControllerAction,
     EndedProcess,
-    ForgetArenas,
     KillWorker,
     OperatorNote,
     PlacedProcess,
     StartFailed,
     StartWorker,
+    SupervisorOrders,
+    SupervisorReport,
     WorkerKey,
 )
 from twinpool.cluster.controller.controller_client import ControllerAway, ControllerClient
 from twinpool.cluster.controller.controller_server import ControllerServer
 from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.cluster.controller.node_room import ClusterRoom, NodePlace, NodeRoom, RoleRoom
-from twinpool.cluster.controller.supervisor_wire import action_from_proto, action_to_proto
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.cluster_secret import access_metadata
 from twinpool.contracts.config.cluster_config import ClusterConfig
-from twinpool.contracts.errors import ConfigError, WireError
+from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
-from twinpool.contracts.messages.settings_change import SettingsChange
-from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
+from twinpool.contracts.wire.message_codec import decode, encode
 
 T = TypeVar("T")
 NAME, OTHER = WorkerName("decode-0"), WorkerName("prefill-3")
@@ -96,27 +96,12 @@ def site() -> Iterator[Site]:
     site.close()
 
 
-@pytest.mark.parametrize(
-    "action",
-    [
-        StartWorker(NAME, Role.COLOCATED, Incarnation(2**40), ("a", "b"), "only"),
-        KillWorker(NAME, Incarnation(3), 77, "node"),
-        ForgetArenas(NAME, Incarnation(9)),
-        ForgetArenas(NAME),
-        OperatorNote("text"),
-        StartFailed(NAME, "reason"),
-        SettingsChange('{"decode": {"tp": 2}}', True, 9),
-    ],
-)
-def test_orders_are_the_same_on_the_other_side(action: ControllerAction) -> None:
-    assert action_from_proto(pb.SupervisorOrder.FromString(action_to_proto(action).SerializeToString())) == action
-
-
-def test_an_order_of_a_newer_controller_is_refused_by_name() -> None:
-    with pytest.raises(WireError, match="doesn't know"):
-        action_from_proto(pb.SupervisorOrder())
-    with pytest.raises(WireError, match="conductor"):
-        action_from_proto(pb.SupervisorOrder(start=pb.StartWorker(name="a", role="conductor")))
+def test_an_order_of_a_newer_controller_is_left_out_and_the_others_are_obeyed() -> None:
+    start, note = StartWorker(NAME, Role.DECODE, Incarnation(1)), OperatorNote("text")
+    conductor = [*msgpack.unpackb(encode(start))]
+    conductor[2] = "conductor"
+    orders = [msgpack.unpackb(encode(start)), ["newer", 1], conductor, msgpack.unpackb(encode(note))]
+    assert decode(SupervisorOrders, msgpack.packb([orders])) == (SupervisorOrders((start, note)), 2)
 
 
 def test_a_start_goes_out_and_what_becomes_of_it_comes_back(site: Site) -> None:
@@ -143,7 +128,7 @@ def test_what_nodes_have_for_workers_is_told_with_the_first_report_and_binds_who
     with pytest.raises(ConfigError, match="3 more decode workers would not fit, 1 would"):
         client.add(Role.DECODE, 3)
     assert client.add(Role.DECODE, 1) == (NAME,)
-    client.report(room=dataclasses.replace(room, grows=True))
+    client.report(room=structs.replace(room, grows=True))
     site.until(lambda: site.core.table.room.grows)
 
 
@@ -189,10 +174,10 @@ def test_the_end_of_the_one_before_costs_the_latest_supervisor_nothing(site: Sit
     """Its stream ends some time after another one has come: starts, and settings, go to that one all the same."""
     over = threading.Event()
     with grpc.insecure_channel(site.server.endpoint) as channel:
-        stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
+        open_stream: Any = channel.stream_stream(SUPERVISE.path)  # type: ignore[call-arg]
 
         def supervise() -> Any:
-            return stub.Supervise(reports(over), metadata=access_metadata(SECRET), timeout=WAIT_S)
+            return open_stream(reports(over), metadata=access_metadata(SECRET), timeout=WAIT_S)
 
         first = supervise()
         site.until(lambda: site.core.can_start)
@@ -205,17 +190,18 @@ def test_the_end_of_the_one_before_costs_the_latest_supervisor_nothing(site: Sit
         assert site.core.can_start
         site.server.call(lambda core: core.pools.add_some(Role.DECODE, 1))
         site.server.tick()
-        (order,) = next(second).orders
-        assert order.start.name == NAME
+        (order,) = decode(SupervisorOrders, next(second))[0].orders
+        assert isinstance(order, StartWorker)
+        assert order.name == NAME
         assert service._supervisor is supervisor
         assert service._settings._send is not None
         over.set()
         site.until(lambda: not site.core.can_start)
 
 
-def reports(over: threading.Event) -> Iterator[pb.SupervisorReport]:
+def reports(over: threading.Event) -> Iterator[bytes]:
     """Of a supervisor that has no process."""
-    yield pb.SupervisorReport()
+    yield encode(SupervisorReport())
     over.wait(WAIT_S)
 
 

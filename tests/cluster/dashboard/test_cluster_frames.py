@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.cluster.dashboard.made_workers import worker
 from twinpool.cluster.controller.autoscaler import Autoscaler

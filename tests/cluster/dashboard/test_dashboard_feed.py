@@ -49,7 +49,7 @@ async def test_the_state_is_asked_for_as_often_as_somebody_watches_and_else_for_
     assert scene.asked - asked == pytest.approx(30 / FRAME_S, abs=1)
     assert (scene.feed.report_s, scene.feed.counters_s) == (FRAME_S, FRAME_S)
     await first
-    await frames.aclose()  # type: ignore[attr-defined]
+    await frames.aclose()
     assert not scene.feed.watched
     assert scene.feed.report_s == SAMPLE_S
 

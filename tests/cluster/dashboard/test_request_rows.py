@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from twinpool.cluster.dashboard.cluster_frames import ClusterFrames, ClusterState
 from twinpool.cluster.dashboard.frame_rows import MAX_EVENTS, MAX_SPANS, SHOWN, TEXT_CHARS, request_row
@@ -60,7 +59,7 @@ def test_a_row_is_its_record() -> None:
 )
 def test_what_went_as_usual_is_well(changes: dict[str, object], well: bool) -> None:
     usual = replace(RECORD, attempts=1, migrations=0, retractions=0)
-    assert request_row(replace(usual, **changes))["well"] is well  # type: ignore[arg-type]
+    assert request_row(replace(usual, **changes))["well"] is well
 
 
 def test_a_row_and_a_frame_have_no_more_than_they_have_room_for() -> None:

@@ -111,7 +111,7 @@ def test_a_setting_that_this_build_does_not_take_is_named(tmp_path: Path) -> Non
     ("text", "why"),
     [
         ('{"format": 99}', "format 99"),
-        ('{"format": 1}', "format 1 and this build reads 2"),
+        ('{"format": 1}', "format 1 and this build reads 3"),
         ("{}", "can't be read"),
         ("half a sta", "can't be read"),
     ],

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import grpc
-import grpc.aio
 import pytest
 
 from tests.cluster.fake_worker import FakeWorker, submit
@@ -16,8 +15,9 @@ from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
 from twinpool.cluster.worker_process.worker_process import WorkerServer, serve_worker
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.cluster_secret import access_metadata
-from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
+from twinpool.contracts.messages.calls import CHECK_WORKER, DRAIN_WORKER, UNDRAIN_WORKER, WORKER_STATUS, Empty
+from twinpool.contracts.messages.worker_status import WorkerStatus
+from twinpool.contracts.wire.grpc_calls import CallChannel, CallFailed
 
 WAIT_S = 20.0
 METADATA = (("twinpool-incarnation", "3"),)
@@ -56,12 +56,11 @@ def served() -> Iterator[Served]:
 
 def test_a_call_for_another_incarnation_is_refused_with_both_numbers(served: Served) -> None:
     async def talk() -> str:
-        async with grpc.aio.insecure_channel(served.server.endpoint) as channel:
-            stub = pb_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await asyncio.wait_for(stub.Drain(pb.Empty(), metadata=(("twinpool-incarnation", "2"),)), WAIT_S)
-            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-            return str(caught.value.details())
+        async with CallChannel(served.server.endpoint, metadata=(("twinpool-incarnation", "2"),)) as channel:
+            with pytest.raises(CallFailed) as caught:
+                await channel.call(DRAIN_WORKER, Empty(), WAIT_S)
+            assert caught.value.code is grpc.StatusCode.FAILED_PRECONDITION
+            return caught.value.reason
 
     detail = asyncio.run(talk())
     assert "incarnation 3" in detail
@@ -75,13 +74,12 @@ def test_status_check_drain_and_undrain_answer_over_the_wire(served: Served) -> 
     async def talk() -> None:
         stream = await RawStream.open(served.server.stream, 3)
         stream.send(submit("a"))
-        async with grpc.aio.insecure_channel(served.server.endpoint) as channel:
-            stub = pb_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
-            while (await stub.Status(pb.Empty())).running != 1:
+        async with CallChannel(served.server.endpoint, metadata=METADATA) as channel:
+            while (await channel.call(WORKER_STATUS, Empty(), WAIT_S)).running != 1:
                 await asyncio.sleep(0)
-            assert (await stub.Check(pb.Empty())).leases == 1
-            assert (await stub.Drain(pb.Empty(), metadata=METADATA)).state == "draining"
-            assert (await stub.Undrain(pb.Empty())).state == "ready"
+            assert (await channel.call(CHECK_WORKER, Empty(), WAIT_S)).leases == 1
+            assert (await channel.call(DRAIN_WORKER, Empty(), WAIT_S)).state == "draining"
+            assert (await channel.call(UNDRAIN_WORKER, Empty(), WAIT_S)).state == "ready"
             assert served.host.undrains == 1
         stream.abort()
 
@@ -91,17 +89,15 @@ def test_status_check_drain_and_undrain_answer_over_the_wire(served: Served) -> 
 def test_d9_where_there_is_a_secret_only_calls_with_its_token_come_in() -> None:
     secret = "5e" * 32
 
-    async def call(served: Served, metadata: tuple[tuple[str, str], ...]) -> pb.WorkerStatus:
-        async with grpc.aio.insecure_channel(served.server.endpoint) as channel:
-            stub = pb_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
-            found: pb.WorkerStatus = await stub.Drain(pb.Empty(), metadata=metadata, timeout=WAIT_S)
-            return found
+    async def call(served: Served, metadata: tuple[tuple[str, str], ...]) -> WorkerStatus:
+        async with CallChannel(served.server.endpoint, metadata=metadata) as channel:
+            return await channel.call(DRAIN_WORKER, Empty(), WAIT_S)
 
     with serving(secret) as served:
         ((key, token),) = access_metadata(secret)
         guesses = ("", " ", "guess", token[:-1], token + "0", token.upper(), secret)
         for strangers in ((), *(((key, guess),) for guess in guesses), access_metadata("00" * 32)):
-            with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
+            with pytest.raises(CallFailed, match="UNAUTHENTICATED"):
                 asyncio.run(call(served, strangers))
         assert not served.worker.draining
         assert asyncio.run(call(served, access_metadata(secret))).state == "draining"

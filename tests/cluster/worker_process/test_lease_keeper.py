@@ -3,12 +3,11 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
-import grpc.aio
 import pytest
+from msgspec.structs import fields, replace
 
 from tests.cluster.fake_worker import FakeWorker
 from twinpool.cluster.controller.controller import Controller
@@ -21,10 +20,12 @@ from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.calls import REGISTER, WATCH
+from twinpool.contracts.messages.cluster_view import WatchRequest
 from twinpool.contracts.messages.fingerprint import Fingerprint
+from twinpool.contracts.messages.leases import LeaseGrant, Renewal
 from twinpool.contracts.messages.worker_status import EndedWorker, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.proto import worker_pb2_grpc as pb_grpc
+from twinpool.contracts.wire.grpc_calls import CallChannel
 from twinpool.contracts.wire.grpc_channels import channel_options
 from twinpool.router.links.controller_directory import ControllerDirectory
 
@@ -148,22 +149,37 @@ def test_who_has_left_renews_no_more(wired: Wired) -> None:
     asyncio.run(asyncio.wait_for(life(), WAIT_S))
 
 
+ONE = Incarnation(1)
+FENCED = LeaseGrant(ONE, 0.0, fenced=True)
+
+
+def answer_calls(monkeypatch: pytest.MonkeyPatch, answer: Callable[..., Awaitable[LeaseGrant]]) -> None:
+    """Have the keeper's calls answered by `answer`, which gets the call, the request and the timeout."""
+
+    class Channel:
+        async def call(self, call: object, request: object, timeout_s: float, *, wait: bool = False) -> LeaseGrant:
+            return await answer(call, request, timeout_s)
+
+        async def close(self) -> None: ...
+
+    monkeypatch.setattr(lease, "CallChannel", lambda *endpoint: Channel())
+
+
 @pytest.mark.parametrize(("heartbeat_s", "timeout_s"), [(0.01, lease.RENEWAL_TIMEOUT_S), (3.0, 6.0)])
 def test_a_renewal_may_take_two_heartbeats_and_no_less_than_a_second(
     heartbeat_s: float, timeout_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[float] = []
 
-    class Stub:
-        async def Renew(self, renewal: pb.Renewal, *, timeout: float, **_: object) -> pb.LeaseGrant:
-            given.append(timeout)
-            return pb.LeaseGrant(fenced=True)
+    async def renew(call: object, renewal: Renewal, timeout_s: float) -> LeaseGrant:
+        given.append(timeout_s)
+        return FENCED
 
     record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "e", "c", WorkerLimits(1, 1))
     keeper = LeaseKeeper(
         record, "nowhere", ManualClock(), heartbeat_s, FakeWorker(incarnation=1).status, lambda _: None
     )
-    monkeypatch.setattr(lease, "controller_stub", lambda channel: Stub())
+    answer_calls(monkeypatch, renew)
     asyncio.run(keeper._renew())
     assert given == [timeout_s]
 
@@ -172,12 +188,11 @@ def test_a_renewal_may_take_two_heartbeats_and_no_less_than_a_second(
 def test_an_order_to_leave_that_an_undrain_has_overtaken_is_not_obeyed(
     undrained: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    undrains, obeyed, answers = [0], list[str](), iter([pb.LeaseGrant(drain=True), pb.LeaseGrant(fenced=True)])
+    undrains, obeyed, answers = [0], list[str](), iter([LeaseGrant(ONE, 0.0, drain=True), FENCED])
 
-    class Stub:
-        async def Renew(self, renewal: pb.Renewal, **_: object) -> pb.LeaseGrant:
-            undrains[0] += undrained  # while the answer is under way
-            return next(answers)
+    async def renew(*asked: object) -> LeaseGrant:
+        undrains[0] += undrained  # while the answer is under way
+        return next(answers)
 
     record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "e", "c", WorkerLimits(1, 1))
     status = FakeWorker(incarnation=1).status
@@ -185,7 +200,7 @@ def test_an_order_to_leave_that_an_undrain_has_overtaken_is_not_obeyed(
         record, "nowhere", ManualClock(), 0.0, status, lambda _: None,
         on_drain=lambda: obeyed.append("leaves"), undrains=lambda: undrains[0],
     )  # fmt: skip
-    monkeypatch.setattr(lease, "controller_stub", lambda channel: Stub())
+    answer_calls(monkeypatch, renew)
     asyncio.run(keeper._renew())
     assert obeyed == ([] if undrained else ["leaves"])
 
@@ -193,14 +208,13 @@ def test_an_order_to_leave_that_an_undrain_has_overtaken_is_not_obeyed(
 def test_an_order_to_leave_after_an_undrain_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
     """An undrain overtakes the one answer that is under way, and no later one."""
     undrains, obeyed = [0], list[int]()
-    answers = iter([pb.LeaseGrant(drain=True), pb.LeaseGrant(drain=True), pb.LeaseGrant(fenced=True)])
+    answers = iter([LeaseGrant(ONE, 0.0, drain=True), LeaseGrant(ONE, 0.0, drain=True), FENCED])
     asked: list[int] = []
 
-    class Stub:
-        async def Renew(self, renewal: pb.Renewal, **_: object) -> pb.LeaseGrant:
-            asked.append(len(asked) + 1)
-            undrains[0] = 1  # while the first answer is under way
-            return next(answers)
+    async def renew(*_: object) -> LeaseGrant:
+        asked.append(len(asked) + 1)
+        undrains[0] = 1  # while the first answer is under way
+        return next(answers)
 
     record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "e", "c", WorkerLimits(1, 1))
     status = FakeWorker(incarnation=1).status
@@ -208,7 +222,7 @@ def test_an_order_to_leave_after_an_undrain_is_obeyed(monkeypatch: pytest.Monkey
         record, "nowhere", ManualClock(), 0.0, status, lambda _: None,
         on_drain=lambda: obeyed.append(asked[-1]), undrains=lambda: undrains[0],
     )  # fmt: skip
-    monkeypatch.setattr(lease, "controller_stub", lambda channel: Stub())
+    answer_calls(monkeypatch, renew)
     asyncio.run(keeper._renew())
     assert obeyed == [2]
 
@@ -216,31 +230,28 @@ def test_an_order_to_leave_after_an_undrain_is_obeyed(monkeypatch: pytest.Monkey
 class Script:
     """A keeper whose renewals are answered as the test says, over calls; pauses are kept and pass at once."""
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, *answers: pb.LeaseGrant | Exception, late_s: float = 0.0
-    ) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: LeaseGrant | Exception, late_s: float = 0.0) -> None:
         self.clock = ManualClock(100.0)
-        self.heard: list[pb.Renewal] = []
+        self.heard: list[Renewal] = []
         self.pauses: list[float] = []
         self.lost: list[str] = []
         self.ended: list[tuple[EndedWorker, ...]] = []
         self.counters = {"steps": 1.0}
-        script = iter([*answers, pb.LeaseGrant(fenced=True)])
+        script = iter([*answers, FENCED])
 
-        class Stub:
-            async def Renew(_, renewal: pb.Renewal, **options: object) -> pb.LeaseGrant:
-                self.heard.append(renewal)
-                answer = next(script)
-                self.clock.advance(late_s)
-                if isinstance(answer, Exception):
-                    raise answer
-                return answer
+        async def renew(call: object, renewal: Renewal, timeout_s: float) -> LeaseGrant:
+            self.heard.append(renewal)
+            answer = next(script)
+            self.clock.advance(late_s)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
 
         async def sleep(seconds: float) -> None:
             self.pauses.append(seconds)
             self.clock.advance(seconds)
 
-        monkeypatch.setattr(lease, "controller_stub", lambda channel: Stub())
+        answer_calls(monkeypatch, renew)
         monkeypatch.setattr("twinpool.cluster.worker_process.lease_keeper.asyncio.sleep", sleep)
         record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "e", "c", WorkerLimits(1, 1))
         self.keeper = LeaseKeeper(
@@ -261,7 +272,7 @@ class Script:
 
 
 def test_a_renewal_counts_from_before_it_was_sent_however_late_its_answer_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = Script(monkeypatch, pb.LeaseGrant(lease_s=10.0), late_s=4.0)
+    script = Script(monkeypatch, LeaseGrant(ONE, 10.0), late_s=4.0)
     held: list[tuple[float, bool]] = []
 
     def look(ended: tuple[EndedWorker, ...]) -> None:
@@ -280,14 +291,11 @@ def test_a_registration_counts_from_before_it_was_sent_however_late_its_answer_i
 ) -> None:
     script = Script(monkeypatch)
 
-    class Stub:
-        async def Register(_, record: pb.Registration, **options: object) -> pb.LeaseGrant:
-            script.clock.advance(4.0)
-            return pb.LeaseGrant(lease_s=10.0)
-
-        async def Renew(_, renewal: pb.Renewal, **options: object) -> pb.LeaseGrant:
+    async def answer(call: object, request: object, timeout_s: float) -> LeaseGrant:
+        if call is not REGISTER:
             await asyncio.Event().wait()
-            raise AssertionError
+        script.clock.advance(4.0)
+        return LeaseGrant(ONE, 10.0)
 
     async def life() -> list[bool]:
         await script.keeper.start(WAIT_S)
@@ -298,23 +306,23 @@ def test_a_registration_counts_from_before_it_was_sent_however_late_its_answer_i
         await script.keeper.close()
         return held
 
-    monkeypatch.setattr(lease, "controller_stub", lambda channel: Stub())
+    answer_calls(monkeypatch, answer)
     assert asyncio.run(life()) == [True, False], "10 s from before the registration on, less a margin of a second"
 
 
 def test_counters_are_said_at_first_and_then_as_often_as_the_controller_wants(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = Script(monkeypatch, *[pb.LeaseGrant(lease_s=60.0)] * 7)
+    script = Script(monkeypatch, *[LeaseGrant(ONE, 60.0)] * 7)
     script.run()
     assert script.counters_at == [True, False, False, False, False, True, False, False]
-    quick = pb.LeaseGrant(lease_s=60.0, counters_s=1.0)
-    script = Script(monkeypatch, pb.LeaseGrant(lease_s=60.0), quick, quick, quick, *[pb.LeaseGrant(lease_s=60.0)] * 4)
+    quick = LeaseGrant(ONE, 60.0, counters_s=1.0)
+    script = Script(monkeypatch, LeaseGrant(ONE, 60.0), quick, quick, quick, *[LeaseGrant(ONE, 60.0)] * 4)
     script.run()
     assert script.counters_at == [True, False, True, True, True, True, False, False, False]
 
 
 def test_a_controller_that_was_away_hears_the_counters_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be another one, which has none of them, and its autoscaler would wait for them."""
-    good = pb.LeaseGrant(lease_s=60.0)
+    good = LeaseGrant(ONE, 60.0)
     script = Script(monkeypatch, good, good, ConnectionError("cut"), good, good)
     script.run()
     assert script.counters_at == [True, False, False, True, False, False]
@@ -326,7 +334,7 @@ def test_a_lease_that_ran_out_while_nobody_answered_is_lost_and_one_that_holds_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cut = ConnectionError("cut")
-    script = Script(monkeypatch, pb.LeaseGrant(lease_s=4.0), cut, cut, pb.LeaseGrant(lease_s=4.0), *[cut] * 9)
+    script = Script(monkeypatch, LeaseGrant(ONE, 4.0), cut, cut, LeaseGrant(ONE, 4.0), *[cut] * 9)
     script.run()
     assert script.lost == ["the controller could not be reached in time: cut"]
     assert len(script.heard) == 8, "it held for 3.6 s after the second grant, and a renewal is made each second"
@@ -336,10 +344,10 @@ def test_a_lease_that_ran_out_while_nobody_answered_is_lost_and_one_that_holds_i
 def test_ended_incarnations_are_taken_in_where_they_change_also_of_a_controller_that_marks_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    one, two = (pb.EndedWorker(name="decode-9", incarnation=number) for number in (1, 2))
+    one, two = (EndedWorker(WorkerName("decode-9"), Incarnation(number)) for number in (1, 2))
 
-    def grant(*ended: pb.EndedWorker, mark: int = 0) -> pb.LeaseGrant:
-        return pb.LeaseGrant(lease_s=60.0, ended=ended, ended_mark=mark)
+    def grant(*ended: EndedWorker, mark: int = 0) -> LeaseGrant:
+        return LeaseGrant(ONE, 60.0, ended=ended, ended_mark=mark)
 
     unmarked = Script(monkeypatch, grant(), grant(one), grant(one), grant(two))
     unmarked.run()
@@ -359,8 +367,8 @@ def test_ended_incarnations_are_taken_in_where_they_change_also_of_a_controller_
 
 
 def test_pauses_are_the_controllers_and_where_it_says_none_as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
-    good = pb.LeaseGrant(lease_s=60.0)
-    script = Script(monkeypatch, good, pb.LeaseGrant(lease_s=60.0, renew_s=2.5), good, ConnectionError("cut"), good)
+    good = LeaseGrant(ONE, 60.0)
+    script = Script(monkeypatch, good, LeaseGrant(ONE, 60.0, renew_s=2.5), good, ConnectionError("cut"), good)
     script.run()
     assert script.pauses == [1.0, 2.5, 1.0, 1.0, 1.0]
 
@@ -546,7 +554,7 @@ def test_no_channel_within_the_cluster_asks_a_proxy() -> None:
         for call in ast.walk(ast.parse(path.read_text()))
         if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(("insecure_channel", "secure_channel"))
     ]
-    assert len(opened) == 2  # All go through `contracts.wire.secure_grpc`, with its caller's options.
+    assert len(opened) == 2  # All go through `contracts.wire.grpc_channels`, with its caller's options.
     for call in opened:
         assert [k.arg for k in call.keywords] == ["options"], ast.unparse(call)
 
@@ -575,16 +583,16 @@ def test_drain_and_undrain_of_a_node_over_the_wire(wired: Wired) -> None:
 def test_a_watcher_gets_the_table_now_and_at_each_change(wired: Wired) -> None:
     async def watch() -> list[str]:
         states = []
-        async with grpc.aio.insecure_channel(wired.server.endpoint) as channel:
-            call = pb_grpc.ControllerStub(channel).Watch(pb.Empty())  # type: ignore[no-untyped-call]
+        async with CallChannel(wired.server.endpoint) as channel:
+            views = channel.subscribe(WATCH, WatchRequest())
             keeper = wired.keeper(1)
-            states.append((await asyncio.wait_for(call.read(), WAIT_S)).workers[0].status.state)
+            states.append((await asyncio.wait_for(anext(views), WAIT_S)).workers[0].status.state)
             await keeper.start(WAIT_S)
-            states.append((await asyncio.wait_for(call.read(), WAIT_S)).workers[0].status.state)
+            states.append((await asyncio.wait_for(anext(views), WAIT_S)).workers[0].status.state)
             await keeper.leave()
             while states[-1] != "left":
-                states.append((await asyncio.wait_for(call.read(), WAIT_S)).workers[0].status.state)
-            call.cancel()
+                states.append((await asyncio.wait_for(anext(views), WAIT_S)).workers[0].status.state)
+            await views.aclose()
         return states
 
     states = asyncio.run(watch())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.router.stage import Stage
 from twinpool.contracts.config.worker_config import DisaggregationConfig

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from tests.router.stage import Stage
 from twinpool.contracts.config.worker_config import DisaggregationConfig

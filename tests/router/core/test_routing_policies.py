@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.router.stage import Stage
 from twinpool.contracts.config.cache_config import PrefetchConfig

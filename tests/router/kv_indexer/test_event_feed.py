@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from twinpool.cache.tiers.kv_event_publisher import KVEventLog, KVEventPublisher
 from twinpool.contracts.block_hash import block_hashes

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.wire.instances import full
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
-from twinpool.contracts.messages.control_plane import ControlPlane
+from twinpool.contracts.messages.calls import WATCH
+from twinpool.contracts.messages.cluster_view import ClusterView, ControlPlane, RecordAsk, WatchRequest
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
-from twinpool.contracts.proto import worker_pb2 as pb
-from twinpool.contracts.wire.worker_protobuf import record_to_proto, status_to_proto
 from twinpool.router.links.controller_directory import ControllerDirectory
 
 A, B, C = (WorkerName(f"decode-{number}") for number in range(3))
@@ -30,11 +29,8 @@ def row(name: WorkerName, running: int = 1, incarnation: int = 1, **counters: fl
     return WorkerView(record, status)
 
 
-def table(*rows: WorkerView, changes: bool = False, numbers: tuple[WorkerStatus, ...] = (), **more: Any) -> Any:
-    workers = [
-        pb.WorkerView(registration=record_to_proto(one.record), status=status_to_proto(one.status)) for one in rows
-    ]
-    return pb.ClusterView(workers=workers, changes=changes, statuses=map(status_to_proto, numbers), **more)
+def table(*rows: WorkerView, changes: bool = False, numbers: tuple[WorkerStatus, ...] = (), **more: Any) -> ClusterView:
+    return ClusterView(1, rows, changes=changes, statuses=numbers, **more)
 
 
 class Heard:
@@ -45,7 +41,7 @@ class Heard:
         self.tables: list[Views] = []
         self.directory._listeners.append(self.tables.append)
 
-    def take(self, message: pb.ClusterView) -> dict[str, WorkerView]:
+    def take(self, message: ClusterView) -> dict[str, WorkerView]:
         self.directory._take(message)
         return {view.record.name: view for view in self.tables[-1]}
 
@@ -62,9 +58,7 @@ def test_a_whole_table_takes_the_place_of_the_one_before_and_changes_are_put_int
 def test_numbers_are_of_the_worker_that_they_name_and_leave_the_rest_of_its_row() -> None:
     heard = Heard()
     cordoned = replace(row(B), cordoned=True)
-    whole = table(row(A), row(B))
-    whole.workers[1].cordoned = True
-    heard.take(whole)
+    heard.take(table(row(A), cordoned))
     told = heard.take(table(changes=True, numbers=(row(B, running=7).status, row(C, running=9).status)))
     assert told == {A: row(A), B: replace(cordoned, status=row(B, running=7).status)}
     assert C not in told, "numbers of a worker whose row has not come say nothing"
@@ -85,7 +79,7 @@ def test_counters_that_a_status_leaves_out_are_those_that_were_said_last_of_this
 def test_a_question_is_passed_on_and_is_no_news_of_workers() -> None:
     heard, asked = Heard(), list[tuple[int, str]]()
     heard.take(table(row(A)))
-    ask = [pb.RecordAsk(number=5, request_id="r")]
+    ask = (RecordAsk(5, "r"),)
     heard.take(table(changes=True, record_asks=ask))
     heard.directory.on_record_ask(lambda number, request_id: asked.append((number, request_id)))
     heard.take(table(changes=True, record_asks=ask))
@@ -100,11 +94,11 @@ def test_who_leads_stays_known_while_nobody_says_otherwise_and_a_controller_alon
     heard = Heard()
     heard.take(table(row(A)))
     assert heard.directory.control_plane() is None
-    heard.take(table(changes=True, control_plane=pb.ControlPlane(leader="h:1", term=4, standbys=["h:2"])))
+    heard.take(table(changes=True, control_plane=ControlPlane("h:1", 4, ("h:2",))))
     assert heard.directory.control_plane() == ControlPlane("h:1", 4, ("h:2",), away=True)
     heard.take(table(changes=True))
     assert heard.directory.control_plane() == ControlPlane("h:1", 4, ("h:2",), away=True)
-    heard.take(table(changes=True, control_plane=pb.ControlPlane()))
+    heard.take(table(changes=True, control_plane=ControlPlane("", 0, ())))
     assert heard.directory.control_plane() is None
 
 
@@ -158,10 +152,8 @@ async def test_a_watch_that_breaks_is_begun_anew_ever_more_seldom_and_nothing_is
 
         async def __aexit__(self, *error: object) -> None: ...
 
-    class Stub:
-        def __init__(self, channel: Any) -> None: ...
-
-        async def Watch(self, request: pb.WatchRequest, **options: Any) -> Any:
+        async def subscribe(self, method: object, request: WatchRequest, **options: Any) -> Any:
+            assert method is WATCH
             assert request.changes
             if not comes.pop(0):
                 raise ValueError("planted")
@@ -179,7 +171,6 @@ async def test_a_watch_that_breaks_is_begun_anew_ever_more_seldom_and_nothing_is
 
     directory = ControllerDirectory("nobody:1")
     real, tables = asyncio.sleep, list[Views]()
-    monkeypatch.setattr("twinpool.router.links.controller_directory.pb_grpc.ControllerStub", Stub)
     monkeypatch.setattr(ControllerDirectory, "_channel", lambda self, endpoint: Channel())
     monkeypatch.setattr("twinpool.router.links.controller_directory.asyncio.sleep", sleep)
     unwatch = directory.watch(tables.append)

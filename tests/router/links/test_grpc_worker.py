@@ -19,7 +19,6 @@ from tests.router.http_server import demo_spec, eventually
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Incarnation, RequestId, Role, RoomId
-from twinpool.contracts.messages.autoscaler_messages import LatencyCounts
 from twinpool.contracts.messages.router_commands import Cancel, PeerRef, Submit
 from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Done, Event, LegReport, PromptScores, Tokens
@@ -321,38 +320,3 @@ async def test_frames_of_long_prompts_stay_small() -> None:
     sizes = [len(raw) for raw in FrameWriter().frames(commands)]
     assert len(sizes) == 4
     assert max(sizes) < FRAME_BYTES + len(alone)
-
-
-async def test_a_call_that_the_end_of_its_connection_cancels_is_an_error_and_no_cancellation() -> None:
-    """Else the end of the controller would cancel each request that waits for a tenant's slice."""
-
-    class Stub:
-        def __init__(self) -> None:
-            self.calls: list[asyncio.Future[Any]] = []
-
-        def call(self, request: object, **options: object) -> asyncio.Future[Any]:
-            self.calls.append(asyncio.get_running_loop().create_future())
-            return self.calls[-1]
-
-        LeaseQuota = ReportLatency = ReportRecords = FindRecords = call
-
-    directory, stub = ControllerDirectory("127.0.0.1:1"), Stub()
-    directory._stub = stub
-    counts = LatencyCounts()
-    for begin in (
-        lambda: directory.lease_quota("router", []),
-        lambda: directory.report_latency("router", counts),
-        lambda: directory.report_records("router", (), ()),
-        lambda: directory.find_records("r"),
-    ):
-        task = asyncio.create_task(begin())
-        await eventually(lambda: bool(stub.calls))
-        stub.calls.pop().cancel()
-        with pytest.raises(ConnectionError, match="closed"):
-            await task
-        task = asyncio.create_task(begin())
-        await eventually(lambda: bool(stub.calls))
-        stub.calls.pop()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task

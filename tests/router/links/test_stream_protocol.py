@@ -12,11 +12,10 @@ from twinpool.contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerN
 from twinpool.contracts.messages import stream_protocol
 from twinpool.contracts.messages.router_commands import Cancel, PeerRef, Submit
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from twinpool.contracts.proto import worker_pb2 as pb
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.contracts.wire.frame_connection import FrameConnection
+from twinpool.contracts.wire.message_codec import decode, encode
 from twinpool.contracts.wire.stream_codec import decode_commands
-from twinpool.contracts.wire.worker_protobuf import record_from_proto, record_to_proto
 from twinpool.router.links.controller_directory import ControllerDirectory
 from twinpool.router.links.worker_links import MAX_COMMANDS, TURN_BYTES, WorkerLinks, WorkerStream, open_stream
 
@@ -53,7 +52,7 @@ def test_versions_that_both_know_are_talked() -> None:
 
 def test_a_record_carries_the_version_over_the_wire() -> None:
     one = record("127.0.0.1:1", 3)
-    assert record_from_proto(pb.Registration.FromString(record_to_proto(one).SerializeToString())) == one
+    assert decode(WorkerRecord, encode(one)) == (one, 0)
 
 
 @pytest.mark.asyncio

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.wire.instances import full
 from twinpool.contracts.ids import Incarnation, Role, WorkerName

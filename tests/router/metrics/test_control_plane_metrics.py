@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from twinpool.contracts.messages.control_plane import ControlPlane
+from twinpool.contracts.messages.cluster_view import ControlPlane
 from twinpool.router.metrics.worker_metrics import control_plane_metrics
 
 

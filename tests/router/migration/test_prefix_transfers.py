@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.router_config import RouterConfig

@@ -167,7 +167,7 @@ def controlled() -> Iterator[tuple[Server, Controller]]:
 def test_what_another_router_has_is_found_by_the_controller(controlled: tuple[Server, Controller]) -> None:
     server, controller = controlled
     others = [record(f"there-{at}", answer_id="there", arrived=5.0 - at) for at in (1, 0)]
-    controller.found = FoundRecords(others, 60.0, 2, 2)
+    controller.found = FoundRecords(tuple(others), 60.0, 2, 2)
     assert [one["request_id"] for one in records(server, "there")] == ["there-0", "there-1"]
     controller.found = FoundRecords((), 60.0, 3, 2)
     answer = server.client.get("/cluster/requests/there").json()["error"]["message"]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.ids import Incarnation, RequestId, Role, WorkerName

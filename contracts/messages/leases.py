@@ -1,0 +1,72 @@
+"""Workers' leases: registrations are `WorkerRecord`s, renewals go by calls or by frames, and grants answer both.
+
+A worker's lease stream begins with a `StreamOpening`; then each of its `Renewal`s is answered by a `LeaseGrant`. Until
+its first grant says where the stream is, and wherever it can't be opened, renewals go by calls.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from twinpool.contracts.ids import Incarnation, WorkerName
+from twinpool.contracts.message_types import SOME, UNSIGNED, Finite, Message, Uint64
+from twinpool.contracts.messages.worker_status import EndedWorker, WorkerStatus
+
+SILENCE_S = 60.0
+"""Seconds without a sign of life after which a stream counts as cut. Renewals are signs of life, and one that isn't
+answered in time ends the stream much sooner; so neither end says anything else in between."""
+RENEWAL_BYTES = 1024 * 1024
+"""Bytes of the largest renewal: a status with its counters."""
+UNREAD_BYTES = 64 * 1024
+"""Bytes that may wait for a worker when it renews: it does so after its last grant has come, so more of them are of one
+that reads none."""
+GRANT_BYTES = 4 * 1024 * 1024
+"""Bytes of the largest grant: it names the ended incarnations of all workers."""
+
+
+class Renewal(Message, frozen=True):
+    """A worker's heartbeat, by which it renews its lease."""
+
+    name: WorkerName
+    incarnation: Annotated[Incarnation, UNSIGNED]
+    status: WorkerStatus
+    ended_mark: Uint64 = 0
+    """Of the list of ended incarnations that the worker has; 0: none."""
+
+
+class Departure(Message, frozen=True):
+    """A worker's word that it has left by drain, which gives its lease back."""
+
+    name: WorkerName
+    incarnation: Annotated[Incarnation, UNSIGNED]
+    closed: bool = False
+    """Whether the worker is closed, and its process can go on as another."""
+
+
+class DepartureAnswer(Message, frozen=True):
+    """The controller's answer to a departure."""
+
+    goes_on: bool = False
+    """Whether a plan comes, by which the worker's process goes on in another role."""
+
+
+class LeaseGrant(Message, frozen=True):
+    """The controller's answer to a registration or renewal."""
+
+    incarnation: Annotated[Incarnation, UNSIGNED]
+    lease_s: Finite
+    """Seconds that the lease lasts; 0 where it is fenced."""
+    fenced: bool = False
+    """Whether the incarnation is over: the worker must send nothing more and exit."""
+    drain: bool = False
+    """Whether the worker is to drain and leave, or to change its role."""
+    renew_s: Finite = 0.0
+    """Seconds after which the worker is to renew; 0: as configured."""
+    ended: Annotated[tuple[EndedWorker, ...], SOME] = ()
+    """The latest incarnation of each worker that has ended."""
+    ended_mark: Uint64 = 0
+    """Names this list of `ended`, which is left out where the renewal has named it; 0: none."""
+    stream: str = ""
+    """Where renewals may go as frames, ``host:port``; empty: nowhere."""
+    counters_s: Finite = 0.0
+    """Seconds between two heartbeats with counters; 0: as the worker has it."""
