@@ -9,6 +9,7 @@ decorator or `def` to its end. Generated code is left out, and so is an `__init_
 from __future__ import annotations
 
 import ast
+import re
 import statistics
 import sys
 import tomllib
@@ -19,6 +20,8 @@ from pathlib import Path
 FOLDER, THIN, FILE, FUNCTION, METHODS, PARAMETERS = 10, 40, 500, 70, 20, 8
 """A file is worth opening: a small face over much. One below `THIN` lines is part of another's idea, one beyond `FILE`
 has several."""
+PRIVATE, REACHES = re.compile(r"_[a-z]"), 150
+"""Names with one underscore; how often tests should use those of production at most."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Size = tuple[int, str]
 """How large, and what."""
@@ -73,6 +76,30 @@ def twice(names: Iterable[str]) -> list[str]:
     return sorted(name for name, count in Counter(names).items() if count > 1)
 
 
+def private_names(tree: ast.AST) -> set[str]:
+    """What a file defines for itself alone: attributes that it sets, functions, classes and names of the module."""
+    found = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, Function | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return {name for name in found if PRIVATE.match(name)}
+
+
+def reaches(tree: ast.AST, theirs: set[str]) -> int:
+    """How often a test's file uses a private name of production, from outside of what defines it."""
+    own = private_names(tree)
+    return sum(
+        isinstance(node, ast.Attribute)
+        and node.attr in theirs - own
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+        for node in ast.walk(tree)
+    )
+
+
 class House:
     """The sizes of the code below a folder."""
 
@@ -99,6 +126,14 @@ class House:
                     self.functions.append((lines(node), name))
         self.folders = [(count, folder.as_posix()) for folder, count in folders.items()]
         self.classes_twice, self.names_twice = twice(classes), twice(names)
+        theirs = set[str]()
+        for path in sources(root):
+            theirs |= private_names(ast.parse((root / path).read_text(encoding="utf-8")))
+        self.reached = [
+            (count, path.relative_to(root).as_posix())
+            for path in sorted((root / "tests").rglob("*.py"))
+            if (count := reaches(ast.parse(path.read_text(encoding="utf-8")), theirs))
+        ]
         self.bench = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (root / "bench").rglob("*.py"))
 
     def numbers(self) -> dict[str, int]:
@@ -127,6 +162,9 @@ class House:
         yield ""
         yield f"Class names of several meanings: {', '.join(self.classes_twice) or 'none'}."
         yield f"Names of files that occur twice: {', '.join(self.names_twice) or 'none'}."
+        total, (most, where) = sum(count for count, _ in self.reached), max(self.reached, default=(0, "none"))
+        at_most = f"which should be {REACHES} at most"
+        yield f"Private names of production that tests use: {total}, {at_most}; most in {where}: {most}."
 
 
 def judge(numbers: dict[str, int], bounds: dict[str, dict[str, int]]) -> tuple[list[str], bool]:

@@ -81,3 +81,17 @@ def test_no_bound_is_below_its_goal() -> None:
 def test_make_check_runs_it() -> None:
     check = (ROOT / "Makefile").read_text().split("\ncheck:")[1].split("\n\n")[0]
     assert "$(BIN)/python .ci/house_numbers.py" in check
+
+
+def test_private_names_of_production_that_tests_use_are_counted(tmp_path: Path) -> None:
+    """Those that are defined there, by whatever isn't `self`; a name of the test's own is none of them."""
+    pond = (
+        "class Duck:\n    def __init__(self) -> None:\n        self._feet = 2\n        self._own = 3\n\n"
+        + "x = 1\n" * 40
+    )
+    test = "_own = 1\nprint(duck._feet, other.duck._feet, self._feet, duck._wings, duck.feet, duck._own)\n"
+    code, said = judged(tmp_path, {"pond/main.py": pond, "tests/test_duck.py": test})
+    assert code == 0
+    (line,) = [line for line in said if line.startswith("Private names")]
+    assert ": 2, which" in line
+    assert line.endswith("most in tests/test_duck.py: 2.")
