@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -43,11 +44,14 @@ def run_script(script: Path, cache: Path, claims: Collection[str] = ()) -> Said:
     return out
 
 
-def patch_language_once() -> None:
-    """Have the interpreter put its operations into `triton.language` once in this process, and leave them there.
+def quicken_interpreter() -> None:
+    """Take out of Triton's interpreter what costs most of such a script's time and changes nothing that it computes.
 
-    As it is, it looks through all of that package at each call of a function within a kernel: most of the time of such
-    a script. It takes away what it put there after a launch, but not what it put there for such a call."""
+    Operations are put into `triton.language` once in this process, and stay there: as it is, the interpreter looks
+    through all of that package at each call of a function within a kernel. (It takes away what it put there after a
+    launch, but not what it put there for such a call.) Sums of integers are not computed again in 64 bits: unless it is
+    debugging, the interpreter throws the comparison away. What follows from a type is computed once.
+    """
     from triton import language
     from triton.runtime import interpreter
 
@@ -59,6 +63,44 @@ def patch_language_once() -> None:
     interpreter._patch_lang(Sees)
     kept = interpreter._LangPatchScope()
     interpreter._patch_lang = lambda function: kept
+    options = interpreter.interpreter_builder.options
+    if not options.debug:
+        interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    _remember_types(language.core, interpreter)
+
+
+def _remember_types(core: Any, interpreter: Any) -> None:
+    """Have equal types of blocks share what they are made of, and tensors of a type what follows from it."""
+    number_type, begin_block, begin_tensor = interpreter._get_np_dtype, core.block_type.__init__, core.tensor.__init__
+    numbers, blocks = dict[str, Any](), dict[Any, dict[str, Any]]()
+
+    def known_number_type(tt_dtype: Any) -> Any:
+        name = tt_dtype.name
+        if (found := numbers.get(name)) is None:
+            found = numbers[name] = number_type(tt_dtype)
+        return found
+
+    def begin_known_block(self: Any, element_ty: Any, shape: Any) -> None:
+        if type(element_ty) is not core.dtype:  # A pointer's name doesn't have all that it is.
+            begin_block(self, element_ty, shape)
+            return
+        key = (element_ty.name, *[size.value if isinstance(size, core.constexpr) else size for size in shape])
+        if (found := blocks.get(key)) is None:
+            begin_block(self, element_ty, shape)
+            blocks[key] = self.__dict__
+        else:
+            self.__dict__ = found
+
+    def begin_tensor_of_known_type(self: Any, handle: Any, type: Any) -> None:
+        if (follows := type.__dict__.get("follows")) is None:
+            begin_tensor(self, handle, type)
+            type.follows = self.shape, self.numel, self.dtype
+        else:
+            self.handle, self.type = handle, type
+            self.shape, self.numel, self.dtype = follows
+
+    interpreter._get_np_dtype = known_number_type
+    core.block_type.__init__, core.tensor.__init__ = begin_known_block, begin_tensor_of_known_type
 
 
 def answer(namespace: Mapping[str, Any]) -> None:
@@ -66,7 +108,7 @@ def answer(namespace: Mapping[str, Any]) -> None:
     JSON."""
     torch.set_num_threads(1)
     use_ordered_dot()
-    patch_language_once()
+    quicken_interpreter()
     verdicts: Said = {}
     for name, claim in list(namespace.items()):
         if name.startswith("claim_") and (name in sys.argv or len(sys.argv) == 1):
