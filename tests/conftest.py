@@ -12,13 +12,16 @@ import functools
 import gc
 import logging
 import os
+import ssl
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn
 
+import httpx
 import hypothesis
 import pytest
+from httpx._transports import default as httpx_transports
 from xdist.scheduler import LoadScopeScheduling
 
 # An example may take as long as a busy machine makes it: what is too slow is `timeout`'s to say.
@@ -40,6 +43,21 @@ def pytest_configure() -> None:
         leave(status)
 
     os._exit = told
+    share_trust()
+
+
+def share_trust() -> None:
+    """Have clients of httpx that are given no context of their own share one: to read the certificates of all
+    authorities takes a client 50 ms, and tests make thousands of clients."""
+    make = httpx.create_ssl_context
+    shared = functools.cache(make)
+
+    def context(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
+        if verify is True and cert is None and not os.environ.keys() & {"SSL_CERT_FILE", "SSL_CERT_DIR"}:
+            return shared()
+        return make(verify=verify, cert=cert, trust_env=trust_env)
+
+    httpx_transports.create_ssl_context = context  # type: ignore[attr-defined]
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]

@@ -34,9 +34,12 @@ MET = (
 
 @pytest.mark.slow
 def test_no_interleaving_of_loads_saves_prefetches_passes_and_sends_shows_a_wrong_byte() -> None:
+    """Eighty seeds, and more until everything was met."""
     met: Counter[str] = Counter()
     for seed in range(200):
         met.update(play(seed))
+        if seed >= 79 and all(met[event] for event in MET):
+            break
     assert all(met[event] for event in MET), [event for event in MET if not met[event]]
 
 

@@ -253,12 +253,12 @@ def covering(rng: random.Random) -> Iterator[PublishedForm]:
         yield PublishedForm(*row)
 
 
-RUN_BY: dict[int, Any] = {0: (), 6: pytest.mark.thorough}
+RUN_BY: dict[int, Any] = {0: (), 12: pytest.mark.thorough}
 ALL = [
-    pytest.param(form, id=str(form), marks=RUN_BY.get(number % 12, pytest.mark.soak))
+    pytest.param(form, id=str(form), marks=RUN_BY.get(number % 24, pytest.mark.soak))
     for number, form in enumerate(covering(random.Random(39)))
 ]
-"""One in twelve is for `make test`, one in six for CI, the others for `make soak`."""
+"""One in twenty-four is for `make test`, one in twelve for CI, the others for `make soak`."""
 
 
 @pytest.fixture(params=ALL)

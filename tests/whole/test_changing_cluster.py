@@ -19,23 +19,27 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-CHANGES = (
-    changing_cluster.kill_controller,
-    changing_cluster.apply_settings,  # A pool grows by it, and shrinks.
-    changing_cluster.upgrade,
-)
+CHANGES = {
+    "another build": (changing_cluster.kill_controller, changing_cluster.upgrade),
+    "other settings": (changing_cluster.apply_settings,),  # A pool grows by them, and shrinks.
+}
+STREAMS = 3
+"""Of clients: every process starts anew beside them."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_no_answer_is_lost_or_wrong_while_a_cluster_changes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+def test_no_answer_is_lost_or_wrong_while_a_cluster_changes(
+    tmp_path: Path, changes: tuple[changing_cluster.Change, ...]
+) -> None:
     """Changes of roles, cordons, restarts and drains by command are in the soak test, with all of these."""
     folder = make_checkpoint(tmp_path / "model", "qwen3", seed=33)
     sections = {**SECTIONS, "pools": {"prefill": 2, "decode": 2}}
     with detached(folder, tmp_path / "run", sections=sections, by_file={"routers": 2}) as cluster:
-        load = Load(cluster.url, cluster.model, some_prompts(7))
+        load = Load(cluster.url, cluster.model, some_prompts(7), STREAMS)
         with load.running():
-            for change in CHANGES:
+            for change in changes:
                 load.more()
                 change(cluster)
                 ready(cluster, prefill=2, decode=2)

@@ -261,13 +261,18 @@ def test_a_cluster_that_is_asked_to_end_while_it_starts(tmp_path: Path, line: st
 
 
 @pytest.mark.slow
-def test_a_cluster_drains_and_what_is_left_after_its_time_ends_with_an_error(tmp_path: Path) -> None:
+def test_a_cluster_drains(tmp_path: Path) -> None:
     """`timeout` signals the whole group: Ray and the workers go on until the answers have ended."""
     with running(tmp_path / "run", *SERVE, *LONG, "--routers", "2") as run:
         drains(run, lambda: run.signalled(signal.SIGTERM))
         assert run.code() == ASKED, run.lines
         run.nothing_is_left()
-    with running(tmp_path / "short", *SERVE, "--set", "cluster.stop_timeout_s=0.2") as run:
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("serve", [ONE_PROCESS, SERVE], ids=["one process", "cluster"])
+def test_what_is_left_after_its_time_ends_with_an_error(tmp_path: Path, serve: tuple[str, ...]) -> None:
+    with running(tmp_path / "short", *serve, "--set", "cluster.stop_timeout_s=0.2") as run:
         answer = Streamed(run.url, 1900)
         run.signalled(signal.SIGINT)
         lines = answer.ended()

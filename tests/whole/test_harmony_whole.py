@@ -40,7 +40,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with serving(checkpoint, tmp_path_factory.mktemp("run")) as cluster:
+    with serving(checkpoint, tmp_path_factory.mktemp("run"), sections={"transfer": {"plane": "local"}}) as cluster:
         with OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as found:
             yield found
         cluster.settle()

@@ -53,7 +53,7 @@ for namespace, name in (("mine", "decode-0"), ("another", "decode-7")):
     launcher.start(plan(name))
     (running,) = launcher._running.values()
     ray.get(running.where, timeout=60)
-for _ in range(3 * worker_actors.CALLS_AT_ONCE):
+for _ in range(worker_actors.CALLS_AT_ONCE + 2):
     launcher = joined("mine")
     launcher.adopt()
     assert launcher.running() == [("decode-0", 1)], launcher.running()

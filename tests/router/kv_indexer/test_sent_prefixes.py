@@ -73,7 +73,10 @@ def test_adopted_memory_is_adopted_again_over_and_over() -> None:
         memory.indexes.sent((NAME, Incarnation(incarnation)), prefix_hashes([9] * 64), 0.0)
 
 
-def test_slots_of_workers_that_are_gone_are_used_again_and_hold_nothing_of_theirs() -> None:
+def test_slots_of_workers_that_are_gone_are_used_again_and_hold_nothing_of_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TableSize, "of_bytes", lambda at_most: TableSize(64, slots=16, rows=16))
     memory = Memory()
     slots = memory.indexes.sent_prefixes.table.memory.size.slots
     for incarnation in range(1, slots + 20):
