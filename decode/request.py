@@ -12,8 +12,9 @@ request is retracted (`decode.retraction.retraction`). While a step is under way
 with the token still on the device; not where either has drafts, which follow from tokens that the host knows
 (`decode.drafting`).
 
-Outcomes: the worker alone sends events to routers, and takes requests out of the table. Parts yield outcomes one by
-one, and the worker acts on each before it takes the next, so a part goes on with the result.
+Outcomes: the worker alone takes requests out of the table and tells routers what became of them; tokens alone go to
+their routers as their step is committed. Parts yield outcomes one by one, and the worker acts on each before it takes
+the next, so a part goes on with the result.
 """
 
 from __future__ import annotations

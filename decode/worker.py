@@ -3,8 +3,9 @@
 It computes no prompt token: every row starts after the state that prefill handed over. The scheduler
 (`decode.scheduler`) decides which requests get pages and steps, the transfer queue (`decode.transfer_queue`) takes in
 their prompts, the step commit (`decode.step_commit`) launches steps and commits them, and `decode.migration` moves
-requests and finished pages to other decode workers. They report outcomes to the worker, which alone sends events to
-routers and takes requests out of the table (`_leave`).
+requests and finished pages to other decode workers. They report outcomes to the worker, which alone takes requests out
+of the table (`_leave`) and tells routers what became of them; the tokens of a step go to their routers as it is
+committed.
 """
 
 from __future__ import annotations
