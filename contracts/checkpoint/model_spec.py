@@ -17,6 +17,7 @@ from twinpool.contracts.checkpoint.gguf.gguf_config import config_of
 from twinpool.contracts.checkpoint.gguf.gguf_header import SUFFIX, is_gguf, read_gguf
 from twinpool.contracts.checkpoint.gguf.gguf_tokenizer import GgufTokenizer
 from twinpool.contracts.checkpoint.json_fields import JsonFields
+from twinpool.contracts.checkpoint.quantization import Quantization, read_quantization
 from twinpool.contracts.checkpoint.rope_spec import context_limits, rope_kind
 from twinpool.contracts.checkpoint.safetensors_headers import (
     FLOATS,
@@ -32,10 +33,6 @@ GENERATION_CONFIG = "generation_config.json"
 _GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _TEXT_KEYS = ("text_config", "llm_config")
 """Keys below which `config.json` of multimodal models keeps the text model's keys."""
-_QUANTISED = ("mxfp4",)
-"""Quantisation methods that engine/tensors/weight_loader.py can read."""
-
-
 _GEMMA = {"max_position_embeddings": 131_072, "num_attention_heads": 8, "num_key_value_heads": 4}
 _LEFT_OUT = {
     "gemma3_text": _GEMMA | {"vocab_size": 262_208},
@@ -76,6 +73,7 @@ class ModelSpec:
     """What its files say and can't mean, for the operator; it is left out."""
     aliases: tuple[str, ...] = field(default=(), kw_only=True)
     """Further names that clients may ask for."""
+    quantization: Quantization = field(default=Quantization(), kw_only=True)
     config: JsonFields = field(kw_only=True, repr=False, compare=False)
     """The keys of `config.json`; for a multimodal model with the text model's keys merged over the outer ones."""
     headers: Mapping[str, TensorHeader] = field(kw_only=True, repr=False, compare=False)
@@ -118,6 +116,7 @@ def read_model_spec(path: Path, context: int = 0) -> ModelSpec:
         generation = _sampling_beside(path) | found.generation
     else:
         config, generation, headers = _read_folder(path)
+    quantization = read_quantization(config)
     architecture, dtype = _architecture(config), _dtype(config, headers)
     eos = generation.get("eos_token_id")
     ends = dict.fromkeys(_token_ids(eos if eos is not None else config.values.get("eos_token_id")))
@@ -147,7 +146,9 @@ def read_model_spec(path: Path, context: int = 0) -> ModelSpec:
             for key in _GENERATION_KEYS
             if isinstance(value := generation.get(key), int | float) and not isinstance(value, bool)
         },
+        quantization=quantization,
         warnings=notes
+        + ((f"{path}: {quantization.note}",) if quantization.note else ())
         + ((f"{path}: eos_token_id {beyond} is left out: the vocabulary has {vocab_size} tokens",) if beyond else ()),
         config=config,
         headers=headers,
@@ -191,9 +192,6 @@ def _read_folder(folder: Path) -> tuple[JsonFields, dict[str, object], dict[str,
         hint = f"give its file {files[0].name}" if files else "is it a Hugging Face checkpoint folder?"
         raise CheckpointError(f"{folder} has no config.json; {hint}")
     config = JsonFields(folder / "config.json", _of_text(read_json(folder / "config.json")))
-    method = config.table("quantization_config").get("quant_method", "given without a method")
-    if "quantization_config" in config and method not in _QUANTISED:
-        raise config.refuse(f"checkpoints quantised by {method!r} are not supported; convert the weights to bfloat16")
     generation_path = folder / GENERATION_CONFIG
     generation = read_json(generation_path) if generation_path.exists() else {}
     return config, generation, read_headers(folder)

@@ -20,7 +20,7 @@ from twinpool.contracts.errors import CheckpointError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
 _LENGTH_BYTES = 8
 _HEADER_LIMIT = 100_000_000
 _SAMPLE_BYTES = 4096

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from twinpool.engine.native.current_kernels import kernels_for
 from twinpool.engine.native.layer_kernels import Product
+from twinpool.engine.tensors.block_weight import BlockProduct, BlockWeight, Weight
 from twinpool.engine.tensors.onednn_weight import OneDnnWeight
 
 TILE_ROWS = 16
@@ -46,24 +47,30 @@ class RowExactLinear:
     heads = 1
     """How many matrices the weight is made of, each for its own part of the columns (`HeadLinear`)."""
 
-    def __init__(self, weight_nk: Tensor, bias_n: Tensor | None = None, *, partial: bool = False) -> None:
+    def __init__(self, weight_nk: Weight, bias_n: Tensor | None = None, *, partial: bool = False) -> None:
         self.partial = partial
         """Whether the columns are a rank's part, so that the product is a part of a sum over ranks."""
         self.shape = (weight_nk.shape[0], weight_nk.shape[1])
         self.dtype, self.device = weight_nk.dtype, weight_nk.device
         self._bias = bias_n
+        self.blocks = isinstance(weight_nk, BlockWeight)
+        """Whether the weight is kept in blocks, and unpacked by each product."""
+        self.nbytes = weight_nk.nbytes
         self._native = _native(weight_nk, bias_n)
-        self._packed = OneDnnWeight.packed(weight_nk) if self._native is None else None
-        self._plain = weight_nk if self._native is None and self._packed is None else None
+        self._packed: OneDnnWeight | None = None
+        self._plain: Tensor | BlockProduct | None = None
+        if self._native is not None:
+            return
+        if isinstance(weight_nk, BlockWeight):
+            self._plain = BlockProduct(weight_nk, bias_n)
+            return
+        self._packed = OneDnnWeight.packed(weight_nk)
+        self._plain = weight_nk if self._packed is None else None
 
     @property
     def row_exact(self) -> bool:
         """Whether rows are exact by construction, so that `probe` may leave this product out."""
         return self._native is not None
-
-    @property
-    def nbytes(self) -> int:
-        return self.shape[0] * self.shape[1] * self.dtype.itemsize
 
     def __call__(self, x_mk: Tensor) -> Tensor:
         """Compute ``x @ weight.T + bias``: [m, k] gives [m, n], in the dtype of the weight."""
@@ -71,11 +78,15 @@ class RowExactLinear:
             return self._native(x_mk)
         if self._packed is None:
             assert self._plain is not None
+            if isinstance(self._plain, BlockProduct):
+                return self._plain(x_mk)
             return F.linear(x_mk, self._plain, self._bias)
         return self._packed(x_mk, self._bias)
 
 
-def _native(weight_nk: Tensor, bias_n: Tensor | None) -> Product | None:
+def _native(weight_nk: Weight, bias_n: Tensor | None) -> Product | None:
+    if isinstance(weight_nk, BlockWeight):
+        return None
     kernels = kernels_for(weight_nk)
     if kernels is None or not kernels.multiplies(weight_nk.dtype):
         return None
@@ -94,10 +105,7 @@ class HeadLinear(RowExactLinear):
         kernels = kernels_for(weight_hkn)
         multiplies = kernels is not None and kernels.multiplies(self.dtype)
         self._native = kernels.packed_heads(self._weight_hkn) if kernels is not None and multiplies else None
-
-    @property
-    def nbytes(self) -> int:
-        return self._weight_hkn.numel() * self.dtype.itemsize
+        self.blocks, self.nbytes = False, weight_hkn.nbytes
 
     def __call__(self, x_mk: Tensor) -> Tensor:
         if self._native is not None:
@@ -151,7 +159,9 @@ def probe(
     """
     generator = torch.Generator().manual_seed(0)
     trials: list[tuple[Callable[[Tensor], Tensor], Tensor, int]] = []
-    by_shape = {(linear.heads, linear.shape, linear.dtype): linear for linear in linears if not linear.row_exact}
+    by_shape = {
+        (linear.heads, linear.shape, linear.dtype, linear.blocks): linear for linear in linears if not linear.row_exact
+    }
     for linear in by_shape.values():
         x = torch.randn(_PROBE_ROWS, linear.shape[1], generator=generator).to(linear.device, linear.dtype)
         trials.append((linear, x, max(1, _PROBE_BYTES // linear.nbytes)))

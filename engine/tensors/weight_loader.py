@@ -22,30 +22,19 @@ from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.checkpoint.safetensors_headers import FLOATS, TensorHeader
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import CheckpointError, ConfigError
+from twinpool.engine.tensors.block_formats import PARTS, StoredWeight, read_blocks
+from twinpool.engine.tensors.block_weight import BlockWeight, Code, Weight, dense, stack_rows
 from twinpool.engine.tensors.gguf_blocks import read_gguf_tensor
 from twinpool.engine.tensors.row_exact_linear import HeadLinear, RowExactLinear
 from twinpool.engine.tensors.shard import WHOLE, Shard, ShardAxis
 
 _MXFP4_GROUP = 32
 """Elements of MXFP4 that share a scale."""
-_MXFP4_BIAS = 127
-_MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Unpack blocks [..., groups, 16] with scales [..., groups], both uint8, to [..., groups * 32] float32.
-
-    MXFP4 is four-bit floats with a scale a group, as gpt-oss is published (Open Compute Project, "Microscaling Formats
-    (MX) Specification", version 1.0): 32 elements of one sign, two exponent and one mantissa bit share a scale that is
-    a power of two, stored as its exponent plus 127. Two elements lie in a byte, the first in the low half. Unpacking is
-    exact, in bfloat16 as in float32.
-    """
-    values = torch.tensor((*_MXFP4_VALUES, *(-value for value in _MXFP4_VALUES)), device=blocks.device)
-    pairs = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
-    exponents = scales.to(torch.int32).sub_(_MXFP4_BIAS).unsqueeze(-1)
-    return torch.ldexp(values[pairs.long()], exponents).flatten(-2)
-
-
+_STORED = {
+    **{"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn},
+    **{"F8_E8M0": torch.float8_e8m0fnu, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64},
+}
+"""The dtypes of tensors of quantised weights, by the names of safetensors."""
 _ROOTS = {
     "model.": ("model.language_model.", "language_model.model.", "model.text_model.", "backbone.", "model."),
     "lm_head.": ("language_model.lm_head.", "lm_head."),
@@ -100,6 +89,7 @@ class _Files:
     products: list[tuple[int, int, int]] = field(default_factory=list)
     nbytes: int = 0
     triton: bool = False
+    as_stored: bool = True
     shared: dict[str, Any] = field(default_factory=dict)
     descriptors: dict[Path, int] = field(default_factory=dict)
     """Of open GGUF files."""
@@ -135,13 +125,15 @@ class Weights:
         shard: Shard = WHOLE,
         *,
         triton: bool = False,
+        as_stored: bool = True,
         prefix: str = "",
         files: _Files | None = None,
     ) -> None:
-        """`triton`: layers compute with Triton's kernels where they have any."""
+        """`triton`: layers compute with Triton's kernels where they have any. `as_stored`: quantised weights are kept
+        in their blocks; else they are expanded."""
         self.spec, self.dtype, self.device, self.shard = spec, dtype, device, shard
         self._prefix = prefix
-        self._files = files or _Files(triton=triton)
+        self._files = files or _Files(triton=triton, as_stored=as_stored)
 
     @classmethod
     def dry(cls, spec: ModelSpec, dtype: torch.dtype = torch.float32, shard: Shard = WHOLE) -> Weights:
@@ -172,34 +164,101 @@ class Weights:
         """Bytes of all tensors taken so far, in the dtype to compute in."""
         return self._files.nbytes
 
+    def weight(self, name: str, rows: int | ShardAxis, columns: int | ShardAxis) -> Weight:
+        """Read the weight ``name.weight`` of a product, [rows, columns]: dense, or in blocks where it is stored so.
+
+        A rank's columns that cut through a group of blocks are expanded to a dense weight.
+        """
+        axes = _axes((rows, columns))
+        found = self._stored_blocks(name, axes)
+        if found is None:
+            return self.tensor(f"{name}.weight", rows, columns)
+        return self._counted(self._part(found, axes))
+
+    def _counted(self, weight: Weight) -> Weight:
+        self._files.nbytes += weight.nbytes
+        return weight
+
+    def _part(self, whole: BlockWeight, axes: list[ShardAxis]) -> Weight:
+        """A rank's part of a whole weight, with memory of its own on this device."""
+        rows, columns = (axis.here for axis in axes)
+        part = whole.part(rows, columns) if self._files.as_stored else None
+        if part is None:
+            return whole.unpack(rows, self.dtype)[:, columns].to(self.device, copy=True)
+        return part.to(self.device)
+
+    def _stored_blocks(self, name: str, axes: list[ShardAxis]) -> BlockWeight | None:
+        """The whole weight of a layer in blocks; None where it is dense, or missing."""
+        names = {part: self._found(f"{name}.{part}") for part in PARTS}
+        headers = {part: self.spec.headers[full] for part, full in names.items() if full in self.spec.headers}
+        if not headers or any(isinstance(header, GgufTensor) for header in headers.values()):
+            return None
+
+        def take(part: str) -> Tensor:
+            header = headers.get(part)
+            if header is None:
+                raise CheckpointError(f"{self.spec.path}: tensor {names[part]} is missing")
+            if self.device == _META:
+                return torch.empty(header.shape, dtype=_STORED[header.dtype], device=_META)
+            return self._read(header.file, names[part], _axes(header.shape))
+
+        n, k = (axis.whole for axis in axes)
+        dtypes = {part: header.dtype for part, header in headers.items()}
+        layer = names["weight"].removesuffix(".weight")
+        stored = StoredWeight(layer, (n, k), dtypes, take, self.spec.quantization, self.dtype)
+        try:
+            return read_blocks(stored)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.spec.path}: {error}") from None
+
     def has(self, name: str) -> bool:
-        return self._found(name) in self.spec.headers
+        """Whether there is a tensor of that name, or the weight ``layer.weight`` in blocks."""
+        names = [name]
+        if name.endswith(".weight"):
+            names += [name.removesuffix("weight") + part for part in ("qweight", "weight_packed")]
+        return any(self._found(each) in self.spec.headers for each in names)
 
     def same(self, name: str, other: str) -> bool:
         """Whether two tensors that are stored have the same shape, dtype and bytes: a copy, then."""
-        one, two = (self.spec.headers[self._found(each)] for each in (name, other))
+        one, two = (self.spec.headers.get(self._found(each)) for each in (name, other))
+        if one is None or two is None:
+            return False
         return (one.dtype, one.shape) == (two.dtype, two.shape) and _same_bytes(one, two)
 
     def tensor(self, name: str, *shape: int | ShardAxis, dtype: torch.dtype | None = None) -> Tensor:
         """Read the tensor of that name, whose whole shape must be `shape`; of a divided axis, this rank's range.
 
-        It is converted to `dtype`, by default the dtype to compute in.
+        It is converted to `dtype`, by default the dtype to compute in. A weight that is stored in blocks is expanded.
         """
+        if len(shape) == 2 and name.endswith(".weight"):
+            axes = _axes(shape)
+            found = self._stored_blocks(name.removesuffix(".weight"), axes)
+            if found is not None:
+                whole = found.unpack(axes[0].here, dtype or self.dtype)[:, axes[1].here]
+                return dense(self._counted(whole.to(self.device, copy=True)))
         taken = self._take(name, _axes(shape), dtype or self.dtype, FLOATS)
         self._files.nbytes += taken.nbytes
         return taken
 
-    def mxfp4(self, name: str, *shape: int | ShardAxis) -> Tensor:
-        """`tensor` for one that is stored as ``name_blocks`` and ``name_scales`` (see `unpack_mxfp4`)."""
-        *rows, columns = _axes(shape)
-        first, last = columns.first // _MXFP4_GROUP, -(-(columns.first + columns.count) // _MXFP4_GROUP)
-        groups = ShardAxis(-(-columns.whole // _MXFP4_GROUP), first, last - first)
-        blocks = self._take(f"{name}_blocks", [*rows, groups, *_axes((_MXFP4_GROUP // 2,))], torch.uint8, ("U8",))
-        scales = self._take(f"{name}_scales", [*rows, groups], torch.uint8, ("U8",))
-        begin = columns.first - first * _MXFP4_GROUP
-        taken = unpack_mxfp4(blocks, scales)[..., begin : begin + columns.count].to(self.dtype)
-        self._files.nbytes += taken.nbytes
-        return taken
+    def mxfp4(self, name: str, expert: ShardAxis, rows: int | ShardAxis, columns: int | ShardAxis) -> Weight:
+        """`weight` for one of an expert, stored with those of all as ``name_blocks`` [experts, n, groups, 16] and
+        ``name_scales`` [experts, n, groups], both uint8.
+
+        MXFP4 is four-bit floats with a scale a group, as gpt-oss is published (Open Compute Project, "Microscaling
+        Formats (MX) Specification", version 1.0): 32 elements of one sign, two exponent and one mantissa bit share a
+        scale that is a power of two, stored as its exponent plus 127. Two elements lie in a byte, the first in the low
+        half.
+        """
+        row, column = _axes((rows, columns))
+        first, last = column.first // _MXFP4_GROUP, -(-(column.first + column.count) // _MXFP4_GROUP)
+        groups = ShardAxis(-(-column.whole // _MXFP4_GROUP), first, last - first)
+        blocks = self._take(f"{name}_blocks", [expert, row, groups, *_axes((_MXFP4_GROUP // 2,))], torch.uint8, ("U8",))
+        scales = self._take(f"{name}_scales", [expert, row, groups], torch.uint8, ("U8",))
+        found = BlockWeight(Code.E2M1, blocks[0].flatten(1), scales[0], _MXFP4_GROUP, self.dtype)
+        found.check(f"{self.spec.path}: {self._found(name)}")
+        begin = column.first - first * _MXFP4_GROUP
+        here = ShardAxis(groups.count * _MXFP4_GROUP, begin, column.count)
+        return self._counted(self._part(found, [ShardAxis(row.count, 0, row.count), here]))
 
     def _take(self, name: str, axes: list[ShardAxis], dtype: torch.dtype, stored: Collection[str]) -> Tensor:
         full = self._found(name)
@@ -236,7 +295,10 @@ class Weights:
         each rank's product is a part of the sum (`RowExactLinear.partial`). Raises `ConfigError` where ranks would
         share columns, since their parts would be added twice.
         """
-        weights = [self.tensor(name + suffix, axis, columns) for name, axis in rows.items()]
+        if suffix == ".weight":
+            weights = [self.weight(name, axis, columns) for name, axis in rows.items()]
+        else:
+            weights = [self.tensor(name + suffix, axis, columns) for name, axis in rows.items()]
         biases = [self.tensor(name + ".bias", axis) for name, axis in rows.items()] if bias else []
         partial = isinstance(columns, ShardAxis) and columns.divided
         if isinstance(columns, ShardAxis) and partial and columns.count * self.shard.size != columns.whole:
@@ -246,9 +308,9 @@ class Weights:
             )
         if partial and self.shard.rank:
             biases = []  # Added once, by the first rank.
-        return self.made(torch.cat(weights), torch.cat(biases) if biases else None, partial=partial)
+        return self.made(stack_rows(weights), torch.cat(biases) if biases else None, partial=partial)
 
-    def made(self, weight_nk: Tensor, bias_n: Tensor | None = None, *, partial: bool = False) -> RowExactLinear:
+    def made(self, weight_nk: Weight, bias_n: Tensor | None = None, *, partial: bool = False) -> RowExactLinear:
         """Make a product with a weight that was read before."""
         linear = RowExactLinear(weight_nk, bias_n, partial=partial)
         self._files.linears.append(linear)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from twinpool.engine.tensors.weight_loader import unpack_mxfp4
+from twinpool.engine.tensors.block_weight import BlockWeight, Code
 
 
 def test_every_element_and_scale_is_what_transformers_reads() -> None:
@@ -14,5 +14,7 @@ def test_every_element_and_scale_is_what_transformers_reads() -> None:
     blocks[0, :16, 0] = torch.arange(256, dtype=torch.uint8).view(16, 16)
     scales = torch.randint(100, 150, (3, 40, 2), generator=source, dtype=torch.uint8)
     want = convert_moe_packed_tensors(blocks, scales).transpose(1, 2)
-    assert torch.equal(unpack_mxfp4(blocks, scales), want.float())
-    assert torch.equal(unpack_mxfp4(blocks, scales).bfloat16(), want), "exact in bfloat16 as well"
+    for expert in range(3):
+        weight = BlockWeight(Code.E2M1, blocks[expert].flatten(1), scales[expert], 32, torch.bfloat16)
+        assert torch.equal(weight.unpack(), want[expert].float())
+        assert torch.equal(weight.dense(), want[expert]), "exact in bfloat16 as well"

@@ -23,6 +23,7 @@ from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.errors import CheckpointError
 from twinpool.engine.layers.moe.experts import ExpertSizes, interleaved_expert
 from twinpool.engine.models.registry import read_model
+from twinpool.engine.tensors.block_weight import BlockWeight, dense
 from twinpool.engine.tensors.shard import Shard
 from twinpool.engine.tensors.weight_loader import Weights
 
@@ -108,11 +109,13 @@ def test_a_rank_reads_its_part_of_packed_experts_though_it_ends_within_a_group(f
         for shard in (Shard(), *(Shard(rank, 4) for rank in range(4)))
     ]
     whole, *parts = (interleaved_expert(each, 3, ExpertSizes(8, 64, 64), each.shard.axis(64)) for each in experts)
+    assert isinstance(whole.down_hi, BlockWeight)
+    assert isinstance(parts[0].up_nh, BlockWeight)
     assert [part.down_hi.shape[1] for part in parts] == [16] * 4, "half a group of 32"
-    assert torch.equal(torch.cat([part.down_hi for part in parts], 1), whole.down_hi)
+    assert torch.equal(torch.cat([dense(part.down_hi) for part in parts], 1), dense(whole.down_hi))
     for half in (0, 1):
-        rows = [part.up_nh.chunk(2)[half] for part in parts]
-        assert torch.equal(torch.cat(rows), whole.up_nh.chunk(2)[half])
+        rows = [dense(part.up_nh).chunk(2)[half] for part in parts]
+        assert torch.equal(torch.cat(rows), dense(whole.up_nh).chunk(2)[half])
 
 
 def test_what_published_gemma_3_leaves_out_is_known(family: Family, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from twinpool.engine.layers.moe.expert_router import ExpertRoutes
 from twinpool.engine.layers.norm import gelu_tanh, sigmoid, silu
 from twinpool.engine.native.current_kernels import kernels_for
+from twinpool.engine.tensors.block_weight import Weight, select_rows, stack_rows
 from twinpool.engine.tensors.row_exact_linear import Numerics, RowExactLinear
 from twinpool.engine.tensors.shard import ShardAxis
 from twinpool.engine.tensors.weight_loader import Weights
@@ -55,9 +56,9 @@ def relu_squared(up: Tensor) -> Tensor:
 class ExpertWeights:
     """One expert's weights, as one rank holds them."""
 
-    up_nh: Tensor
+    up_nh: Weight
     """[width, hidden]: the weight of the first product; in gated experts all rows of gate, then all of up."""
-    down_hi: Tensor
+    down_hi: Weight
     """[hidden, inner]: the weight of the second product."""
     up_bias_n: Tensor | None = None
     down_bias_h: Tensor | None = None
@@ -80,20 +81,18 @@ def plain_expert(weights: Weights, number: int, sizes: ExpertSizes, units: Shard
     """Read an expert with a gate: from tensors of its own, as published, or a fused [experts, 2 * inner, hidden]."""
     if not _fused(weights):
         mine = weights.scope(f"{number}.")
-        gate_up = [mine.tensor(f"{name}.weight", units, sizes.hidden) for name in ("gate_proj", "up_proj")]
-        return ExpertWeights(torch.cat(gate_up), mine.tensor("down_proj.weight", sizes.hidden, units))
+        gate_up = [mine.weight(name, units, sizes.hidden) for name in ("gate_proj", "up_proj")]
+        return ExpertWeights(stack_rows(gate_up), mine.weight("down_proj", sizes.hidden, units))
     one = ShardAxis(sizes.experts, number, 1)
-    gate_up = [weights.tensor("gate_up_proj", one, part, sizes.hidden)[0] for part in _halves(units)]
-    return ExpertWeights(torch.cat(gate_up), weights.tensor("down_proj", one, sizes.hidden, units)[0])
+    fused = [weights.tensor("gate_up_proj", one, part, sizes.hidden)[0] for part in _halves(units)]
+    return ExpertWeights(torch.cat(fused), weights.tensor("down_proj", one, sizes.hidden, units)[0])
 
 
 def ungated_expert(weights: Weights, number: int, sizes: ExpertSizes, units: ShardAxis) -> ExpertWeights:
     """Read an expert without a gate: from tensors of its own, or from a fused [experts, inner, hidden]."""
     if not _fused(weights):
         mine = weights.scope(f"{number}.")
-        return ExpertWeights(
-            mine.tensor("up_proj.weight", units, sizes.hidden), mine.tensor("down_proj.weight", sizes.hidden, units)
-        )
+        return ExpertWeights(mine.weight("up_proj", units, sizes.hidden), mine.weight("down_proj", sizes.hidden, units))
     one = ShardAxis(sizes.experts, number, 1)
     return ExpertWeights(
         weights.tensor("up_proj", one, units, sizes.hidden)[0],
@@ -105,15 +104,16 @@ def interleaved_expert(weights: Weights, number: int, sizes: ExpertSizes, units:
     """Read an expert of gpt-oss: fused, gate and up rows alternating, with biases; transposed, or in MXFP4."""
     one, both = ShardAxis(sizes.experts, number, 1), ShardAxis(2 * units.whole, 2 * units.first, 2 * units.count)
     if weights.has("gate_up_proj_blocks") or weights.has("gate_up_proj_scales"):
-        up_nh = weights.mxfp4("gate_up_proj", one, both, sizes.hidden)[0]
-        down_hi = weights.mxfp4("down_proj", one, sizes.hidden, units)[0]
+        up_nh = weights.mxfp4("gate_up_proj", one, both, sizes.hidden)
+        down_hi = weights.mxfp4("down_proj", one, sizes.hidden, units)
     else:
         up_nh = weights.tensor("gate_up_proj", one, sizes.hidden, both)[0].T
         down_hi = weights.tensor("down_proj", one, units, sizes.hidden)[0].T.contiguous()
+    count = both.count
     bias_n = weights.tensor("gate_up_proj_bias", one, both)[0]
     down_bias_h = weights.tensor("down_proj_bias", one, sizes.hidden)[0]
     return ExpertWeights(
-        torch.cat((up_nh[::2], up_nh[1::2])),
+        select_rows(up_nh, torch.cat((torch.arange(0, count, 2), torch.arange(1, count, 2)))),
         down_hi,
         torch.cat((bias_n[::2], bias_n[1::2])),
         # Each rank has a part of the sum; the bias is added once, by the first rank.

@@ -28,6 +28,7 @@ from twinpool.engine.layers.moe.experts import (
     plain_expert,
 )
 from twinpool.engine.layers.norm import sigmoid
+from twinpool.engine.tensors.block_weight import dense
 from twinpool.engine.tensors.row_exact_linear import Numerics
 from twinpool.engine.tensors.weight_loader import Weights
 
@@ -77,8 +78,10 @@ def _torch(weights: Weights, experts: Sequence[ExpertWeights], activation: Activ
 def _triton(weights: Weights, experts: Sequence[ExpertWeights], activation: Activation) -> RoutedExperts:
     from twinpool.engine.layers.moe.triton_experts import StackedProducts, TritonExperts
 
-    ups = StackedProducts.of([expert.up_nh for expert in experts], [expert.up_bias_n for expert in experts])
-    downs = StackedProducts.of([expert.down_hi for expert in experts], [expert.down_bias_h for expert in experts])
+    ups = StackedProducts.of([dense(expert.up_nh) for expert in experts], [expert.up_bias_n for expert in experts])
+    downs = StackedProducts.of(
+        [dense(expert.down_hi) for expert in experts], [expert.down_bias_h for expert in experts]
+    )
     return TritonExperts(ups, downs, activation)
 
 

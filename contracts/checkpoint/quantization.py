@@ -1,0 +1,136 @@
+"""How a checkpoint's weights are quantised: `quantization_config` of `config.json`, checked.
+
+Most of a layout can be seen in the tensors (`twinpool.engine.tensors.block_formats`); here is what can't, and which
+methods and variants are refused, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from twinpool.contracts.checkpoint.json_fields import JsonFields
+
+METHODS = ("mxfp4", "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "awq", "gptq")
+"""The values of ``quant_method`` whose checkpoints are served."""
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized", "dense")
+_WIDTHS = (4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """What `config.json` says of quantised weights."""
+
+    method: str = ""
+    """Empty: none is said; tensors may be quantised nonetheless."""
+    bits: int = 0
+    """GPTQ: of a number."""
+    group: int = 0
+    """GPTQ: columns that share a scale; 0: all of a row."""
+    added_zero: int = 0
+    """GPTQ: what is added to a stored zero point (1 in the first version of the format, 0 in the second)."""
+    block: tuple[int, int] | None = None
+    """fp8: rows and columns that share a scale, where scales are by block."""
+    note: str = ""
+    """What the checkpoint declares and isn't done, for the operator."""
+
+
+def read_quantization(config: JsonFields) -> Quantization:
+    """Read and check `quantization_config`. Raises `CheckpointError` for a method or a variant that isn't known."""
+    if "quantization_config" not in config and "compression_config" not in config:
+        return Quantization()
+    given = config.table("quantization_config") or config.table("compression_config")
+    fields = JsonFields(config.path, given)
+    method = str(given.get("quant_method") or ("compressed-tensors" if "config_groups" in given else ""))
+    if method not in METHODS:
+        found = f"by {method!r}" if method else "without a quant_method"
+        raise config.refuse(f"checkpoints quantised {found} are not supported; supported are {', '.join(METHODS)}")
+    return _READERS.get(method, _plain)(fields, method)
+
+
+def _plain(fields: JsonFields, method: str) -> Quantization:
+    return Quantization(method)
+
+
+def _fp8(fields: JsonFields, method: str) -> Quantization:
+    fields.text("fmt", "e4m3", ("e4m3", "float8_e4m3fn"))
+    return Quantization(method, block=_block(fields.values.get("weight_block_size"), fields), note=_ACTIVATIONS)
+
+
+def _awq(fields: JsonFields, method: str) -> Quantization:
+    fields.text("version", "gemm", ("gemm", "GEMM"))
+    _width(fields, (4,))
+    return Quantization(method)
+
+
+def _gptq(fields: JsonFields, method: str) -> Quantization:
+    form = fields.text("checkpoint_format", "gptq", ("gptq", "gptq_v2"))
+    group = fields.values.get("group_size", 128)
+    if not isinstance(group, int) or isinstance(group, bool) or (group < 1 and group != -1):
+        raise fields.refuse(f"quantization_config.group_size must be a whole number of 1 or more, or -1, got {group!r}")
+    return Quantization(method, _width(fields, _WIDTHS), max(group, 0), added_zero=int(form == "gptq"))
+
+
+def _compressed(fields: JsonFields, method: str) -> Quantization:
+    form = fields.text("format", "dense")
+    groups = fields.table("config_groups")
+    forms = {form} if form != "mixed-precision" else set()
+    blocks, activations = set(), False
+    for name, group in groups.items():
+        if not isinstance(group, Mapping):
+            raise fields.refuse(f"quantization_config.config_groups.{name} must be an object, got {group!r}")
+        forms.add(str(group.get("format") or form))
+        weights = group.get("weights")
+        if isinstance(weights, Mapping):
+            if weights.get("block_structure") is not None:
+                blocks.add(_block(weights.get("block_structure"), fields))
+            if weights.get("type", "int") == "int" and weights.get("num_bits", 8) not in _WIDTHS:
+                raise fields.refuse(
+                    f"quantization_config.config_groups.{name}: weights of {weights.get('num_bits')} bits are not "
+                    "supported; supported are 4 and 8"
+                )
+        activations = activations or bool(group.get("input_activations"))
+    for unknown in sorted(forms - {*_FORMATS, "mixed-precision"}):
+        raise fields.refuse(
+            f"compressed-tensors of the format {unknown!r} are not supported; supported are {', '.join(_FORMATS)}"
+        )
+    if fields.table("sparsity_config").get("format", "dense") not in {"dense", None}:
+        raise fields.refuse("sparse compressed-tensors are not supported; convert the weights to dense ones")
+    if len(blocks) > 1:
+        raise fields.refuse("blocks of several sizes in one checkpoint are not supported")
+    return Quantization(method, block=next(iter(blocks), None), note=_ACTIVATIONS if activations else "")
+
+
+def _modelopt(fields: JsonFields, method: str) -> Quantization:
+    fields.text("quant_algo", "FP8", ("FP8", "NVFP4", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"))
+    return Quantization(method, note=_ACTIVATIONS)
+
+
+_READERS = {
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": _compressed,
+    "modelopt": _modelopt,
+}
+_ACTIVATIONS = "quantised activations are declared; here they stay as computed, and weights alone are quantised"
+
+
+def _block(value: object, fields: JsonFields) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    sizes = value if isinstance(value, list) else []
+    if len(sizes) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
+        raise fields.refuse(f"a block of quantised weights must be two whole numbers, rows and columns, got {value!r}")
+    return sizes[0], sizes[1]
+
+
+def _width(fields: JsonFields, widths: tuple[int, ...]) -> int:
+    bits = fields.values.get("bits", fields.values.get("w_bit"))
+    if bits not in widths:
+        raise fields.refuse(
+            f"quantization_config.bits is {bits!r}; supported are {' and '.join(str(width) for width in widths)}"
+        )
+    assert isinstance(bits, int)
+    return bits

@@ -1,0 +1,280 @@
+"""Weights in blocks: every published layout is read to the numbers that it was written from, and answered with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
+from compressed_tensors.quantization import QuantizationScheme
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.engine.harness import Bench
+from tests.support.checkpoints import Oracle, compare
+from tests.support.family_checkpoint import rewrite_tensors, tensors_of
+from tests.support.model_families import FAMILIES
+from tests.support.quantised_checkpoints import LAYOUTS, Written, quantise_folder, quantised_names
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.errors import CheckpointError
+from twinpool.engine.models.registry import model_for
+from twinpool.engine.tensors.block_weight import BlockWeight, dense, quantise, stack_rows
+from twinpool.engine.tensors.shard import Shard, ShardAxis
+from twinpool.engine.tensors.weight_loader import Weights
+
+CPU = torch.device("cpu")
+LAYER = "model.layers.1.mlp.down_proj"
+Make = Callable[..., Written]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    base = tmp_path_factory.mktemp("quantised")
+    made: dict[tuple[str, str], Written] = {}
+
+    def make(layout: str, family: str = "llama", **options: Any) -> Written:
+        key = (layout, family)
+        if key not in made:
+            folder = base / family
+            if not folder.exists():
+                FAMILIES[family](folder, **options)
+            made[key] = quantise_folder(folder, layout, base / f"{family}-{layout}")
+        return made[key]
+
+    return make
+
+
+def loader(folder: Path, shard: Shard | None = None, *, as_stored: bool = True) -> Weights:
+    return Weights(read_model_spec(folder), torch.float32, CPU, shard or Shard(), as_stored=as_stored)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layer_is_read_to_the_numbers_that_it_was_written_from(written: Make, layout: str) -> None:
+    both = written(layout)
+    plain, layers = tensors_of(both.plain), list(quantised_names(both.stored))
+    assert len(layers) > 10
+    for layer in layers:
+        want = plain[f"{layer}.weight"]
+        found = loader(both.stored).weight(layer, *want.shape)
+        assert isinstance(found, BlockWeight)
+        torch.testing.assert_close(found.unpack(), want, rtol=2e-7, atol=0)
+        assert torch.equal(loader(both.stored).tensor(f"{layer}.weight", *want.shape), found.unpack())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_answers_are_the_oracle_s_for_the_dequantised_weights(written: Make, layout: str) -> None:
+    both = written(layout)
+    bench, oracle = Bench(both.stored), Oracle(both.plain)
+    prompts = [[(7 * i + seed) % 290 for i in range(length)] for seed, length in ((1, 5), (2, 33), (3, 90))]
+    for prompt, answer in zip(prompts, bench.generate_many(prompts, 8), strict=True):
+        verdict = compare(oracle, prompt, answer)
+        assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_hold_their_parts(written: Make, layout: str) -> None:
+    both = written(layout)
+    n, k = tensors_of(both.plain)[f"{LAYER}.weight"].shape
+    whole = dense(loader(both.stored).weight(LAYER, n, k))
+    parts = [loader(both.stored, Shard(rank, 4)) for rank in range(4)]
+    columns = [part.weight(LAYER, n, part.shard.axis(k)) for part in parts]
+    assert torch.equal(torch.cat([dense(part) for part in columns], 1), whole)
+    rows = [part.weight(LAYER, part.shard.axis(n), k) for part in parts]
+    assert torch.equal(torch.cat([dense(part) for part in rows]), whole)
+    assert all(isinstance(part, BlockWeight) for part in rows)
+
+
+def test_a_part_that_cuts_through_a_group_is_expanded(written: Make) -> None:
+    both = written("awq")
+    n, k = tensors_of(both.plain)[f"{LAYER}.weight"].shape
+    whole = dense(loader(both.stored).weight(LAYER, n, k))
+    for first, count, kept in ((0, 48, False), (16, 32, False), (32, 64, True), (32, k - 32, True)):
+        part = loader(both.stored).weight(LAYER, n, ShardAxis(k, first, count))
+        assert isinstance(part, BlockWeight) == kept
+        assert torch.equal(dense(part), whole[:, first : first + count])
+
+
+@pytest.mark.parametrize(
+    "layout", ["packed-int4", "packed-int4-zeros", "packed-int8-channel", "int8", "fp8-channel", "nvfp4"]
+)
+def test_compressed_tensors_own_library_reads_the_same_numbers(written: Make, layout: str) -> None:
+    both, said = written(layout), LAYOUTS[layout][0]
+    groups = said["config_groups"]
+    assert isinstance(groups, dict)
+    compressor = BaseCompressor.get_value_from_registry(str(said["format"]))
+    stored = {
+        name.removeprefix(f"{LAYER}."): tensor
+        for name, tensor in load_file(both.stored / "model.safetensors").items()
+        if name.startswith(f"{LAYER}.")
+    }
+    theirs = compressor.decompress(stored, QuantizationScheme.model_validate(groups["group_0"]))["weight"]
+    ours = dense(loader(both.stored).weight(LAYER, *theirs.shape))
+    torch.testing.assert_close(ours, theirs.float(), rtol=5e-3, atol=0)
+
+
+def test_awq_is_what_another_converter_reads(written: Make) -> None:
+    both = written("awq")
+    stored = {name: t for name, t in tensors_of(both.stored).items() if name.startswith(f"{LAYER}.")}
+    theirs = AutoAWQConverter(4, 32).process(stored)
+    compressor = BaseCompressor.get_value_from_registry("pack-quantized")
+    scheme = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False},
+    }
+    parts = {name.removeprefix(f"{LAYER}."): tensor for name, tensor in theirs.items()}
+    want = compressor.decompress(parts, QuantizationScheme.model_validate(scheme))["weight"]
+    ours = dense(loader(both.stored).weight(LAYER, *want.shape))
+    torch.testing.assert_close(ours, want.float(), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_is_that_of_the_file(written: Make, layout: str) -> None:
+    both = written(layout)
+    header = read_model_spec(both.stored).headers
+    stored = sum(h.end - h.begin for name, h in header.items() if name.startswith(f"{LAYER}.") and "shape" not in name)
+    weights = loader(both.stored)
+    n, k = tensors_of(both.plain)[f"{LAYER}.weight"].shape
+    weights.weight(LAYER, n, k)
+    dry = Weights.dry(weights.spec)
+    dry.weight(LAYER, n, k)
+    assert dry.nbytes == weights.nbytes or layout == "gptq-ordered"
+    assert weights.nbytes < 0.6 * 4 * n * k
+    assert weights.nbytes <= 1.3 * stored, "scales of blocks and rows are repeated, in tensors as small as these"
+
+
+def test_expanded_weights_have_the_values_of_those_in_blocks(written: Make) -> None:
+    both = written("gptq-ordered")
+    n, k = tensors_of(both.plain)[f"{LAYER}.weight"].shape
+    found = loader(both.stored, as_stored=False).weight(LAYER, n, k)
+    assert isinstance(found, Tensor)
+    assert torch.equal(found, dense(loader(both.stored).weight(LAYER, n, k)))
+
+
+# ------------------------------------------------------------ what is refused
+
+
+def changed(both: Written, to: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    """The stored folder with other tensors."""
+    to.mkdir()
+    for file in both.stored.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    tensors = tensors_of(to)
+    change(tensors)
+    rewrite_tensors(to, tensors)
+    return to
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        Bench(folder)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("layout", "part", "value"), [
+    ("fp8-blocks", "weight_scale_inv", float("nan")), ("fp8-blocks", "weight_scale_inv", 0.0),
+    ("awq", "scales", float("inf")), ("packed-int4", "weight_scale", 0.0), ("nvfp4", "weight_global_scale", 0.0),
+    ("fp8-ue8m0", "weight_scale_inv", float("nan")),
+])  # fmt: skip
+def test_a_scale_that_is_no_number_names_its_tensor(
+    written: Make, tmp_path: Path, layout: str, part: str, value: float
+) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        flat = tensors[f"{LAYER}.{part}"].float().clone()
+        flat.view(-1)[-1] = value
+        tensors[f"{LAYER}.{part}"] = flat.to(tensors[f"{LAYER}.{part}"].dtype)
+
+    text = refusal(changed(written(layout), tmp_path / "bad", change))
+    assert LAYER in text
+    assert "must be finite and not zero" in text
+
+
+@pytest.mark.parametrize(("layout", "part"), [
+    ("fp8-blocks", "weight_scale_inv"), ("packed-int4", "weight_scale"), ("awq", "qzeros"), ("awq", "scales"),
+    ("gptq", "scales"), ("nvfp4", "weight_global_scale"), ("int8", "weight_scale"),
+])  # fmt: skip
+def test_a_part_that_is_missing_is_named_before_anything_is_read(
+    written: Make, tmp_path: Path, layout: str, part: str
+) -> None:
+    folder = changed(written(layout), tmp_path / "bad", lambda tensors: tensors.pop(f"{LAYER}.{part}"))
+    spec = read_model_spec(folder)
+    with pytest.raises(CheckpointError, match=LAYER) as caught:
+        model_for(spec).build(Weights.dry(spec))
+    assert "is missing" in str(caught.value)
+
+
+@pytest.mark.parametrize(("layout", "part"), [
+    ("fp8-blocks", "weight_scale_inv"), ("packed-int4", "weight_scale"), ("packed-int4", "weight_packed"),
+    ("awq", "qweight"), ("gptq", "scales"), ("gptq", "qzeros"), ("nvfp4", "weight_scale"),
+])  # fmt: skip
+def test_a_part_of_another_shape_is_named(written: Make, tmp_path: Path, layout: str, part: str) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{LAYER}.{part}"] = tensors[f"{LAYER}.{part}"][:-1].contiguous()
+
+    folder = changed(written(layout), tmp_path / "bad", change)
+    spec = read_model_spec(folder)
+    with pytest.raises(CheckpointError, match=LAYER):
+        model_for(spec).build(Weights.dry(spec))
+
+
+def test_float8_values_that_are_no_numbers_are_refused(written: Make, tmp_path: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{LAYER}.weight"].view(torch.uint8)[3, 5] = 0x7F
+
+    assert "not a number" in refusal(changed(written("fp8-blocks"), tmp_path / "bad", change))
+
+
+@pytest.mark.parametrize(("said", "text"), [
+    ({"quant_method": "bitsandbytes"}, "'bitsandbytes' are not supported; supported are"),
+    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version must be one of gemm"),
+    ({"quant_method": "awq", "bits": 3}, "bits is 3"),
+    ({"quant_method": "gptq", "bits": 2}, "bits is 2; supported are 4 and 8"),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size must be"),
+    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format must be one of"),
+    ({"quant_method": "fp8", "weight_block_size": [128]}, "two whole numbers"),
+    ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24'"),
+    ({"quant_method": "compressed-tensors", "format": "pack-quantized",
+      "config_groups": {"group_0": {"weights": {"num_bits": 3, "type": "int"}}}}, "weights of 3 bits"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo must be one of"),
+    ({"bits": 4}, "without a quant_method"),
+])  # fmt: skip
+def test_a_method_that_is_not_known_is_refused_by_its_name(
+    written: Make, tmp_path: Path, said: dict[str, object], text: str
+) -> None:
+    folder = changed(written("awq"), tmp_path / "other", lambda tensors: None)
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": said}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"config\.json") as caught:
+        read_model_spec(folder)
+    assert text in str(caught.value)
+
+
+# ------------------------------------------------------------ the value itself
+
+
+def test_rows_of_weights_of_one_layout_are_one_weight_and_others_are_expanded(written: Make) -> None:
+    generator = torch.Generator().manual_seed(3)
+    one, two = (torch.randn(n, 96, generator=generator) for n in (5, 7))
+    both = stack_rows([quantise(one, 4, 32), quantise(two, 4, 32)])
+    assert isinstance(both, BlockWeight)
+    assert torch.equal(both.unpack(), torch.cat([quantise(w, 4, 32).unpack() for w in (one, two)]))
+    mixed = stack_rows([quantise(one, 4, 32), quantise(two, 8, 32)])
+    assert isinstance(mixed, Tensor)
+    assert torch.equal(mixed, torch.cat([quantise(one, 4, 32).unpack(), quantise(two, 8, 32).unpack()]))
+    zeros = replace(quantise(two, 4, 32), zero=7)
+    assert isinstance(stack_rows([quantise(one, 4, 32), zeros]), Tensor)
+
+
+@pytest.mark.parametrize(("bits", "step"), [(4, 1 / 14), (8, 1 / 254)])
+def test_a_dense_weight_is_quantised_to_the_nearest_numbers(bits: int, step: float) -> None:
+    weight = torch.randn(9, 80, generator=torch.Generator().manual_seed(4))
+    weight[3, :32] = 0
+    found = quantise(weight, bits, 32).unpack()
+    largest = torch.nn.functional.pad(weight.abs(), (0, 16)).view(9, 3, 32).amax(-1).repeat_interleave(32, 1)[:, :80]
+    assert bool(((found - weight).abs() <= largest * step * 1.0001).all())
+    assert not found[3, :32].any()
