@@ -34,7 +34,7 @@ _FLAGS = (
     "-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-Wno-psabi", "-fPIC",
     "-fvisibility=hidden",
 )  # fmt: skip
-_SOURCES = ("vector.h", "buffer.h", "threads.h", "rows.h", "gemm.h", "attention.h", "kernels.cpp")
+_SOURCES = ("vector.h", "buffer.h", "threads.h", "rows.h", "gemm.h", "block_gemm.h", "attention.h", "kernels.cpp")
 _CODE = {name: (Path(__file__).parent / name).read_bytes() for name in _SOURCES}
 """The sources, read when this module is imported, so that an update under a running worker changes neither them nor
 the Python code that calls them."""

@@ -1,6 +1,7 @@
 // The C interface: one function a kernel and dtype, called from engine/native/native_kernels.py.
 
 #include "attention.h"
+#include "block_gemm.h"
 #include "gemm.h"
 #include "rows.h"
 
@@ -21,6 +22,11 @@
         attend(*a, sequences, q, k_pages, v_pages, tables, first_pages, starts, offsets, sinks, out);                 \
     }
 
+#define FOR_BLOCKS(T, name)                                                                                           \
+    void block_product_##name(const Blocks *b, const T *x, long x_stride, const float *bias, T *out, long m) {        \
+        block_product(*b, x, x_stride, bias, out, m);                                                                 \
+    }
+
 #define FOR_PRODUCT(T, name)                                                                                          \
     long packed_elements_##name(long n, long k) { return packed_elements<T>(n, k); }                                  \
     void pack_##name(const T *weight, T *packed, long n, long k) { pack(weight, packed, n, k); }                      \
@@ -35,6 +41,11 @@ extern "C" {
 void set_threads(int count) { omp_set_num_threads(count); }
 FOR_DTYPE(float, float32)
 FOR_DTYPE(bf16, bfloat16)
+FOR_BLOCKS(float, float32)
+FOR_BLOCKS(bf16, bfloat16)
+void pack_codes(const uint8_t *codes, uint8_t *packed, long n, long k, int halves) {
+    pack_blocks(codes, packed, n, k, halves != 0);
+}
 FOR_PRODUCT(float, float32)
 // Where there are tile instructions, oneDNN's products of many rows are several times as fast as these can be.
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from twinpool.engine.weight_formats.block_weight import BlockWeight
+
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _PANEL = 32
 """Outputs side by side in a packed weight, as in gemm.h."""
@@ -36,6 +38,20 @@ class AttentionShape(ctypes.Structure):
     ]
 
 
+class _Blocks(ctypes.Structure):
+    """A packed weight in blocks: the struct of block_gemm.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_long) for name in ("n", "k", "group")),
+        *((name, ctypes.c_int32) for name in ("code", "scale_type", "zero", "unused")),
+        *((name, ctypes.c_void_p) for name in ("codes", "zeros", "scales", "factors")),
+    ]
+
+
+_SCALE_TYPES = {dtype: number for number, dtype in enumerate(
+    (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8)
+)}  # fmt: skip
+"""`enum ScaleType` of block_gemm.h."""
 _SIGNATURES = {
     "rms_norm": "plplpllf",
     "silu_product": "ppll",
@@ -44,6 +60,7 @@ _SIGNATURES = {
     "packed_elements": "ll",
     "pack": "ppll",
     "product": "plppplll",
+    "block_product": "pplppl",
 }
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
 
@@ -56,6 +73,9 @@ class NativeKernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._set_threads: Callable[[int], None] = library.set_threads
         self._set_threads.argtypes, self._set_threads.restype = [ctypes.c_int], None
+        self._pack_codes = library.pack_codes
+        self._pack_codes.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_long, ctypes.c_int]
+        self._pack_codes.restype = None
         self._local = threading.local()
         self._functions: dict[tuple[str, torch.dtype], Any] = {}
         for dtype, suffix in _NAMES.items():
@@ -76,6 +96,9 @@ class NativeKernels:
 
     def packed(self, weight_nk: Tensor, bias_n: Tensor | None) -> PackedWeight:
         return PackedWeight(self, weight_nk, bias_n)
+
+    def packed_blocks(self, weight: BlockWeight, bias_n: Tensor | None) -> PackedBlocks:
+        return PackedBlocks(self, weight, bias_n)
 
     def packed_heads(self, weight_hkn: Tensor) -> None:
         return None
@@ -205,10 +228,7 @@ class PackedWeight:
         function = kernels._call("packed_elements", weight_nk.dtype)
         self._packed = _huge_pages(function(self._n, self._k), weight_nk.dtype)
         kernels._call("pack", weight_nk.dtype)(weight_nk.data_ptr(), self._packed.data_ptr(), self._n, self._k)
-        self._bias: Tensor | None = None
-        if bias_n is not None:
-            self._bias = torch.zeros(-(-self._n // _PANEL) * _PANEL)
-            self._bias[: self._n] = bias_n
+        self._bias = None if bias_n is None else _by_panel(bias_n.float()).flatten()
 
     def __call__(self, x_mk: Tensor) -> Tensor:
         """``x @ weight.T + bias``, [M, n], summed in float32 and rounded once; rows are exact."""
@@ -227,6 +247,60 @@ class PackedWeight:
             self._k,
         )
         return out
+
+
+class PackedBlocks:
+    """A weight in blocks and its bias, packed in the order in which the kernels read them."""
+
+    def __init__(self, kernels: NativeKernels, weight: BlockWeight, bias_n: Tensor | None) -> None:
+        self._kernels, self._order = kernels, weight.order_k
+        self._n, self._k = weight.shape
+        self._code, self._group, self._zero = weight.code, weight.group, weight.zero
+        halves = weight.code.bits == 4
+        codes = weight.codes
+        if halves:
+            codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+        codes = codes.contiguous()
+        panels = -(-self._n // _PANEL)
+        self._codes = _huge_pages(panels * self._k * (_PANEL // 2 if halves else _PANEL), torch.uint8)
+        kernels._pack_codes(codes.data_ptr(), self._codes.data_ptr(), self._n, self._k, halves)
+        self._scales = _by_panel(weight.scales)
+        self._zeros = None if weight.zeros is None else _by_panel(weight.zeros)
+        self._factors = None if weight.factor_n is None else _by_panel(weight.factor_n).flatten()
+        self._bias = None if bias_n is None else _by_panel(bias_n.float()).flatten()
+
+    def __call__(self, x_mk: Tensor) -> Tensor:
+        """``x @ weight.T + bias``, [M, n], of the weight unpacked to float32: summed in float32 and rounded once; rows
+        are exact."""
+        if self._order is not None:
+            x_mk = x_mk[:, self._order]
+        if x_mk.stride(1) != 1:
+            x_mk = x_mk.contiguous()
+        out = torch.empty(x_mk.shape[0], self._n, dtype=x_mk.dtype)
+        blocks = _Blocks(
+            self._n, self._k, self._group, self._code.value, _SCALE_TYPES[self._scales.dtype], self._zero, 0,
+            self._codes.data_ptr(),
+            *(None if part is None else part.data_ptr() for part in (self._zeros, self._scales, self._factors)),
+        )  # fmt: skip
+        self._kernels._call("block_product", x_mk.dtype)(
+            ctypes.addressof(blocks),
+            x_mk.data_ptr(),
+            x_mk.stride(0),
+            None if self._bias is None else self._bias.data_ptr(),
+            out.data_ptr(),
+            x_mk.shape[0],
+        )
+        return out
+
+
+def _by_panel(rows: Tensor) -> Tensor:
+    """Values of each output, [n] or [n, groups], as kernels read them: [panels, groups, 32], zeros behind the last."""
+    groups = rows.view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows
+    groups = groups.reshape(len(rows), -1)
+    padded = groups.new_zeros(-(-len(rows) // _PANEL) * _PANEL, groups.shape[1])
+    padded[: len(rows)] = groups
+    packed = padded.view(-1, _PANEL, groups.shape[1]).transpose(1, 2).contiguous()
+    return packed.view(rows.dtype)
 
 
 def _huge_pages(elements: int, dtype: torch.dtype) -> Tensor:

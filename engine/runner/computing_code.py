@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 ENGINE = Path(__file__).resolve().parents[1]
-COMPUTES = ("attention", "gpu", "layers", "models", "native", "runner", "tensors")
+COMPUTES = ("attention", "gpu", "layers", "models", "native", "runner", "tensors", "weight_formats")
 """The folders of the engine on which results depend. Masks of structured output are named by the library that makes
 them."""
 SUFFIXES = (".py", ".cpp", ".h")

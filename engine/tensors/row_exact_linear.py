@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twinpool.engine.native.current_kernels import kernels_for
+from twinpool.engine.native.current_kernels import kernels_for, native_for
 from twinpool.engine.native.layer_kernels import Product
-from twinpool.engine.tensors.block_weight import BlockProduct, BlockWeight, Weight
 from twinpool.engine.tensors.onednn_weight import OneDnnWeight
+from twinpool.engine.weight_formats.block_weight import BlockProduct, BlockWeight, Weight
 
 TILE_ROWS = 16
 """Rows of the fixed tile that the probe compares with."""
@@ -86,7 +86,8 @@ class RowExactLinear:
 
 def _native(weight_nk: Weight, bias_n: Tensor | None) -> Product | None:
     if isinstance(weight_nk, BlockWeight):
-        return None
+        native = native_for(torch.empty(0, dtype=weight_nk.dtype, device=weight_nk.device))
+        return None if native is None else native.packed_blocks(weight_nk, bias_n)
     kernels = kernels_for(weight_nk)
     if kernels is None or not kernels.multiplies(weight_nk.dtype):
         return None

@@ -22,11 +22,11 @@ from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.checkpoint.safetensors_headers import FLOATS, TensorHeader
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import CheckpointError, ConfigError
-from twinpool.engine.tensors.block_formats import PARTS, StoredWeight, read_blocks
-from twinpool.engine.tensors.block_weight import BlockWeight, Code, Weight, dense, stack_rows
 from twinpool.engine.tensors.gguf_blocks import read_gguf_tensor
 from twinpool.engine.tensors.row_exact_linear import HeadLinear, RowExactLinear
 from twinpool.engine.tensors.shard import WHOLE, Shard, ShardAxis
+from twinpool.engine.weight_formats.block_formats import PARTS, StoredWeight, read_blocks
+from twinpool.engine.weight_formats.block_weight import BlockWeight, Code, Weight, dense, stack_rows
 
 _MXFP4_GROUP = 32
 """Elements of MXFP4 that share a scale."""

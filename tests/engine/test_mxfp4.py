@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from twinpool.engine.tensors.block_weight import BlockWeight, Code
+from twinpool.engine.weight_formats.block_weight import BlockWeight, Code
 
 
 def test_every_element_and_scale_is_what_transformers_reads() -> None:

@@ -24,9 +24,9 @@ from tests.support.quantised_checkpoints import LAYOUTS, Written, quantise_folde
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.errors import CheckpointError
 from twinpool.engine.models.registry import model_for
-from twinpool.engine.tensors.block_weight import BlockWeight, dense, quantise, stack_rows
 from twinpool.engine.tensors.shard import Shard, ShardAxis
 from twinpool.engine.tensors.weight_loader import Weights
+from twinpool.engine.weight_formats.block_weight import BlockWeight, dense, quantise, stack_rows
 
 CPU = torch.device("cpu")
 LAYER = "model.layers.1.mlp.down_proj"

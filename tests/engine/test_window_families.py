@@ -23,9 +23,9 @@ from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.errors import CheckpointError
 from twinpool.engine.layers.moe.experts import ExpertSizes, interleaved_expert
 from twinpool.engine.models.registry import read_model
-from twinpool.engine.tensors.block_weight import BlockWeight, dense
 from twinpool.engine.tensors.shard import Shard
 from twinpool.engine.tensors.weight_loader import Weights
+from twinpool.engine.weight_formats.block_weight import BlockWeight, dense
 
 Family = Callable[..., Path]
 NAMES = ["gemma3", "gemma4", "gpt_oss"]

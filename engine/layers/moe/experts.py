@@ -12,10 +12,10 @@ from torch import Tensor
 from twinpool.engine.layers.moe.expert_router import ExpertRoutes
 from twinpool.engine.layers.norm import gelu_tanh, sigmoid, silu
 from twinpool.engine.native.current_kernels import kernels_for
-from twinpool.engine.tensors.block_weight import Weight, select_rows, stack_rows
 from twinpool.engine.tensors.row_exact_linear import Numerics, RowExactLinear
 from twinpool.engine.tensors.shard import ShardAxis
 from twinpool.engine.tensors.weight_loader import Weights
+from twinpool.engine.weight_formats.block_weight import Weight, select_rows, stack_rows
 
 Activation = Callable[[Tensor], Tensor]
 """Maps an expert's first product [S, width] to the input of its second, [S, inner], in the same dtype."""

@@ -28,9 +28,9 @@ from twinpool.engine.layers.moe.experts import (
     plain_expert,
 )
 from twinpool.engine.layers.norm import sigmoid
-from twinpool.engine.tensors.block_weight import dense
 from twinpool.engine.tensors.row_exact_linear import Numerics
 from twinpool.engine.tensors.weight_loader import Weights
+from twinpool.engine.weight_formats.block_weight import dense
 
 
 class MixtureOfExperts:

@@ -5,7 +5,7 @@ This is the one form in which products take a quantised weight, whatever the che
 
     weight[n, j] = (value(code[n, j]) - zero[n, j // group]) * scale[n, j // group] * factor[n]
 
-computed in float32 from left to right. `engine.tensors.block_formats` reads the layouts of published checkpoints.
+computed in float32 from left to right. `block_formats` reads the layouts of published checkpoints.
 
 Every product is the one of the unpacked weight in float32: activations aren't quantised, so that a checkpoint that
 declares quantised activations (W8A8) computes closer to the model that it was made from than it asks for.

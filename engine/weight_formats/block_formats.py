@@ -24,7 +24,7 @@ from torch import Tensor
 
 from twinpool.contracts.checkpoint.quantization import Quantization
 from twinpool.contracts.errors import CheckpointError
-from twinpool.engine.tensors.block_weight import BlockWeight, Code, pack_codes
+from twinpool.engine.weight_formats.block_weight import BlockWeight, Code, pack_codes
 
 _AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place, in an int32 of AWQ, of the column that is the first, second, ... of eight."""

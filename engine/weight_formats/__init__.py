@@ -1,0 +1,1 @@
+"""Weights as checkpoints store them: their layouts, and the one form in which products take them."""
