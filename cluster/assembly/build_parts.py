@@ -224,8 +224,15 @@ def worker_fingerprint(pools: PoolSet, spec: ModelSpec, config: Config, device: 
     worker, and numerics. Under ``fast`` the numerics class is left out: state of another class is as good."""
     invariant = config.engine.numerics == "invariant"
     computed = [config.engine.numerics, *([numerics_class_of(config, spec, device)] if invariant else [])]
-    described = json.dumps([spec.fingerprint, describe_spec(pools.spec.whole), *computed], sort_keys=True)
+    described = json.dumps([weights_digest(spec, config), describe_spec(pools.spec.whole), *computed], sort_keys=True)
     return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
+
+
+def weights_digest(spec: ModelSpec, config: Config) -> str:
+    """`ModelSpec.fingerprint`, and how the weights were quantised when they were loaded: other numbers than the
+    checkpoint's. Expanded, they are the same up to rounding, which the numerics class tells."""
+    quantised = config.engine.weights in {"int8", "int4"}
+    return f"{spec.fingerprint}-{config.engine.weights}" if quantised else spec.fingerprint
 
 
 log = logging.getLogger("twinpool.arena")

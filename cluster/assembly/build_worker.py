@@ -35,6 +35,7 @@ from twinpool.cluster.assembly.build_parts import (
     numerics_class_of,
     rank_layout,
     streams_beside,
+    weights_digest,
     worker_fingerprint,
 )
 from twinpool.cluster.ranks import RankGroup
@@ -125,7 +126,7 @@ def build_worker(
         transfer = config.transfer
         transport = ZmqControlTransport(host, p.waiter, p.curve, transfer.link_timeout_s, transfer.control_frame_bytes)
         pools, others = p.manager.pools, group.line.processes if group else ()
-        common = fingerprint_of(spec.fingerprint, pools.spec, _numerics(p))
+        common = fingerprint_of(weights_digest(spec, config), pools.spec, _numerics(p))
         sender = KVSender(
             name,
             incarnation,

@@ -294,8 +294,16 @@ def divides(config: Config, spec: ModelSpec, size: int) -> str:
 
 
 def weight_bytes(spec: ModelSpec, config: Config) -> int:
-    """Bytes of one worker's weights in the dtype that it computes in, estimated from the size of the files."""
-    from twinpool.engine.tensors.weight_loader import dtype_for
+    """Bytes of one worker's weights as it keeps them (`engine.weights`): of dense ones estimated from the size of the
+    files, of quantised ones counted."""
+    from twinpool.engine.models.registry import model_for
+    from twinpool.engine.tensors.weight_loader import Weights, dtype_for, weights_kept
+
+    keep = weights_kept(config.engine, gpu=config.engine.device.startswith("cuda"))
+    if spec.quantization.method or keep in {"int8", "int4"}:
+        weights = Weights.dry(spec, dtype_for(spec, config.engine), keep=keep)
+        model_for(spec).build(weights)
+        return weights.nbytes
 
     width = dtype_for(spec, config.engine).itemsize
     if is_gguf(spec.path):

@@ -319,6 +319,8 @@ def summary(prepared: ServePlan, views: Sequence[WorkerView]) -> list[tuple[str,
     an operator should know: no tokenizer, slow kernels."""
     lines = [("model", model_line(prepared)), ("workers", workers_line(prepared, views))]
     lines += [("memory", memory_line(prepared, views))]
+    if text := weights_line(prepared):
+        lines.append(("weights", text))
     if not has_tokenizer(prepared):
         text = f"the checkpoint has no {TOKENIZER}: prompts are token ids (/v1/completions), answers have no text"
         lines.append(("no text", text))
@@ -330,6 +332,22 @@ def model_line(prepared: ServePlan) -> str:
     spec = prepared.spec
     is_demo = spec.path.name == DEMO_NAME and spec.name == DEMO_NAME
     return f"{spec.name}, {spec.context:,} tokens of context" + (f": {DEMO_IS}" if is_demo else "")
+
+
+def weights_line(prepared: ServePlan) -> str:
+    """The quantisation of the checkpoint, how its weights are kept, and their bytes; empty for dense weights that stay
+    so."""
+    method, config = prepared.spec.quantization.method, prepared.config.engine
+    expanded = "expanded on a GPU" if config.device.startswith("cuda") else "expanded (engine.weights=dense)"
+    quantised = f"quantised when loaded (engine.weights={config.weights})"
+    if config.weights in {"int8", "int4"}:
+        kept = f"{method or 'dense'}, {quantised}"
+    elif not method:
+        return ""
+    else:
+        stays = config.weights == "as_stored" and not config.device.startswith("cuda")
+        kept = f"{method}, {'as stored' if stays else expanded}"
+    return f"{kept}: {mib(prepared.weights)} a worker"
 
 
 def workers_line(prepared: ServePlan, views: Sequence[WorkerView]) -> str:

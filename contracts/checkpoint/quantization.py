@@ -1,7 +1,7 @@
 """How a checkpoint's weights are quantised: `quantization_config` of `config.json`, checked.
 
-Most of a layout can be seen in the tensors (`engine.weight_formats.block_formats`); here is what can't, and which methods
-and variants are refused, by name.
+Most of a layout can be seen in the tensors (`engine.weight_formats.block_formats`); here is what can't, and which
+methods and variants are refused, by name.
 """
 
 from __future__ import annotations

@@ -95,6 +95,7 @@ EFFECTS: Mapping[str, SettingEffect] = {
     "engine": _ALL,
     "engine.context": _CONTEXT,
     "engine.dtype": _PAIRS,
+    "engine.weights": _PAIRS,
     "engine.attention": _PAIRS,
     "engine.numerics": _PAIRS,
     "engine.numerics_class": _PAIRS,

@@ -39,7 +39,7 @@ struct Blocks {
     int32_t unused;
     const uint8_t *codes, *zeros;  // zeros: null where `zero` is that of all groups
     const void *scales;
-    const float *factors;  // whole panels, or null
+    const float *factors;  // whole panels, or null; of E2M1 alone
 };
 
 inline f32x16 whole_numbers(u8x16 codes) { return __builtin_convertvector(widened(codes), f32x16); }
@@ -106,7 +106,7 @@ inline GroupValues group_values(const Blocks &b, long panel, long group) {
             const uint8_t *zeros = b.zeros + (panel * groups + group) * PANEL + half * LANES;
             g.zero[half] = whole_numbers(*(const u8x16 *)zeros);
         }
-        if (b.factors) g.factor[half] = load(b.factors + panel * PANEL + half * LANES);
+        g.factor[half] = b.factors ? load(b.factors + panel * PANEL + half * LANES) : splat(1.0f);
     }
     return g;
 }
@@ -115,7 +115,7 @@ template <int CODE> constexpr bool two_a_byte() { return CODE == UINT4 || CODE =
 template <int CODE> constexpr long column_bytes() { return two_a_byte<CODE>() ? PANEL / 2 : PANEL; }
 
 // One column of a panel.
-template <int CODE, bool FACTOR>
+template <int CODE>
 inline void unpack_column(const uint8_t *codes, const GroupValues &g, f32x16 &left, f32x16 &right) {
     const u8x16 packed = *(const u8x16 *)codes;
     if constexpr (two_a_byte<CODE>()) {
@@ -131,27 +131,27 @@ inline void unpack_column(const uint8_t *codes, const GroupValues &g, f32x16 &le
     }
     left *= g.scale[0];
     right *= g.scale[1];
-    if constexpr (FACTOR) {
+    if constexpr (CODE == E2M1) {
         left *= g.factor[0];
         right *= g.factor[1];
     }
 }
 
 // Columns [first, last) of a panel, all of one group, into `to` [last - first, 32].
-template <int CODE, bool FACTOR>
+template <int CODE>
 void unpack_group(const Blocks &b, long panel, long group, long first, long last, float *to) {
     const GroupValues g = group_values(b, panel, group);
     const uint8_t *codes = b.codes + (panel * b.k + first) * column_bytes<CODE>();
     for (long j = first; j < last; j++, codes += column_bytes<CODE>(), to += PANEL) {
         f32x16 left, right;
-        unpack_column<CODE, FACTOR>(codes, g, left, right);
+        unpack_column<CODE>(codes, g, left, right);
         store(to, left);
         store(to + LANES, right);
     }
 }
 
 // The sums of few rows and two panels, unpacked in registers: x [k, ROWS], sums [ROWS, 2 * 32].
-template <int CODE, bool FACTOR, int ROWS> void pair_sums(const Blocks &b, const float *x, long panel, float *sums) {
+template <int CODE, int ROWS> void pair_sums(const Blocks &b, const float *x, long panel, float *sums) {
     f32x16 sum[ROWS][4];
     for (int r = 0; r < ROWS; r++)
         for (int i = 0; i < 4; i++) sum[r][i] = f32x16{};
@@ -164,8 +164,8 @@ template <int CODE, bool FACTOR, int ROWS> void pair_sums(const Blocks &b, const
         const long last = std::min(first + b.group, b.k);
         for (long j = first; j < last; j++) {
             f32x16 w[4];
-            unpack_column<CODE, FACTOR>(one, of_one, w[0], w[1]);
-            unpack_column<CODE, FACTOR>(two, of_two, w[2], w[3]);
+            unpack_column<CODE>(one, of_one, w[0], w[1]);
+            unpack_column<CODE>(two, of_two, w[2], w[3]);
             one += column_bytes<CODE>();
             two += column_bytes<CODE>();
 #pragma GCC unroll 4
@@ -180,30 +180,18 @@ template <int CODE, bool FACTOR, int ROWS> void pair_sums(const Blocks &b, const
         for (int i = 0; i < 4; i++) store(sums + r * 2 * PANEL + i * LANES, sum[r][i]);
 }
 
-template <int CODE, bool FACTOR> void pair_rows(const Blocks &b, const float *x, long rows, long panel, float *sums) {
-    switch (rows) {
-    case 1: return pair_sums<CODE, FACTOR, 1>(b, x, panel, sums);
-    case 2: return pair_sums<CODE, FACTOR, 2>(b, x, panel, sums);
-    case 3: return pair_sums<CODE, FACTOR, 3>(b, x, panel, sums);
-    default: return pair_sums<CODE, FACTOR, 4>(b, x, panel, sums);
-    }
-}
-
-template <int CODE, bool FACTOR> struct Kind {
+template <int CODE> struct Kind {
     static constexpr int code = CODE;
-    static constexpr bool factor = FACTOR;
 };
 
-// Calls `body` with the code and whether there are factors, as constants.
-template <typename Body> void for_code(const Blocks &b, const Body &body) {
-#define CODE_CASE(code)                                                                                               \
-    case code:                                                                                                        \
-        if (b.factors) return body(Kind<code, true>{});                                                 \
-        return body(Kind<code, false>{});
-    switch (b.code) {
-        CODE_CASE(UINT4) CODE_CASE(UINT8) CODE_CASE(E2M1) CODE_CASE(E4M3)
+// Calls `body` with the code as a constant.
+template <typename Body> void for_code(int code, const Body &body) {
+    switch (code) {
+    case UINT4: return body(Kind<UINT4>{});
+    case UINT8: return body(Kind<UINT8>{});
+    case E2M1: return body(Kind<E2M1>{});
+    default: return body(Kind<E4M3>{});
     }
-#undef CODE_CASE
 }
 
 // Adds `steps` columns to the sums of ROWS rows; row r, column j begins at x[r * row_stride + j * step_stride].
@@ -259,13 +247,18 @@ inline void put_sums(const float *sums, const Blocks &b, long panel, const float
 // x [m, k] with rows x_stride apart; out [m, n] contiguous. bias: whole panels of float32, or null.
 template <typename T>
 void block_product(const Blocks &b, const T *x, long x_stride, const float *bias, T *out, long m) {
+    if (!m) return;
     const long panels = (b.n + PANEL - 1) / PANEL, blocks = (m + MOST_ROWS - 1) / MOST_ROWS;
     static thread_local Buffer<float> kept;
     kept.resize(std::max(1L, blocks * MOST_ROWS * b.k));
     float *rows = kept.data();
-    // The rows of a block side by side, column after column.
+    // The rows of a block side by side, column after column; two and three as four, of which those left are zero.
+    const bool few = m <= FEW_ROWS;
+    const long together = m == 1 ? 1 : FEW_ROWS;
+    if (few) memset((void *)rows, 0, together * b.k * sizeof(float));
     each(m, MOST_ROWS, [&](long row) {
-        const long block = row / MOST_ROWS * MOST_ROWS, beside = std::min((long)MOST_ROWS, m - block);
+        const long block = row / MOST_ROWS * MOST_ROWS;
+        const long beside = few ? together : std::min((long)MOST_ROWS, m - block);
         const T *from = x + row * x_stride;
         float *to = rows + block * b.k + row - block;
         for (long j = 0; j < b.k; j += LANES) {
@@ -276,13 +269,15 @@ void block_product(const Blocks &b, const T *x, long x_stride, const float *bias
         }
     });
     const long chunk = std::max(1L, std::min(panels / 16, 65536 / (b.k * PANEL) + 1));
-    for_code(b, [&](auto kind) {
+    for_code(b.code, [&](auto kind) {
         constexpr int CODE = decltype(kind)::code;
-        constexpr bool FACTOR = decltype(kind)::factor;
-        if (m <= FEW_ROWS) {
+        if (few) {
             each((panels + 1) / 2, chunk, [&](long pair) {
                 float sums[FEW_ROWS * 2 * PANEL];
-                if (m) pair_rows<CODE, FACTOR>(b, rows, m, 2 * pair, sums);
+                if (m == 1)
+                    pair_sums<CODE, 1>(b, rows, 2 * pair, sums);
+                else
+                    pair_sums<CODE, FEW_ROWS>(b, rows, 2 * pair, sums);
                 for (long row = 0; row < m; row++)
                     for (long half = 0; half < 2 && 2 * pair + half < panels; half++)
                         put_sums(sums + (2 * row + half) * PANEL, b, 2 * pair + half, bias, out, row);
@@ -297,7 +292,7 @@ void block_product(const Blocks &b, const T *x, long x_stride, const float *bias
             for (long first = 0; first < b.k;) {
                 const long group = first / b.group;
                 const long last = std::min({first + MOST_COLUMNS, (group + 1) * b.group, b.k});
-                unpack_group<CODE, FACTOR>(b, panel, group, first, last, unpacked.data());
+                unpack_group<CODE>(b, panel, group, first, last, unpacked.data());
                 for (long block = 0; block < blocks; block++) {
                     const int count = (int)std::min((long)MOST_ROWS, m - block * MOST_ROWS);
                     add_rows(count, rows + block * MOST_ROWS * b.k + first * count, 1, count, unpacked.data(),

@@ -72,7 +72,8 @@ def kernels_name(config: EngineConfig, device: torch.device) -> str:
 def class_of(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> str:
     """The numerics class of an engine of this process that computes in `dtype`: of machine and libraries
     (`engine.runner.numerics_class`), of Triton where it computes, and of this build's code."""
-    return f"{_class_of_kernels(config, dtype, device)}/code-{code_digest()}"
+    kept = "" if config.weights == "as_stored" else f"/weights-{config.weights}"
+    return f"{_class_of_kernels(config, dtype, device)}/code-{code_digest()}{kept}"
 
 
 def _class_of_kernels(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> str:

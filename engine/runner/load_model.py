@@ -32,7 +32,7 @@ from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.tensors.row_exact_linear import FAST, Numerics, probe
 from twinpool.engine.tensors.shard import Shard
 from twinpool.engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
-from twinpool.engine.tensors.weight_loader import Weights, dtype_for
+from twinpool.engine.tensors.weight_loader import Weights, dtype_for, weights_kept
 
 log = logging.getLogger("twinpool.engine")
 
@@ -123,7 +123,8 @@ def _read(
     kernels = kernels_for_config(config, device)
     shard = Shard(ranks.rank, ranks.size)
     dtype, triton = dtype_for(model.spec, config), wants_triton(config, device)
-    weights = Weights(model.spec, dtype, device, shard, triton=triton)
+    keep = weights_kept(config, gpu=device.type != "cpu")
+    weights = Weights(model.spec, dtype, device, shard, triton=triton, keep=keep)
     try:
         with current_kernels.using(kernels):
             decoder = model.build(weights)

@@ -26,10 +26,13 @@ from twinpool.engine.tensors.gguf_blocks import read_gguf_tensor
 from twinpool.engine.tensors.row_exact_linear import HeadLinear, RowExactLinear
 from twinpool.engine.tensors.shard import WHOLE, Shard, ShardAxis
 from twinpool.engine.weight_formats.block_formats import PARTS, StoredWeight, read_blocks
-from twinpool.engine.weight_formats.block_weight import BlockWeight, Code, Weight, dense, stack_rows
+from twinpool.engine.weight_formats.block_weight import BlockWeight, Code, Weight, dense, quantise, stack_rows
 
 _MXFP4_GROUP = 32
 """Elements of MXFP4 that share a scale."""
+_QUANTISED_BITS = {"int8": 8, "int4": 4}
+_QUANTISED_GROUP = 32
+"""Columns that share a scale in weights that are quantised when they are loaded."""
 _STORED = {
     **{"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn},
     **{"F8_E8M0": torch.float8_e8m0fnu, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64},
@@ -58,6 +61,16 @@ def dtype_for(spec: ModelSpec, config: EngineConfig) -> torch.dtype:
     """
     name = spec.dtype if config.dtype == "auto" else config.dtype
     return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def weights_kept(config: EngineConfig, *, gpu: bool) -> str:
+    """How weights are kept: `engine.weights`; on a GPU expanded, since no kernel there reads blocks. Raises
+    `ConfigError`."""
+    if not gpu or config.weights == "dense":
+        return config.weights
+    if config.weights != "as_stored":
+        raise ConfigError(f"engine.weights={config.weights} is for CPUs: set engine.weights=as_stored")
+    return "dense"
 
 
 @lru_cache(maxsize=64)
@@ -89,7 +102,7 @@ class _Files:
     products: list[tuple[int, int, int]] = field(default_factory=list)
     nbytes: int = 0
     triton: bool = False
-    as_stored: bool = True
+    keep: str = "as_stored"
     shared: dict[str, Any] = field(default_factory=dict)
     descriptors: dict[Path, int] = field(default_factory=dict)
     """Of open GGUF files."""
@@ -125,20 +138,22 @@ class Weights:
         shard: Shard = WHOLE,
         *,
         triton: bool = False,
-        as_stored: bool = True,
+        keep: str = "as_stored",
         prefix: str = "",
         files: _Files | None = None,
     ) -> None:
-        """`triton`: layers compute with Triton's kernels where they have any. `as_stored`: quantised weights are kept
-        in their blocks; else they are expanded."""
+        """`triton`: layers compute with Triton's kernels where they have any. `keep`: the setting
+        `engine.weights`."""
         self.spec, self.dtype, self.device, self.shard = spec, dtype, device, shard
         self._prefix = prefix
-        self._files = files or _Files(triton=triton, as_stored=as_stored)
+        self._files = files or _Files(triton=triton, keep=keep)
 
     @classmethod
-    def dry(cls, spec: ModelSpec, dtype: torch.dtype = torch.float32, shard: Shard = WHOLE) -> Weights:
+    def dry(
+        cls, spec: ModelSpec, dtype: torch.dtype = torch.float32, shard: Shard = WHOLE, keep: str = "as_stored"
+    ) -> Weights:
         """Weights on the meta device: shapes are checked, nothing is read."""
-        return cls(spec, dtype, _META, shard)
+        return cls(spec, dtype, _META, shard, keep=keep)
 
     def scope(self, prefix: str) -> Weights:
         """The tensors whose names begin with `prefix`, e.g. ``model.layers.3.``, below this scope."""
@@ -171,9 +186,19 @@ class Weights:
         """
         axes = _axes((rows, columns))
         found = self._stored_blocks(name, axes)
-        if found is None:
-            return self.tensor(f"{name}.weight", rows, columns)
-        return self._counted(self._part(found, axes))
+        if found is not None:
+            return self._counted(self._part(found, axes))
+        weight = self.tensor(f"{name}.weight", rows, columns)
+        return self.kept(weight) if name.endswith("_proj") else weight
+
+    def kept(self, weight_nk: Tensor) -> Weight:
+        """A dense weight of a product, just read, as `engine.weights` has it kept: quantised for int8 and int4."""
+        bits = _QUANTISED_BITS.get(self._files.keep)
+        if bits is None or weight_nk.shape[1] % 2:
+            return weight_nk
+        quantised = quantise(weight_nk, bits, _QUANTISED_GROUP)
+        self._files.nbytes += quantised.nbytes - weight_nk.nbytes
+        return quantised
 
     def _counted(self, weight: Weight) -> Weight:
         self._files.nbytes += weight.nbytes
@@ -182,7 +207,7 @@ class Weights:
     def _part(self, whole: BlockWeight, axes: list[ShardAxis]) -> Weight:
         """A rank's part of a whole weight, with memory of its own on this device."""
         rows, columns = (axis.here for axis in axes)
-        part = whole.part(rows, columns) if self._files.as_stored else None
+        part = whole.part(rows, columns) if self._files.keep != "dense" else None
         if part is None:
             return whole.unpack(rows, self.dtype)[:, columns].to(self.device, copy=True)
         return part.to(self.device)

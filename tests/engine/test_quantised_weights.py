@@ -50,8 +50,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Make:
     return make
 
 
-def loader(folder: Path, shard: Shard | None = None, *, as_stored: bool = True) -> Weights:
-    return Weights(read_model_spec(folder), torch.float32, CPU, shard or Shard(), as_stored=as_stored)
+def loader(folder: Path, shard: Shard | None = None, *, keep: str = "as_stored") -> Weights:
+    return Weights(read_model_spec(folder), torch.float32, CPU, shard or Shard(), keep=keep)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -151,7 +151,7 @@ def test_memory_is_that_of_the_file(written: Make, layout: str) -> None:
 def test_expanded_weights_have_the_values_of_those_in_blocks(written: Make) -> None:
     both = written("gptq-ordered")
     n, k = tensors_of(both.plain)[f"{LAYER}.weight"].shape
-    found = loader(both.stored, as_stored=False).weight(LAYER, n, k)
+    found = loader(both.stored, keep="dense").weight(LAYER, n, k)
     assert isinstance(found, Tensor)
     assert torch.equal(found, dense(loader(both.stored).weight(LAYER, n, k)))
 

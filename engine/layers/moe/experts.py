@@ -85,7 +85,9 @@ def plain_expert(weights: Weights, number: int, sizes: ExpertSizes, units: Shard
         return ExpertWeights(stack_rows(gate_up), mine.weight("down_proj", sizes.hidden, units))
     one = ShardAxis(sizes.experts, number, 1)
     fused = [weights.tensor("gate_up_proj", one, part, sizes.hidden)[0] for part in _halves(units)]
-    return ExpertWeights(torch.cat(fused), weights.tensor("down_proj", one, sizes.hidden, units)[0])
+    return ExpertWeights(
+        weights.kept(torch.cat(fused)), weights.kept(weights.tensor("down_proj", one, sizes.hidden, units)[0])
+    )
 
 
 def ungated_expert(weights: Weights, number: int, sizes: ExpertSizes, units: ShardAxis) -> ExpertWeights:
@@ -95,8 +97,8 @@ def ungated_expert(weights: Weights, number: int, sizes: ExpertSizes, units: Sha
         return ExpertWeights(mine.weight("up_proj", units, sizes.hidden), mine.weight("down_proj", sizes.hidden, units))
     one = ShardAxis(sizes.experts, number, 1)
     return ExpertWeights(
-        weights.tensor("up_proj", one, units, sizes.hidden)[0],
-        weights.tensor("down_proj", one, sizes.hidden, units)[0],
+        weights.kept(weights.tensor("up_proj", one, units, sizes.hidden)[0]),
+        weights.kept(weights.tensor("down_proj", one, sizes.hidden, units)[0]),
     )
 
 
@@ -107,8 +109,8 @@ def interleaved_expert(weights: Weights, number: int, sizes: ExpertSizes, units:
         up_nh = weights.mxfp4("gate_up_proj", one, both, sizes.hidden)
         down_hi = weights.mxfp4("down_proj", one, sizes.hidden, units)
     else:
-        up_nh = weights.tensor("gate_up_proj", one, sizes.hidden, both)[0].T
-        down_hi = weights.tensor("down_proj", one, units, sizes.hidden)[0].T.contiguous()
+        up_nh = weights.kept(weights.tensor("gate_up_proj", one, sizes.hidden, both)[0].T)
+        down_hi = weights.kept(weights.tensor("down_proj", one, units, sizes.hidden)[0].T.contiguous())
     count = both.count
     bias_n = weights.tensor("gate_up_proj_bias", one, both)[0]
     down_bias_h = weights.tensor("down_proj_bias", one, sizes.hidden)[0]
