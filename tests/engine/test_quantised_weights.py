@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -21,11 +22,16 @@ from tests.support.checkpoints import Oracle, compare
 from tests.support.family_checkpoint import rewrite_tensors, tensors_of
 from tests.support.model_families import FAMILIES
 from tests.support.quantised_checkpoints import LAYOUTS, Written, quantise_folder, quantised_names
+from twinpool.cluster.assembly.build_parts import weights_digest
+from twinpool.cluster.serve.preflight import weight_bytes
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
-from twinpool.contracts.errors import CheckpointError
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.config.worker_config import EngineConfig
+from twinpool.contracts.errors import CheckpointError, ConfigError
 from twinpool.engine.models.registry import model_for
+from twinpool.engine.runner.kernel_choice import class_of
 from twinpool.engine.tensors.shard import Shard, ShardAxis
-from twinpool.engine.tensors.weight_loader import Weights
+from twinpool.engine.tensors.weight_loader import Weights, weights_kept
 from twinpool.engine.weight_formats.block_weight import BlockWeight, dense, quantise, stack_rows
 
 CPU = torch.device("cpu")
@@ -278,3 +284,59 @@ def test_a_dense_weight_is_quantised_to_the_nearest_numbers(bits: int, step: flo
     largest = torch.nn.functional.pad(weight.abs(), (0, 16)).view(9, 3, 32).amax(-1).repeat_interleave(32, 1)[:, :80]
     assert bool(((found - weight).abs() <= largest * step * 1.0001).all())
     assert not found[3, :32].any()
+
+
+# ------------------------------------------------------------ engine.weights
+
+
+@pytest.mark.parametrize(("kept", "bits"), [("int8", 8), ("int4", 4)])
+def test_dense_products_are_quantised_when_they_are_loaded(
+    tmp_path: Path, kept: Literal["int8", "int4"], bits: int
+) -> None:
+    folder, plain = FAMILIES["qwen3_moe"](tmp_path / "moe"), tmp_path / "plain"
+    shutil.copytree(folder, plain)
+    tensors = tensors_of(folder)
+    for name, tensor in tensors.items():
+        if name.endswith("_proj.weight"):
+            tensors[name] = quantise(tensor.float(), bits, 32).unpack()
+    rewrite_tensors(plain, tensors)
+    bench, oracle = Bench(folder, weights=kept, dtype="float32"), Oracle(plain)
+    prompts = [[(7 * i + seed) % 290 for i in range(length)] for seed, length in ((1, 5), (2, 40))]
+    for prompt, answer in zip(prompts, bench.generate_many(prompts, 8), strict=True):
+        verdict = compare(oracle, prompt, answer)
+        assert verdict.equal, verdict
+
+
+def test_a_gpu_has_its_weights_expanded_and_none_quantised() -> None:
+    assert weights_kept(EngineConfig(), gpu=True) == weights_kept(EngineConfig(weights="dense"), gpu=True) == "dense"
+    assert weights_kept(EngineConfig(weights="int4"), gpu=False) == "int4"
+    with pytest.raises(ConfigError, match=r"engine\.weights=int4 is for CPUs: set engine\.weights=as_stored"):
+        weights_kept(EngineConfig(weights="int4"), gpu=True)
+
+
+def test_state_of_weights_quantised_when_loaded_is_that_of_other_weights(written: Make) -> None:
+    spec = read_model_spec(written("awq").stored)
+    digests = {
+        kept: weights_digest(spec, config_from_dict({"engine": {"weights": kept}}))
+        for kept in ("as_stored", "dense", "int8", "int4")
+    }
+    assert digests["as_stored"] == digests["dense"] == spec.fingerprint
+    assert len({*digests.values()}) == 3
+    classes = {class_of(EngineConfig(weights=kept), torch.float32, CPU) for kept in ("as_stored", "dense", "int8")}
+    assert len(classes) == 3, "they are rounded otherwise"
+
+
+@pytest.mark.parametrize("layout", ["awq", "fp8-blocks", "nvfp4"])
+def test_memory_is_planned_for_weights_as_they_are_kept(written: Make, layout: str) -> None:
+    both = written(layout)
+    spec = read_model_spec(both.stored)
+    planned = {
+        kept: weight_bytes(spec, config_from_dict({"engine": {"weights": kept}})) for kept in ("as_stored", "dense")
+    }
+    for kept, nbytes in planned.items():
+        weights = loader(both.stored, keep=kept)
+        model_for(spec).build(weights)
+        assert nbytes == weights.nbytes
+    assert planned["as_stored"] < 0.6 * planned["dense"]
+    on_gpu = config_from_dict({"engine": {"device": "cuda"}})
+    assert weight_bytes(spec, on_gpu) == planned["dense"]
