@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
 from tests.support.served_cluster import ROOT
-from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.checkpoint.quantization import METHODS
 from twinpool.contracts.config.router_config import AuditConfig
 from twinpool.contracts.config.worker_config import DecodeConfig
-from twinpool.contracts.errors import CheckpointError
 from twinpool.router.api.admin_status import PAGE as DASHBOARD
 from twinpool.router.api.app import PREFIX_ROUTES, ROUTES
 from twinpool.router.api.front_page import unsupported_reason
@@ -57,15 +55,11 @@ def test_the_models_that_the_readme_names_are_those_of_the_page() -> None:
     assert set(named) >= {"Llama", "Qwen", "DeepSeek", "Gemma", "gpt-oss"}
     assert [name for name in named if name not in families()] == []
     assert re.findall(r"\bGLM(?!-5\b)", sentence) == [], "of GLM there is GLM-5 alone"
-    assert "float8" in sentence, "DeepSeek's published folders can't be loaded as they are"
 
 
-@pytest.mark.parametrize("method", ["fp8", "awq", "gptq", "compressed-tensors"])
-def test_folders_that_the_page_says_are_refused_are_refused(tmp_path: Path, method: str) -> None:
-    config = {"architectures": ["DeepseekV3ForCausalLM"], "quantization_config": {"quant_method": method}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=f"quantised by '{method}' are not supported"):
-        read_model_spec(tmp_path)
+def test_the_page_names_every_method_of_quantised_weights_that_is_read_and_no_other() -> None:
+    table = rows((ROOT / "docs" / "models.md").read_text(), "`quant_method`")
+    assert sorted(name for cells in table for name in re.findall(r"`([\w-]+)`", cells[0])) == sorted(METHODS)
 
 
 def test_the_page_names_every_tool_format_and_says_which_are_of_models_that_can_not_be_loaded() -> None:
