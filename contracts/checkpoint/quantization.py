@@ -25,8 +25,8 @@ class Quantization:
     """Empty: none is said; tensors may be quantised nonetheless."""
     bits: int = 0
     """GPTQ: of a number."""
-    group: int = 0
-    """GPTQ: columns that share a scale; 0: all of a row."""
+    groups: tuple[int, ...] = ()
+    """Columns that share a scale, of each kind of layer that there is; 0: all of a row."""
     added_zero: int = 0
     """GPTQ: what is added to a stored zero point (1 in the first version of the format, 0 in the second)."""
     block: tuple[int, int] | None = None
@@ -59,29 +59,28 @@ def _fp8(fields: JsonFields, method: str) -> Quantization:
 
 def _awq(fields: JsonFields, method: str) -> Quantization:
     fields.text("version", "gemm", ("gemm", "GEMM"))
-    _width(fields, (4,))
-    return Quantization(method)
+    return Quantization(method, _width(fields, (4,)), (_group(fields, fields.values.get("group_size", 128)),))
 
 
 def _gptq(fields: JsonFields, method: str) -> Quantization:
     form = fields.text("checkpoint_format", "gptq", ("gptq", "gptq_v2"))
-    group = fields.values.get("group_size", 128)
-    if not isinstance(group, int) or isinstance(group, bool) or (group < 1 and group != -1):
-        raise fields.refuse(f"quantization_config.group_size must be a whole number of 1 or more, or -1, got {group!r}")
-    return Quantization(method, _width(fields, _WIDTHS), max(group, 0), added_zero=int(form == "gptq"))
+    group = _group(fields, fields.values.get("group_size", 128))
+    return Quantization(method, _width(fields, _WIDTHS), (group,), added_zero=int(form == "gptq"))
 
 
 def _compressed(fields: JsonFields, method: str) -> Quantization:
     form = fields.text("format", "dense")
     groups = fields.table("config_groups")
     forms = {form} if form != "mixed-precision" else set()
-    blocks, activations = set(), False
+    blocks, sizes, activations = set(), set(), False
     for name, group in groups.items():
         if not isinstance(group, Mapping):
             raise fields.refuse(f"quantization_config.config_groups.{name} must be an object, got {group!r}")
         forms.add(str(group.get("format") or form))
         weights = group.get("weights")
         if isinstance(weights, Mapping):
+            if weights.get("group_size") is not None:
+                sizes.add(_group(fields, weights.get("group_size")))
             if weights.get("block_structure") is not None:
                 blocks.add(_block(weights.get("block_structure"), fields))
             if weights.get("type", "int") == "int" and weights.get("num_bits", 8) not in _WIDTHS:
@@ -98,7 +97,8 @@ def _compressed(fields: JsonFields, method: str) -> Quantization:
         raise fields.refuse("sparse compressed-tensors are not supported; convert the weights to dense ones")
     if len(blocks) > 1:
         raise fields.refuse("blocks of several sizes in one checkpoint are not supported")
-    return Quantization(method, block=next(iter(blocks), None), note=_ACTIVATIONS if activations else "")
+    note = _ACTIVATIONS if activations else ""
+    return Quantization(method, groups=tuple(sorted(sizes)), block=next(iter(blocks), None), note=note)
 
 
 def _modelopt(fields: JsonFields, method: str) -> Quantization:
@@ -124,6 +124,12 @@ def _block(value: object, fields: JsonFields) -> tuple[int, int] | None:
     if len(sizes) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
         raise fields.refuse(f"a block of quantised weights must be two whole numbers, rows and columns, got {value!r}")
     return sizes[0], sizes[1]
+
+
+def _group(fields: JsonFields, size: object) -> int:
+    if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+        raise fields.refuse(f"quantization_config: group_size must be a whole number of 1 or more, or -1, got {size!r}")
+    return max(size, 0)
 
 
 def _width(fields: JsonFields, widths: tuple[int, ...]) -> int:

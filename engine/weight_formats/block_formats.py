@@ -58,6 +58,19 @@ class StoredWeight:
     def blocks(self, code: Code, codes: Tensor, scales: Tensor, group: int, **rest: object) -> BlockWeight:
         return BlockWeight(code, codes, scales.contiguous(), group, self.dtype, **rest)  # type: ignore[arg-type]
 
+    def group(self, count: int, part: str) -> int:
+        """Columns of a group, where each row has so many: of the sizes that `config.json` names; else equal parts."""
+        k = self.shape[1]
+        sizes = {size or k for size in self.quantization.groups if count == -(-k // (size or k))}
+        if not sizes and not k % max(count, 1):
+            sizes = {k // max(count, 1)}
+        if len(sizes) != 1:
+            said = ", ".join(str(size or "a row") for size in self.quantization.groups) or "none"
+            raise CheckpointError(
+                f"{self.name}.{part} has {count} groups of {k} columns; config.json has the group sizes: {said}"
+            )
+        return sizes.pop()
+
 
 PARTS = (
     *("weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale"),
@@ -144,7 +157,7 @@ def _packed_integers(stored: StoredWeight) -> BlockWeight:
     words = -(-k * code.bits // _WORD_BITS)
     codes = _unpacked(stored.shaped("weight_packed", (n, words)), code.bits)[:, :k]
     scales = stored.take("weight_scale")
-    group = k if scales.numel() == 1 else -(-k // scales.shape[-1])
+    group = k if scales.numel() == 1 else stored.group(scales.shape[-1], "weight_scale")
     scales = stored.shaped("weight_scale", (1,), (n, -(-k // group))).reshape(-1, -(-k // group)).expand(n, -1)
     zeros = None
     if "weight_zero_point" in stored.dtypes:
@@ -182,7 +195,7 @@ def _awq(stored: StoredWeight) -> BlockWeight:
     stored.shaped("scales", (groups, n))
     zeros = by_row("qzeros", groups)
     codes = pack_codes(by_row("qweight", k), Code.UINT4)
-    return stored.blocks(Code.UINT4, codes, scales.T, -(-k // groups), zeros=zeros)
+    return stored.blocks(Code.UINT4, codes, scales.T, stored.group(groups, "scales"), zeros=zeros)
 
 
 def _gptq(stored: StoredWeight) -> BlockWeight:
@@ -195,11 +208,7 @@ def _gptq(stored: StoredWeight) -> BlockWeight:
     stored.shaped("scales", (groups, n))
     points = _unpacked(stored.shaped("qzeros", (groups, n * code.bits // _WORD_BITS)), code.bits)
     zeros = (points + stored.quantization.added_zero).T.contiguous()
-    group = stored.quantization.group or k
-    if -(-k // group) != groups:
-        raise CheckpointError(
-            f"{stored.name}.scales has {groups} groups, and {k} columns by {group} are {-(-k // group)}"
-        )
+    group = stored.group(groups, "scales")
     order = _order(stored, "g_idx", group) if "g_idx" in stored.dtypes else None
     codes = codes if order is None else codes[:, order]
     return stored.blocks(code, pack_codes(codes, code), scales.T, group, zeros=zeros, order_k=order)
