@@ -1,4 +1,4 @@
-"""Quantised checkpoints through both workers: the tokens are those of transformers for the dequantised weights, whatever
+"""Quantised checkpoints through both workers: the tokens are those of transformers for the dequantised weights, in any
 layout and family, after hand-overs and from found prefixes."""
 
 from __future__ import annotations
