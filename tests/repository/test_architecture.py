@@ -94,6 +94,16 @@ def test_the_walk_of_a_request_leads_through_functions_that_are_there() -> None:
         assert re.search(defined, (ROOT / path).read_text(), re.MULTILINE), f"{path} has no {name}"
 
 
+@pytest.mark.slow
+def test_the_page_says_what_a_chat_really_enters_and_calls() -> None:
+    """Within what hangs on when steps of both workers fall together: on a busy machine they poll more."""
+    quoted = re.findall(r"enters (\d+) files, each further token takes (\d+) Python calls", " ".join(PAGE.split()))
+    files, calls = map(int, quoted[0])
+    chat, token = request_walk.chat_walks().values()
+    assert abs(len(chat.files) - files) <= 8, f"a chat enters {len(chat.files)} files"
+    assert calls / 2 <= sum(token.calls.values()) / request_walk.TOKENS <= 1.5 * calls
+
+
 def test_the_page_says_how_many_files_the_walk_opens_and_returns_to() -> None:
     files, returns = request_walk.counted(PAGE)
     assert f"These are {files} files, and {len(returns)} returns" in " ".join(PAGE.split())
