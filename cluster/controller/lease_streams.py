@@ -15,6 +15,7 @@ from twinpool.contracts.cluster_secret import access_token
 from twinpool.contracts.credentials.certificate_files import CertificateFiles
 from twinpool.contracts.credentials.node_tls import NodeTls
 from twinpool.contracts.errors import WireError
+from twinpool.contracts.messages.calls import CALLS_VERSION
 from twinpool.contracts.messages.leases import RENEWAL_BYTES, SILENCE_S, UNREAD_BYTES, LeaseGrant, Renewal
 from twinpool.contracts.messages.stream_frames import StreamOpening
 from twinpool.contracts.wire.frame_connection import FrameConnection
@@ -71,14 +72,18 @@ class LeaseStreams:
     def _open(self, connection: FrameConnection, frame: bytes) -> None:
         """Take a stream's first frame, in which the worker proves that it belongs to the cluster."""
         try:
-            given = decode(StreamOpening, frame)[0].access
+            opening = decode(StreamOpening, frame)[0]
         except WireError as error:
             log.warning("a lease stream whose opening can't be read was refused: %s", error)
             connection.fail(f"its opening can't be read: {error}")
             return
-        if self._access and not hmac.compare_digest(given.encode(), self._access.encode()):
+        if self._access and not hmac.compare_digest(opening.access.encode(), self._access.encode()):
             log.warning("a lease stream without the cluster's token was refused")
             connection.fail("it lacks the cluster's token")
+            return
+        if opening.protocol != CALLS_VERSION:
+            log.warning("a lease stream of version %d was refused", opening.protocol)
+            connection.fail(f"it is of version {opening.protocol}, and this controller speaks {CALLS_VERSION}")
             return
         if len(self._streams) >= MAX_STREAMS:
             connection.fail("there are too many")

@@ -85,7 +85,7 @@ class PlacementChoice(Message, frozen=True):
     chosen: str
     unit: str
     """What costs count, in words."""
-    candidates: Annotated[tuple[WorkerCandidate, ...], SOME] = ()
+    candidates: Annotated[tuple[WorkerCandidate, ...], Meta(max_length=MAX_CANDIDATES)] = ()
     """The best `MAX_CANDIDATES`, the cheapest first."""
     others: Uint32 = 0
     """How many more could have been chosen."""

@@ -16,12 +16,12 @@ MessageT = TypeVar("MessageT")
 
 
 class StreamOpening(Message, frozen=True):
-    """What the router wants; no later version moves `protocol`."""
+    """The first frame of a router, or of a worker that renews its lease; no later version moves `protocol`."""
 
     protocol: Uint32
-    """The version of its messages (`contracts.messages.stream_protocol`)."""
+    """The version of its messages: `stream_protocol` of a router's, `CALLS_VERSION` of a lease's."""
     incarnation: Annotated[Incarnation, UNSIGNED]
-    """The incarnation of the worker that it means."""
+    """The incarnation of the worker that is meant."""
     access: str = ""
     """The cluster's token, where there is a secret."""
 

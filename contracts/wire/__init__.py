@@ -1,1 +1,1 @@
-"""Messages as protobuf, and the gRPC channels that carry them."""
+"""Messages as bytes, and the gRPC channels and frames that carry them."""

@@ -108,7 +108,11 @@ class CallChannel:
 
         async def sent() -> AsyncIterator[bytes]:
             async for request in requests:
-                yield _encoded(request)
+                try:
+                    yield _encoded(request)
+                except (TypeError, ValueError, OverflowError) as error:  # gRPC would drop the reason.
+                    log.error("a request can't be encoded", extra={"method": method.path, "error": str(error)})
+                    raise
 
         call = self._channel.stream_stream(method.path, None, None)(sent(), metadata=self._metadata)
         async with aclosing(_answers(method, call)) as answers:
@@ -288,8 +292,10 @@ class CallHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             return _refusal(error)
         found = self._handlers.get(call.method)
         if found is None and call.method.startswith(PREFIX):
-            log.warning("a call of another version was refused", extra={"method": call.method})
-            return _refusal(CallRefused(grpc.StatusCode.UNIMPLEMENTED, _OTHER_VERSION))
+            log.warning("a call that isn't known was refused", extra={"method": call.method})
+            ours = call.method.startswith(f"{PREFIX}v{CALLS_VERSION}.")
+            reason = f"this build has no call {call.method}: a newer one asks for it" if ours else _OTHER_VERSION
+            return _refusal(CallRefused(grpc.StatusCode.UNIMPLEMENTED, reason))
         return found
 
 

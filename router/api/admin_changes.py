@@ -97,7 +97,7 @@ async def _drain(service: RouterService, exchange: HttpExchange) -> None:
 
     Answers 409 where a role would be left without a worker, unless ``force``. With ``now`` it starts requests over.
     """
-    target = find_target(service, exchange, name_after(exchange, "/cluster/drain/"))
+    target = find_target(service, name_after(exchange, "/cluster/drain/"))
     if isinstance(target, ApiError):
         return await exchange.fail(target)
     if asked(exchange, "now"):
@@ -161,7 +161,7 @@ async def undrain(service: RouterService, exchange: HttpExchange) -> None:
 
 async def _undrain(service: RouterService, exchange: HttpExchange) -> None:
     """Let draining workers admit again, have workers that had left started again, and uncordon the node."""
-    target = find_target(service, exchange, name_after(exchange, "/cluster/undrain/"))
+    target = find_target(service, name_after(exchange, "/cluster/undrain/"))
     if isinstance(target, ApiError):
         return await exchange.fail(target)
     now = service.clock.now()
@@ -229,7 +229,7 @@ async def role(service: RouterService, exchange: HttpExchange) -> None:
 async def _role(service: RouterService, exchange: HttpExchange) -> None:
     """Drain a worker, and have it started again in the other role. Answers with the incarnation that leaves."""
     name = name_after(exchange, "/cluster/role/")
-    target = find_target(service, exchange, name, nodes=False)
+    target = find_target(service, name, nodes=False)
     if isinstance(target, ApiError):
         return await exchange.fail(target)
     (entry,) = target.entries
@@ -266,13 +266,10 @@ def asked(exchange: HttpExchange, flag: str) -> bool:
     return parse_qs(exchange.query.decode("latin-1")).get(flag, ["false"])[-1].lower() in ("1", "true", "yes")
 
 
-def find_target(
-    service: RouterService, exchange: HttpExchange, name: str, *, nodes: bool = True
-) -> DrainTarget | ApiError:
+def find_target(service: RouterService, name: str, *, nodes: bool = True) -> DrainTarget | ApiError:
     """Return the worker of that name, else the node of that name with all its known workers; or the error.
 
-    The error is 403 for a client that may not operate the cluster, 503 before the workers are known, 404 for an unknown
-    worker where nodes aren't allowed.
+    The error is 503 before the workers are known, and 404 for an unknown worker where nodes aren't allowed.
     """
     if failure := unknown_as_yet(service):
         return failure
@@ -371,7 +368,7 @@ async def restart(service: RouterService, exchange: HttpExchange) -> None:
 async def _restart(service: RouterService, exchange: HttpExchange) -> None:
     """Have a worker drain and start again; one that has left or is dead is started. Answers with the incarnation that
     leaves. With ``force`` even the last worker of its role."""
-    target = find_target(service, exchange, name_after(exchange, "/cluster/restart/"), nodes=False)
+    target = find_target(service, name_after(exchange, "/cluster/restart/"), nodes=False)
     if isinstance(target, ApiError):
         return await exchange.fail(target)
     (entry,) = target.entries

@@ -38,6 +38,7 @@ from twinpool.contracts.ids import Role
 from twinpool.contracts.message_types import as_dict
 from twinpool.contracts.messages.autoscaler_messages import AutoscalerView
 from twinpool.contracts.messages.record_ring import in_order
+from twinpool.contracts.messages.request_record import ID_CHARS
 from twinpool.contracts.messages.router_report import RouterReport
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerStatus, WorkerView
 from twinpool.router.api.http_exchange import HttpExchange
@@ -304,7 +305,6 @@ async def _check_of(service: RouterService, view: WorkerView) -> CheckReport:
 
 
 REQUESTS_PREFIX = "/cluster/requests/"
-ID_CHARS = 256
 
 
 async def explain(service: RouterService, exchange: HttpExchange) -> None:

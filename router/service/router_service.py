@@ -316,18 +316,18 @@ class RouterService:
             if not request.seeded:
                 request = replace(request, sampling=structs.replace(request.sampling, seed=identity.seed))
             keyed = await self._claim(identity, turn, headers.resume, request, prompts, asked.on_gone)
-        opened = OpenedRequest(
-            identity.answer_id if identity is not None else self._mint(),
-            request,
-            prompts,
-            limits,
-            RequestTimes(began, timeout_s, began + slo_ms / 1000 if slo_ms else None),
-            TenantWeight(tenant, allowed.weight),
-            asked.client_id,
-            keyed,
-            self.records.traced(headers.trace),
-        )
         try:
+            opened = OpenedRequest(
+                identity.answer_id if identity is not None else self._mint(),
+                request,
+                prompts,
+                limits,
+                RequestTimes(began, timeout_s, began + slo_ms / 1000 if slo_ms else None),
+                TenantWeight(tenant, allowed.weight),
+                asked.client_id,
+                keyed,
+                self.records.traced(headers.trace),
+            )
             return self._begin(opened, slo_ms, prompt_tokens)
         except BaseException:
             if keyed is not None:
@@ -347,13 +347,13 @@ class RouterService:
         new = routed if keyed is None else keyed.new(routed)
         if new and (late := self.core.predict_slo_miss(new)) is not None:
             raise SloUnreachable((self.clock.now() - began + late.prediction.seconds) * 1000, slo_ms)
+        self.answers.begin(stream, prompt_tokens if len(new) == len(routed) else 0)
+        self.answers.admit(stream, keyed)
         self.metrics.tally.ignore(opened.request.ignored)
         if self.security.log_prompts:
             client, tenant = opened.client_id, opened.share.tenant
             for prompt in opened.prompts:
                 log("prompt", request_id=stream.id, client_id=client, tenant=tenant, tokens=list(prompt.tokens))
-        self.answers.begin(stream, prompt_tokens if len(new) == len(routed) else 0)
-        self.answers.admit(stream, keyed)
         return stream
 
     async def _identity(self, asked: ClientRequest, resume: ResumeHeaders, turn: int) -> AnswerIdentity:
