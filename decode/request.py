@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from twinpool.cache.allocation import Allocation
 from twinpool.cache.manager.swapped_requests import SwapInProgress
 from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
 from twinpool.cache.swap.swap_storage import SwappedState
@@ -101,7 +100,7 @@ class DecodeRequest(WorkerRequest):
     """One attempt at one request. While it is arriving, the pages that it lacks are its room's; then its own."""
 
     phase: DecodePhase = DecodePhase.WAITING
-    """It has an allocation from its grant on, but none from the start of a swap-out to the start of the swap-in."""
+    """Where it stands. From its grant on it has an allocation, but none between the starts of swap-out and swap-in."""
     swapped: SwappedState | None = None
     """Its swapped out state, from the start of the swap-out until it runs again."""
     returning: SwapInProgress | None = None
@@ -125,10 +124,10 @@ class DecodeRequest(WorkerRequest):
     """How many drafts its next step may have; it follows how many of the last ones were right."""
     latest: TokenFromStep | None = None
     """The row of a launched step that draws its latest token."""
-    ready: Allocation | None = None
-    """Its allocation, once all state that was loaded for it is known to have arrived (`DecodePages.settled`)."""
+    settled: bool = False
+    """Whether all state that was loaded for its allocation is known to have arrived (`DecodePages.settled`)."""
     reach: int = 0
-    """Positions for which that is known to have pages in every pool (`DecodePages.grow`)."""
+    """Positions for which its allocation, once settled, is known to have pages in every pool (`DecodePages.grow`)."""
     stopping: bool = False
     """It is to be migrated: no step of it is launched any more."""
     claim: int = 0

@@ -73,12 +73,12 @@ class DecodePages(RequestPages):
     def settled(self, request: DecodeRequest) -> bool:
         """Whether all state that was loaded for the request has arrived and is verified; only then it joins a batch.
 
-        It stays so (`DecodeRequest.ready`) until the request has another allocation, or shares pages with the tree
+        It stays so (`DecodeRequest.settled`) until the request has another allocation, or shares pages with the tree
         anew: the tree may have the same ones on their way. State that turns out damaged ends the request.
         """
         if request.allocation is None or not self.manager.allocations.ready(request.allocation):
             return False
-        request.ready, request.reach = request.allocation, request.planned
+        request.settled, request.reach = True, request.planned
         return True
 
     def grow(self, request: DecodeRequest) -> bool:
@@ -93,7 +93,7 @@ class DecodePages(RequestPages):
     def cache_prompt(self, request: DecodeRequest) -> None:
         """Give the tree the prompt's pages of the full pool, for requests with the same prompt, from now on."""
         if self.reuse and request.allocation is not None and not request.allocation.invalid:
-            request.ready = None
+            request.settled = False
             self.manager.finished.cache_pages(
                 request.allocation, request.prefix, request.submit.priority, full_only=True
             )
@@ -104,7 +104,7 @@ class DecodePages(RequestPages):
         allocation = request.allocation
         if not self.reuse or allocation is None or allocation.invalid:
             return
-        request.ready, tokens = None, request.tokens[: request.committed]
+        request.settled, tokens = False, request.tokens[: request.committed]
         if self._reasoning is not None:
             tokens = tokens[: self._reasoning.keeps(tokens, request.submit.prompt_len)]
         self.manager.finished.seal([(allocation, request.committed)])
@@ -141,4 +141,4 @@ class DecodePages(RequestPages):
         if request.returning is not None:
             under_way.append(request.returning.restored)
         self.manager.allocations.free(request.allocation, under_way)
-        request.allocation = None
+        request.allocation, request.settled = None, False

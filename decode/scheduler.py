@@ -171,7 +171,7 @@ class DecodeScheduler:
             under_way = request.launched - request.committed
             if under_way and request.generated + under_way >= request.submit.sampling.max_tokens:
                 continue
-            if request.ready is not request.allocation and not self._pages.settled(request):
+            if not request.settled and not self._pages.settled(request):
                 continue
             if under_way and (few or request.drafts) and self._drafting.waits(request, few=few):
                 continue

@@ -47,12 +47,12 @@ class WorkerRequest:
     marks: dict[str, float] = field(default_factory=dict)
     """Seconds from its arrival to events, by the names of `LegReport`."""
     notes: list[LegNote] = field(default_factory=list)
-    """What happened to it besides, for its router."""
+    """What happened to it besides, for its router; a decode worker's are of the time since its last report."""
 
     @property
     def held(self) -> Allocation:
         """The allocation, for callers that know by the phase that there is one."""
-        assert self.allocation is not None, f"request {self.submit.request_id} has no allocation"
+        assert self.allocation is not None, f"{self} has no allocation"
         return self.allocation
 
 

@@ -35,9 +35,7 @@ class _TierMove:
     @property
     def done(self) -> bool:
         """Whether the copy has ended, well or not."""
-        if not self._ended and self._copy.done:
-            self._ended = True
-            self._end()
+        self._take_end()
         return self._ended
 
     def wait(self) -> None:
@@ -45,10 +43,15 @@ class _TierMove:
         try:
             self._copy.wait()
         finally:
-            assert self.done
+            self._take_end()
 
     def order(self) -> None:
         self._copy.order()
+
+    def _take_end(self) -> None:
+        if not self._ended and self._copy.done:
+            self._ended = True
+            self._end()
 
     def _end(self) -> None:
         """Take in the end of the copy. It is called once, when the copy is done."""
@@ -76,8 +79,7 @@ class OffloadedPages(_TierMove):
         self._sealed = digests
         self.digests: dict[str, list[int]] | None = None
         """Digests of the saved pages by pool, in order; None until the copy is complete, or if none were asked for."""
-        if copy.ended:
-            assert self.done
+        self._take_end()
 
     def __len__(self) -> int:
         return sum(len(e) for e in self.extents.values())
@@ -207,8 +209,7 @@ class RestoredPages(_TierMove):
         self._wanted = wanted
         self._expected = saved.digests
         self._hosts = {pool: saved.leases[pool].indices for pool in wanted}
-        if copy.ended:
-            assert self.done
+        self._take_end()
 
     @property
     def complete(self) -> bool:

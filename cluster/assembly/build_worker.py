@@ -140,9 +140,12 @@ def build_worker(
             others=others,
         )
         undo.callback(sender.close)
+        grammars = grammar_engine(p.spec)
+        if grammars is not None:
+            undo.callback(grammars.close)
         setup = WorkerSetup(
             name, incarnation, config, p.engine, p.manager, sender, p.waiter, p.spec.context, clock, time.sleep,
-            grammar_engine(p.spec),
+            grammars,
         )  # fmt: skip
         worker: Worker
         if role is Role.PREFILL:

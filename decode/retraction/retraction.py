@@ -133,7 +133,8 @@ class Retraction:
             request.notes[-1] = replace(request.notes[-1], bytes=swapped.nbytes)
         self._noted.append(request)
         self._manager.allocations.free(allocation)
-        request.swapped, request.allocation, request.latest, request.stepped = swapped, None, None, False
+        request.swapped, request.allocation, request.latest = swapped, None, None
+        request.settled = request.stepped = False
 
     def _copies(self, committed: int) -> bool:
         if self._manager.host is None or self._config.retract == "recompute":

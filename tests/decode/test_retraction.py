@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -244,3 +246,19 @@ def test_copies_out_and_back_are_measured_each_by_its_own_time() -> None:
     rates, nbytes = parts.scheduler.retraction.rates, 3 * parts.manager.spec.unit_bytes("full")
     assert (rates.out_bytes_per_s, rates.back_bytes_per_s) == (nbytes / 2.0, nbytes / 4.0)
     assert rates.positions_per_s == 0.0, "its prompt took no time"
+
+
+def test_a_request_on_the_host_keeps_nothing_of_the_pages_that_it_left() -> None:
+    """Rows of the device's block tables go by the life of an allocation's tables: the retracted must not have any."""
+    parts, (request,) = crowd(32, "a")
+    batch = parts.scheduler.next_batch()
+    parts.steps.launch(batch)
+    list(parts.steps.landed(go_on=False))
+    assert request.settled
+    table = weakref.ref(request.held.tables["full"])
+    del batch
+    away(parts, request)
+    assert request.allocation is None
+    assert not request.settled
+    gc.collect()
+    assert table() is None

@@ -34,8 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def held() -> tuple[int, list[str], list[str]]:
-    """What this process holds: descriptors, storage threads, and files of shared memory."""
-    threads = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("storage-"))
+    """What this process holds: descriptors, threads of storage and grammars, and files of shared memory."""
+    threads = sorted(t.name for t in threading.enumerate() if t.name.startswith(("storage-", "grammars")))
     return len(os.listdir("/proc/self/fd")), threads, sorted(f for f in os.listdir("/dev/shm") if f"{os.getpid()}" in f)
 
 
