@@ -9,7 +9,7 @@ import dataclasses
 
 from twinpool.cluster.assembly.node_shares import MemoryShort
 from twinpool.cluster.ray_nodes.ray_cluster import measure_nodes
-from twinpool.cluster.serve.preflight import ServePlan, on_device
+from twinpool.cluster.serve.preflight import ServePlan, on_device, weight_bytes
 from twinpool.contracts.config.plane_choice import PlaneOfOneHost, check_hosts, with_plane
 
 
@@ -28,7 +28,7 @@ class JoinedNodes:
         if nodes:
             # The first nodes decide: numerics of a GPU and of a CPU are of two classes.
             config = with_plane(on_device(plan.config, all(facts.cards for facts in nodes)), one_host=False)
-            plan = dataclasses.replace(plan, config=config)
+            plan = dataclasses.replace(plan, config=config, weights=weight_bytes(plan.spec, config))
         for facts in nodes:
             try:
                 check_hosts(plan.config, {facts.host, *(share.facts.host for share in plan.shares.values())})

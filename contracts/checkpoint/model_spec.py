@@ -33,6 +33,7 @@ GENERATION_CONFIG = "generation_config.json"
 _GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _TEXT_KEYS = ("text_config", "llm_config")
 """Keys below which `config.json` of multimodal models keeps the text model's keys."""
+_QUANTISATION_KEYS = ("quantization_config", "compression_config")
 _GEMMA = {"max_position_embeddings": 131_072, "num_attention_heads": 8, "num_key_value_heads": 4}
 _LEFT_OUT = {
     "gemma3_text": _GEMMA | {"vocab_size": 262_208},
@@ -211,7 +212,7 @@ def _of_text(values: Mapping[str, object]) -> dict[str, object]:
         return dict(values)
     assert isinstance(inner, dict)
     nulls = {key: None for key, value in inner.items() if value is None}
-    outer = {key: value for key, value in values.items() if not isinstance(value, dict)}
+    outer = {k: value for k, value in values.items() if not isinstance(value, dict) or k in _QUANTISATION_KEYS}
     given = {key: value for key, value in inner.items() if value is not None}
     # Of a model without a head of its own either flag says that it is tied; transformers goes by the outer one.
     tied = {"tie_word_embeddings": True} if values.get("tie_word_embeddings") is True else {}

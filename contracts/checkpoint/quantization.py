@@ -95,6 +95,8 @@ def _compressed(fields: JsonFields, method: str) -> Quantization:
         )
     if fields.table("sparsity_config").get("format", "dense") not in {"dense", None}:
         raise fields.refuse("sparse compressed-tensors are not supported; convert the weights to dense ones")
+    if fields.table("transform_config").get("config_groups"):
+        raise fields.refuse("compressed-tensors with transforms (rotations of activations) are not supported")
     if len(blocks) > 1:
         raise fields.refuse("blocks of several sizes in one checkpoint are not supported")
     note = _ACTIVATIONS if activations else ""
@@ -102,7 +104,7 @@ def _compressed(fields: JsonFields, method: str) -> Quantization:
 
 
 def _modelopt(fields: JsonFields, method: str) -> Quantization:
-    fields.text("quant_algo", "FP8", ("FP8", "NVFP4", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"))
+    fields.text("quant_algo", "FP8", ("FP8", "NVFP4", "FP8_PER_CHANNEL_PER_TOKEN"))
     return Quantization(method, note=_ACTIVATIONS)
 
 

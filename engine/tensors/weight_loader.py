@@ -25,7 +25,7 @@ from twinpool.contracts.errors import CheckpointError, ConfigError
 from twinpool.engine.tensors.gguf_blocks import read_gguf_tensor
 from twinpool.engine.tensors.row_exact_linear import HeadLinear, RowExactLinear
 from twinpool.engine.tensors.shard import WHOLE, Shard, ShardAxis
-from twinpool.engine.weight_formats.block_formats import PARTS, StoredWeight, read_blocks
+from twinpool.engine.weight_formats.block_formats import PARTS, StoredWeight, quantised_layers, read_blocks
 from twinpool.engine.weight_formats.block_weight import BlockWeight, Code, Weight, dense, quantise, stack_rows
 
 _MXFP4_GROUP = 32
@@ -103,6 +103,10 @@ class _Files:
     nbytes: int = 0
     triton: bool = False
     keep: str = "as_stored"
+    quantised: Collection[str] = ()
+    """The layers of which a weight is stored in blocks, by their full names."""
+    roots: dict[str, str] = field(default_factory=dict)
+    """How this checkpoint spells the roots of names that it lacks."""
     shared: dict[str, Any] = field(default_factory=dict)
     descriptors: dict[Path, int] = field(default_factory=dict)
     """Of open GGUF files."""
@@ -146,7 +150,7 @@ class Weights:
         `engine.weights`."""
         self.spec, self.dtype, self.device, self.shard = spec, dtype, device, shard
         self._prefix = prefix
-        self._files = files or _Files(triton=triton, keep=keep)
+        self._files = files or _Files(triton=triton, keep=keep, quantised=quantised_layers(spec.headers))
 
     @classmethod
     def dry(
@@ -176,7 +180,7 @@ class Weights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors taken so far, in the dtype to compute in."""
+        """Bytes of all tensors taken so far, as they are kept."""
         return self._files.nbytes
 
     def weight(self, name: str, rows: int | ShardAxis, columns: int | ShardAxis) -> Weight:
@@ -189,13 +193,27 @@ class Weights:
         if found is not None:
             return self._counted(self._part(found, axes))
         weight = self.tensor(f"{name}.weight", rows, columns)
-        return self.kept(weight) if name.endswith("_proj") else weight
+        return self.kept(weight, columns) if name.endswith("_proj") else weight
 
-    def kept(self, weight_nk: Tensor) -> Weight:
-        """A dense weight of a product, just read, as `engine.weights` has it kept: quantised for int8 and int4."""
+    def stacked(self, weights: Sequence[Weight]) -> Weight:
+        """One weight of the rows of several that were read before (`stack_rows`)."""
+        stacked = stack_rows(weights)
+        self._files.nbytes += stacked.nbytes - sum(weight.nbytes for weight in weights)
+        return stacked
+
+    def kept(self, weight_nk: Tensor, columns: int | ShardAxis = 0) -> Weight:
+        """A dense weight of a product, just read, as `engine.weights` has it kept: quantised for int8 and int4.
+
+        Raises `ConfigError` where a rank's `columns` cut through a group: ranks would have other numbers than one.
+        """
         bits = _QUANTISED_BITS.get(self._files.keep)
         if bits is None or weight_nk.shape[1] % 2:
             return weight_nk
+        if isinstance(columns, ShardAxis) and columns.divided and columns.count % _QUANTISED_GROUP:
+            raise ConfigError(
+                f"engine.weights={self._files.keep} gives {_QUANTISED_GROUP} columns a scale, and tp={self.shard.size} "
+                f"divides {columns.whole} columns into {columns.count}: set engine.weights=as_stored, or fewer ranks"
+            )
         quantised = quantise(weight_nk, bits, _QUANTISED_GROUP)
         self._files.nbytes += quantised.nbytes - weight_nk.nbytes
         return quantised
@@ -209,27 +227,29 @@ class Weights:
         rows, columns = (axis.here for axis in axes)
         part = whole.part(rows, columns) if self._files.keep != "dense" else None
         if part is None:
-            return whole.unpack(rows, self.dtype)[:, columns].to(self.device, copy=True)
+            return whole.expand(rows, columns, self.dtype).to(self.device)
         return part.to(self.device)
 
     def _stored_blocks(self, name: str, axes: list[ShardAxis]) -> BlockWeight | None:
         """The whole weight of a layer in blocks; None where it is dense, or missing."""
-        names = {part: self._found(f"{name}.{part}") for part in PARTS}
-        headers = {part: self.spec.headers[full] for part, full in names.items() if full in self.spec.headers}
-        if not headers or any(isinstance(header, GgufTensor) for header in headers.values()):
+        layer = next((full for full in self._spelled(name) if full in self._files.quantised), None)
+        if layer is None:
             return None
+        names = {part: f"{layer}.{part}" for part in PARTS}
+        headers = {part: self.spec.headers[full] for part, full in names.items() if full in self.spec.headers}
 
         def take(part: str) -> Tensor:
             header = headers.get(part)
             if header is None:
-                raise CheckpointError(f"{self.spec.path}: tensor {names[part]} is missing")
+                raise CheckpointError(f"tensor {names[part]} is missing")
+            if header.dtype not in _STORED:
+                raise CheckpointError(f"tensor {names[part]} has dtype {header.dtype}; known are {', '.join(_STORED)}")
             if self.device == _META:
                 return torch.empty(header.shape, dtype=_STORED[header.dtype], device=_META)
             return self._read(header.file, names[part], _axes(header.shape))
 
         n, k = (axis.whole for axis in axes)
         dtypes = {part: header.dtype for part, header in headers.items()}
-        layer = names["weight"].removesuffix(".weight")
         stored = StoredWeight(layer, (n, k), dtypes, take, self.spec.quantization, self.dtype)
         try:
             return read_blocks(stored)
@@ -259,8 +279,8 @@ class Weights:
             axes = _axes(shape)
             found = self._stored_blocks(name.removesuffix(".weight"), axes)
             if found is not None:
-                whole = found.unpack(axes[0].here, dtype or self.dtype)[:, axes[1].here]
-                return dense(self._counted(whole.to(self.device, copy=True)))
+                expanded = found.expand(axes[0].here, axes[1].here, dtype or self.dtype)
+                return dense(self._counted(expanded.to(self.device)))
         taken = self._take(name, _axes(shape), dtype or self.dtype, FLOATS)
         self._files.nbytes += taken.nbytes
         return taken
@@ -333,7 +353,7 @@ class Weights:
             )
         if partial and self.shard.rank:
             biases = []  # Added once, by the first rank.
-        return self.made(stack_rows(weights), torch.cat(biases) if biases else None, partial=partial)
+        return self.made(self.stacked(weights), torch.cat(biases) if biases else None, partial=partial)
 
     def made(self, weight_nk: Weight, bias_n: Tensor | None = None, *, partial: bool = False) -> RowExactLinear:
         """Make a product with a weight that was read before."""
@@ -354,20 +374,29 @@ class Weights:
         found: T = self._files.shared[key]
         return found
 
-    def _found(self, name: str) -> str:
-        """The full name of a tensor, as this checkpoint spells it."""
+    def _spelled(self, name: str) -> list[str]:
+        """The full name of a tensor or layer, in each spelling that a checkpoint may have."""
         full = self._prefix + name
         for root, spellings in _ROOTS.items():
             if full.startswith(root):
-                names = [spelling + full.removeprefix(root) for spelling in spellings]
-                known = next((found for found in names if found in self.spec.headers), None)
-                return known or self._root(root) + full.removeprefix(root)
-        return full
+                return [spelling + full.removeprefix(root) for spelling in spellings]
+        return [full]
 
-    def _root(self, root: str) -> str:
-        """How this checkpoint spells a root, so that an error names a missing tensor in that spelling."""
-        spellings = _ROOTS[root]
-        return next((s for s in spellings if any(name.startswith(s) for name in self.spec.headers)), root)
+    def _found(self, name: str) -> str:
+        """The full name of a tensor, as this checkpoint spells it."""
+        spelled = self._spelled(name)
+        known = next((found for found in spelled if found in self.spec.headers), None)
+        return known or self._missing(spelled)
+
+    def _missing(self, spelled: list[str]) -> str:
+        """The name of a tensor that isn't there, in the spelling that this checkpoint has for others."""
+        full = spelled[-1]
+        root = next((root for root in _ROOTS if full.startswith(root)), "")
+        if root and root not in self._files.roots:
+            spellings = _ROOTS[root]
+            there = (s for s in spellings if any(name.startswith(s) for name in self.spec.headers))
+            self._files.roots[root] = next(there, root)
+        return self._files.roots[root] + full.removeprefix(root) if root else full
 
     def _read(self, path: Path, name: str, axes: list[ShardAxis]) -> Tensor:
         try:

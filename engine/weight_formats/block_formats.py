@@ -16,13 +16,14 @@ and what can't be seen in the tensors (`twinpool.contracts.checkpoint.quantizati
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from twinpool.contracts.checkpoint.quantization import Quantization
+from twinpool.contracts.checkpoint.safetensors_headers import TensorHeader
 from twinpool.contracts.errors import CheckpointError
 from twinpool.engine.weight_formats.block_weight import BlockWeight, Code, pack_codes
 
@@ -79,6 +80,20 @@ PARTS = (
 """The tensors that a weight may be stored as, by the last parts of their names."""
 
 
+_QUANTISED_PARTS = frozenset(PARTS) - {"weight", "weight_shape", "g_idx", "weight_g_idx"}
+_QUANTISED_DTYPES = frozenset({"F8_E4M3", "I8", "U8"})
+
+
+def quantised_layers(headers: Mapping[str, TensorHeader]) -> frozenset[str]:
+    """The layers of which a weight is stored in blocks, by the names and dtypes of a checkpoint's tensors."""
+    found = set()
+    for name, header in headers.items():
+        layer, _, part = name.rpartition(".")
+        if part in _QUANTISED_PARTS or (part == "weight" and header.dtype in _QUANTISED_DTYPES):
+            found.add(layer)
+    return frozenset(found)
+
+
 def read_blocks(stored: StoredWeight) -> BlockWeight | None:
     """Read a whole weight that is stored in blocks; None for one that is dense, or missing.
 
@@ -111,7 +126,7 @@ def _by_row(stored: StoredWeight, part: str) -> tuple[Tensor, int]:
     """The scales [n, groups] of a weight that has one scale, one a row, or one a block of rows and columns; and how
     many columns a group has."""
     n, k = stored.shape
-    scales = stored.take(part)
+    scales = _as_scales(stored.take(part))
     if scales.numel() == 1:
         return scales.reshape(1, 1).expand(n, 1), k
     if tuple(scales.shape) in {(n,), (n, 1)}:
@@ -124,7 +139,7 @@ def _by_row(stored: StoredWeight, part: str) -> tuple[Tensor, int]:
             f"{stored.name}.{part} has shape {list(scales.shape)}; a weight of {[n, k]} has one scale, {[n, 1]}, or "
             f"{list(wanted)} for blocks of {[rows, group]}"
         )
-    return _as_scales(scales).repeat_interleave(rows, 0)[:n], group
+    return scales.repeat_interleave(rows, 0)[:n], group
 
 
 def _as_scales(scales: Tensor) -> Tensor:
@@ -160,7 +175,10 @@ def _packed_integers(stored: StoredWeight) -> BlockWeight:
     group = k if scales.numel() == 1 else stored.group(scales.shape[-1], "weight_scale")
     scales = stored.shaped("weight_scale", (1,), (n, -(-k // group))).reshape(-1, -(-k // group)).expand(n, -1)
     zeros = None
-    if "weight_zero_point" in stored.dtypes:
+    if stored.dtypes.get("weight_zero_point") == "I8":  # Not packed, as older files have them.
+        points = stored.shaped("weight_zero_point", tuple(scales.shape))
+        zeros = (points.to(torch.int16) + 2 ** (code.bits - 1)).to(torch.uint8)
+    elif "weight_zero_point" in stored.dtypes:
         points = stored.shaped("weight_zero_point", (-(-n * code.bits // _WORD_BITS), scales.shape[1]))
         zeros = _unpacked(points.T.contiguous(), code.bits)[:, :n].T.contiguous()
     zero = 0 if zeros is not None else 2 ** (code.bits - 1)

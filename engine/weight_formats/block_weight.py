@@ -115,9 +115,20 @@ class BlockWeight:
             return torch.tensor(E2M1_VALUES, device=self.device)[codes.long()]
         return codes.float()
 
+    def expand(self, rows: slice, columns: slice, dtype: torch.dtype) -> Tensor:
+        """A part of the weight, unpacked by tiles of rows into memory of its own."""
+        n, k = self.shape
+        first, stop, _ = rows.indices(n)
+        out = torch.empty(stop - first, len(range(k)[columns]), dtype=dtype, device=self.device)
+        step = max(1, _TILE_BYTES // (4 * max(k, 1)))
+        for begin in range(first, stop, step) if self.device.type != "meta" else ():
+            end = min(begin + step, stop)
+            out[begin - first : end - first] = self.unpack(slice(begin, end))[:, columns]
+        return out
+
     def dense(self) -> Tensor:
         """The whole weight, in the dtype to compute in."""
-        return self.unpack(dtype=self.dtype)
+        return self.expand(slice(None), slice(None), self.dtype)
 
     def part(self, rows: slice, columns: slice) -> BlockWeight | None:
         """A rank's part; None where the range of columns cuts through a group, or the columns were reordered."""
@@ -166,9 +177,12 @@ class BlockWeight:
         if self.device.type == "meta":
             return
         scales = scale_values(self.scales)
+        bad = ~torch.isfinite(scales)
+        if self.scales.dtype != torch.float8_e4m3fn:  # NVFP4's are zero for a group that is small beside the others.
+            bad |= scales == 0
         if self.factor_n is not None:
             scales = scales * self.factor_n[:, None]
-        bad = ~torch.isfinite(scales) | (scales == 0)
+            bad |= (~torch.isfinite(self.factor_n) | (self.factor_n == 0))[:, None]
         if self.scales.dtype == torch.uint8:
             bad |= self.scales == _E8M0_NAN
         if bool(bad.any()):
@@ -202,12 +216,12 @@ def select_rows(weight: Weight, order_n: Tensor) -> Weight:
 
 
 def stack_rows(weights: Sequence[Weight]) -> Weight:
-    """One weight of the rows of several; dense where their layouts differ, or their columns were reordered."""
+    """One weight of the rows of several; dense where their layouts differ, or the order of their columns."""
     if len(weights) == 1:
         return weights[0]
     blocks = [weight for weight in weights if isinstance(weight, BlockWeight)]
     first = blocks[0] if blocks else None
-    alike = len(blocks) == len(weights) and all(b.layout == blocks[0].layout and b.order_k is None for b in blocks)
+    alike = len(blocks) == len(weights) and all(_alike(b, blocks[0]) for b in blocks)
     if first is None or not alike:
         return torch.cat([dense(weight) for weight in weights])
     return replace(
@@ -219,10 +233,16 @@ def stack_rows(weights: Sequence[Weight]) -> Weight:
     )
 
 
+def _alike(one: BlockWeight, two: BlockWeight) -> bool:
+    if one.layout != two.layout or (one.order_k is None) != (two.order_k is None):
+        return False
+    return one.order_k is None or two.order_k is None or torch.equal(one.order_k, two.order_k)
+
+
 def quantise(weight_nk: Tensor, bits: int, group: int) -> BlockWeight:
     """A dense weight in whole numbers of 4 or 8 bits, symmetric, with a float32 scale for each `group` columns: the
-    nearest ones, where the largest of a group has the largest code. Where k isn't even, or all of a group is zero, its
-    scale is 1."""
+    nearest ones, where the largest of a group has the largest code. k is even for 4 bits; where all of a group is zero,
+    its scale is 1."""
     n, k = weight_nk.shape
     groups = -(-k // group)
     padded = F.pad(weight_nk.float(), (0, groups * group - k)).view(n, groups, group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -124,6 +124,80 @@ def test_compressed_tensors_own_library_reads_the_same_numbers(written: Make, la
     torch.testing.assert_close(ours, theirs.float(), rtol=5e-3, atol=0)
 
 
+def test_weights_with_the_same_order_of_columns_are_stacked_in_blocks(written: Make) -> None:
+    both = written("gptq-ordered")
+    names = [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up")]
+    weights = loader(both.stored)
+    n, k = tensors_of(both.plain)[f"{names[0]}.weight"].shape
+    stacked = weights.stacked([weights.weight(name, n, k) for name in names])
+    assert isinstance(stacked, BlockWeight)
+    assert torch.equal(stacked.unpack(), torch.cat([dense(loader(both.stored).weight(name, n, k)) for name in names]))
+    assert weights.nbytes == stacked.nbytes
+    other = replace(stacked, order_k=torch.arange(k))
+    mixed = weights.stacked([stacked, other])
+    assert isinstance(mixed, Tensor)
+    assert torch.equal(mixed, torch.cat([stacked.unpack(), other.unpack()]))
+
+
+def test_zero_points_of_older_files_lie_unpacked(written: Make, tmp_path: Path) -> None:
+    both = written("packed-int4-zeros")
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        packed = tensors[f"{LAYER}.weight_zero_point"].T.contiguous()
+        points = torch.stack([packed >> shift & 15 for shift in range(0, 32, 4)], -1).flatten(1).T
+        tensors[f"{LAYER}.weight_zero_point"] = (points - 8).to(torch.int8).contiguous()
+
+    folder = changed(both, tmp_path / "older", change)
+    n, k = tensors_of(both.plain)[f"{LAYER}.weight"].shape
+    want = dense(loader(both.stored).weight(LAYER, n, k))
+    assert torch.equal(dense(loader(folder).weight(LAYER, n, k)), want)
+
+
+def test_the_text_model_of_others_has_their_quantisation(written: Make, tmp_path: Path) -> None:
+    folder = changed(written("awq"), tmp_path / "wrapped", lambda tensors: None)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    said = config.pop("quantization_config")
+    path.write_text(json.dumps({"architectures": config["architectures"], "text_config": config}))
+    assert read_model_spec(folder).quantization.method == ""
+    path.write_text(
+        json.dumps({"architectures": config["architectures"], "text_config": config} | {"quantization_config": said})
+    )
+    assert read_model_spec(folder).quantization == read_model_spec(written("awq").stored).quantization
+    path.write_text(json.dumps({"text_config": config, "quantization_config": {"quant_method": "bitsandbytes"}}))
+    with pytest.raises(CheckpointError, match="'bitsandbytes' are not supported"):
+        read_model_spec(folder)
+
+
+def test_ranks_that_cut_through_groups_have_no_weights_quantised_when_loaded(written: Make) -> None:
+    spec = read_model_spec(written("awq").plain)
+    weights = Weights(spec, torch.float32, CPU, Shard(0, 4), keep="int4")
+    n, k = tensors_of(written("awq").plain)[f"{LAYER}.weight"].shape
+    with pytest.raises(ConfigError, match="gives 32 columns a scale, and tp=4 divides"):
+        weights.weight(LAYER, n, ShardAxis(k, 0, 48))
+    assert isinstance(weights.weight(LAYER, n, ShardAxis(k, 32, 32)), BlockWeight)
+
+
+def test_names_are_looked_up_once_however_many_tensors_there_are(written: Make) -> None:
+    """A scan of all names for each weight would take hours with the experts of a large mixture."""
+    spec = read_model_spec(written("awq").plain)
+    looks = 0
+
+    class Counted(dict[str, Any]):
+        def __iter__(self) -> Iterator[str]:
+            nonlocal looks
+            looks += 1
+            return super().__iter__()
+
+        def items(self) -> Any:
+            nonlocal looks
+            looks += 1
+            return super().items()
+
+    model_for(spec).build(Weights.dry(replace(spec, headers=Counted(spec.headers))))
+    assert looks <= 3
+
+
 def test_awq_is_what_another_converter_reads(written: Make) -> None:
     both = written("awq")
     stored = {name: t for name, t in tensors_of(both.stored).items() if name.startswith(f"{LAYER}.")}
@@ -185,6 +259,7 @@ def refusal(folder: Path) -> str:
 @pytest.mark.parametrize(("layout", "part", "value"), [
     ("fp8-blocks", "weight_scale_inv", float("nan")), ("fp8-blocks", "weight_scale_inv", 0.0),
     ("awq", "scales", float("inf")), ("packed-int4", "weight_scale", 0.0), ("nvfp4", "weight_global_scale", 0.0),
+    ("nvfp4", "weight_scale", float("nan")),
     ("fp8-ue8m0", "weight_scale_inv", float("nan")),
 ])  # fmt: skip
 def test_a_scale_that_is_no_number_names_its_tensor(
@@ -246,6 +321,8 @@ def test_float8_values_that_are_no_numbers_are_refused(written: Make, tmp_path: 
     ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24'"),
     ({"quant_method": "compressed-tensors", "format": "pack-quantized",
       "config_groups": {"group_0": {"weights": {"num_bits": 3, "type": "int"}}}}, "weights of 3 bits"),
+    ({"quant_method": "compressed-tensors", "format": "pack-quantized",
+      "transform_config": {"config_groups": {"R1": {}}}}, "with transforms"),
     ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo must be one of"),
     ({"bits": 4}, "without a quant_method"),
 ])  # fmt: skip

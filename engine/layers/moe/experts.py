@@ -15,7 +15,7 @@ from twinpool.engine.native.current_kernels import kernels_for
 from twinpool.engine.tensors.row_exact_linear import Numerics, RowExactLinear
 from twinpool.engine.tensors.shard import ShardAxis
 from twinpool.engine.tensors.weight_loader import Weights
-from twinpool.engine.weight_formats.block_weight import Weight, select_rows, stack_rows
+from twinpool.engine.weight_formats.block_weight import Weight, select_rows
 
 Activation = Callable[[Tensor], Tensor]
 """Maps an expert's first product [S, width] to the input of its second, [S, inner], in the same dtype."""
@@ -82,11 +82,11 @@ def plain_expert(weights: Weights, number: int, sizes: ExpertSizes, units: Shard
     if not _fused(weights):
         mine = weights.scope(f"{number}.")
         gate_up = [mine.weight(name, units, sizes.hidden) for name in ("gate_proj", "up_proj")]
-        return ExpertWeights(stack_rows(gate_up), mine.weight("down_proj", sizes.hidden, units))
+        return ExpertWeights(mine.stacked(gate_up), mine.weight("down_proj", sizes.hidden, units))
     one = ShardAxis(sizes.experts, number, 1)
     fused = [weights.tensor("gate_up_proj", one, part, sizes.hidden)[0] for part in _halves(units)]
     return ExpertWeights(
-        weights.kept(torch.cat(fused)), weights.kept(weights.tensor("down_proj", one, sizes.hidden, units)[0])
+        weights.kept(torch.cat(fused)), weights.kept(weights.tensor("down_proj", one, sizes.hidden, units)[0], units)
     )
 
 
@@ -98,7 +98,7 @@ def ungated_expert(weights: Weights, number: int, sizes: ExpertSizes, units: Sha
     one = ShardAxis(sizes.experts, number, 1)
     return ExpertWeights(
         weights.kept(weights.tensor("up_proj", one, units, sizes.hidden)[0]),
-        weights.kept(weights.tensor("down_proj", one, sizes.hidden, units)[0]),
+        weights.kept(weights.tensor("down_proj", one, sizes.hidden, units)[0], units),
     )
 
 
@@ -110,7 +110,7 @@ def interleaved_expert(weights: Weights, number: int, sizes: ExpertSizes, units:
         down_hi = weights.mxfp4("down_proj", one, sizes.hidden, units)
     else:
         up_nh = weights.kept(weights.tensor("gate_up_proj", one, sizes.hidden, both)[0].T)
-        down_hi = weights.kept(weights.tensor("down_proj", one, units, sizes.hidden)[0].T.contiguous())
+        down_hi = weights.kept(weights.tensor("down_proj", one, units, sizes.hidden)[0].T.contiguous(), units)
     count = both.count
     bias_n = weights.tensor("gate_up_proj_bias", one, both)[0]
     down_bias_h = weights.tensor("down_proj_bias", one, sizes.hidden)[0]
