@@ -79,7 +79,8 @@ class OffloadedPages(_TierMove):
         self._sealed = digests
         self.digests: dict[str, list[int]] | None = None
         """Digests of the saved pages by pool, in order; None until the copy is complete, or if none were asked for."""
-        self._take_end()
+        if copy.ended:
+            self._take_end()
 
     def __len__(self) -> int:
         return sum(len(e) for e in self.extents.values())
@@ -209,7 +210,8 @@ class RestoredPages(_TierMove):
         self._wanted = wanted
         self._expected = saved.digests
         self._hosts = {pool: saved.leases[pool].indices for pool in wanted}
-        self._take_end()
+        if copy.ended:
+            self._take_end()
 
     @property
     def complete(self) -> bool:

@@ -136,7 +136,10 @@ async def status(request: Empty) -> WorkerStatus:
 
 async def test_a_client_of_an_older_build_is_told_what_to_do_and_so_is_one_of_an_older_server() -> None:
     async with serving(handle_call(WORKER_STATUS, status)) as channel:
-        for path in ("/twinpool.Worker/Status", "/twinpool.v3.Worker/Status", "/twinpool.v2.Worker/Newer"):
+        code, words = await code_of(channel, "/twinpool.v2.Worker/Newer")
+        assert code is grpc.StatusCode.UNIMPLEMENTED
+        assert words == "this build has no call /twinpool.v2.Worker/Newer: a newer one asks for it"
+        for path in ("/twinpool.Worker/Status", "/twinpool.v3.Worker/Status"):
             code, words = await code_of(channel, path)
             assert code is grpc.StatusCode.UNIMPLEMENTED
             assert f"speaks version {CALLS_VERSION} of the calls" in words

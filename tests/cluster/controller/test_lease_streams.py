@@ -132,8 +132,8 @@ def test_a_stream_without_the_token_is_answered_by_nothing(site: Site) -> None:
     asyncio.run(run())
 
 
-def opening(access: str) -> bytes:
-    return encode(StreamOpening(CALLS_VERSION, ONE, access))
+def opening(access: str, version: int = CALLS_VERSION) -> bytes:
+    return encode(StreamOpening(version, ONE, access))
 
 
 TOKEN = access_token(SECRET)
@@ -142,10 +142,10 @@ TOKEN = access_token(SECRET)
 @pytest.mark.parametrize(
     "first",
     [opening(""), b"", opening(TOKEN[:-1]), opening(TOKEN + "0"), opening(TOKEN.upper()), opening(" "), opening(SECRET),
-     opening(access_token("cd" * 32)), opening("\u00fc"), b"\xff\xff"],
-    ids=["empty", "none", "begun", "longer", "upper", "blank", "secret", "another's", "strange", "unreadable"],
+     opening(access_token("cd" * 32)), opening("\u00fc"), b"\xff\xff", opening(TOKEN, CALLS_VERSION + 1)],
+    ids=["empty", "none", "begun", "longer", "upper", "blank", "secret", "another's", "strange", "unreadable", "newer"],
 )  # fmt: skip
-def test_a_stream_that_does_not_show_the_token_renews_nothing(site: Site, first: bytes) -> None:
+def test_a_stream_that_does_not_show_the_token_and_the_version_renews_nothing(site: Site, first: bytes) -> None:
     async def run() -> None:
         keeper = site.keeper()
         await keeper.start(WAIT_S)
