@@ -140,12 +140,9 @@ def build_worker(
             others=others,
         )
         undo.callback(sender.close)
-        grammars = grammar_engine(p.spec)
-        if grammars is not None:
-            undo.callback(grammars.close)
         setup = WorkerSetup(
             name, incarnation, config, p.engine, p.manager, sender, p.waiter, p.spec.context, clock, time.sleep,
-            grammars,
+            grammar_engine(p.spec, undo),
         )  # fmt: skip
         worker: Worker
         if role is Role.PREFILL:
@@ -179,15 +176,17 @@ def _generating_worker(role: Role, p: WorkerParts, setup: WorkerSetup, receiver:
     return decode_class_for(role, p.config)(setup, receiver)
 
 
-def grammar_engine(spec: ModelSpec) -> GrammarEngine | None:
-    """The structured-output engine of a checkpoint; None for one without a tokenizer. Raises `CheckpointError` for a
-    tokenizer that can't be read."""
+def grammar_engine(spec: ModelSpec, undo: ExitStack) -> GrammarEngine | None:
+    """The structured-output engine of a checkpoint, which `undo` closes; None for one without a tokenizer. Raises
+    `CheckpointError` for a tokenizer that can't be read."""
     text = read_tokenizer_files(spec.path).content
     if text is None:
         return None
     from twinpool.engine.structured_output.llguidance_engine import LLGuidanceEngine
 
-    return LLGuidanceEngine(text, spec.vocab_size, spec.eos_token_ids)
+    engine = LLGuidanceEngine(text, spec.vocab_size, spec.eos_token_ids)
+    undo.callback(engine.close)
+    return engine
 
 
 def _numerics(parts: WorkerParts) -> str:

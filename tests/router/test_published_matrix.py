@@ -12,6 +12,7 @@ import json
 import random
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ class ScriptedModel:
     """What a cluster's workers draw by: scripts by the seed of a request."""
 
     def __init__(self, spec: ModelSpec, tokenizer: Tokenizer) -> None:
-        self.engine = grammar_engine(spec)
+        self.engine = grammar_engine(spec, ExitStack())
         self._ends, self._vocab = spec.eos_token_ids, spec.vocab_size
         closing = [tokenizer.token_to_id(text) for text in ('"', "}", "]", "5", ":", ",", "<0x22>", "<0x7D>")]
         self._closing = [*self._ends, *(number for number in closing if number is not None)]
