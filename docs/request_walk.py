@@ -319,7 +319,9 @@ def counted(page: str) -> tuple[int, list[Stop]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Count the files and functions that a request, a page, ... enter.")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description="Count the files and functions that a request, a page, ... enter."
+    )
     parser.add_argument("walks", nargs="*", choices=[*WALKS, []], help=f"{', '.join(WALKS)}; default: all")
     parser.add_argument("--files", action="store_true", help="print the files, with the functions entered in each")
     parser.add_argument("--calls", action="store_true", help="print the calls by file")

@@ -104,7 +104,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         ("GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM"),
     ),
     "no architecture": (config(architectures=None, model_type="t5"), ("t5", "supported are")),
-    "quantised": (config(quantization_config={"quant_method": "gptq"}), ("quantised",)),
+    "quantised": (config(quantization_config={"quant_method": "aqlm"}), ("quantised by 'aqlm'", "supported are")),
     "activation": (config(hidden_act="gelu"), ("'gelu'", "only silu")),
     "dtype": (config(dtype="float8_e4m3fn"), ("float8_e4m3fn", "bfloat16")),
     "heads": (config(num_attention_heads=3, head_dim=16), ("3 attention heads", "2 key-value heads")),

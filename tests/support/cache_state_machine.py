@@ -249,7 +249,7 @@ def drive(name: str, changes: int, events: Sequence[str] = (), *, disturbing: bo
         suppress_health_check=list(HealthCheck),
     )
     while (done := happened["steps that changed state"]) < changes or (
-        done < 6 * changes and not all(happened[event] for event in events)
+        done < 15 * changes and not all(happened[event] for event in events)
     ):
         happened["rounds"] += 1
         machine = type(f"Machine_{name}", (Machine,), attributes)

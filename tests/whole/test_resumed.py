@@ -216,7 +216,7 @@ def test_several_choices_with_a_stop_string_come_again_each_from_where_it_was(cl
 
 @pytest.mark.slow
 def test_an_answer_whose_decode_worker_died_with_its_router_is_drawn_again(cluster: Serving) -> None:
-    body = {"model": cluster.model, **COMPLETION, "max_tokens": 60}
+    body = {"model": cluster.model, **COMPLETION, "max_tokens": 900}
     at_work: list[int] = []
 
     def meanwhile(events: int, response: httpx.Response) -> bool:

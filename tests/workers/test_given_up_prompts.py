@@ -77,7 +77,7 @@ def test_a_colocated_worker_does_so_too(how: str) -> None:
     clock, prefill, colocate = ManualClock(), {"chunk_tokens": CHUNK}, {"prompt_tokens": CHUNK}
     with hash_colocated("full", 200, clock=clock, prefill=prefill, colocate=colocate) as both:
         request = both.submit(PROMPT, PARAMS, deadline_s=DEADLINE_S)
-        given_up = GivenUp(both.worker, lambda: next(iter(both.worker._prompts._admitted), None))  # type: ignore[attr-defined]
+        given_up = GivenUp(both.worker, lambda: next(iter(both.worker._prompts.admitted), None))  # type: ignore[attr-defined]
         computed = given_up.until_computed(CHUNK)
         end(given_up, request, clock, how)
         (report,) = given_up.reports()
