@@ -27,7 +27,7 @@ from twinpool.contracts.config.autoscaling_config import AutoscalingConfig
 from twinpool.contracts.config.cluster_config import Config, PoolsConfig, section_of
 from twinpool.contracts.config.launch_config import LaunchConfig
 from twinpool.contracts.config.load_config import load_config
-from twinpool.contracts.config.plane_choice import with_plane
+from twinpool.contracts.config.plane_choice import on_gpus, with_plane
 from twinpool.contracts.config.worker_config import DecodeConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import PAIR, Role, WorkerName
@@ -299,7 +299,7 @@ def weight_bytes(spec: ModelSpec, config: Config) -> int:
     from twinpool.engine.models.registry import model_for
     from twinpool.engine.tensors.weight_loader import Weights, dtype_for, weights_kept
 
-    keep = weights_kept(config.engine, gpu=config.engine.device.startswith("cuda"))
+    keep = weights_kept(config.engine, gpu=on_gpus(config))
     if spec.quantization.method or keep in {"int8", "int4"}:
         weights = Weights.dry(spec, dtype_for(spec, config.engine), keep=keep)
         model_for(spec).build(weights)

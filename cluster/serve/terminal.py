@@ -26,6 +26,7 @@ from twinpool.cluster.models import DEMO_NAME
 from twinpool.cluster.serve.preflight import ServePlan
 from twinpool.contracts.checkpoint.checkpoint_files import TOKENIZER, read_checkpoint_text
 from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.plane_choice import on_gpus
 from twinpool.contracts.errors import TwinpoolError
 from twinpool.contracts.ids import Role
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
@@ -337,17 +338,14 @@ def model_line(prepared: ServePlan) -> str:
 def weights_line(prepared: ServePlan) -> str:
     """The quantisation of the checkpoint, how its weights are kept, and their bytes; empty for dense weights that stay
     so."""
-    method, config = prepared.spec.quantization.method, prepared.config.engine
-    expanded = "expanded on a GPU" if config.device.startswith("cuda") else "expanded (engine.weights=dense)"
-    quantised = f"quantised when loaded (engine.weights={config.weights})"
-    if config.weights in {"int8", "int4"}:
-        kept = f"{method or 'dense'}, {quantised}"
-    elif not method:
+    from twinpool.engine.tensors.weight_loader import weights_kept
+
+    method = prepared.spec.quantization.method
+    kept = weights_kept(prepared.config.engine, gpu=on_gpus(prepared.config))
+    if not method and kept in {"as_stored", "dense"}:
         return ""
-    else:
-        stays = config.weights == "as_stored" and not config.device.startswith("cuda")
-        kept = f"{method}, {'as stored' if stays else expanded}"
-    return f"{kept}: {mib(prepared.weights)} a worker"
+    words = {"as_stored": "as stored", "dense": "expanded"}.get(kept, f"{kept}, quantised when loaded")
+    return f"{method or 'dense'}, {words}: {mib(prepared.weights)} a worker"
 
 
 def workers_line(prepared: ServePlan, views: Sequence[WorkerView]) -> str:

@@ -36,7 +36,6 @@ inline i32x16 widened(u8x16 codes) {
 struct Blocks {
     long n, k, group;
     int32_t code, scale_type, zero;
-    int32_t unused;
     const uint8_t *codes, *zeros;  // zeros: null where `zero` is that of all groups
     const void *scales;
     const float *factors;  // whole panels, or null; of E2M1 alone

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twinpool.engine.weight_formats.block_weight import BlockWeight
+from twinpool.engine.weight_formats.block_weight import BlockWeight, Code, unpack_codes
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _PANEL = 32
@@ -43,7 +43,7 @@ class _Blocks(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_long) for name in ("n", "k", "group")),
-        *((name, ctypes.c_int32) for name in ("code", "scale_type", "zero", "unused")),
+        *((name, ctypes.c_int32) for name in ("code", "scale_type", "zero")),
         *((name, ctypes.c_void_p) for name in ("codes", "zeros", "scales", "factors")),
     ]
 
@@ -256,11 +256,8 @@ class PackedBlocks:
         self._kernels, self._order = kernels, weight.order_k
         self._n, self._k = weight.shape
         self._code, self._group, self._zero = weight.code, weight.group, weight.zero
-        halves = weight.code.bits == 4
-        codes = weight.codes
-        if halves:
-            codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
-        codes = codes.contiguous()
+        assert weight.factor_n is None or weight.code is Code.E2M1, "no other code's kernel has factors"
+        codes, halves = unpack_codes(weight.codes, weight.code), weight.code.bits == 4
         panels = -(-self._n // _PANEL)
         self._codes = _huge_pages(panels * self._k * (_PANEL // 2 if halves else _PANEL), torch.uint8)
         kernels._pack_codes(codes.data_ptr(), self._codes.data_ptr(), self._n, self._k, halves)
@@ -278,7 +275,7 @@ class PackedBlocks:
             x_mk = x_mk.contiguous()
         out = torch.empty(x_mk.shape[0], self._n, dtype=x_mk.dtype)
         blocks = _Blocks(
-            self._n, self._k, self._group, self._code.value, _SCALE_TYPES[self._scales.dtype], self._zero, 0,
+            self._n, self._k, self._group, self._code.value, _SCALE_TYPES[self._scales.dtype], self._zero,
             self._codes.data_ptr(),
             *(None if part is None else part.data_ptr() for part in (self._zeros, self._scales, self._factors)),
         )  # fmt: skip

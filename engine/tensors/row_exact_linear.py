@@ -56,30 +56,28 @@ class RowExactLinear:
         self.blocks = isinstance(weight_nk, BlockWeight)
         """Whether the weight is kept in blocks, and unpacked by each product."""
         self.nbytes = weight_nk.nbytes
-        self._native = _native(weight_nk, bias_n)
+        self._product = _native(weight_nk, bias_n)
+        self._row_exact = self._product is not None
         self._packed: OneDnnWeight | None = None
-        self._plain: Tensor | BlockProduct | None = None
-        if self._native is not None:
-            return
-        if isinstance(weight_nk, BlockWeight):
-            self._plain = BlockProduct(weight_nk, bias_n)
-            return
-        self._packed = OneDnnWeight.packed(weight_nk)
-        self._plain = weight_nk if self._packed is None else None
+        self._plain: Tensor | None = None
+        if self._product is None and isinstance(weight_nk, BlockWeight):
+            self._product = BlockProduct(weight_nk, bias_n)
+        elif self._product is None:
+            assert isinstance(weight_nk, Tensor)
+            self._packed = OneDnnWeight.packed(weight_nk)
+            self._plain = weight_nk if self._packed is None else None
 
     @property
     def row_exact(self) -> bool:
         """Whether rows are exact by construction, so that `probe` may leave this product out."""
-        return self._native is not None
+        return self._row_exact
 
     def __call__(self, x_mk: Tensor) -> Tensor:
         """Compute ``x @ weight.T + bias``: [m, k] gives [m, n], in the dtype of the weight."""
-        if self._native is not None:
-            return self._native(x_mk)
+        if self._product is not None:
+            return self._product(x_mk)
         if self._packed is None:
             assert self._plain is not None
-            if isinstance(self._plain, BlockProduct):
-                return self._plain(x_mk)
             return F.linear(x_mk, self._plain, self._bias)
         return self._packed(x_mk, self._bias)
 
@@ -105,12 +103,13 @@ class HeadLinear(RowExactLinear):
         self._weight_hkn = weight_hkn.contiguous()
         kernels = kernels_for(weight_hkn)
         multiplies = kernels is not None and kernels.multiplies(self.dtype)
-        self._native = kernels.packed_heads(self._weight_hkn) if kernels is not None and multiplies else None
+        self._product = kernels.packed_heads(self._weight_hkn) if kernels is not None and multiplies else None
+        self._row_exact = self._product is not None
         self.blocks, self.nbytes = False, weight_hkn.nbytes
 
     def __call__(self, x_mk: Tensor) -> Tensor:
-        if self._native is not None:
-            return self._native(x_mk)
+        if self._product is not None:
+            return self._product(x_mk)
         rows = len(x_mk)
         x_hmk = x_mk.view(rows, self.heads, -1).transpose(0, 1).contiguous()
         return torch.bmm(x_hmk, self._weight_hkn).transpose(0, 1).reshape(rows, -1)

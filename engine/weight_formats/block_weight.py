@@ -66,7 +66,7 @@ class BlockWeight:
     """[n, groups] uint8: the code that stands for zero, in each group; None: `zero` in all of them."""
     zero: int = 0
     factor_n: Tensor | None = None
-    """[n] float32, or None for 1: a factor of a row's scales."""
+    """[n] float32, or None for 1: a factor of a row's scales, where codes are `E2M1`."""
     order_k: Tensor | None = None
     """[k] int64: the input column that column j is multiplied with, where they were reordered so that those of a group
     lie together; None: j."""
@@ -92,10 +92,7 @@ class BlockWeight:
 
     def unpack(self, rows: slice = slice(None), dtype: torch.dtype = torch.float32) -> Tensor:
         """Some rows of the weight, [n, k], its columns in the order of the input; computed in float32."""
-        codes = self.codes[rows]
-        if self.code.bits == 4:
-            codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
-        values = self._values(codes)
+        values = self._values(unpack_codes(self.codes[rows], self.code))
         columns = torch.arange(values.shape[1], device=self.device) // self.group
         if self.zeros is not None:
             values -= self.zeros[rows].float()[:, columns]
@@ -260,6 +257,13 @@ def pack_codes(codes: Tensor, code: Code) -> Tensor:
         return codes.contiguous()
     pairs = codes.reshape(len(codes), -1, 2)
     return pairs[..., 0] | pairs[..., 1] << 4
+
+
+def unpack_codes(codes: Tensor, code: Code) -> Tensor:
+    """Codes [n, k], one a byte, of `BlockWeight.codes`."""
+    if code.bits == 8:
+        return codes.contiguous()
+    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
 
 
 class BlockProduct:

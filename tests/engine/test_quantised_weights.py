@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -24,6 +25,7 @@ from tests.support.model_families import FAMILIES
 from tests.support.quantised_checkpoints import LAYOUTS, Written, quantise_folder, quantised_names
 from twinpool.cluster.assembly.build_parts import weights_digest
 from twinpool.cluster.serve.preflight import weight_bytes
+from twinpool.cluster.serve.terminal import weights_line
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.config.worker_config import EngineConfig
@@ -417,3 +419,16 @@ def test_memory_is_planned_for_weights_as_they_are_kept(written: Make, layout: s
     assert planned["as_stored"] < 0.6 * planned["dense"]
     on_gpu = config_from_dict({"engine": {"device": "cuda"}})
     assert weight_bytes(spec, on_gpu) == planned["dense"]
+
+
+@pytest.mark.parametrize(("folder", "engine", "words"), [
+    ("stored", {}, "awq, as stored: 1.0 MiB a worker"),
+    ("stored", {"weights": "dense"}, "awq, expanded: 1.0 MiB a worker"),
+    ("stored", {"device": "cuda"}, "awq, expanded: 1.0 MiB a worker"),
+    ("plain", {"weights": "int4"}, "dense, int4, quantised when loaded: 1.0 MiB a worker"),
+    ("plain", {}, ""), ("plain", {"weights": "dense"}, ""),
+])  # fmt: skip
+def test_serve_tells_how_weights_are_kept(written: Make, folder: str, engine: dict[str, str], words: str) -> None:
+    spec = read_model_spec(getattr(written("awq"), folder))
+    prepared: Any = SimpleNamespace(spec=spec, config=config_from_dict({"engine": engine}), weights=1 << 20)
+    assert weights_line(prepared) == words
