@@ -127,8 +127,7 @@ class RollingServices(ABC, Generic[ServiceT]):
         if not due or self._obstacle:
             return None
         number, old = due[0], self._services[due[0]]
-        if self._state is not None:
-            self._state.leaves(self._key(old), old.process)
+        old.leave(self._key(old))
         successor = self._make_successor(number, old)
         successor.start()
         self._successor = _Successor(number, successor, self._context.clock.now() + REPLACE_S)
@@ -154,8 +153,7 @@ class RollingServices(ABC, Generic[ServiceT]):
         new.stop(0.0)
         self._obstacle = f"{error}{self._context.last_words(old.name)}; the one before goes on"
         self._report(self._obstacle)
-        if self._state is not None:
-            self._state.stays(old.name, self._key(old), old.mark)
+        old.stay()
 
 
 FIND_S = 1.0

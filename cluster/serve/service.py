@@ -96,6 +96,8 @@ class Service:
         self._meanwhile = meanwhile and f"; {meanwhile}"
         self._restarts, self._since = RestartHistory(context.config), context.clock.now()
         self._restart_at: float | None = None
+        self._leaves_as = ""
+        """The key of a process that another one is to replace, in the cluster's state; empty: none is to."""
         context.stack.callback(self.stop, STOP_S)
 
     # ------------------------------------------------------------ started, adopted, started again
@@ -105,11 +107,32 @@ class Service:
         pid, began = self._spawn()
         self.build = build_id()
         self._context.owns(pid, began)
-        if (state := self._context.state) is not None:
-            if self.mark:
-                state.marks[self.name] = self.mark
-            state.started(self.name, ServiceProcess(pid, began, self.build))
+        self._note()
         self._since, self._restart_at = self._context.clock.now(), None
+
+    def leave(self, key: str) -> None:
+        """Note that another process is to take this one's place: until then the cluster's state has this one as `key`,
+        even when it ends and is started again, and its successor under the service's name."""
+        self._leaves_as = key
+        self._note()
+
+    def stay(self) -> None:
+        """Take `leave` back: the service goes on with its latest process."""
+        if (state := self._context.state) is not None:
+            state.replaced.pop(self._leaves_as, None)
+        self._leaves_as = ""
+        self._note()
+
+    def _note(self) -> None:
+        """Write its latest process to the cluster's state."""
+        if (state := self._context.state) is None:
+            return
+        if self._leaves_as:
+            state.leaves(self._leaves_as, self.process)
+            return
+        if self.mark:
+            state.marks[self.name] = self.mark
+        state.started(self.name, self.process)
 
     def adopt(self, process: ServiceProcess, mark: str = "") -> None:
         """Take over a process that an earlier supervisor has started, of whatever build and mark."""

@@ -200,6 +200,38 @@ def test_a_change_that_is_taken_back_meanwhile_is_undone(scene: Scene) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("serves", [True, False])
+def test_a_router_that_dies_while_its_successor_starts_is_noted_as_the_one_that_leaves(
+    scene: Scene, serves: bool
+) -> None:
+    """Else the next supervisor would adopt it, and nobody would know the successor, or the one that goes on."""
+    scene.start()
+    (before, _), old = scene.pids(), scene.routers.services()[0]
+    scene.settings.write_text("" if serves else "never listens")
+    scene.change(worker_wait_s=77.0)
+    key, mark = f"router-0.{old.mark}", scene.routers.mark
+    scene.routers.tend()  # The successor is started.
+    successor = scene.state.services["router-0"]
+    old.kill()
+    scene.routers._services[0].tend()
+    assert old.process.pid != before, "it was started again"
+    kept = DetachedState.load(scene.folder)
+    assert (kept.services["router-0"], kept.marks["router-0"]) == (successor, mark)
+    assert kept.replaced[key] == old.process
+    if not serves:
+        scene.clock.advance(REPLACE_S + 0.1)
+        for router in scene.routers.services():
+            router.probe.started_again()
+    until(lambda: scene.tended()[1] != "" or scene.pids()[0] == successor.pid, "the end of the replacing")
+    kept = DetachedState.load(scene.folder)
+    if serves:
+        assert (kept.services["router-0"], kept.leaving[key]) == (successor, old.process)
+    else:
+        assert (kept.services["router-0"], kept.marks["router-0"]) == (old.process, old.mark)
+        assert key not in kept.replaced
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["dies", "never listens"])
 def test_a_router_stays_where_its_successor_does_not_serve(scene: Scene, how: str) -> None:
     scene.start()
