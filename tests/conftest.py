@@ -100,13 +100,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark what tests/thorough.txt and tests/soak.txt name, before marks choose what runs."""
     for mark in LISTS:
-        if any(fnmatchcase(item.nodeid, pattern) for pattern in listed_for(mark, item.nodeid.partition("::")[0])):
+        patterns = listed_for(mark, item.nodeid.partition("::")[0])
+        if naming := [pattern for pattern in patterns if fnmatchcase(item.nodeid, pattern)]:
+            NAMING[mark].update(naming)
             item.add_marker(mark)
 
 
 SOAK = Path(__file__).with_name("soak")
 LISTS = ("thorough", "soak")
 """Marks whose tests are listed in a file of that name: left to `make test-all`, left to `make soak`."""
+NAMING: dict[str, set[str]] = {mark: set() for mark in LISTS}
+"""Patterns of each list that have named a test of this session."""
 
 
 @functools.cache
@@ -133,8 +137,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"tests/soak has soaks only: mark {', '.join(stray)}")
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         for mark in LISTS:
-            stale = [p for p in listed(mark) if not any(fnmatchcase(item.nodeid, p) for item in items)]
-            if stale:
+            if stale := [pattern for pattern in listed(mark) if pattern not in NAMING[mark]]:
                 raise pytest.UsageError(
                     f"tests/{mark}.txt names no test by: {', '.join(stale)}; take it out, or mend it"
                 )
