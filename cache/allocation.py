@@ -13,8 +13,8 @@ from typing import NamedTuple, TypeVar
 
 from twinpool.cache.device.device_port import Completion, failure
 from twinpool.cache.pool.page_allocator import Lease, PageAllocator, joined
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.nodes.tree_node import NodeLock, NodePart, Tier, digests_of
+from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.tree_node import NodeLock, NodePart, Tier, digests_of
 from twinpool.contracts.ids import Epoch
 
 NULL_PAGE = 0

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from twinpool.cache.manager.swapped_requests import SwapInProgress
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
 from twinpool.cache.swap.swap_storage import SwappedState
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Role, WorkerName

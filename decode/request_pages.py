@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from twinpool.cache.device.device_port import Completion
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.memory.required_pages import due, extents
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
 from twinpool.contracts.block_hash import block_hashes
 from twinpool.contracts.config.cache_config import CacheConfig
 from twinpool.contracts.errors import ConfigError

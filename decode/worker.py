@@ -18,7 +18,7 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from twinpool.cache.allocation import Allocation
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import UNOWNED, SessionId

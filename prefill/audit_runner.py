@@ -20,7 +20,7 @@ from enum import StrEnum
 
 from twinpool.cache.allocation import Allocation
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.damage import PREFIX, DamageSite, log_damage
 from twinpool.contracts.ids import RequestId

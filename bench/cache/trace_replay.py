@@ -36,7 +36,7 @@ from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetS
 from twinpool.cache.memory.memory_layout import LayoutOrder
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.prefix_cache.eviction_policy import POLICIES
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
 from twinpool.cache.storage.backends.memory_backend import MemoryBackend
 from twinpool.cache.storage.backends.object_seal import seal_bytes
 from twinpool.cache.storage.inline_queue import InlineIoQueue

@@ -27,10 +27,10 @@ from twinpool.cache.arena.arena import Arena
 from twinpool.cache.arena.arena_records import ArenaRecord, SealedPage
 from twinpool.cache.device.device_port import HOST, Device, PageSpanUse
 from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.cache.prefix_cache.nodes.node_list import TreeCursor
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.nodes.tree_node import NodePart, Tier, TreeNode
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.tree_accounts import TreeCursor
+from twinpool.cache.prefix_cache.tree_node import NodePart, Tier, TreeNode
 from twinpool.cache.swap.swap_storage import SwappedState
 from twinpool.contracts.block_hash import KEY_BYTES, chain_on, chain_start
 from twinpool.contracts.damage import DamageSite, log_damage
@@ -88,14 +88,14 @@ class ArenaKeeper:
         self.counters = dict.fromkeys(
             ("arena_pages_adopted", "arena_pages_dropped", "arena_pages_damaged", "arena_records_torn"), 0.0
         )
-        tree.accounts.observe_parts(self)
+        tree.accounts.observe_parts(self._part_changed)
         for pool, allocator in host.allocators.items():
             # Whoever leased an index: once its lease has ended, other operations may write there.
             allocator.observe_releases(partial(self._drop, pool))
 
     # ------------------------------------------------------------ the index follows the tree
 
-    def part_changed(self, part: NodePart, there: bool) -> None:
+    def _part_changed(self, part: NodePart, there: bool) -> None:
         """Record a part that came to the host tier in the index, and clear the records of an invalidated one."""
         if part.tier is not Tier.HOST or self._adopting:
             return

@@ -24,8 +24,8 @@ from twinpool.cache.manager.tier_set import NoLoadBack, NoPrefetcher
 from twinpool.cache.memory.required_pages import due, missing
 from twinpool.cache.pool.in_flight import InFlightPins
 from twinpool.cache.pool.page_allocator import Lease
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.nodes.tree_node import NodeLock, PageOffer, Tier
+from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.tree_node import NodeLock, PageOffer, Tier
 from twinpool.cache.tiers.load_back import LoadBack
 from twinpool.cache.tiers.prefetch import Prefetcher
 from twinpool.cache.tiers.prefetch_request import PrefetchRequest

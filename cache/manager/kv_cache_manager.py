@@ -35,8 +35,8 @@ from twinpool.cache.manager.tier_set import NoEvents, TierSet
 from twinpool.cache.pool.in_flight import InFlightPins
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.prefix_cache.eviction_policy import POLICIES
-from twinpool.cache.prefix_cache.nodes.tree_node import Tier
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.prefix_cache.tree_node import Tier
 from twinpool.cache.storage.io_queue import IoQueue
 from twinpool.cache.storage.page_store import PageStore
 from twinpool.cache.storage.rank_page_store import RankPageStore

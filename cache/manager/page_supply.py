@@ -14,9 +14,9 @@ from twinpool.cache.manager.tier_set import NoBackup, NoLoadBack, unaccounted
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.nodes.tree_node import NodeLock, Tier, TreeNode
 from twinpool.cache.prefix_cache.radix_tree import PrefixMatch, RadixTree
+from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.tree_node import NodeLock, Tier, TreeNode
 from twinpool.cache.tiers.host_backup import HostBackup
 from twinpool.cache.tiers.load_back import LoadBack
 from twinpool.contracts.config.cache_config import CacheConfig

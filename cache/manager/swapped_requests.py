@@ -37,9 +37,9 @@ from twinpool.cache.pool.in_flight import InFlightPins
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.cache.pool.page_extent import PageExtent
 from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.nodes.tree_node import NodePart, Tier, TreeNode
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.tree_node import NodePart, Tier, TreeNode
 from twinpool.cache.swap.offload import RestoredPages, offload, restore
 from twinpool.cache.swap.swap_storage import SwapEvent, SwappedState, SwapPlace
 from twinpool.contracts.block_hash import block_hashes

@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
-from twinpool.cache.prefix_cache.nodes.tree_components import TreeComponent
-from twinpool.cache.prefix_cache.nodes.tree_node import IN_TREE, NodePart, QueueEntry, Tier, TreeNode
+from twinpool.cache.prefix_cache.tree_components import TreeComponent
+from twinpool.cache.prefix_cache.tree_node import IN_TREE, NodePart, QueueEntry, Tier, TreeNode
 
 __all__ = ["POLICIES", "EvictionPolicy", "EvictionRank"]
 

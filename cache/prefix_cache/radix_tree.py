@@ -20,10 +20,11 @@ where the node has children in that tier, else all parts of the leaf. A node tha
 
 The package has these modules, each of which builds on those before it:
 
-    nodes            nodes, their parts by component, their splits
+    token_prefix     the whole pages of a sequence, with their block hashes
+    tree_node        nodes and their parts, which are cut in two together
+    tree_components  how full, window and state pools hang on nodes
     tree_accounts    roots, nodes and parts, with every count
-    tree_eviction    evicts state in the order of `eviction_policy`, and invalidates damaged state
-    tree_locks       which lock keeps which part
+    tree_eviction    evicts state in the order of `eviction_policy`, invalidates damaged state, and knows the locks
     tree_insert      inserts finished state
     radix_tree       matches prefixes, and locks what was matched
 """
@@ -37,14 +38,13 @@ from operator import attrgetter
 
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.cache.prefix_cache.eviction_policy import POLICIES, EvictionOrder, EvictionPolicy
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.nodes.tree_components import ReuseLevel, TreeComponent, components_of
-from twinpool.cache.prefix_cache.nodes.tree_node import NodeLock, NodePart, Tier, TreeNode, start_of
+from twinpool.cache.prefix_cache.token_prefix import TokenPrefix, token_ids
 from twinpool.cache.prefix_cache.tree_accounts import TreeAccounts
 from twinpool.cache.prefix_cache.tree_check import check_tree
-from twinpool.cache.prefix_cache.tree_eviction import TreeEviction
+from twinpool.cache.prefix_cache.tree_components import ReuseLevel, TreeComponent, components_of
+from twinpool.cache.prefix_cache.tree_eviction import TreeEviction, TreeLocks
 from twinpool.cache.prefix_cache.tree_insert import PageOffers, insert
-from twinpool.cache.prefix_cache.tree_locks import TreeLocks
+from twinpool.cache.prefix_cache.tree_node import NodeLock, NodePart, Tier, TreeNode, start_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,16 @@ class PrefixMatch:
     """Nodes up to the anchor with state on the device alone."""
     version: int
     """The tree's version when it was matched. Once the tree has another one, the match can't be locked any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class HotPrefix:
+    """A hot prefix, with all its tokens from the first on."""
+
+    tokens: tuple[int, ...]
+    salt: str
+    hits: int
+    """The hits of the prefix's last node: how often the whole prefix was used."""
 
 
 class RadixTree:
@@ -198,6 +208,24 @@ class RadixTree:
             node.used = tick
             node.hits += 1
 
+    def hottest(self, component: str, pages: int) -> list[HotPrefix]:
+        """Returns the hottest prefixes on the device, of at most `pages` pages of `component` in all: those with most
+        hits first, then those used last.
+
+        Shared pages are counted once. A node is chosen only below a chosen one, and is never hotter than it, so that
+        chosen nodes always make up whole prefixes.
+        """
+        nodes = [n for n in self.accounts.list if component in n.parts[Tier.DEVICE]]
+        chosen: dict[int, TreeNode] = {}
+        for node in sorted(nodes, key=lambda n: (n.hits, n.used), reverse=True):
+            assert node.parent is not None
+            if len(node) <= pages and (node.parent.parent is None or id(node.parent) in chosen):
+                chosen[id(node)] = node
+                pages -= len(node)
+        inner = {id(node.parent) for node in chosen.values()}
+        ends = [node for key, node in chosen.items() if key not in inner]
+        return [HotPrefix(tuple(token_ids(_raw(node))), node.salt, node.hits) for node in ends]
+
     # ------------------------------------------------------------ insert, invalidate
 
     def insert(self, prefix: TokenPrefix, offers: PageOffers, tier: Tier = Tier.DEVICE, priority: int = 0) -> int:
@@ -248,3 +276,12 @@ def _depth(along: Sequence[TreeNode], last: int, length: int) -> int:
         return 0
     node = along[length - 1]
     return node.start + (last if length == len(along) else node.pages)
+
+
+def _raw(node: TreeNode) -> bytes:
+    """Returns the tokens from the start of the sequence to the end of `node`, 4 bytes each."""
+    raw: list[bytes] = []
+    while node.parent is not None:
+        raw.append(node.raw)
+        node = node.parent
+    return b"".join(reversed(raw))

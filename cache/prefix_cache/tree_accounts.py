@@ -2,7 +2,8 @@
 
 All other modules of the tree work on these accounts (`cache.prefix_cache.radix_tree`). Links, sizes and the list of
 nodes are updated with every change, and recomputed from scratch by `check_tree`. After a change that may have made
-state of a node evictable, the eviction order is told through the callback `idle`.
+state of a node evictable, the eviction order is told through the callback `idle`. One observer of nodes and one of
+parts are told when state comes to a tier or goes.
 """
 
 from __future__ import annotations
@@ -11,17 +12,25 @@ from collections.abc import Callable, Iterator, Sequence
 
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.cache.pool.page_allocator import Lease
-from twinpool.cache.prefix_cache.nodes.lock_counts import count_unlocked, locked_parts
-from twinpool.cache.prefix_cache.nodes.node_list import NodeList
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix, common_pages
-from twinpool.cache.prefix_cache.nodes.tree_components import TreeComponent
-from twinpool.cache.prefix_cache.nodes.tree_node import IN_TREE, NodePart, Tier, TreeNode, subtree
-from twinpool.cache.prefix_cache.nodes.tree_observer import NodeObserver, NoObserver, PartObserver
-from twinpool.cache.prefix_cache.nodes.tree_split import new_lower, new_upper
+from twinpool.cache.prefix_cache.token_prefix import TokenPrefix, common_pages
+from twinpool.cache.prefix_cache.tree_components import TreeComponent
+from twinpool.cache.prefix_cache.tree_node import IN_TREE, NodePart, Tier, TreeNode, subtree
 from twinpool.contracts.block_hash import TOKEN_BYTES
 
 RestingSince = tuple[int, float]
 """How often storage has not taken a part, and the time (seconds) before which the part isn't offered again."""
+
+
+NodeObserver = Callable[[TreeNode, Tier, bool], None]
+"""An observer of nodes that can be matched, tier by tier (KV events are made from its calls).
+
+It is called with a node, a tier, and whether the full state of the node has come to that tier (True) or gone from it
+(False). State comes parents first. Invalidated state counts as gone at once, even while it is still locked. A split
+changes nothing and isn't reported. For `Tier.STORAGE` only True is reported.
+"""
+PartObserver = Callable[[NodePart, bool], None]
+"""An observer of the parts of every component in every tier: called with a part that was hung on its node (True) or
+invalidated (False). An evicted part isn't reported."""
 
 
 class TreeAccounts:
@@ -40,6 +49,7 @@ class TreeAccounts:
         self.components = components
         self.by_name = {c.name: c for c in components}
         self.full = components[0].name
+        self._points = [c.name for c in components if c.point]
         self.page_bytes = TOKEN_BYTES * spec.page_tokens
         self.write_back = write_back
         self.roots: dict[str, TreeNode] = {}
@@ -61,26 +71,27 @@ class TreeAccounts:
         """The tree's own clock, by which nodes record when they were used."""
         self.version = 0
         """Grows with every change of parts, every split and every invalidation."""
-        self._nodes: NodeObserver = NoObserver()
-        self._parts: PartObserver = NoObserver()
+        self._node_observer: NodeObserver | None = None
+        self._part_observer: PartObserver | None = None
         self._idle = idle
 
     # ------------------------------------------------------------ observers
 
     def observe_nodes(self, observer: NodeObserver) -> None:
         """Call `observer` with every change from now on. There can be only one."""
-        assert isinstance(self._nodes, NoObserver)
-        self._nodes = observer
+        assert self._node_observer is None
+        self._node_observer = observer
 
     def observe_parts(self, observer: PartObserver) -> None:
         """Call `observer` with every change from now on. There can be only one."""
-        assert isinstance(self._parts, NoObserver)
-        self._parts = observer
+        assert self._part_observer is None
+        self._part_observer = observer
 
     def tell(self, node: TreeNode, tier: Tier, there: bool) -> None:
         """Tell the observer of nodes that full state has come to `tier` or gone; coming nodes are told parents
         first."""
-        self._nodes.node_changed(node, tier, there)
+        if self._node_observer is not None:
+            self._node_observer(node, tier, there)
 
     # ------------------------------------------------------------ look-ups
 
@@ -147,7 +158,7 @@ class TreeAccounts:
 
     def split(self, node: TreeNode, pages: int) -> TreeNode:
         """Cut `node` after `pages`; returns the new upper half. `node` becomes the lower half."""
-        upper = new_upper(node, pages, self.page_bytes, self.by_name)
+        upper = node.split(pages, self.page_bytes, self._points)
         self._halved(upper, node, old=node, new=upper)
         return upper
 
@@ -156,7 +167,7 @@ class TreeAccounts:
 
         The cost grows with the pages of the lower half, not with those that `node` keeps.
         """
-        lower = new_lower(node, pages, self.page_bytes, self.by_name)
+        lower = node.split_end(pages, self.page_bytes, self._points)
         self._halved(node, lower, old=node, new=lower)
         return lower
 
@@ -168,7 +179,7 @@ class TreeAccounts:
             if part in unstored and name in host:
                 unstored[host[name]] = unstored[part]
         if self.write_back:
-            upper.busy, lower.busy = locked_parts(upper), locked_parts(lower)
+            upper.busy, lower.busy = upper.locked_parts, lower.locked_parts
             upper.busy_below = int(bool(lower.busy or lower.busy_below))
         if old.linked:
             self.list.append(new)
@@ -221,7 +232,8 @@ class TreeAccounts:
             self._idle(node.parent, tier)
         for there in IN_TREE:
             self._idle(node, there)
-        self._parts.part_changed(part, True)
+        if self._part_observer is not None:
+            self._part_observer(part, True)
         return part
 
     def detach(self, part: NodePart) -> None:
@@ -248,7 +260,7 @@ class TreeAccounts:
     def cut(self, node: TreeNode, tier: Tier, pages: int) -> None:
         """Keep the first `pages` pages of a leaf that is in `tier` alone, and release the others."""
         self.version += 1
-        if node.linked and not isinstance(self._nodes, NoObserver):
+        if node.linked and self._node_observer is not None:
             raw, chain = node.end(pages, self.page_bytes)
             self.tell(TreeNode(raw, chain, node, start=node.start + pages, salt=node.salt), tier, False)
         count, unstored = node.pages - pages, self.unstored
@@ -274,7 +286,8 @@ class TreeAccounts:
                 if self.full in node.parts[tier]:
                     self.tell(node, tier, False)
                 for part in node.parts[tier].values():
-                    self._parts.part_changed(part, False)
+                    if self._part_observer is not None:
+                        self._part_observer(part, False)
                     self.unstored.pop(part, None)
             node.linked = False
             self.list.remove(node)
@@ -295,10 +308,79 @@ class TreeAccounts:
             # As if the parent had been locked in its place, and isn't any more.
             parent.busy += 1
             parent.busy_below -= 1
-            count_unlocked(parent)
+            parent.count_unlocked()
         for tier in IN_TREE:
             there = int(self.full in top.parts[tier])
             invalid_root.below[tier] += there
             parent.below[tier] -= there
             self._idle(parent, tier)
         self._drop_top(parent)
+
+
+class NodeList:
+    """All nodes that can be matched, in the order in which they were made; cursors walk it while it changes."""
+
+    def __init__(self) -> None:
+        self._first = self._last = TreeNode(b"", b"", None)
+        """A sentinel before the oldest node; the newest node, or the sentinel when the list is empty."""
+        self.cursors: set[TreeCursor] = set()
+        """Walks that weren't closed yet."""
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[TreeNode]:
+        """Oldest first. The list must not change meanwhile; use a `cursor` where it may."""
+        node = self._first.newer
+        while node is not None:
+            yield node
+            node = node.newer
+
+    def append(self, node: TreeNode) -> None:
+        node.older, node.newer = self._last, None
+        self._last.newer = self._last = node
+        self._count += 1
+
+    def remove(self, node: TreeNode) -> None:
+        older, newer = node.older, node.newer
+        assert older is not None, "it is in the list"
+        for cursor in self.cursors:
+            if cursor.last is node:
+                cursor.last = older
+        older.newer = newer
+        if newer is None:
+            self._last = older
+        else:
+            newer.older = older
+        node.older = node.newer = None
+        self._count -= 1
+
+    def cursor(self) -> TreeCursor:
+        """Returns a cursor that begins with the oldest node. The caller must close it."""
+        return TreeCursor(self, self._first)
+
+
+class TreeCursor:
+    """A walk through a tree's nodes that may be interrupted.
+
+    It visits all nodes that exist throughout the walk, and those that are made meanwhile: also new halves of nodes that
+    were split.
+    """
+
+    def __init__(self, nodes: NodeList, first: TreeNode) -> None:
+        self._nodes = nodes
+        self.last: TreeNode = first
+        """The node that was visited last, or the one before it where that was removed."""
+        nodes.cursors.add(self)
+
+    def next(self) -> TreeNode | None:
+        """Returns the next node; None where there is none yet (one that is added later can still be visited)."""
+        node = self.last.newer
+        if node is not None:
+            self.last = node
+        return node
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._nodes.cursors.discard(self)

@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from twinpool.cache.prefix_cache.eviction_policy import EvictionOrder
-from twinpool.cache.prefix_cache.nodes.tree_node import IN_TREE, NodePart, Tier, TreeNode, subtree
 from twinpool.cache.prefix_cache.tree_accounts import TreeAccounts
-from twinpool.cache.prefix_cache.tree_eviction import TreeEviction
-from twinpool.cache.prefix_cache.tree_locks import TreeLocks
+from twinpool.cache.prefix_cache.tree_eviction import TreeEviction, TreeLocks
+from twinpool.cache.prefix_cache.tree_node import IN_TREE, NodePart, Tier, TreeNode, subtree
 from twinpool.contracts.block_hash import KEY_BYTES
 
 

@@ -11,9 +11,9 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.nodes.tree_node import PageOffer, Tier, TreeNode
+from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
 from twinpool.cache.prefix_cache.tree_accounts import TreeAccounts
+from twinpool.cache.prefix_cache.tree_node import PageOffer, Tier, TreeNode
 from twinpool.contracts.block_hash import KEY_BYTES
 
 PageOffers = Mapping[str, Sequence[PageOffer]]

@@ -14,8 +14,8 @@ from twinpool.cache.device.device_port import Device, DeviceStream
 from twinpool.cache.memory.page_moves import PageMove
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.cache.prefix_cache.nodes.tree_node import NodeLock, NodePart, Tier, TreeNode
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.prefix_cache.tree_node import NodeLock, NodePart, Tier, TreeNode
 from twinpool.cache.storage.page_store import PageStore
 from twinpool.cache.tiers.in_flight_copy import InFlightCopy
 from twinpool.cache.tiers.storage_backup import StorageBackup

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from twinpool.cache.prefix_cache.nodes.token_prefix import token_ids
-from twinpool.cache.prefix_cache.nodes.tree_node import IN_TREE, Tier, TreeNode
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.prefix_cache.token_prefix import token_ids
+from twinpool.cache.prefix_cache.tree_node import IN_TREE, Tier, TreeNode
 from twinpool.cache.tiers.kv_event_publisher import KVEventLog, KVEventPublisher
 from twinpool.contracts.block_hash import KEY_BYTES
 from twinpool.contracts.config.cache_config import EventsConfig
@@ -42,9 +42,9 @@ class KVEventRecorder:
         self._tree = tree
         self._log = KVEventLog()
         self.publisher = KVEventPublisher(config, self._log, now, rank, self._truth, curve)
-        tree.accounts.observe_nodes(self)
+        tree.accounts.observe_nodes(self._node_changed)
 
-    def node_changed(self, node: TreeNode, tier: Tier, there: bool) -> None:
+    def _node_changed(self, node: TreeNode, tier: Tier, there: bool) -> None:
         """The full state of `node` has come to `tier`, or gone from it."""
         self._log.emit(self._stored(node, tier) if there else BlockRemoved(_MEDIA[tier], tuple(node.keys)))
 

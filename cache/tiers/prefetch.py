@@ -24,10 +24,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.nodes.tree_components import WindowComponent
-from twinpool.cache.prefix_cache.nodes.tree_node import PageOffer, Tier
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.tree_components import WindowComponent
+from twinpool.cache.prefix_cache.tree_node import PageOffer, Tier
 from twinpool.cache.storage.page_store import PageStore
 from twinpool.cache.tiers.host_backup import HostBackup
 from twinpool.cache.tiers.prefetch_request import PrefetchBatch, PrefetchRequest, PrefetchStage, accepts, reads_of

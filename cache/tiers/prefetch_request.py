@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from twinpool.cache.pool.page_allocator import Lease
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.nodes.tree_components import TreeComponent, WindowComponent
-from twinpool.cache.prefix_cache.nodes.tree_node import NodeLock
+from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.tree_components import TreeComponent, WindowComponent
+from twinpool.cache.prefix_cache.tree_node import NodeLock
 from twinpool.cache.storage.page_store import PendingResult
 from twinpool.cache.storage.storage_backend import ObjectOutcome
 

@@ -15,8 +15,8 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
-from twinpool.cache.prefix_cache.nodes.tree_node import NodeLock, NodePart, Tier, TreeNode
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.prefix_cache.tree_node import NodeLock, NodePart, Tier, TreeNode
 from twinpool.cache.storage.io_queue import WriteChain
 from twinpool.cache.storage.page_store import PageStore, PendingResult
 from twinpool.cache.storage.storage_backend import ObjectOutcome

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.cache.memory.required_pages import due
-from twinpool.cache.prefix_cache.hot_prefixes import hottest
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.ids import RequestId, Role
@@ -216,7 +215,7 @@ class PrefixOffers:
         if self._session is None or not self._pages:
             return []
         told = []
-        for hot in hottest(self._manager.tree, self._manager.full, self._pages):
+        for hot in self._manager.tree.hottest(self._manager.full, self._pages):
             self._number += 1
             name = RequestId(f"offer-{self._name}-{self._number}")
             told.append(RouterEvent(self._session, PrefixOffered(name, 0, hot.tokens, hot.salt)))

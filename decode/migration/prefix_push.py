@@ -20,7 +20,7 @@ from enum import StrEnum
 from twinpool.cache.allocation import Allocation
 from twinpool.cache.device.device_port import DONE
 from twinpool.cache.memory.required_pages import due
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
 from twinpool.contracts.block_hash import KEY_BYTES, block_hashes
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config

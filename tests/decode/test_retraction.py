@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.decode_parts import DecodeParts
 from twinpool.cache.device.adversarial_device import AdversarialDevice
-from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.cache.prefix_cache.tree_node import Tier
 from twinpool.cache.storage.io_queue import StorageOp
 from twinpool.cache.storage.storage_backend import ObjectName
 from twinpool.cache.swap.swap_storage import SwapPlace

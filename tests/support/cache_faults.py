@@ -10,8 +10,8 @@ from typing import Any
 from twinpool.cache.device.device_port import Completion, Device, DeviceOp
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.pool.page_allocator import Lease
-from twinpool.cache.prefix_cache.nodes.tree_components import WindowComponent
-from twinpool.cache.prefix_cache.nodes.tree_node import NodePart, Tier, TreeNode
+from twinpool.cache.prefix_cache.tree_components import WindowComponent
+from twinpool.cache.prefix_cache.tree_node import NodePart, Tier, TreeNode
 from twinpool.cache.storage.backends.memory_backend import MemoryBackend
 from twinpool.cache.storage.backends.object_seal import seal
 from twinpool.cache.storage.storage_backend import ObjectName

@@ -40,9 +40,9 @@ from twinpool.cache.memory.page_moves import gather
 from twinpool.cache.pool.load_gate import LayerBuffers
 from twinpool.cache.pool.page_allocator import Pin
 from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.nodes.tree_components import WindowComponent
-from twinpool.cache.prefix_cache.nodes.tree_node import Tier, TreeNode
+from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.tree_components import WindowComponent
+from twinpool.cache.prefix_cache.tree_node import Tier, TreeNode
 from twinpool.cache.storage.backends.memory_backend import MemoryBackend
 from twinpool.cache.storage.inline_queue import InlineIoQueue
 from twinpool.cache.storage.io_queue import StorageOp

@@ -24,7 +24,7 @@ from tests.support.cache_requests import Visitor
 from tests.support.pool_sets import NAMES, pool_sets
 from twinpool.cache.device.device_port import DEVICE
 from twinpool.cache.manager.swapped_requests import SwapInProgress
-from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.cache.prefix_cache.tree_node import Tier
 from twinpool.cache.swap.swap_storage import SwappedState, SwapPlace
 from twinpool.contracts.errors import CapacityError
 

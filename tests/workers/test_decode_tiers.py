@@ -10,7 +10,7 @@ import pytest
 from tests.support.checkpoints import Oracle, compare
 from tests.support.worker_pair import Pair, pair
 from twinpool.cache.device.adversarial_device import AdversarialDevice
-from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.cache.prefix_cache.tree_node import Tier
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Role
 from twinpool.contracts.sampling_params import SamplingParams

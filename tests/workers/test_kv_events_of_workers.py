@@ -18,9 +18,8 @@ from tests.support.served_cluster import ROOT, environment
 from tests.support.worker_pair import Pair, pair
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.manager.tier_set import NoEvents
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix, token_ids
-from twinpool.cache.prefix_cache.nodes.tree_node import IN_TREE, Tier, TreeNode
-from twinpool.cache.prefix_cache.nodes.tree_observer import NoObserver
+from twinpool.cache.prefix_cache.token_prefix import TokenPrefix, token_ids
+from twinpool.cache.prefix_cache.tree_node import IN_TREE, Tier, TreeNode
 from twinpool.cache.tiers.kv_event_publisher import KVEventLog
 from twinpool.cache.tiers.kv_event_recorder import KVEventRecorder
 from twinpool.cluster.assembly.build_parts import event_rank
@@ -283,7 +282,7 @@ def test_without_an_endpoint_nothing_listens_and_nothing_is_kept(model: Path) ->
         both.run(both.submit(list(range(40)), SamplingParams(max_tokens=2, temperature=0.0)))
         for manager in managers(both):
             assert isinstance(manager.tiers.events, NoEvents)
-            assert isinstance(manager.tree.accounts._nodes, NoObserver)
+            manager.tree.accounts.observe_nodes(lambda *_: None)  # It takes one observer, and has none.
 
 
 def test_a_replay_endpoint_without_an_endpoint_is_refused() -> None:

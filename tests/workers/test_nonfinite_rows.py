@@ -17,7 +17,7 @@ from tests.support.checkpoints import Oracle
 from tests.support.stepped_cluster import Company, company
 from tests.support.worker_pair import SESSION, pair
 from twinpool.cache.device.adversarial_device import AdversarialDevice
-from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.cache.prefix_cache.tree_node import Tier
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import PAIR, RequestId, Role

@@ -9,8 +9,7 @@ import pytest
 
 from tests.support.stepped_cluster import Company, company, hears
 from tests.support.worker_pair import SESSION
-from twinpool.cache.prefix_cache.hot_prefixes import hottest
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.ids import Incarnation, RequestId, RoomId, WorkerName
 from twinpool.contracts.messages.router_commands import PeerRef, PullPrefix, PushPrefix
@@ -67,7 +66,7 @@ def test_within_its_budget_a_worker_offers_what_was_used_most(model: Path) -> No
     with company(model, **sections(prefix_offer_bytes=4 * unit)) as c:
         served(c)
         manager = c.decode("decode-0")._manager
-        (hot,) = hottest(manager.tree, manager.full, 4)
+        (hot,) = manager.tree.hottest(manager.full, 4)
         assert hot.tokens == tuple(HOT)
         leaves(c)
         assert depth(c, "decode-1", HOT) == 4

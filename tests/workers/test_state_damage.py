@@ -20,7 +20,7 @@ from tests.support.stepped_router import Cell
 from tests.support.storage_damage import damage_folder
 from tests.support.worker_pair import pair
 from tests.workers.test_any_state import PAGE, hash_pair
-from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.cache.prefix_cache.tree_node import Tier
 from twinpool.contracts.damage import COUNTERS, PREFIX, DamageSite, where_of
 from twinpool.contracts.ids import PAIR, Role
 from twinpool.contracts.sampling_params import SamplingParams

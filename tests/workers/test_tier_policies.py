@@ -11,7 +11,7 @@ import pytest
 from tests.support.conversations import Seen, Turn, make_talks
 from tests.support.tier_conversations import GREEDY, PAGE, by_turn, converse, counters, expect_hand_overs, tiers
 from tests.support.worker_pair import Pair, pair
-from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.cache.prefix_cache.tree_node import Tier
 from twinpool.contracts.ids import Role
 
 TALKS = make_talks(12, 10, turns=(3, 4))

@@ -14,7 +14,7 @@ from twinpool.cache.arena.arena import Arena, arena_bytes, max_index_bytes
 from twinpool.cache.arena.arena_keeper import MAX_TAKEN, SETTLED_S, ArenaKeeper, _date, _FoundPages
 from twinpool.cache.arena.arena_records import SALT_BYTES
 from twinpool.cache.memory.memory_layout import LayoutOrder, PoolSetLayout
-from twinpool.cache.prefix_cache.nodes.tree_node import Tier, TreeNode
+from twinpool.cache.prefix_cache.tree_node import Tier, TreeNode
 
 PAGE_TOKENS = 2
 COUNT = 40

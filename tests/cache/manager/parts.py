@@ -17,9 +17,9 @@ from twinpool.cache.manager.tier_set import NoBackup, NoPrefetcher
 from twinpool.cache.pool.in_flight import InFlightPins
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.nodes.tree_node import NodeLock, NodePart, PageOffer
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.tree_node import NodeLock, NodePart, PageOffer
 from twinpool.contracts.config.cache_config import CacheConfig
 
 PAGE_TOKENS = 4

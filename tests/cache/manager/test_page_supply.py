@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.cache.manager.parts import PAGE_TOKENS, PAGES, Parts
-from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.cache.prefix_cache.tree_node import Tier
 
 
 def test_all_pools_are_leased_or_none(parts: Parts) -> None:

@@ -9,7 +9,7 @@ from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.memory.memory_layout import LayoutOrder
 from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cache_config import CacheConfig
 from twinpool.contracts.errors import CapacityError

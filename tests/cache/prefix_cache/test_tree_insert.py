@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.pool_sets import pool_sets
 from twinpool.cache.pool.page_allocator import PageAllocator
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.nodes.tree_node import PageOffer, Tier
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.tree_node import PageOffer, Tier
 
 PAGE_TOKENS = 4
 

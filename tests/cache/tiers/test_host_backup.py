@@ -7,7 +7,7 @@ import pytest
 from tests.cache.test_hazards_tiers import PAGE_TOKENS, PAGES, TOKENS, answer, forget, visit, world_of
 from tests.cache.tiers.test_storage_backup import Office
 from tests.support.cache_harness import World
-from twinpool.cache.prefix_cache.nodes.tree_node import Tier, TreeNode
+from twinpool.cache.prefix_cache.tree_node import Tier
 from twinpool.cache.storage.io_queue import StorageOp
 from twinpool.cache.storage.storage_backend import ObjectName
 
@@ -94,11 +94,7 @@ def test_pages_that_were_invalidated_while_they_were_copied_are_told_to_nobody_a
     answer(world)
     told: list[tuple[Tier, bool]] = []
 
-    class Observer:
-        def node_changed(self, node: TreeNode, tier: Tier, there: bool) -> None:
-            told.append((tier, there))
-
-    world.manager.tree.accounts.observe_nodes(Observer())
+    world.manager.tree.accounts.observe_nodes(lambda _, tier, there: told.append((tier, there)))
     (node,) = world.manager.tree.accounts.nodes()
     assert world.manager.tiers.backup.save([node])
     world.manager.tree.eviction.invalidate(node)

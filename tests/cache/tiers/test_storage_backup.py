@@ -17,8 +17,8 @@ from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.memory.memory_layout import LayoutOrder
 from twinpool.cache.pool.epoch_table import EpochTable
 from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
-from twinpool.cache.prefix_cache.nodes.tree_node import Tier
+from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.tree_node import Tier
 from twinpool.cache.storage.backends.memory_backend import MemoryBackend
 from twinpool.cache.storage.backends.object_seal import seal
 from twinpool.cache.storage.inline_queue import InlineIoQueue

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from tests.decode.migration.test_outgoing_migrations import SenderByHand
 from tests.support.decode_parts import PAGE, PEER, SESSION, DecodeParts
-from twinpool.cache.prefix_cache.nodes.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, RoomId
 from twinpool.contracts.messages.router_commands import PullPrefix, PushPrefix

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
-from twinpool.cache.prefix_cache.nodes.tree_node import NodePart, PageOffer, Tier, TreeNode
+from twinpool.cache.prefix_cache.tree_node import NodePart, PageOffer, Tier, TreeNode
 
 
 def components_of(spec: PoolSetSpec) -> tuple[TreeComponent, ...]:
@@ -89,20 +89,6 @@ class TreeComponent(ABC):
             if not self.point and offer.first <= start and end <= offer.first + len(offer.digests):
                 return offer, start - offer.first
         return None
-
-    def split(self, part: NodePart, upper: TreeNode, pages: int) -> NodePart | None:
-        """Cut `part` with its node, after `pages`, where `upper` is the new half; returns the part of `upper`.
-
-        None for a point component: its slot is at the node's end, so `part` stays with the lower half.
-        """
-        return None if self.point else part.split(upper, pages)
-
-    def split_end(self, part: NodePart, lower: TreeNode, pages: int) -> NodePart | None:
-        """Cut `part` with its node, after `pages`, where `lower` is the new half; returns the part of `lower`.
-
-        None for a point component: `part` itself moves to `lower`.
-        """
-        return None if self.point else part.split_end(lower, pages)
 
     def check(self, part: NodePart) -> list[str]:
         """Returns what is wrong with one part, a line each."""

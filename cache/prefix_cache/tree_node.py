@@ -3,11 +3,14 @@
 A leaf is evicted from its end, often a page at a time, so cutting the end off a node costs what is cut and not what
 stays: of keys, digests and leases only the counts are reduced at first. The entries that were cut off are dropped when
 the rest is read next, or when less than half is left.
+
+A node is cut in two by `split` or `split_end`: keys, parts, children and locks go with the half that they belong to.
+`TreeAccounts` has methods of the same names, which also update the tree's counts and its list of nodes: call those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from operator import attrgetter
@@ -80,29 +83,27 @@ class NodePart:
     def queued(self) -> bool:
         return self.entry is not None
 
-    def split(self, upper: TreeNode, pages: int) -> NodePart:
-        """Hand the first `pages` pages, with all locks, to a new part of `upper`, and return the new part.
-
-        The caller hangs it on `upper`, and enters it in its locks.
-        """
+    def split(self, upper: TreeNode, pages: int) -> None:
+        """Hand the first `pages` pages, with all locks, to a new part of `upper`."""
         digests = self.digests
         lease = self.lease.split(pages, self.lease.owner)
         head = NodePart(upper, self.component, self.tier, lease, digests[:pages], self.locks)
         self._digests, self._count = digests[pages:], len(digests) - pages
         head.stored, self.stored = min(self.stored, pages), max(0, self.stored - pages)
-        return head
+        upper.parts[self.tier][self.component] = head
+        for lock in self.locks:
+            lock.parts.insert(lock.parts.index(self), head)
 
-    def split_end(self, lower: TreeNode, pages: int) -> NodePart:
-        """Keep the first `pages` pages, and hand the others, with all locks, to a new part of `lower`; return that.
-
-        The caller hangs it on `lower`, and enters it in its locks.
-        """
+    def split_end(self, lower: TreeNode, pages: int) -> None:
+        """Keep the first `pages` pages, and hand the others, with all locks, to a new part of `lower`."""
         digests = self._digests[pages : self._count]
         lease = self.lease.split(self.lease.count - pages, self.lease.owner, start=pages)
         end = NodePart(lower, self.component, self.tier, lease, digests, self.locks)
         end.stored = max(0, self.stored - pages)
         self._keep(pages)
-        return end
+        lower.parts[self.tier][self.component] = end
+        for lock in self.locks:
+            lock.parts.insert(lock.parts.index(self) + 1, end)
 
     def cut(self, pages: int) -> None:
         """Keep the first `pages` pages, and release the others."""
@@ -199,12 +200,85 @@ class TreeNode:
         if 2 * KEY_BYTES * pages < len(self._chain):
             self._trim()
 
-    def drop_head(self, pages: int, page_bytes: int) -> None:
-        """Drop the first `pages` pages. Parts are the caller's affair."""
+    def split(self, pages: int, page_bytes: int, points: Collection[str]) -> TreeNode:
+        """Cut the node after `pages`; returns the new upper half. This node becomes the lower half.
+
+        `points` names the components that hold one slot for a node's end: theirs stay with the lower half.
+        """
+        parent = self.parent
+        assert parent is not None
+        raw, chain = self.raw[: pages * page_bytes], self.chain[: pages * KEY_BYTES]
+        upper = self._half(raw, chain, parent, self.start)
+        parent.children[self.first(page_bytes)], parent.latest = upper, None
         self.run, self._chain = self.end(pages, page_bytes)
-        self.trimmed = True
         self.pages -= pages
         self.start += pages
+        self.parent = upper
+        upper.children[self.first(page_bytes)] = self
+        for part in self.all_parts:
+            if part.component not in points:
+                part.split(upper, pages)
+        return upper
+
+    def split_end(self, pages: int, page_bytes: int, points: Collection[str]) -> TreeNode:
+        """Cut the node after `pages`; returns the new lower half. This node becomes the upper half.
+
+        The cost grows with the pages of the lower half, not with those that stay. `points` as in `split`.
+        """
+        lower = self._half(*self.end(pages, page_bytes), self, self.start + pages)
+        lower.children, lower.below, lower.busy_below = self.children, self.below, self.busy_below
+        for child in lower.children.values():
+            child.parent = lower
+        self.children, self.below = {lower.first(page_bytes): lower}, [0, 0]
+        self.latest = None
+        self.cut(pages)
+        for part in self.all_parts:
+            if part.component not in points:
+                part.split_end(lower, pages)
+                continue
+            lower.parts[part.tier][part.component] = part
+            part.node = lower
+            del self.parts[part.tier][part.component]
+        return lower
+
+    def _half(self, raw: bytes, chain: bytes, parent: TreeNode, start: int) -> TreeNode:
+        """Returns a new node of a half, with what eviction policies look at: both halves were used alike."""
+        half = TreeNode(raw, chain, parent, start=start, salt=self.salt, priority=self.priority)
+        half.used, half.created, half.hits = self.used, self.created, self.hits
+        return half
+
+    # Counts of locked parts are kept in trees that are written back only, where a node that is on the device alone is
+    # evicted together with everything that the host has below it.
+
+    @property
+    def all_parts(self) -> list[NodePart]:
+        """The parts of every component in both tiers."""
+        return [part for parts in self.parts for part in parts.values()]
+
+    @property
+    def locked_parts(self) -> int:
+        """How many parts are locked, counted anew, in all tiers."""
+        return sum(bool(part.locks) for part in self.all_parts)
+
+    def count_locked(self) -> None:
+        """Count one more locked part, in this node and in those above it. The caller has locked the part."""
+        self.busy += 1
+        above = self.parent
+        fresh = self.busy == 1 and not self.busy_below
+        while fresh and above is not None:
+            above.busy_below += 1
+            fresh = above.busy_below == 1 and not above.busy
+            above = above.parent
+
+    def count_unlocked(self) -> None:
+        """Count one locked part less, in this node and in those above it. The caller has unlocked the part."""
+        self.busy -= 1
+        above = self.parent
+        idle = not (self.busy or self.busy_below)
+        while idle and above is not None:
+            above.busy_below -= 1
+            idle = not (above.busy or above.busy_below)
+            above = above.parent
 
     @property
     def parent_key(self) -> bytes | None:

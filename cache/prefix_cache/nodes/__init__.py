@@ -1,1 +1,0 @@
-"""Nodes of the prefix tree, their parts, components and locks."""
