@@ -34,9 +34,8 @@ from twinpool.contracts.messages.worker_events import Event, LegReport, Tokens
 from twinpool.contracts.sampling_params import TokenLogprob
 from twinpool.contracts.state_table import StateTable
 from twinpool.engine.runner.batch import TokenFromStep
-from twinpool.engine.runner.sampling.penalties import needs_history
-from twinpool.engine.runner.sampling.token_history import TokenHistory
-from twinpool.engine.runner.sampling.token_mask import TokenMask
+from twinpool.engine.runner.device_rows import TokenHistory
+from twinpool.engine.runner.sampling.logits_processors import TokenMask, needs_history
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
 from twinpool.worker.request import WorkerRequest
 

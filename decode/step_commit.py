@@ -33,7 +33,7 @@ from twinpool.engine.runner.batch import (
 )
 from twinpool.engine.runner.launched_step import LaunchedStep
 from twinpool.engine.runner.model_runner import ModelRunner
-from twinpool.engine.runner.sampling.token_mask import TokenMask
+from twinpool.engine.runner.sampling.logits_processors import TokenMask
 from twinpool.engine.structured_output.grammar_engine import GrammarError, GrammarMatcher
 from twinpool.worker.grammar_gate import GrammarGate
 from twinpool.worker.request_table import RequestTable

@@ -35,7 +35,7 @@ from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.worker_config import PrefillConfig
 from twinpool.contracts.messages.worker_events import LegNote
 from twinpool.engine.runner.batch import BatchRow, TokenDraw
-from twinpool.engine.runner.sampling.token_mask import TokenMask
+from twinpool.engine.runner.sampling.logits_processors import TokenMask
 from twinpool.prefill.request import PrefillEvent, PrefillPages, PrefillPhase, PrefillRequest
 from twinpool.worker.fair_shares import FairShares, TenantReturns
 from twinpool.worker.request_table import RequestTable

@@ -14,7 +14,7 @@ from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId
 from twinpool.contracts.interfaces.worker_interface import UNOWNED, SessionId
 from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, Submit
-from twinpool.engine.runner.sampling.token_mask import TokenMask
+from twinpool.engine.runner.sampling.logits_processors import TokenMask
 from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
 from twinpool.engine.structured_output.grammar_engine import GrammarEngine, GrammarError, GrammarMatcher, StartedGrammar
 from twinpool.worker.request_table import AdmissionRefusal

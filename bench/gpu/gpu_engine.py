@@ -39,7 +39,7 @@ from twinpool.cache.device.device_port import Device
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import TwinpoolError
-from twinpool.engine.runner.graphs.graph_capture import CudaCapture
+from twinpool.engine.runner.graphs.step_graphs import CudaCapture
 
 _CHECKED_TOKENS = 16
 _CAPTURE_S = 10.0

@@ -34,9 +34,8 @@ from tests.support.kernel_checks import (
     row_checks,
 )
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.engine.attention.attention_backend import ScoreOptions
+from twinpool.engine.attention.attention_backend import LatentBackend, ScoreOptions, SparseSelection
 from twinpool.engine.attention.attention_plan import AttentionPlan
-from twinpool.engine.attention.latent_backend import LatentBackend, SparseSelection
 from twinpool.engine.attention.triton_backend.triton_attention import TritonAttention
 from twinpool.engine.gpu.gpu_kernels import GpuKernels
 from twinpool.engine.runner.sampling import sampler as sampling

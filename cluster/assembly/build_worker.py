@@ -50,8 +50,7 @@ from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import Worker
 from twinpool.contracts.messages.fingerprint import numerics_class
 from twinpool.decode.worker import DecodeWorker
-from twinpool.engine.runner.graphs.graph_capture import Capture, CudaCapture
-from twinpool.engine.runner.graphs.step_graphs import DraftedSteps
+from twinpool.engine.runner.graphs.step_graphs import Capture, CudaCapture, DraftedSteps
 from twinpool.engine.runner.kernel_choice import hold_to_class
 from twinpool.engine.runner.load_model import KeptModel, load_engine
 from twinpool.engine.runner.model_runner import ModelRunner

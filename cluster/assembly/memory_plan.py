@@ -34,7 +34,7 @@ from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.ids import Role
-from twinpool.engine.attention.triton_backend.softmax_parts import SCRATCH_BYTES
+from twinpool.engine.attention.triton_backend.attend_call import SCRATCH_BYTES
 from twinpool.engine.models.model_base import StateOptions
 from twinpool.engine.tensors.weight_loader import dtype_for
 from twinpool.worker.step_commit import LAUNCHED

@@ -1,15 +1,37 @@
-"""Feed-forward layers."""
+"""Feed-forward layers: dense ones, and a mixture of experts, in which each token goes to a few of many such layers.
+
+The tokens of a step are sorted by expert, each expert computes its tokens in one product, and each token adds up the
+outputs of its experts. So a decode step reads the weights of the chosen experts only, and a long prefill is one large
+product an expert.
+
+Rows stay exact: an expert's rows are padded to the numerics' quantum like any batch (the products of all experts of a
+model have one shape, which the probe has tried), and a row's outputs are weighted and added in float32 in the order of
+its experts' numbers. Neither depends on the rest of the batch. Padding rows of the step go to no expert.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from twinpool.engine.layers.forward_context import ForwardContext
-from twinpool.engine.layers.norm import silu
+from twinpool.engine.layers.decoder import ForwardContext, Sublayer
+from twinpool.engine.layers.moe.experts import (
+    Activation,
+    ExpertReader,
+    ExpertRouter,
+    ExpertRoutes,
+    ExpertSizes,
+    ExpertWeights,
+    TorchExperts,
+    gated_silu,
+    plain_expert,
+)
+from twinpool.engine.layers.norm import sigmoid, silu
 from twinpool.engine.native.current_kernels import kernels_for
+from twinpool.engine.tensors.row_exact_linear import Numerics
 from twinpool.engine.tensors.weight_loader import Weights
+from twinpool.engine.weight_formats.block_weight import dense
 
 
 class PlainMlp:
@@ -54,3 +76,67 @@ class GatedMlp:
         gate, up = gate_up.chunk(2, dim=-1)
         activated = self._activation(gate.float()).to(gate.dtype)
         return ctx.linear(activated.mul_(up), self._down)
+
+
+class MixtureOfExperts:
+    """The feed-forward layer that sums weight * expert(x) over a token's experts, plus a shared expert if any."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        router: ExpertRouter,
+        sizes: ExpertSizes,
+        *,
+        read: ExpertReader = plain_expert,
+        activation: Activation = gated_silu,
+        shared: Sublayer | None = None,
+    ) -> None:
+        """Reads the experts below ``experts.``, their inner units divided among ranks. The output of `shared` is added
+        without a weight."""
+        self._router, self._shared = router, shared
+        units = weights.shard.axis(sizes.inner, what="inner units of an expert")
+        self._divided = units.divided
+        below = weights.scope("experts.")
+        experts = [read(below, number, sizes, units) for number in range(sizes.experts)]
+        self._experts = (_triton if weights.triton else _torch)(weights, experts, activation)
+
+    def __call__(self, h_mh: Tensor, ctx: ForwardContext, routed_by: Tensor | None = None) -> Tensor:
+        """Compute [M, hidden]. `routed_by`: the router's input, where it isn't `h_mh`."""
+        routes = self._router(h_mh if routed_by is None else routed_by, ctx)
+        real = ExpertRoutes(routes.experts_mk[: ctx.count], routes.weights_mk[: ctx.count])
+        sum_th = self._experts(h_mh[: ctx.count], real, ctx.numerics)
+        if self._divided:
+            sum_th = ctx.sum(sum_th)
+        out_mh = ctx.padded(sum_th.to(h_mh.dtype))
+        return out_mh if self._shared is None else out_mh.add_(self._shared(h_mh, ctx))
+
+
+RoutedExperts = Callable[[Tensor, ExpertRoutes, Numerics], Tensor]
+"""Computes, from rows of tokens [T, hidden] and their routes, each row's weighted sum: [T, hidden] float32."""
+
+
+def _torch(weights: Weights, experts: Sequence[ExpertWeights], activation: Activation) -> RoutedExperts:
+    ups = [weights.made(expert.up_nh, expert.up_bias_n) for expert in experts]
+    return TorchExperts(ups, [weights.made(expert.down_hi, expert.down_bias_h) for expert in experts], activation)
+
+
+def _triton(weights: Weights, experts: Sequence[ExpertWeights], activation: Activation) -> RoutedExperts:
+    from twinpool.engine.layers.moe.triton_experts import StackedProducts, TritonExperts
+
+    ups = StackedProducts.of([dense(expert.up_nh) for expert in experts], [expert.up_bias_n for expert in experts])
+    downs = StackedProducts.of(
+        [dense(expert.down_hi) for expert in experts], [expert.down_bias_h for expert in experts]
+    )
+    return TritonExperts(ups, downs, activation)
+
+
+class GatedShared:
+    """A shared expert behind a gate of its own: sigmoid(gate(x)) * expert(x) (Qwen's)."""
+
+    def __init__(self, weights: Weights, hidden: int, expert: Sublayer, name: str = "shared_expert_gate") -> None:
+        self._gate = weights.linear({name: 1}, hidden)
+        self._expert = expert
+
+    def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> Tensor:
+        gate_m1 = sigmoid(ctx.linear(h_mh, self._gate).float()).to(h_mh.dtype)
+        return self._expert(h_mh, ctx).mul_(gate_m1)

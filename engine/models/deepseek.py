@@ -11,14 +11,19 @@ from typing import cast
 from twinpool.cache.memory.kv_cache_spec import PoolSpec
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.checkpoint.rope_spec import read_rope
-from twinpool.engine.layers.decoder import Layer, Sublayer
-from twinpool.engine.layers.forward_context import LayerPlace
-from twinpool.engine.layers.mixers.dsa_indexer import DSAIndexer, IndexShape, index_buffers, shared_selection
-from twinpool.engine.layers.mixers.mla import MLA, MLAShape, SparseSelector, latent_buffer
-from twinpool.engine.layers.mlp import GatedMlp
-from twinpool.engine.layers.moe.expert_router import SigmoidRouter
-from twinpool.engine.layers.moe.experts import ExpertSizes
-from twinpool.engine.layers.moe.mixture import MixtureOfExperts
+from twinpool.engine.layers.decoder import Layer, LayerPlace, Sublayer
+from twinpool.engine.layers.mixers.mla import (
+    MLA,
+    DSAIndexer,
+    IndexShape,
+    MLAShape,
+    SparseSelector,
+    index_buffers,
+    latent_buffer,
+    shared_selection,
+)
+from twinpool.engine.layers.mlp import GatedMlp, MixtureOfExperts
+from twinpool.engine.layers.moe.experts import ExpertSizes, SigmoidRouter
 from twinpool.engine.layers.rope import RopeTable
 from twinpool.engine.models.model_base import FULL_POOL, Model, StateOptions
 from twinpool.engine.tensors.weight_loader import Weights

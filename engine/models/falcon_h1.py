@@ -10,10 +10,9 @@ from torch import Tensor
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSpec
 from twinpool.contracts.checkpoint.json_fields import JsonFields
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
-from twinpool.engine.layers.decoder import Decoder, Layer, Sublayer
-from twinpool.engine.layers.forward_context import ForwardContext, LayerPlace
+from twinpool.engine.layers.decoder import Decoder, ForwardContext, Layer, LayerPlace, Sublayer
 from twinpool.engine.layers.mixers.head_attention import kv_buffers
-from twinpool.engine.layers.mixers.mamba2 import Mamba2, MambaShape, mamba_buffers, numbers, time_limit
+from twinpool.engine.layers.mixers.recurrences import Mamba2, MambaShape, mamba_buffers, numbers, time_limit
 from twinpool.engine.layers.mlp import GatedMlp
 from twinpool.engine.layers.norm import rms_norm, silu
 from twinpool.engine.models.llama import Llama

@@ -14,8 +14,7 @@ from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.checkpoint.rope_spec import read_rope
 from twinpool.engine.attention.attention_backend import ScoreOptions
 from twinpool.engine.attention.attention_plan import BLOCK_TOKENS
-from twinpool.engine.layers.decoder import Decoder, Layer
-from twinpool.engine.layers.forward_context import ForwardContext, LayerPlace
+from twinpool.engine.layers.decoder import Decoder, ForwardContext, Layer, LayerPlace
 from twinpool.engine.layers.mixers.head_attention import store
 from twinpool.engine.layers.mlp import GatedMlp
 from twinpool.engine.layers.norm import gelu_tanh, rms_norm

@@ -16,12 +16,9 @@ from torch import Tensor
 
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.checkpoint.rope_spec import read_rope
-from twinpool.engine.layers.decoder import Decoder, Layer
-from twinpool.engine.layers.forward_context import ForwardContext
-from twinpool.engine.layers.mlp import GatedMlp
-from twinpool.engine.layers.moe.expert_router import ScaledSoftmaxRouter
-from twinpool.engine.layers.moe.experts import ExpertSizes, gated_gelu
-from twinpool.engine.layers.moe.mixture import MixtureOfExperts
+from twinpool.engine.layers.decoder import Decoder, ForwardContext, Layer
+from twinpool.engine.layers.mlp import GatedMlp, MixtureOfExperts
+from twinpool.engine.layers.moe.experts import ExpertSizes, ScaledSoftmaxRouter, gated_gelu
 from twinpool.engine.layers.norm import gelu_tanh, rms_norm
 from twinpool.engine.models.gemma3 import Gemma, GemmaAttention
 from twinpool.engine.models.sliding_window import FULL, SLIDING, LayerKind, rope_by_kind

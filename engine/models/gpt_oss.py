@@ -9,9 +9,8 @@ from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.checkpoint.rope_spec import read_rope
 from twinpool.engine.layers.decoder import Layer
 from twinpool.engine.layers.mixers.head_attention import HeadAttention
-from twinpool.engine.layers.moe.expert_router import ChosenSoftmaxRouter
-from twinpool.engine.layers.moe.experts import ExpertSizes, clamped_swiglu, interleaved_expert
-from twinpool.engine.layers.moe.mixture import MixtureOfExperts
+from twinpool.engine.layers.mlp import MixtureOfExperts
+from twinpool.engine.layers.moe.experts import ChosenSoftmaxRouter, ExpertSizes, clamped_swiglu, interleaved_expert
 from twinpool.engine.models.sliding_window import LayerKind, WindowModel
 from twinpool.engine.tensors.weight_loader import Weights
 

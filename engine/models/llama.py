@@ -7,8 +7,7 @@ from collections import Counter
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSpec
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.checkpoint.rope_spec import read_rope
-from twinpool.engine.layers.decoder import Layer, Sublayer
-from twinpool.engine.layers.forward_context import LayerPlace
+from twinpool.engine.layers.decoder import Layer, LayerPlace, Sublayer
 from twinpool.engine.layers.mixers.head_attention import HeadAttention, kv_buffers
 from twinpool.engine.layers.mlp import GatedMlp
 from twinpool.engine.layers.rope import RopeTable

@@ -9,14 +9,11 @@ from torch import Tensor
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSpec
 from twinpool.contracts.checkpoint.json_fields import JsonFields
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
-from twinpool.engine.layers.decoder import Layer, Sublayer
-from twinpool.engine.layers.forward_context import ForwardContext, LayerPlace
+from twinpool.engine.layers.decoder import ForwardContext, Layer, LayerPlace, Sublayer
 from twinpool.engine.layers.mixers.head_attention import HeadAttention, kv_buffers
-from twinpool.engine.layers.mixers.mamba2 import Mamba2, MambaShape, mamba_buffers
-from twinpool.engine.layers.mlp import PlainMlp
-from twinpool.engine.layers.moe.expert_router import SigmoidRouter
-from twinpool.engine.layers.moe.experts import ExpertSizes, relu_squared, ungated_expert
-from twinpool.engine.layers.moe.mixture import MixtureOfExperts
+from twinpool.engine.layers.mixers.recurrences import Mamba2, MambaShape, mamba_buffers
+from twinpool.engine.layers.mlp import MixtureOfExperts, PlainMlp
+from twinpool.engine.layers.moe.experts import ExpertSizes, SigmoidRouter, relu_squared, ungated_expert
 from twinpool.engine.layers.norm import rms_norm
 from twinpool.engine.models.model_base import FULL_POOL, STATE_POOL, Model, StateOptions
 from twinpool.engine.tensors.weight_loader import Weights

@@ -5,10 +5,8 @@ from __future__ import annotations
 from twinpool.contracts.checkpoint.json_fields import JsonFields
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.engine.layers.decoder import Sublayer
-from twinpool.engine.layers.mlp import GatedMlp
-from twinpool.engine.layers.moe.expert_router import SoftmaxRouter
-from twinpool.engine.layers.moe.experts import ExpertSizes
-from twinpool.engine.layers.moe.mixture import MixtureOfExperts
+from twinpool.engine.layers.mlp import GatedMlp, MixtureOfExperts
+from twinpool.engine.layers.moe.experts import ExpertSizes, SoftmaxRouter
 from twinpool.engine.models.llama import Llama
 from twinpool.engine.models.sliding_window import qwen_windows, whole_window
 from twinpool.engine.tensors.weight_loader import Weights

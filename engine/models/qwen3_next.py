@@ -7,10 +7,9 @@ from torch import Tensor
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSpec
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.checkpoint.rope_spec import read_rope
-from twinpool.engine.layers.decoder import Layer, Sublayer
-from twinpool.engine.layers.forward_context import LayerPlace
-from twinpool.engine.layers.mixers.gated_attention import GatedAttention
-from twinpool.engine.layers.mixers.gated_delta_net import (
+from twinpool.engine.layers.decoder import Layer, LayerPlace, Sublayer
+from twinpool.engine.layers.mixers.head_attention import GatedAttention, kv_buffers
+from twinpool.engine.layers.mixers.recurrences import (
     DeltaShape,
     GatedDelta,
     Projection,
@@ -18,11 +17,8 @@ from twinpool.engine.layers.mixers.gated_delta_net import (
     grouped,
     separate,
 )
-from twinpool.engine.layers.mixers.head_attention import kv_buffers
-from twinpool.engine.layers.mlp import GatedMlp
-from twinpool.engine.layers.moe.expert_router import SoftmaxRouter
-from twinpool.engine.layers.moe.experts import ExpertSizes
-from twinpool.engine.layers.moe.mixture import GatedShared, MixtureOfExperts
+from twinpool.engine.layers.mlp import GatedMlp, GatedShared, MixtureOfExperts
+from twinpool.engine.layers.moe.experts import ExpertSizes, SoftmaxRouter
 from twinpool.engine.layers.rope import RopeTable
 from twinpool.engine.models.model_base import FULL_POOL, STATE_POOL, Model, StateOptions
 from twinpool.engine.models.qwen3 import sparse_layers

@@ -17,8 +17,7 @@ from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolKind, PoolSpec
 from twinpool.contracts.checkpoint.json_fields import JsonFields
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.checkpoint.rope_spec import RopeSpec
-from twinpool.engine.layers.decoder import Sublayer
-from twinpool.engine.layers.forward_context import ForwardContext, LayerPlace
+from twinpool.engine.layers.decoder import ForwardContext, LayerPlace, Sublayer
 from twinpool.engine.layers.mixers.head_attention import kv_buffers
 from twinpool.engine.layers.norm import rms_norm
 from twinpool.engine.layers.rope import RopeTable

@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 from twinpool.cache.allocation import TableSlice
 from twinpool.cache.device.device_port import Completion
 from twinpool.contracts.sampling_params import SamplingParams, TokenDifference, TokenLogprob
-from twinpool.engine.runner.sampling.token_history import TokenHistory
-from twinpool.engine.runner.sampling.token_mask import TokenMask
+from twinpool.engine.runner.device_rows import TokenHistory
+from twinpool.engine.runner.sampling.logits_processors import TokenMask
 
 NO_MASKS: Mapping[int, TokenMask] = {}
 

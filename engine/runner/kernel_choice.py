@@ -13,13 +13,11 @@ from twinpool.contracts import cpu_levels as processor
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.engine.attention.attention_backend import AttentionBackend
-from twinpool.engine.attention.torch_backend.native_attention import NativeAttention
-from twinpool.engine.attention.torch_backend.torch_attention import TorchAttention
+from twinpool.engine.attention.torch_backend.torch_attention import NativeAttention, TorchAttention
 from twinpool.engine.gpu.gpu_capability import device_capability
 from twinpool.engine.native import compile_kernels, current_kernels, native_kernels
 from twinpool.engine.native.layer_kernels import LayerKernels
-from twinpool.engine.runner.computing_code import code_digest
-from twinpool.engine.runner.numerics_class import numerics_class
+from twinpool.engine.runner.numerics_class import code_digest, numerics_class
 from twinpool.engine.tensors.row_exact_linear import Numerics
 
 log = logging.getLogger(__name__)
@@ -90,9 +88,9 @@ def _triton_class() -> str:
     sizes. Tuned options are no part of it: they change no order (`engine.tensors.tuned_options`)."""
     import triton
 
-    from twinpool.engine.attention.triton_backend import tile_shapes
+    from twinpool.engine.attention.triton_backend import attend_call
 
-    return f"triton-{triton.__version__}/tiles-{tile_shapes.order_key(device_capability())}"
+    return f"triton-{triton.__version__}/tiles-{attend_call.order_key(device_capability())}"
 
 
 def hold_to_class(config: EngineConfig) -> None:

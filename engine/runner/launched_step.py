@@ -1,8 +1,9 @@
-"""A launched step, its results on the way to the host, and the packing of a step's input tokens."""
+"""One step: as the host plans it before the device runs it, and as it was launched, with its results on the way to the
+host; and the packing of a step's input tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -12,10 +13,34 @@ from torch import Tensor
 
 from twinpool.cache.device.device_port import DONE, Completion
 from twinpool.cache.memory.pinned_memory import to_device, upload
+from twinpool.engine.attention.attention_plan import StepShape
 from twinpool.engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenDraw, TokenFromStep
-from twinpool.engine.runner.planned_step import PlannedStep
+from twinpool.engine.runner.device_rows import PlannedHistories, PlannedTables
 from twinpool.engine.runner.sampling.redraw import RedrawnTokens
 from twinpool.engine.runner.sampling.sampler import DrawnRows, Logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSlots:
+    """The slots of one state pool that a planned step reads and writes, one a sequence, with their epochs."""
+
+    slots: list[list[int]]
+    """[B][1]"""
+    epochs: list[list[int]]
+    """[B][1]"""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """The shape of a step, and what it needs of every pool, by name."""
+
+    shape: StepShape
+    tables: Mapping[str, PlannedTables]
+    """Of full and window pools."""
+    slots: Mapping[str, PlannedSlots]
+    """Of state pools."""
+    histories: PlannedHistories | None
+    """Of rows that draw by a history; None where none does."""
 
 
 @dataclass

@@ -29,19 +29,21 @@ from twinpool.engine.attention.attention_plan import (
     muted,
     muted_slots,
 )
-from twinpool.engine.layers.decoder import Decoder
-from twinpool.engine.layers.forward_context import ForwardContext
+from twinpool.engine.layers.decoder import Decoder, ForwardContext
 from twinpool.engine.runner.batch import NO_MASKS, BatchRow, RowOutput, TokenDraw
-from twinpool.engine.runner.device_block_tables import DeviceBlockTables, PlannedTables
-from twinpool.engine.runner.device_rows import RowUpdate
-from twinpool.engine.runner.graphs.graph_capture import Capture
-from twinpool.engine.runner.graphs.step_graphs import DraftedSteps, StepGraphs
-from twinpool.engine.runner.launched_step import ForwardResults, LaunchedStep, input_tokens
-from twinpool.engine.runner.planned_step import PlannedSlots, PlannedStep
+from twinpool.engine.runner.device_rows import (
+    DeviceBlockTables,
+    DeviceTokenHistories,
+    EnteredTokens,
+    PlannedTables,
+    RowUpdate,
+    TokenHistory,
+)
+from twinpool.engine.runner.graphs.step_graphs import Capture, DraftedSteps, StepGraphs
+from twinpool.engine.runner.launched_step import ForwardResults, LaunchedStep, PlannedSlots, PlannedStep, input_tokens
+from twinpool.engine.runner.sampling.logits_processors import TokenMask
 from twinpool.engine.runner.sampling.redraw import RedrawnTokens, redraw
 from twinpool.engine.runner.sampling.sampler import DrawnRows, Logprobs, draw_tokens, token_logprobs
-from twinpool.engine.runner.sampling.token_history import DeviceTokenHistories, EnteredTokens, TokenHistory
-from twinpool.engine.runner.sampling.token_mask import TokenMask
 from twinpool.engine.tensors.row_exact_linear import Numerics
 from twinpool.engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
 

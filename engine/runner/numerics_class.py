@@ -1,11 +1,16 @@
 """The numerics class of a process: all that the bits of its results depend on besides weights, tokens and the engine's
-code (`engine.runner.computing_code`).
+code; and the digest of that code.
 
 Within one class equal inputs give equal bits, on any machine; across classes they differ by rounding. The class is a
 line that people can read, made of what is really in use. On CPUs it ends in a digest of results: products, exponentials
 and sums of fixed numbers, computed by the very kernels and libraries that compute the model. So two machines that look
 alike but compute otherwise (a library that sizes its blocks by the cache, say) are of two classes, and two machines
 whose differences don't touch results are of one.
+
+Results of fixed computations tell machines and libraries apart, but not builds: a kernel that adds in another order is
+found only by a computation that runs it, at a shape at which that shows. So the source itself is compared
+(`code_digest`). A comment counts as a change: the price is that answers end where they began while a cluster is
+upgraded, where they could have moved.
 
 Tensor-parallel sizes aren't part of the class: prefill and decode may be divided differently, and code that compares
 bits across workers checks both sizes as well (`prefill.audit_runner`).
@@ -15,6 +20,8 @@ from __future__ import annotations
 
 import hashlib
 import platform
+from functools import cache
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +30,31 @@ from torch import Tensor
 from twinpool.contracts import cpu_levels as processor
 from twinpool.engine.native import current_kernels, native_kernels
 from twinpool.engine.tensors.row_exact_linear import RowExactLinear
+
+ENGINE = Path(__file__).resolve().parents[1]
+COMPUTES = ("attention", "gpu", "layers", "models", "native", "runner", "tensors", "weight_formats")
+"""The folders of the engine on which results depend. Masks of structured output are named by the library that makes
+them."""
+SUFFIXES = (".py", ".cpp", ".h")
+DIGITS = 10
+
+
+@cache
+def code_digest() -> str:
+    """The digest of this process's code, read from the files once, at the first call."""
+    return digest_of(ENGINE)
+
+
+def digest_of(engine: Path) -> str:
+    """The digest of the code in the folder `engine`, 10 hexadecimal digits. Takes milliseconds."""
+    digest = hashlib.sha256()
+    for folder in COMPUTES:
+        for path in sorted((engine / folder).rglob("*")):
+            if path.suffix in SUFFIXES and path.is_file():
+                digest.update(f"{path.relative_to(engine)}\0".encode())
+                digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:DIGITS]
+
 
 _PRODUCTS = ((96, 64), (320, 1024), (256, 4096))
 """[n, k] of the weights that are multiplied, with few and with many terms a sum."""

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
 from twinpool.contracts.errors import TwinpoolError
-from twinpool.engine.runner.sampling.token_mask import TokenMask
+from twinpool.engine.runner.sampling.logits_processors import TokenMask
 
 
 class GrammarError(TwinpoolError):

@@ -22,7 +22,7 @@ import numpy as np
 
 from twinpool.contracts.grammar import BOUNDS, engine_error, is_mark
 from twinpool.contracts.outside_data import read_json
-from twinpool.engine.runner.sampling.token_mask import TokenMask
+from twinpool.engine.runner.sampling.logits_processors import TokenMask
 from twinpool.engine.structured_output.grammar_engine import GrammarError, GrammarMatcher, StartedGrammar
 
 if TYPE_CHECKING:

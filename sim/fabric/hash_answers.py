@@ -18,7 +18,7 @@ from functools import lru_cache
 
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
 from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
-from twinpool.engine.runner.sampling.token_mask import TokenMask
+from twinpool.engine.runner.sampling.logits_processors import TokenMask
 from twinpool.engine.structured_output.grammar_engine import GrammarError, GrammarMatcher, StartedGrammar
 
 VOCABULARY = 64

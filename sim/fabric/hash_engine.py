@@ -27,8 +27,8 @@ from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.sampling_params import TokenDifference, TokenLogprob
 from twinpool.decode.request import DecodeRequest
 from twinpool.engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenDraw, TokenFromStep
-from twinpool.engine.runner.sampling.token_history import TokenHistory
-from twinpool.engine.runner.sampling.token_mask import TokenMask
+from twinpool.engine.runner.device_rows import TokenHistory
+from twinpool.engine.runner.sampling.logits_processors import TokenMask
 from twinpool.sim.fabric.hash_answers import (
     VOCABULARY,
     draw_token,

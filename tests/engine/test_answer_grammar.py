@@ -10,7 +10,7 @@ from threading import Event
 import numpy as np
 import pytest
 
-from twinpool.engine.runner.sampling.token_mask import TokenMask
+from twinpool.engine.runner.sampling.logits_processors import TokenMask
 from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
 from twinpool.engine.structured_output.grammar_engine import StartedGrammar
 from twinpool.engine.structured_output.llguidance_engine import LLGuidanceEngine, with_marks_apart

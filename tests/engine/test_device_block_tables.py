@@ -14,8 +14,7 @@ import torch
 from twinpool.cache.allocation import BlockTable, TableSlice
 from twinpool.cache.memory.pinned_memory import HostIntegers, upload_packed
 from twinpool.cache.pool.epoch_table import EpochTable
-from twinpool.engine.runner.device_block_tables import DeviceBlockTables, PlannedTables
-from twinpool.engine.runner.device_rows import DeviceRows
+from twinpool.engine.runner.device_rows import DeviceBlockTables, DeviceRows, PlannedTables
 
 CPU = torch.device("cpu")
 WAYS = ["written", "scattered"]

@@ -16,9 +16,9 @@ from twinpool.cache.device.device_port import Device
 from twinpool.cache.memory.kv_cache_spec import PoolKind
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenDraw
+from twinpool.engine.runner.device_rows import TokenHistory
 from twinpool.engine.runner.launched_step import accepted_draws
-from twinpool.engine.runner.sampling.token_history import TokenHistory
-from twinpool.engine.runner.sampling.token_mask import TokenMask
+from twinpool.engine.runner.sampling.logits_processors import TokenMask
 
 PROMPTS = [list(range(50, 87)), list(range(10, 13)), [5, 6, 7, 5, 6, 7, 5]]
 SAMPLED = SamplingParams(

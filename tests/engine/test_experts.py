@@ -20,18 +20,20 @@ from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.checkpoint.safetensors_headers import read_headers
 from twinpool.contracts.errors import CheckpointError
 from twinpool.engine.attention.torch_backend.torch_attention import TorchAttention
-from twinpool.engine.layers.forward_context import ForwardContext
-from twinpool.engine.layers.mlp import GatedMlp
-from twinpool.engine.layers.moe.expert_router import ChosenSoftmaxRouter, ExpertRoutes, SigmoidRouter, SoftmaxRouter
+from twinpool.engine.layers.decoder import ForwardContext
+from twinpool.engine.layers.mlp import GatedMlp, GatedShared, MixtureOfExperts
 from twinpool.engine.layers.moe.experts import (
+    ChosenSoftmaxRouter,
+    ExpertRoutes,
     ExpertSizes,
+    SigmoidRouter,
+    SoftmaxRouter,
     TorchExperts,
     clamped_swiglu,
     interleaved_expert,
     relu_squared,
     ungated_expert,
 )
-from twinpool.engine.layers.moe.mixture import GatedShared, MixtureOfExperts
 from twinpool.engine.tensors.row_exact_linear import FAST, Numerics, RowExactLinear
 from twinpool.engine.tensors.shard import WHOLE, Shard
 from twinpool.engine.tensors.weight_loader import Weights

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from twinpool.engine.runner.graphs.graph_capture import CudaCapture
+from twinpool.engine.runner.graphs.step_graphs import CudaCapture
 
 
 class Held:

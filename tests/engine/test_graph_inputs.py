@@ -8,7 +8,7 @@ import torch
 
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
 from twinpool.engine.attention.attention_plan import AttentionPlan, SlotPlan
-from twinpool.engine.layers.forward_context import ForwardContext
+from twinpool.engine.layers.decoder import ForwardContext
 from twinpool.engine.runner.graphs.graph_inputs import GraphInputs, GraphSize
 from twinpool.engine.tensors.row_exact_linear import FAST
 

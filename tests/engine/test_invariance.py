@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.engine.harness import Bench, MakeCheckpoint, row
 from tests.support.checkpoints import VOCAB
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.engine.attention.torch_backend import attention_tiles, torch_attention
+from twinpool.engine.attention.torch_backend import torch_attention
 from twinpool.engine.native import compile_kernels, current_kernels, native_kernels
 from twinpool.engine.runner.batch import TokenDraw
 from twinpool.engine.tensors.row_exact_linear import Numerics
@@ -132,9 +132,9 @@ def test_small_bounds_on_memory_do_not_change_a_bit(folder: Path, monkeypatch: p
     tokens = sequence(5, LENGTH)
     want = Bench(folder).forced(tokens, [LENGTH])
     monkeypatch.setattr(torch_attention, "SCORE_ELEMENTS", 1 << 15)
-    monkeypatch.setattr(attention_tiles, "_TILE_SCORES", 1 << 13)
+    monkeypatch.setattr(torch_attention, "_TILE_SCORES", 1 << 13)
     monkeypatch.setattr(torch_attention, "GATHER_ELEMENTS", 1 << 13)
-    monkeypatch.setattr(attention_tiles, "_TILE_QUERIES", 8)
+    monkeypatch.setattr(torch_attention, "_TILE_QUERIES", 8)
     assert same(Bench(folder).forced(tokens, [100, LENGTH - 100]), want)
 
 

@@ -17,8 +17,8 @@ from tests.engine.judged import expect_as_close_but_where_torn
 from tests.support.checkpoints import VOCAB, Oracle, compare, copy_checkpoint
 from tests.support.model_families import FAMILIES
 from twinpool.contracts.errors import CheckpointError
+from twinpool.engine.attention.attention_backend import SparseSelection
 from twinpool.engine.attention.attention_plan import AttentionPlan
-from twinpool.engine.attention.latent_backend import SparseSelection
 from twinpool.engine.attention.torch_backend import torch_latent
 from twinpool.engine.models.deepseek import DeepseekV32
 from twinpool.engine.models.registry import read_model

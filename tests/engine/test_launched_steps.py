@@ -13,8 +13,8 @@ from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.engine.runner.batch import DrawnToken, StepHandle, TokenDraw, TokenFromStep
-from twinpool.engine.runner.sampling.token_history import TokenHistory
-from twinpool.engine.runner.sampling.token_mask import TokenMask
+from twinpool.engine.runner.device_rows import TokenHistory
+from twinpool.engine.runner.sampling.logits_processors import TokenMask
 
 PROMPTS = [list(range(50, 87)), list(range(10, 13))]
 SAMPLED = SamplingParams(max_tokens=1 << 20, temperature=1.2, top_p=0.9, seed=5, logprobs=2, stop_token_ids=(7,))

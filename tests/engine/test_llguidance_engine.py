@@ -11,7 +11,7 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from twinpool.cluster.models import DEMO
-from twinpool.engine.runner.sampling.token_mask import TokenMask
+from twinpool.engine.runner.sampling.logits_processors import TokenMask
 from twinpool.engine.structured_output import llguidance_engine as module
 from twinpool.engine.structured_output.grammar_engine import GrammarError, GrammarMatcher
 from twinpool.engine.structured_output.llguidance_engine import LLGuidanceEngine

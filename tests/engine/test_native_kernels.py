@@ -18,8 +18,7 @@ from tests.support.listed_plans import listed_plan
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.engine.attention.attention_backend import ScoreOptions
-from twinpool.engine.attention.torch_backend.native_attention import NativeAttention
-from twinpool.engine.attention.torch_backend.torch_attention import TorchAttention
+from twinpool.engine.attention.torch_backend.torch_attention import NativeAttention, TorchAttention
 from twinpool.engine.layers.norm import rms_norm, silu
 from twinpool.engine.layers.rope import rotate
 from twinpool.engine.native import compile_kernels, current_kernels

@@ -19,9 +19,8 @@ from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.engine.native import compile_kernels as build
 from twinpool.engine.native import compile_kernels as native
-from twinpool.engine.runner.computing_code import COMPUTES, ENGINE, code_digest, digest_of
 from twinpool.engine.runner.kernel_choice import class_of, hold_to_class
-from twinpool.engine.runner.numerics_class import digest, numerics_class
+from twinpool.engine.runner.numerics_class import COMPUTES, ENGINE, code_digest, digest, digest_of, numerics_class
 
 CPU = torch.device("cpu")
 OLD, NEW = processor.LEVELS
@@ -32,7 +31,7 @@ import hashlib, json, sys
 import torch
 from pathlib import Path
 from twinpool.contracts.config.worker_config import EngineConfig
-from twinpool.engine.runner.computing_code import COMPUTES, ENGINE, code_digest, digest_of
+from twinpool.engine.runner.numerics_class import COMPUTES, ENGINE, code_digest, digest_of
 from twinpool.engine.runner.kernel_choice import class_of, hold_to_class
 from tests.engine.harness import Bench
 
@@ -178,7 +177,7 @@ def test_the_class_of_a_gpu_names_the_compiler_and_the_tiles_of_the_kernels(monk
     """Both lay down in which order a kernel adds up."""
     import triton
 
-    from twinpool.engine.attention.triton_backend import tile_shapes
+    from twinpool.engine.attention.triton_backend import attend_call
     from twinpool.engine.runner import kernel_choice
 
     monkeypatch.setattr(kernel_choice, "numerics_class", lambda *of: "cuda/a-gpu/bfloat16")
@@ -186,11 +185,11 @@ def test_the_class_of_a_gpu_names_the_compiler_and_the_tiles_of_the_kernels(monk
     class_of.cache_clear()
     named = class_of(config, torch.bfloat16, gpu)
     code = f"code-{code_digest()}"
-    assert named == f"cuda/a-gpu/bfloat16/triton-{triton.__version__}/tiles-{tile_shapes.order_key(90)}/{code}"
-    monkeypatch.setattr(tile_shapes, "SEGMENT_TOKENS", 8192)
+    assert named == f"cuda/a-gpu/bfloat16/triton-{triton.__version__}/tiles-{attend_call.order_key(90)}/{code}"
+    monkeypatch.setattr(attend_call, "SEGMENT_TOKENS", 8192)
     class_of.cache_clear()
     assert class_of(config, torch.bfloat16, gpu) != named
-    assert tile_shapes.order_key(80) != tile_shapes.order_key(90)
+    assert attend_call.order_key(80) != attend_call.order_key(90)
     class_of.cache_clear()
 
 

@@ -17,7 +17,7 @@ from twinpool.cache.device.device_port import Device
 from twinpool.contracts.errors import UnorderedAccess
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.engine.runner.batch import BatchRow, TokenDraw
-from twinpool.engine.runner.sampling.token_history import TokenHistory
+from twinpool.engine.runner.device_rows import TokenHistory
 
 
 class Listening(CpuDevice):

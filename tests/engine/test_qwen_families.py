@@ -16,8 +16,7 @@ from tests.engine.judged import expect_as_close_to_float32, expect_close_choices
 from tests.support.checkpoints import copy_checkpoint
 from tests.support.model_families import FAMILIES
 from twinpool.contracts.errors import CheckpointError
-from twinpool.engine.layers.moe.expert_router import ExpertRoutes
-from twinpool.engine.layers.moe.experts import TorchExperts
+from twinpool.engine.layers.moe.experts import ExpertRoutes, TorchExperts
 from twinpool.engine.models.registry import read_model
 from twinpool.engine.tensors.row_exact_linear import Numerics
 

@@ -16,7 +16,7 @@ from tests.engine.harness import Bench, Held, MakeOracle
 from tests.support.checkpoints import VOCAB, Oracle, compare, compare_forced, copy_checkpoint
 from tests.support.model_families import FAMILIES
 from twinpool.contracts.errors import CheckpointError
-from twinpool.engine.attention.recurrence_backend import BLOCK
+from twinpool.engine.attention.attention_backend import BLOCK
 from twinpool.engine.models.model_base import StateOptions
 from twinpool.engine.models.registry import read_model
 from twinpool.engine.tensors.shard import Shard

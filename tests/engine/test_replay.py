@@ -10,9 +10,9 @@ import torch
 
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.engine.runner.batch import BatchRow, KnownAnswer, TokenDraw
+from twinpool.engine.runner.sampling.logits_processors import TokenMask
 from twinpool.engine.runner.sampling.redraw import RedrawnTokens, gaps, redraw
 from twinpool.engine.runner.sampling.sampler import draw_tokens
-from twinpool.engine.runner.sampling.token_mask import TokenMask
 
 VOCAB = 60
 

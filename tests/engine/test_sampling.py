@@ -16,11 +16,11 @@ from torch import Tensor
 
 from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
 from twinpool.engine.runner.batch import DrawnToken, TokenDraw
-from twinpool.engine.runner.sampling import penalties, token_mask
+from twinpool.engine.runner.device_rows import TokenHistory
+from twinpool.engine.runner.sampling import logits_processors
 from twinpool.engine.runner.sampling import sampler as sampling
+from twinpool.engine.runner.sampling.logits_processors import TokenMask
 from twinpool.engine.runner.sampling.sampler import uniform
-from twinpool.engine.runner.sampling.token_history import TokenHistory
-from twinpool.engine.runner.sampling.token_mask import TokenMask
 
 VOCAB = 50
 PLAIN = SamplingParams(max_tokens=100)
@@ -119,8 +119,7 @@ def test_every_combination_draws_what_a_plain_reference_draws(
 ) -> None:
     """Penalties and masks of all rows at once, and of a few at a time."""
     if elements is not None:
-        monkeypatch.setattr(penalties, "_ELEMENTS", elements)
-        monkeypatch.setattr(token_mask, "_ELEMENTS", elements)
+        monkeypatch.setattr(logits_processors, "_ELEMENTS", elements)
     rng = random.Random(0)
     draws = [random_draw(rng) for _ in range(400)]
     logits = random_logits(400)
@@ -415,7 +414,7 @@ def test_rows_with_penalties_are_looked_at_together_as_far_as_memory_allows(
 ) -> None:
     """Logits of some rows, or their histories where these are longer; a single row always is."""
     most = 6 * max(vocab, longest)
-    monkeypatch.setattr(penalties, "_ELEMENTS", most)
+    monkeypatch.setattr(logits_processors, "_ELEMENTS", most)
     rng = random.Random(5)
     lengths = [rng.randrange(1, longest) for _ in range(30)] + [longest, 9 * most]
     groups: list[list[int]] = []
@@ -425,7 +424,7 @@ def test_rows_with_penalties_are_looked_at_together_as_far_as_memory_allows(
         return torch.zeros(len(some), max(lengths[i] for i in some), dtype=torch.int64)
 
     params = [replace(PLAIN, presence_penalty=1.0)] * len(lengths)
-    penalties.penalise(torch.zeros(32, vocab), range(32), params, [0] * 32, lengths, read)
+    logits_processors.penalise(torch.zeros(32, vocab), range(32), params, [0] * 32, lengths, read)
     assert sorted(itertools.chain(*groups)) == list(range(32))
     for group in groups:
         assert len(group) == 1 or len(group) * max(vocab, *(lengths[i] for i in group)) <= most

@@ -14,8 +14,8 @@ from tests.support.listed_plans import listed_plan
 from tests.support.model_families import FAMILIES
 from twinpool.cache.device.device_backends import CpuDevice
 from twinpool.contracts.config.worker_config import EngineConfig
+from twinpool.engine.attention.attention_backend import IndexKeys
 from twinpool.engine.attention.attention_plan import AttentionPlan
-from twinpool.engine.attention.latent_backend import IndexKeys
 from twinpool.engine.attention.torch_backend.torch_attention import TorchAttention
 from twinpool.engine.attention.torch_backend.torch_latent import best, sum_of_heads
 from twinpool.engine.models.model_base import StateOptions

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from twinpool.engine.runner.device_rows import DeviceRows
-from twinpool.engine.runner.sampling.token_history import (
+from twinpool.engine.runner.device_rows import (
+    DeviceRows,
     DeviceTokenHistories,
     EnteredTokens,
     PlannedHistories,

@@ -15,8 +15,7 @@ from tests.support.listed_plans import listed_plan
 from tests.support.plain_attention import expect_within, plain_attention
 from twinpool.engine.attention.attention_backend import ScoreOptions
 from twinpool.engine.attention.attention_plan import AttentionPlan
-from twinpool.engine.attention.torch_backend.native_attention import NativeAttention
-from twinpool.engine.attention.torch_backend.torch_attention import TorchAttention
+from twinpool.engine.attention.torch_backend.torch_attention import NativeAttention, TorchAttention
 from twinpool.engine.tensors.row_exact_linear import FAST, Numerics
 
 HEADS, KV_HEADS, DIM = 4, 2, 24

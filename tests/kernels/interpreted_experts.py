@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.claims import answer
-from twinpool.engine.layers.moe.expert_router import ExpertRoutes
-from twinpool.engine.layers.moe.experts import TorchExperts, clamped_swiglu, gated_silu
+from twinpool.engine.layers.moe.experts import ExpertRoutes, TorchExperts, clamped_swiglu, gated_silu
 from twinpool.engine.layers.moe.triton_experts import StackedProducts, TritonExperts
 from twinpool.engine.tensors.row_exact_linear import FAST, RowExactLinear
 

@@ -22,9 +22,8 @@ from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.engine.runner.batch import BatchRow, RowOutput, TokenDraw
 from twinpool.engine.runner.graphs import step_graphs
-from twinpool.engine.runner.graphs.graph_capture import Run
 from twinpool.engine.runner.graphs.graph_inputs import GraphSize
-from twinpool.engine.runner.graphs.step_graphs import DraftedSteps
+from twinpool.engine.runner.graphs.step_graphs import DraftedSteps, Run
 from twinpool.engine.runner.model_runner import ModelRunner
 
 PROMPTS = [[3, 250, 17, 17, 90, 4, 201, 33, 5], [7, 8], [60 + i for i in range(21)]]

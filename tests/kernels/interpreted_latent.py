@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from tests.kernels.claims import answer
+from twinpool.engine.attention.attention_backend import IndexKeys, LatentBackend, SparseSelection
 from twinpool.engine.attention.attention_plan import AttentionPlan, muted
-from twinpool.engine.attention.latent_backend import IndexKeys, LatentBackend, SparseSelection
 from twinpool.engine.attention.torch_backend.torch_attention import TorchAttention
 from twinpool.engine.attention.triton_backend.triton_latent import TritonLatent
 from twinpool.engine.tensors.row_exact_linear import FAST

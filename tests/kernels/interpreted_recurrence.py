@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tests.kernels.claims import answer
+from twinpool.engine.attention.attention_backend import RecurrenceBackend, ScanState, scan_buffers
 from twinpool.engine.attention.attention_plan import SlotPlan, muted_slots
-from twinpool.engine.attention.recurrence_backend import RecurrenceBackend, ScanState, scan_buffers
 from twinpool.engine.attention.torch_backend.torch_recurrence import TorchRecurrence
 from twinpool.engine.attention.triton_backend.triton_recurrence import TritonRecurrence
 from twinpool.engine.tensors.row_exact_linear import Numerics

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
-from twinpool.engine.runner.graphs.graph_capture import Run
+from twinpool.engine.runner.graphs.step_graphs import Run
 
 _WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal"}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.launches import production_launches
 from tests.support.launches.recorded_launches import recording
-from twinpool.engine.attention.triton_backend.softmax_parts import Parts, waves
+from twinpool.engine.attention.triton_backend.attend_call import Parts, waves
 from twinpool.engine.attention.triton_backend.triton_attention import TritonAttention
 
 

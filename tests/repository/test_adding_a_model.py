@@ -15,8 +15,7 @@ from tests.support.served_cluster import ROOT
 from twinpool.cache.memory.kv_cache_spec import PoolSpec
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec
 from twinpool.contracts.checkpoint.rope_spec import read_rope
-from twinpool.engine.layers.decoder import Layer
-from twinpool.engine.layers.forward_context import LayerPlace
+from twinpool.engine.layers.decoder import Layer, LayerPlace
 from twinpool.engine.layers.mixers.head_attention import HeadAttention, kv_buffers
 from twinpool.engine.layers.mlp import GatedMlp
 from twinpool.engine.layers.rope import RopeTable
@@ -58,7 +57,7 @@ def test_the_example_is_one_short_file_and_one_entry() -> None:
 def test_names_that_the_page_mentions_exist() -> None:
     sources = (
         "engine/tensors/weight_loader.py",
-        "engine/layers/forward_context.py",
+        "engine/layers/decoder.py",
         "contracts/checkpoint/json_fields.py",
     )
     code = "".join((ROOT / path).read_text() for path in sources)

@@ -19,15 +19,13 @@ from torch import Tensor
 from tests.support.listed_plans import listed_plan
 from twinpool.contracts.checkpoint.rope_spec import RopeSpec
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.engine.attention.attention_backend import ScoreOptions
+from twinpool.engine.attention.attention_backend import IndexKeys, LatentBackend, ScoreOptions, SparseSelection
 from twinpool.engine.attention.attention_plan import AttentionPlan
-from twinpool.engine.attention.latent_backend import IndexKeys, LatentBackend, SparseSelection
 from twinpool.engine.attention.torch_backend.torch_attention import TorchAttention
 from twinpool.engine.attention.triton_backend.triton_attention import TritonAttention
 from twinpool.engine.gpu.gpu_kernels import GpuKernels
 from twinpool.engine.layers.mixers import triton_store_heads
-from twinpool.engine.layers.moe.expert_router import ExpertRoutes
-from twinpool.engine.layers.moe.experts import TorchExperts, gated_silu
+from twinpool.engine.layers.moe.experts import ExpertRoutes, TorchExperts, gated_silu
 from twinpool.engine.layers.moe.triton_experts import StackedProducts, TritonExperts
 from twinpool.engine.layers.norm import rms_norm
 from twinpool.engine.layers.rope import RopeTable, rotate

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from twinpool.engine.attention.attention_backend import AttentionBackend, ScoreOptions
+from twinpool.engine.attention.attention_backend import AttentionBackend, IndexKeys, ScoreOptions, SparseSelection
 from twinpool.engine.attention.attention_plan import AttentionPlan
-from twinpool.engine.attention.latent_backend import IndexKeys, SparseSelection
 from twinpool.engine.tensors.row_exact_linear import Numerics
 
 INDEX_BLOCK = 128

@@ -2,7 +2,7 @@
 
 `attention_kernels` says how the order of reduction is fixed. Which programs do the work follows from how much of it
 there is, and changes no bit: decode has a program for each split where that is few programs, and is an extend of one
-query a sequence otherwise. Parts of results are kept in scratch of a bounded size (`softmax_parts`). With Triton's
+query a sequence otherwise. Parts of results are kept in scratch of a bounded size (`attend_call`). With Triton's
 interpreter (``TRITON_INTERPRET=1``) the same kernels run on CPU tensors, slowly: so they are tested without a GPU.
 """
 
@@ -18,9 +18,15 @@ from torch import Tensor
 from twinpool.contracts.errors import ConfigError
 from twinpool.engine.attention.triton_backend import attention_kernels as kernels
 from twinpool.engine.attention.triton_backend import merge_kernels, page_kernels
-from twinpool.engine.attention.triton_backend.attend_call import AttendCall
-from twinpool.engine.attention.triton_backend.softmax_parts import SCRATCH_BYTES, Parts, waves
-from twinpool.engine.attention.triton_backend.tile_shapes import SEGMENT_TOKENS, SPLIT_TOKENS, head_tile
+from twinpool.engine.attention.triton_backend.attend_call import (
+    SCRATCH_BYTES,
+    SEGMENT_TOKENS,
+    SPLIT_TOKENS,
+    AttendCall,
+    Parts,
+    head_tile,
+    waves,
+)
 from twinpool.engine.attention.triton_backend.triton_latent import TritonLatent
 from twinpool.engine.attention.triton_backend.triton_recurrence import TritonRecurrence
 from twinpool.engine.gpu.gpu_capability import device_capability
@@ -43,7 +49,7 @@ class TritonAttention:
     """Implements `AttentionBackend` in Triton kernels.
 
     `split_tokens` and `segment_tokens` (powers of two) are the shape of the work, and so are tiles, which are those of
-    `tile_shapes` for GPUs of `capability` (None: the current one's), but not larger than `tile_rows` by
+    `attend_call` for GPUs of `capability` (None: the current one's), but not larger than `tile_rows` by
     `block_tokens`: changing one changes the last bits of results, so all workers of a cluster use the same.
     `scratch_bytes` bounds what one call keeps of parts of results, and `split_below` is as `SPLIT_BELOW`; neither
     changes a bit.

@@ -11,12 +11,18 @@ import triton
 from torch import Tensor
 
 from twinpool.contracts.errors import ConfigError
+from twinpool.engine.attention.attention_backend import IndexKeys, SparseSelection
 from twinpool.engine.attention.attention_plan import AttentionPlan
-from twinpool.engine.attention.latent_backend import IndexKeys, SparseSelection
 from twinpool.engine.attention.triton_backend import latent_kernels as kernels
 from twinpool.engine.attention.triton_backend import merge_kernels, page_kernels
-from twinpool.engine.attention.triton_backend.softmax_parts import SCRATCH_BYTES, Parts, waves
-from twinpool.engine.attention.triton_backend.tile_shapes import LATENT_SPLIT_TOKENS, index_tile, latent_tile
+from twinpool.engine.attention.triton_backend.attend_call import (
+    LATENT_SPLIT_TOKENS,
+    SCRATCH_BYTES,
+    Parts,
+    index_tile,
+    latent_tile,
+    waves,
+)
 from twinpool.engine.tensors.tuned_options import launch_options
 
 MAX_LATENT = 512
@@ -30,7 +36,7 @@ class TritonLatent:
     """Implements `LatentBackend` in Triton kernels.
 
     `split_tokens` (a power of two) and tiles are the shape of the work: changing one changes the last bits of results.
-    Tiles are those of `tile_shapes` for GPUs of `capability`, but not larger than `tile_rows` by `block_tokens`, and
+    Tiles are those of `attend_call` for GPUs of `capability`, but not larger than `tile_rows` by `block_tokens`, and
     `index_queries` by `index_block` for the indexer.
     """
 

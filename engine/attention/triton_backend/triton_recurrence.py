@@ -9,8 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
+from twinpool.engine.attention.attention_backend import BLOCK, ScanState
 from twinpool.engine.attention.attention_plan import SlotPlan
-from twinpool.engine.attention.recurrence_backend import BLOCK, ScanState
 from twinpool.engine.attention.triton_backend import recurrence_kernels as kernels
 
 _CONV_ROWS = 16

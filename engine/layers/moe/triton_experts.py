@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from twinpool.engine.layers.moe import expert_kernels as kernels
-from twinpool.engine.layers.moe.expert_router import ExpertRoutes
+from twinpool.engine.layers.moe.experts import ExpertRoutes
 from twinpool.engine.tensors.row_exact_linear import FAST, Numerics
 from twinpool.engine.tensors.tuned_options import launch_options
 

@@ -20,7 +20,7 @@ from twinpool.cache.pool.load_gate import GateDoor
 from twinpool.contracts.errors import ConfigError
 from twinpool.engine.attention.attention_backend import AttentionBackend
 from twinpool.engine.attention.attention_plan import AttentionPlan, SlotPlan
-from twinpool.engine.layers.forward_context import ForwardContext
+from twinpool.engine.layers.decoder import ForwardContext
 from twinpool.engine.tensors.row_exact_linear import Numerics
 
 

@@ -1,11 +1,11 @@
-"""Step graphs: the forward passes of decode steps, captured by size when a worker starts.
+"""Step graphs: the forward passes of decode steps, captured as CUDA graphs by size when a worker starts.
 
 A decode step launches hundreds of kernels, each of which costs the host more than it costs the GPU when the batch is
 small. A captured forward pass is one launch. What a graph was captured with stays as it is: numbers of the host, grids,
 addresses. So a graph is of one size, and a step is replayed by the smallest one that it fits, with padding behind its
 rows: sizes go by powers of two in rows and of four in pages, and have one position a row, or as many as a row with
-drafts has. Kernels were made for that: their grids come from the
-width of block tables, programs past a sequence's end end at once, and no row's bits depend on the others.
+drafts has. Kernels were made for that: their grids come from the width of block tables, programs past a sequence's end
+end at once, and no row's bits depend on the others.
 
 What isn't replayed is launched kernel by kernel, as everything is without graphs: steps with chunks of prompts, steps
 that wait for loads layer by layer, and workers of several ranks, whose sums go over the host.
@@ -16,10 +16,12 @@ launched kernel by kernel.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,11 +31,65 @@ from twinpool.cache.pool.load_gate import GateDoor
 from twinpool.contracts.errors import ConfigError
 from twinpool.engine.attention.attention_backend import AttentionBackend
 from twinpool.engine.attention.attention_plan import BackendPlan
-from twinpool.engine.layers.decoder import Decoder
-from twinpool.engine.layers.forward_context import ForwardContext
-from twinpool.engine.runner.graphs.graph_capture import Capture, CapturedRun
+from twinpool.engine.layers.decoder import Decoder, ForwardContext
 from twinpool.engine.runner.graphs.graph_inputs import GraphInputs, GraphSize
 from twinpool.engine.tensors.row_exact_linear import Numerics
+
+Run = Callable[[], Tensor]
+"""What is captured: launches kernels over tensors that stay where they are, and returns its result."""
+
+
+class CapturedRun(Protocol):
+    """A captured run."""
+
+    @property
+    def output(self) -> Tensor:
+        """The result; each replay writes it anew, and a replay of another run of the same capture may write over it."""
+
+    def replay(self) -> None:
+        """Launch the run again on the current stream: the same kernels, over the same memory."""
+
+
+Capture = Callable[[Run], CapturedRun]
+
+
+class _CudaRun:
+    def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor) -> None:
+        self._graph, self.output = graph, output
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """A time without garbage collection. A graph that nobody has any more may wait for one in a cycle of references,
+    and CUDA lets no graph be destroyed while another is captured: the capture fails."""
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()
+
+
+class CudaCapture:
+    """Captures runs on one GPU. All of them share one pool of memory for what they compute on the way: only one of them
+    may run at a time, and its output must be used before the next one runs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Run) -> CapturedRun:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of the process may go on with calls of CUDA meanwhile.
+        captured = torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local")
+        with _nothing_collected(), torch.cuda.device(self._device), captured:
+            output = run()
+        return _CudaRun(graph, output)
+
 
 log = logging.getLogger("twinpool.engine")
 _FEWEST_PAGES = 16

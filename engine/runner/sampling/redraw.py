@@ -27,9 +27,8 @@ from torch import Tensor
 from twinpool.cache.memory.pinned_memory import to_device, to_host
 from twinpool.contracts.sampling_params import SamplingParams, TokenDifference
 from twinpool.engine.runner.batch import BatchRow, TokenDraw
-from twinpool.engine.runner.sampling.penalties import needs_history
+from twinpool.engine.runner.sampling.logits_processors import TokenMask, needs_history
 from twinpool.engine.runner.sampling.sampler import draw_tokens, shape_all, uniform, weights
-from twinpool.engine.runner.sampling.token_mask import TokenMask
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,8 @@ from torch import Tensor
 from twinpool.cache.memory.pinned_memory import to_device, to_host
 from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
 from twinpool.engine.runner.batch import DrawnToken, TokenDraw
-from twinpool.engine.runner.sampling.penalties import needs_history, penalise
-from twinpool.engine.runner.sampling.token_history import TokenHistory, rectangle
-from twinpool.engine.runner.sampling.token_mask import apply_masks
+from twinpool.engine.runner.device_rows import TokenHistory, rectangle
+from twinpool.engine.runner.sampling.logits_processors import apply_masks, needs_history, penalise
 
 ReadHistories = Callable[[Sequence[int]], Tensor]
 _MASK = (1 << 64) - 1

@@ -20,8 +20,7 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
-from twinpool.engine.runner.graphs.graph_capture import Capture
-from twinpool.engine.runner.graphs.step_graphs import DraftedSteps
+from twinpool.engine.runner.graphs.step_graphs import Capture, DraftedSteps
 from twinpool.engine.runner.model_runner import ModelRunner
 
 

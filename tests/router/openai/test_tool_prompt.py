@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tests.router.http_server import DEMO, demo_spec
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
-from twinpool.engine.runner.sampling.token_mask import TokenMask
+from twinpool.engine.runner.sampling.logits_processors import TokenMask
 from twinpool.engine.structured_output.grammar_engine import GrammarError
 from twinpool.engine.structured_output.llguidance_engine import LLGuidanceEngine
 from twinpool.router.openai.chat_format import ChatFormat

@@ -17,7 +17,7 @@ from tests.support.launches.chip_limits import CHIPS
 from tests.support.launches.compiled_kernel import RACING, SPILL_LIMIT, CompiledKernel, compiled
 from tests.support.launches.production_launches import Scene, scenes
 from tests.support.launches.recorded_launches import RecordedLaunch, recording
-from twinpool.engine.attention.triton_backend.softmax_parts import SCRATCH_BYTES
+from twinpool.engine.attention.triton_backend.attend_call import SCRATCH_BYTES
 
 HEADER = (
     "| kernel | launched by | registers | spilled B | shared KiB | warps, stages | blocks (occupancy) | async loops "

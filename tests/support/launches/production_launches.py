@@ -16,15 +16,12 @@ from torch import Tensor
 from twinpool.cache.memory.triton_copy import copy_rows
 from twinpool.cache.memory.triton_digest import add_sums
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.engine.attention.attention_backend import ScoreOptions
+from twinpool.engine.attention.attention_backend import BLOCK, IndexKeys, ScanState, ScoreOptions
 from twinpool.engine.attention.attention_plan import AttentionPlan, SlotPlan
-from twinpool.engine.attention.latent_backend import IndexKeys
-from twinpool.engine.attention.recurrence_backend import BLOCK, ScanState
 from twinpool.engine.attention.triton_backend.triton_attention import TritonAttention
 from twinpool.engine.gpu.gpu_kernels import GpuKernels
 from twinpool.engine.layers.mixers.triton_store_heads import store_heads
-from twinpool.engine.layers.moe.expert_router import ExpertRoutes
-from twinpool.engine.layers.moe.experts import gated_silu
+from twinpool.engine.layers.moe.experts import ExpertRoutes, gated_silu
 from twinpool.engine.layers.moe.triton_experts import StackedProducts, TritonExperts
 from twinpool.engine.runner.sampling import triton_draw
 from twinpool.engine.tensors.triton_rank_sum import add_ranks
