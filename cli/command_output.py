@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -26,3 +26,14 @@ def console() -> Console:
     from rich.console import Console
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+
+
+def plain_table(*titles: str) -> Any:
+    """Return an empty rich table; the first two columns and ``node`` are aligned left, the others right."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index, title in enumerate(titles):
+        table.add_column(title, justify="left" if index < 2 or title == "node" else "right", no_wrap=True)
+    return table

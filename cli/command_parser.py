@@ -9,14 +9,67 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
-
-from twinpool.cli.command_flag import CommandFlag
 
 CLOSE = 0.6
 """How much of two names must be equal for one to be suggested for the other, from 0 to 1."""
+
+
+@dataclass(frozen=True)
+class CommandFlag:
+    """One flag or positional argument of a command; `options` go to `argparse`."""
+
+    name: str
+    help: str
+    options: Mapping[str, Any]
+    same_as: str = ""
+    """Of a positional argument: the flag of the command that it stands for, and whose value it becomes."""
+    needed: bool = False
+    """Of one that stands for a flag: whether either must be given."""
+
+
+def flag(name: str, help: str, *, same_as: str = "", needed: bool = False, **options: Any) -> CommandFlag:
+    """Return a flag, or a positional argument for a `name` without dashes."""
+    return CommandFlag(name, help, options, same_as, needed)
+
+
+def switch(name: str, help: str) -> CommandFlag:
+    """Return a flag without a value."""
+    return flag(name, help, action="store_true")
+
+
+def count(name: str, help: str) -> CommandFlag:
+    """Return a flag whose value is a whole number."""
+    return flag(name, help, type=int, metavar="N")
+
+
+def file_flag(name: str, help: str, **options: Any) -> CommandFlag:
+    """Return a flag whose value is a file's path."""
+    return flag(name, help, type=Path, metavar="FILE", **options)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of `twinpool`."""
+
+    name: str
+    help: str
+    run: Callable[[argparse.Namespace], int]
+    """Runs it and returns its exit code (`cli.command_output`). Raises `TwinpoolError`."""
+    flags: Sequence[CommandFlag]
+
+
+def command(name: str, help: str, run: Callable[[argparse.Namespace], int], *flags: CommandFlag) -> Command:
+    """Return a command; see `Command` for its parts."""
+    return Command(name, help, run, flags)
+
+
+def command_table(*commands: Command) -> dict[str, Command]:
+    """Return the commands by name, in the order in which help lists them."""
+    return {one.name: one for one in commands}
 
 
 @dataclass(frozen=True)
@@ -29,7 +82,7 @@ class _TwoForms:
 
     @property
     def names(self) -> tuple[str, str]:
-        return self.flag.options.get("metavar", self.place.upper()), self.flag.names[0]
+        return self.flag.options.get("metavar", self.place.upper()), self.flag.name
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -42,11 +95,11 @@ class CommandParser(argparse.ArgumentParser):
 
     def take(self, flags: Sequence[CommandFlag]) -> None:
         """Take these flags and positional arguments."""
-        by_name = {name: flag for flag in flags for name in flag.names}
+        by_name = {flag.name: flag for flag in flags}
         for flag in flags:
-            self.add_argument(*flag.names, help=flag.help, **flag.options)
+            self.add_argument(flag.name, help=flag.help, **flag.options)
             if flag.same_as:
-                self._two_forms.append(_TwoForms(flag.names[0], by_name[flag.same_as], flag.needed))
+                self._two_forms.append(_TwoForms(flag.name, by_name[flag.same_as], flag.needed))
 
     def have(self, commands: dict[str, CommandParser]) -> None:
         """Have these subcommands, by which names that nobody has are corrected."""
@@ -90,7 +143,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def _unite(self, found: argparse.Namespace, forms: _TwoForms) -> None:
         """Give the value of the positional form to the flag."""
-        dest = forms.flag.names[0].lstrip("-").replace("-", "_")
+        dest = forms.flag.name.lstrip("-").replace("-", "_")
         placed = getattr(found, forms.place)
         delattr(found, forms.place)
         place, flag = forms.names

@@ -1,8 +1,8 @@
-"""The `twinpool` command: the table of its subcommands (`cli.command_line` has their flags).
+"""The `twinpool` command: runs one of the commands of `cli.command_line`, with its signals and its exit code.
 
 `serve` and `up` start a cluster, `doctor` looks before they do, `controller` is one of its controllers, and `sim` runs
 simulated clusters. The other commands ask a cluster's router. Each subcommand imports what it needs when it runs, and
-this module itself nothing: a signal that comes meanwhile has to be handled first (`_handle_signals`).
+this module itself nothing: a signal that comes meanwhile has to be handled first.
 Exit codes: 0 fine, and whenever `serve`, `demo` or `controller` was asked to end; 1 a violation or refusal, 2 usage, 3
 no cluster, 130 after a Ctrl-C that came before a command had done its work.
 """
@@ -17,7 +17,7 @@ import time
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from typing import NoReturn
 
 SERVERS = ("serve", "demo", "controller")
@@ -74,13 +74,11 @@ def _served() -> int:
     """Run a command that is asked to end by signals; returns its exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: os._exit(0))  # There is nothing to remove yet.
-    from twinpool.cli.command_line import parser
-    from twinpool.cli.early_end import EarlyEnd, EndAsked
-    from twinpool.cluster.serve.shutdown_signal import ASKED
+    from twinpool.cluster.serve.shutdown_signal import ASKED, EarlyEnd, EndAsked
 
     try:
         EarlyEnd().install()
-        return run(parser().parse_args())
+        return _parsed_and_run(sys.argv[1:])
     except EndAsked:
         print("stopped while starting")
         return ASKED
@@ -89,11 +87,12 @@ def _served() -> int:
 def run(args: argparse.Namespace) -> int:
     """Run one parsed command; returns its exit code."""
     from twinpool.cli.admin_client import ClusterNotFound, CommandRefused
+    from twinpool.cli.command_line import COMMANDS
     from twinpool.cli.command_output import NO_CLUSTER, REFUSED, USAGE
     from twinpool.contracts.errors import ConfigError, TwinpoolError
 
     try:
-        return _table()[args.command](args)
+        return COMMANDS[args.command].run(args)
     except ConfigError as error:
         code = USAGE
         text = str(error)
@@ -105,38 +104,6 @@ def run(args: argparse.Namespace) -> int:
         return INTERRUPTED
     print(f"error: {text}", file=sys.stderr)
     return code
-
-
-def _table() -> dict[str, Callable[[argparse.Namespace], int]]:
-    """The function of each subcommand."""
-    from twinpool.cli import launch_commands, operator_commands, tool_commands
-
-    return {
-        "serve": launch_commands.serve,
-        "up": launch_commands.up,
-        "doctor": launch_commands.doctor,
-        "controller": launch_commands.controller,
-        "down": launch_commands.down,
-        "status": operator_commands.status,
-        "explain": operator_commands.explain,
-        "drain": operator_commands.drain,
-        "undrain": operator_commands.undrain,
-        "role": operator_commands.role,
-        "add": operator_commands.change_pools,
-        "scale": operator_commands.change_pools,
-        "restart": operator_commands.change_pools,
-        "apply": operator_commands.apply,
-        "upgrade": operator_commands.upgrade,
-        "cordon": operator_commands.change_pools,
-        "uncordon": operator_commands.change_pools,
-        "check": operator_commands.check,
-        "keys": tool_commands.keys,
-        "certs": tool_commands.certs,
-        "replay": tool_commands.replay,
-        "plan": tool_commands.plan,
-        "demo": tool_commands.demo,
-        "sim": tool_commands.sim,
-    }
 
 
 if __name__ == "__main__":

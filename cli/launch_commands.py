@@ -1,20 +1,32 @@
-"""The subcommands that start a cluster or end it: `serve`, `up`, `doctor`, `controller`, `down`."""
+"""The commands that start a cluster, look before they do, or end it: `serve`, `up`, `doctor`, `controller`, `down`.
+
+And a cluster of one's own for as long as another command needs it."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+import signal
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
-from twinpool.cli.command_line import parser
+from twinpool.cli.admin_client import AdminClient, ClusterNotFound, choose, to_stderr
 from twinpool.cli.command_output import FINE, print_line, print_table
-from twinpool.cli.operator_commands import apply_file
-from twinpool.contracts.errors import ConfigError
+from twinpool.cli.operator.apply_command import apply_file
+from twinpool.cluster.processes.process_ids import TIED
+from twinpool.contracts.errors import ConfigError, TwinpoolError
+from twinpool.contracts.python_command import module_command
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from twinpool.cluster.doctor.doctor_case import Finding
     from twinpool.cluster.serve.preflight import ServeOptions, ServePlan
 
 
@@ -27,7 +39,7 @@ def serve(args: argparse.Namespace) -> int:
     from twinpool.contracts.clock import SystemClock
 
     began = SystemClock().now()
-    prepared = _prepared(args)
+    prepared = _prepared(_launch_options(args))
     if args.detach:
         return _launch(prepared)
     from twinpool.cluster.serve import serve_cluster
@@ -35,11 +47,11 @@ def serve(args: argparse.Namespace) -> int:
     return serve_cluster.serve(prepared, began)
 
 
-def _prepared(args: argparse.Namespace) -> ServePlan:
-    """What the flags of `serve` come to, with the configuration's file."""
+def _prepared(options: ServeOptions) -> ServePlan:
+    """What a launch comes to, with the configuration's file."""
     from twinpool.cluster.serve.preflight import prepare
 
-    return prepare(_launch_options(args), say=lambda line: print(line, file=sys.stderr))
+    return prepare(options, say=lambda line: print(line, file=sys.stderr))
 
 
 def _launch_options(args: argparse.Namespace) -> ServeOptions:
@@ -71,11 +83,8 @@ def _launch_options(args: argparse.Namespace) -> ServeOptions:
 def doctor(args: argparse.Namespace) -> int:
     progress = None
     if not args.json:
-        from twinpool.cli.doctor_command import CheckProgress
-
         progress = CheckProgress(sys.stderr)
         print("looks at configuration and machine; loading torch takes most of the time", file=sys.stderr, flush=True)
-    from twinpool.cli.doctor_command import as_json, shown
     from twinpool.cluster.doctor.doctor_case import DoctorCase
     from twinpool.cluster.doctor.examine import examine, exit_code
 
@@ -102,8 +111,6 @@ def up(args: argparse.Namespace) -> int:
 
     run = live_run_of(args.config)
     if run is not None:
-        from twinpool.cli.admin_client import AdminClient
-
         print_line(f"{run.url} was launched with this file: its changes are applied")
         return apply_file(args, AdminClient.of_run(run, ""))
     if args.dry_run:
@@ -112,8 +119,9 @@ def up(args: argparse.Namespace) -> int:
         load_config(args.config)
         print_line(f"no cluster of {args.config} runs here: it would be launched")
         return FINE
-    line = ["serve", "--detach", "--config", str(args.config)]
-    return _launch(_prepared(parser().parse_args(line)))
+    from twinpool.cluster.serve.preflight import ServeOptions
+
+    return _launch(_prepared(ServeOptions.of_file(args.config)))
 
 
 def controller(args: argparse.Namespace) -> int:
@@ -129,8 +137,6 @@ def controller(args: argparse.Namespace) -> int:
 
 
 def down(args: argparse.Namespace) -> int:
-    from twinpool.cli.admin_client import ClusterNotFound
-    from twinpool.cli.chosen_cluster import choose, to_stderr
     from twinpool.cluster.serve.detached_cluster import take_down
 
     chosen = choose(args.url, changes=True)
@@ -140,3 +146,144 @@ def down(args: argparse.Namespace) -> int:
     take_down(chosen.run, time.sleep)
     print_line(f"{chosen.run.url} is down")
     return FINE
+
+
+# ------------------------------------------------------------ what doctor shows
+
+WIDTH = 79
+"""Characters of the line that is written over: a longer one would leave lines behind."""
+SLOW_S = 1.0
+"""Seconds from which on a check's time is said."""
+_COLOURS = {"fine": "green", "warning": "yellow", "error": "red"}
+
+
+def as_json(findings: Sequence[Finding], code: int) -> str:
+    """All findings, those that are fine too, in one line of JSON."""
+    found: list[dict[str, Any]] = [
+        {
+            "check": one.check, "severity": str(one.severity), "found": one.found, "advice": one.advice,
+            "detail": one.detail,
+        }
+        for one in findings
+    ]  # fmt: skip
+    return json.dumps({"exit_code": code, "findings": found})
+
+
+def shown(findings: Sequence[Finding], *, everything: bool) -> RenderableType:
+    """A line for each finding with its advice and detail below; `everything`: those that are fine, too."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from twinpool.cluster.doctor.doctor_case import Severity
+
+    lines = []
+    for one in findings:
+        if one.severity is Severity.FINE and not everything:
+            continue
+        line = Text.assemble(
+            (f"{one.severity.upper():8}", _COLOURS[one.severity]), (f"{one.check}: ", "bold"), one.found
+        )
+        lines.append(line)
+        if one.advice:
+            lines.append(Text(f"        do: {one.advice}"))
+        if one.detail:
+            lines.append(Text(f"        why: {one.detail}", style="dim"))
+    lines.append(Text(_ending(findings)))
+    return Group(*lines)
+
+
+class CheckProgress:
+    """Says which checks are being made, on standard error: in a terminal in one line that is written over, else a line
+    for each that was slow."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out, self._live = out, out.isatty()
+        self._under_way: list[str] = []
+        self._made = 0
+
+    def begins(self, check: str) -> None:
+        self._under_way.append(check)
+        self._show()
+
+    def ended(self, check: str, seconds: float) -> None:
+        self._under_way.remove(check)
+        self._made += 1
+        if seconds >= SLOW_S:
+            self._clear()
+            self._out.write(f"{check}: {seconds:.1f} s\n")
+        self._show()
+
+    def close(self) -> None:
+        """Take the line away."""
+        self._clear()
+        self._out.flush()
+
+    def _show(self) -> None:
+        if self._live:
+            self._clear()
+            self._out.write(f"{self._made} checks made; now: {', '.join(self._under_way)}"[:WIDTH])
+        self._out.flush()
+
+    def _clear(self) -> None:
+        if self._live:
+            self._out.write("\r\x1b[K")
+
+
+def _ending(findings: Sequence[Finding]) -> str:
+    from twinpool.cluster.doctor.doctor_case import Severity
+
+    checks = len({one.check for one in findings})
+    errors, warnings = (sum(one.severity is kind for one in findings) for kind in (Severity.ERROR, Severity.WARNING))
+    if not errors and not warnings:
+        return f"{checks} checks: nothing to do"
+    verdict = "it would not serve" if errors else "it would serve"
+    return f"{checks} checks: {errors} errors, {warnings} warnings; {verdict}"
+
+
+# ------------------------------------------------------------ a cluster of one's own
+
+START_S = 300.0
+STOP_S = 40.0
+"""Longer than `serve` takes to end, answers that run included."""
+LOOK_S = 0.2
+_READY = re.compile(r"^Twinpool is ready: (\S+)", re.MULTILINE)
+_SHOWN = 400
+
+
+class ClusterFailed(TwinpoolError):
+    """Raised when the cluster doesn't become ready; the text is the end of what it said."""
+
+
+@contextmanager
+def own_cluster(flags: Sequence[str]) -> Iterator[str]:
+    """Run `twinpool serve` with `flags`, on a free port unless they name one, until the block ends; yields its URL.
+
+    It dies with this process, and a Ctrl-C is this process's alone. Raises `ClusterFailed`.
+    """
+    command = [*TIED, *module_command("twinpool.cli.commands", "serve", "--port", "0", *flags)]
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            yield _url(process, said)
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _url(process: subprocess.Popen[bytes], said: IO[bytes]) -> str:
+    """Wait for the line that says where it serves."""
+    deadline = time.monotonic() + START_S
+    while True:
+        said.seek(0)
+        text = said.read().decode(errors="replace")
+        if ready := _READY.search(text):
+            return ready[1]
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise ClusterFailed(f"the cluster did not become ready: {' '.join(text.split())[-_SHOWN:]}")
+        time.sleep(LOOK_S)

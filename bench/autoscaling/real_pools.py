@@ -31,8 +31,8 @@ from rich.console import Console
 from bench.common.bench_report import flag_parser, headline, write_report
 from tests.support.compared_pools import SCALING, WORKERS, ClusterFigures, Comparison, bounds, compare
 from tests.support.phased_replay import Lengths, Phase, asks_in_phases, spread
-from twinpool.cli.own_cluster import ClusterFailed
-from twinpool.cli.replay.openai_client import EndpointError
+from twinpool.cli.launch_commands import ClusterFailed
+from twinpool.cli.load.openai_client import EndpointError
 from twinpool.sim.scale.traffic import read_trace
 
 TRACE = Path("bench/traces/conversation_200.jsonl")

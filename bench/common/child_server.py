@@ -16,7 +16,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from twinpool.cli.own_cluster import own_cluster
+from twinpool.cli.launch_commands import own_cluster
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 180.0

@@ -1,6 +1,6 @@
 """The client of benches: what is asked and when, the same for the same seed, and one router that is asked.
 
-Prompts are made of blocks, as those of traces are (`cli.replay.trace_prompts`).
+Prompts are made of blocks, as those of traces are (`cli.load.open_loop`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from twinpool.cli.replay.openai_client import Endpoint, Outcome, stream
-from twinpool.cli.replay.trace_prompts import Ask, Content
+from twinpool.cli.load.open_loop import Ask, Content
+from twinpool.cli.load.openai_client import Endpoint, Outcome, stream
 
 TOKENS = (300, 900)
 """Ids of ordinary tokens, of the demo's vocabulary and of most."""

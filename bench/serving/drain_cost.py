@@ -32,8 +32,8 @@ from rich.table import Table
 from bench.common.bench_report import figure_table, flag_parser, write_report
 from bench.common.child_server import serving
 from tests.support.followed_streams import FollowedStream, follow
-from twinpool.cli.own_cluster import ClusterFailed
-from twinpool.cli.replay.openai_client import Endpoint, EndpointError
+from twinpool.cli.launch_commands import ClusterFailed
+from twinpool.cli.load.openai_client import Endpoint, EndpointError
 
 DRAIN_TIMEOUT_S = 600.0
 LOW, HIGH = 300, 2000

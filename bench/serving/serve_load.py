@@ -29,11 +29,9 @@ from rich.table import Table
 
 from bench.common.bench_report import figure_table, flag_parser, write_report
 from bench.common.load_client import LengthRange, synthetic
-from twinpool.cli.replay.open_loop import OpenLoop
-from twinpool.cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
-from twinpool.cli.replay.replay_figures import LATE_S, ReplayFigures, figures_of
-from twinpool.cli.replay.replay_report import record_of
-from twinpool.cli.replay.trace_prompts import Ask, Content, asks_of
+from twinpool.cli.load.open_loop import Ask, Content, OpenLoop, asks_of
+from twinpool.cli.load.openai_client import Endpoint, EndpointError, Outcome, stream
+from twinpool.cli.load.replay_figures import LATE_S, ReplayFigures, figures_of, record_of
 from twinpool.sim.scale.cluster_plan import LatencyTarget
 from twinpool.sim.scale.traffic import read_trace
 

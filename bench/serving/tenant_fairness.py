@@ -39,8 +39,8 @@ from rich.table import Table
 from bench.common.bench_report import figure_table, flag_parser, headline, write_report
 from bench.common.child_server import child_server, free_port, serving
 from bench.common.load_client import TOKENS, LengthRange, LoadClient, synthetic
-from twinpool.cli.replay.openai_client import EndpointError, Outcome
-from twinpool.cli.replay.trace_prompts import Ask, Content
+from twinpool.cli.load.open_loop import Ask, Content
+from twinpool.cli.load.openai_client import EndpointError, Outcome
 from twinpool.contracts.key_file import KeyFile, TenantLimits, mint_key, write_key_file
 
 FLOOD = "flood"

@@ -67,6 +67,12 @@ class ServeOptions:
     unset: frozenset[str] = frozenset()
     """Further fields that no flag gave: the configuration's `launch` has them."""
 
+    @classmethod
+    def of_file(cls, config: Path) -> ServeOptions:
+        """Return what the configuration's file alone asks for."""
+        unset = frozenset(one.name for one in dataclasses.fields(LaunchConfig))
+        return cls(config=config, unsized=frozenset((Role.PREFILL, Role.DECODE, Role.COLOCATED)), unset=unset)
+
     @property
     def file(self) -> str:
         """The configuration's file as an absolute path, by which `twinpool up` knows the run; empty without one."""

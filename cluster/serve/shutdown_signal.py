@@ -4,6 +4,9 @@ The main thread may sit in native code for a minute (joining a Ray that doesn't 
 the signal on the deadline runs, whatever the main thread does.
 
 An end that was asked for has the exit code `ASKED`, at whatever moment it was asked for and however long it took.
+Before `ShutdownSignal` handles the signals there are two steps, because nothing has been made while the first modules
+are imported (`cli.commands`), and what preflight makes (a download's folder, a child that looks at GPUs) is removed by
+unwinding (`EarlyEnd`).
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import contextlib
 import os
 import signal
 import threading
+import time
+from types import FrameType
 from typing import TextIO
 
 from twinpool.cluster.processes.service_manager import ServiceManager
@@ -126,3 +131,29 @@ def _end(code: int) -> None:
     """End this process, whatever its other threads do: children that are tied to it are killed by the kernel then, and
     the rest of its run by the reaper."""
     os._exit(code)
+
+
+class EndAsked(BaseException):
+    """Raised in the main thread when a signal asks for an end."""
+
+
+class EarlyEnd:
+    """The handler that unwinds. Whatever swallows the exception (code of others, while it is imported), the process has
+    ended `START_DEADLINE_S` later."""
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def install(self) -> None:
+        """Handle the signals from now on, until `ShutdownSignal` does. Main thread only."""
+        SignalListener(handled_signals(), _end_later).listen(self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self._asked:
+            self._asked = True
+            raise EndAsked
+
+
+def _end_later(number: int) -> None:
+    time.sleep(START_DEADLINE_S)
+    os._exit(ASKED)

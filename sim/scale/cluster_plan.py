@@ -9,6 +9,8 @@ from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ConfigError
 from twinpool.sim.fabric.step_costs import StepCosts
 
+_SLO_FIELDS = {"ttft": "ttft_s", "itl": "tpot_s"}
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillPool:
@@ -64,6 +66,24 @@ class LatencyTarget:
     def __post_init__(self) -> None:
         if not (self.ttft_s > 0 and self.tpot_s > 0):
             raise ConfigError(f"a latency target must be above 0 seconds, got {self.ttft_s:g} and {self.tpot_s:g}")
+
+    @classmethod
+    def read(cls, text: str) -> LatencyTarget:
+        """Read ``ttft=1.0,itl=0.05``, each in seconds, as `--slo` takes it; what is left out has its default. Raises
+        `ConfigError`."""
+        given: dict[str, float] = {}
+        for part in text.split(","):
+            name, _, value = part.strip().partition("=")
+            try:
+                given[_SLO_FIELDS[name.strip()]] = float(value)
+            except (KeyError, ValueError):
+                raise ConfigError(
+                    f"--slo takes ttft=SECONDS,itl=SECONDS, such as ttft=1.0,itl=0.05; got {text!r}"
+                ) from None
+        return cls(**given)
+
+    def __str__(self) -> str:
+        return f"ttft={self.ttft_s:g},itl={self.tpot_s:g}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.common.load_client import LengthRange, synthetic
-from twinpool.cli.replay.trace_prompts import Ask, Content, asks_of
+from twinpool.cli.load.open_loop import Ask, Content, asks_of
 from twinpool.sim.scale.traffic import TraceLine, read_trace
 
 CONTENT = Content(seed=1, low=300, high=2000)

@@ -12,7 +12,7 @@ from bench.autoscaling.real_pools import pairs
 from tests.bench.sse_server import SseServer
 from tests.support.compared_pools import figures_of, unlike
 from tests.support.phased_replay import Lengths, Phase, PoolWatch, Replayed, asks_in_phases, spread
-from twinpool.cli.replay.openai_client import Endpoint, Outcome, stream
+from twinpool.cli.load.openai_client import Endpoint, Outcome, stream
 from twinpool.sim.scale.traffic import TRACE_BLOCK_TOKENS, TraceLine
 
 LINES = [TraceLine(at, 2 * TRACE_BLOCK_TOKENS, 100, (1, number)) for number, at in enumerate((0.0, 0.0, 3.0, 6.0), 2)]

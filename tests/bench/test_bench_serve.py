@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from bench.serving import serve_load as serve
-from twinpool.cli.replay.openai_client import Endpoint, Outcome
-from twinpool.cli.replay.replay_figures import ReplayFigures, figures_of
+from twinpool.cli.load.openai_client import Endpoint, Outcome
+from twinpool.cli.load.replay_figures import ReplayFigures, figures_of
 from twinpool.sim.scale.cluster_plan import LatencyTarget
 
 _spec = importlib.util.spec_from_file_location("sse_server", Path(__file__).with_name("sse_server.py"))

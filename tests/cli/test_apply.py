@@ -12,8 +12,8 @@ from tests.cluster.router_stub import RouterStub, router_stub, row
 from twinpool.cli import command_line
 from twinpool.cli import commands as cli
 from twinpool.cli.admin_client import AdminClient, CommandRefused
-from twinpool.cli.apply_command import ApplyCommand, read_settings
-from twinpool.cli.rolling_restart import OTHERS_S, RollingRestart
+from twinpool.cli.operator.apply_command import ApplyCommand, read_settings
+from twinpool.cli.operator.rolling_restart import OTHERS_S, RollingRestart
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import ConfigError
 

@@ -16,7 +16,7 @@ import pytest
 from tests.support.certificates import TestAuthority
 from twinpool.cli import command_line
 from twinpool.cli import commands as cli
-from twinpool.cli.certs_command import new_certificates
+from twinpool.cli.credential_commands import new_certificates
 from twinpool.contracts.credentials.certificate_check import read_certificates
 from twinpool.contracts.credentials.certificate_files import CertificateFiles
 from twinpool.contracts.credentials.curve_file import read_curve_pair, read_curve_public

@@ -156,7 +156,7 @@ def test_a_cluster_that_another_supervisor_takes_over_keeps_its_time(stub: Route
 def test_undrain_waits_until_the_worker_serves_unless_told_not_to(
     stub: RouterStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("twinpool.cli.pool_commands.POLL_S", 0.0)
+    monkeypatch.setattr("twinpool.cli.operator.pool_commands.POLL_S", 0.0)
     stub.ordered = [row("decode-0", "left", incarnation=3, outcome="starts again")]
     starting, serving = row("decode-0", "starting", incarnation=4), row("decode-0", "ready", incarnation=4)
     stub.tables = [[row("decode-0", "left", incarnation=3)], [starting], [starting], [serving]]

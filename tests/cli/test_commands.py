@@ -15,7 +15,7 @@ from tests.support.served_cluster import ROOT
 from twinpool.cli import command_line
 from twinpool.cli import commands as cli
 from twinpool.cli.admin_client import STATUS_KEYS, AdminClient
-from twinpool.cli.drain_command import DrainCommand, ProgressLines, ending
+from twinpool.cli.operator.drain_command import DrainCommand, ProgressLines, ending
 from twinpool.cluster.processes.run_folder import write_run_file
 from twinpool.cluster.serve.terminal import curl_line, url_of
 from twinpool.contracts.clock import ManualClock

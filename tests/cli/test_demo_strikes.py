@@ -13,7 +13,7 @@ import pytest
 
 from tests.cluster.router_stub import RouterStub, router_stub, row
 from twinpool.cli.admin_client import AdminClient
-from twinpool.cli.demo.demo_strikes import LOOKS, DemoStrikes
+from twinpool.cli.load.demo_command import LOOKS, DemoStrikes
 
 HERE = socket.gethostname()
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from twinpool.cli.explain_command import explained
+from twinpool.cli.operator.explain_command import explained
 from twinpool.contracts.messages.request_record import RecordSpan, RequestRecord
 
 SPANS = (

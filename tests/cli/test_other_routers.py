@@ -16,8 +16,8 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.free_ports import free_port
 from tests.support.served_cluster import ROOT, until
 from twinpool.cli.admin_client import AdminClient, ClusterNotFound, CommandRefused
-from twinpool.cli.router_marks import left_alone, router_lines, routers_of, wanted_marks
-from twinpool.cli.status_view import status_view
+from twinpool.cli.operator.cluster_rows import left_alone, router_lines, routers_of, wanted_marks
+from twinpool.cli.operator.status_command import status_view
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_server import ControllerServer
 from twinpool.cluster.controller.leadership import MemoryLedger

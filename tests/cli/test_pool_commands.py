@@ -10,7 +10,7 @@ from tests.cluster.router_stub import RouterStub, router_stub, row
 from twinpool.cli import command_line
 from twinpool.cli import commands as cli
 from twinpool.cli.admin_client import AdminClient, CommandRefused
-from twinpool.cli.pool_commands import OrderedWorker, follow, order, parse_sizes
+from twinpool.cli.operator.pool_commands import OrderedWorker, follow, order, parse_sizes
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import ConfigError
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from tests.cluster.router_stub import row as row_of
-from twinpool.cli.status_view import check_line, folded, status_table, status_view
+from twinpool.cli.operator.status_command import check_line, folded, status_table, status_view
 
 
 def test_status_shows_how_many_requests_are_retracted() -> None:

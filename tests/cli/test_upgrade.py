@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from tests.cluster.router_stub import RouterStub, router_stub, row
-from twinpool.cli import command_line, upgrade_command
+from twinpool.cli import command_line
 from twinpool.cli import commands as cli
 from twinpool.cli.admin_client import AdminClient, CommandRefused
 from twinpool.cli.command_output import NO_CLUSTER, USAGE
-from twinpool.cli.handover_classes import apart
-from twinpool.cli.rolling_restart import next_in_turn
-from twinpool.cli.status_view import status_view
-from twinpool.cli.upgrade_command import UpgradeCommand
+from twinpool.cli.operator import upgrade_command
+from twinpool.cli.operator.cluster_rows import apart
+from twinpool.cli.operator.rolling_restart import next_in_turn
+from twinpool.cli.operator.status_command import status_view
+from twinpool.cli.operator.upgrade_command import UpgradeCommand
 from twinpool.cluster.processes.keeper import FAILED, NEXT, TAKEN_OVER, NextSupervisor
 from twinpool.cluster.processes.run_folder import RunFile
 from twinpool.cluster.serve.supervisor_upgrade import (

@@ -34,7 +34,7 @@ assert seen == [signal.SIGTERM, signal.SIGINT], seen
 """
 HANDLERS = {
     "cli/commands.py": "ends the process, or raises; takes no lock",
-    "cli/demo/demo_command.py": "does nothing",
+    "cli/load/demo_command.py": "does nothing",
     "cluster/processes/keeper.py": "counts",
     "cluster/processes/reaper.py": "ignored",
     "cluster/serve/detached_cluster.py": "appends to a list, and puts handlers back",

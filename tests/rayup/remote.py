@@ -16,7 +16,7 @@ import yaml
 from tests.rayup.hosts import Host
 from tests.rayup.machine import BIN, ROOT, stop
 from tests.support.served_cluster import READY, Access, Serving
-from twinpool.cli.tool_commands import new_key
+from twinpool.cli.credential_commands import new_key
 
 LAUNCH = ROOT / "deploy" / "ray" / "autoscaled.yaml"
 CONFIG = ROOT / "configs" / "secure.yaml"

@@ -45,8 +45,6 @@ def test_names_in_code_that_the_page_names_are_in_the_files_that_it_names_them_o
         ("POLICIES", "cache/prefix_cache/eviction_policy.py"),
         ("make_policy", "router/core/routing_policies.py"),
         ("COMMANDS", "cli/command_line.py"),
-        ("FLAGS", "cli/command_line.py"),
-        ("_table", "cli/commands.py"),
         ("_MAY_BE_ZERO", "contracts/config/load_config.py"),
         ("Command", "contracts/messages/router_commands.py"),
         ("Event", "contracts/messages/worker_events.py"),

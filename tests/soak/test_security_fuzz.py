@@ -18,8 +18,7 @@ import pytest
 
 from tests.support.served_cluster import Access, Serving, family, serving
 from tests.support.socket_fuzz import abstract_sockets, mutated, targets, visit, visit_abstract
-from twinpool.cli.certs_command import new_certificates
-from twinpool.cli.tool_commands import new_key
+from twinpool.cli.credential_commands import new_certificates, new_key
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow]
 

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.support.served_cluster import Access, serving, until
-from twinpool.cli.tool_commands import new_key
+from twinpool.cli.credential_commands import new_key
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow]
 

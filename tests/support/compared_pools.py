@@ -12,9 +12,9 @@ from rich.table import Table
 from bench.common.bench_report import figure_table
 from bench.common.child_server import serving
 from tests.support.phased_replay import Replayed, replay_phases
-from twinpool.cli.replay.openai_client import Outcome
-from twinpool.cli.replay.replay_figures import is_good, ttft_of, wrongness
-from twinpool.cli.replay.trace_prompts import Ask
+from twinpool.cli.load.open_loop import Ask
+from twinpool.cli.load.openai_client import Outcome
+from twinpool.cli.load.replay_figures import is_good, ttft_of, wrongness
 from twinpool.sim.scale.cluster_plan import LatencyTarget
 
 TARGET = LatencyTarget(ttft_s=6.0, tpot_s=0.3)

@@ -19,9 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.common.load_client import greedy_completion
-from twinpool.cli.replay.open_loop import OpenLoop
-from twinpool.cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
-from twinpool.cli.replay.trace_prompts import Ask, Content, asks_of
+from twinpool.cli.load.open_loop import Ask, Content, OpenLoop, asks_of
+from twinpool.cli.load.openai_client import Endpoint, EndpointError, Outcome, stream
 from twinpool.contracts.ids import PAIR, Role
 from twinpool.sim.scale.traffic import TraceLine
 

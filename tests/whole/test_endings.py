@@ -171,9 +171,9 @@ def drains(run: Run, end: Callable[[], object], tokens: int = 400) -> None:
         pytest.param(SERVE, "torch", True, ASKED, id="torch"),
         pytest.param(SERVE, "twinpool.cluster.serve.serve_cluster", False, ASKED, id="serve"),
         pytest.param(ONE_PROCESS, "twinpool.cluster.serve.serve_one_process", True, ASKED, id="one-process"),
-        pytest.param(("demo",), "twinpool.cli.demo.demo_command", False, ASKED, id="show"),
+        pytest.param(("demo",), "twinpool.cli.load.demo_command", False, ASKED, id="show"),
         pytest.param(CONTROLLER, "twinpool.cluster.controller.controller_process", False, ASKED, id="controller"),
-        pytest.param(("status",), "twinpool.cli.operator_commands", False, INTERRUPTED, id="status"),
+        pytest.param(("status",), "twinpool.cli.operator.status_command", False, INTERRUPTED, id="status"),
     ],
 )
 def test_an_end_that_is_asked_for_while_modules_are_imported_has_its_code(
@@ -196,7 +196,7 @@ def test_an_end_that_is_asked_for_while_modules_are_imported_has_its_code(
 def test_a_second_interrupt_that_comes_while_the_interpreter_ends_changes_no_code(tmp_path: Path) -> None:
     """The interpreter puts the default handlers back before it has freed everything; so does this hook."""
     (tmp_path / "sitecustomize.py").write_text(
-        STOPS_AT.format(module="twinpool.cli.operator_commands", swallows=False) + "import atexit, os, signal\n"
+        STOPS_AT.format(module="twinpool.cli.operator.status_command", swallows=False) + "import atexit, os, signal\n"
         "def late():\n    signal.signal(signal.SIGINT, signal.SIG_DFL)\n    os.kill(os.getpid(), signal.SIGINT)\n"
         "atexit.register(late)\n"
     )

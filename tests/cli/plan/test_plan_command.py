@@ -14,9 +14,9 @@ import pytest
 from tests.bench.sse_server import SseServer
 from twinpool.cli import command_line
 from twinpool.cli import commands as cli
-from twinpool.cli.plan.probe_cluster import ROWS, ClusterProbes, ProbeFailed, find_endpoint, token_time
-from twinpool.cli.replay.openai_client import Outcome
-from twinpool.cli.replay.trace_prompts import Content
+from twinpool.cli.load.measure_costs import ROWS, ClusterProbes, ProbeFailed, find_endpoint, token_time
+from twinpool.cli.load.open_loop import Content
+from twinpool.cli.load.openai_client import Outcome
 from twinpool.sim.fabric.step_costs import StepCosts
 from twinpool.sim.scale.measured_costs import MeasuredCosts, read_costs
 

@@ -7,10 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
-from twinpool.cli.replay.open_loop import OpenLoop
-from twinpool.cli.replay.openai_client import Outcome
-from twinpool.cli.replay.replay_figures import RecentFigures, figures_of
-from twinpool.cli.replay.trace_prompts import Ask
+from twinpool.cli.load.open_loop import Ask, OpenLoop
+from twinpool.cli.load.openai_client import Outcome
+from twinpool.cli.load.replay_figures import RecentFigures, figures_of
 from twinpool.sim.scale.cluster_plan import LatencyTarget
 
 

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from twinpool.cli.command_line import parser
-from twinpool.cli.status_view import controllers_line
+from twinpool.cli.operator.status_command import controllers_line
 from twinpool.cluster.ray_nodes.control_store import StoredTables
 from twinpool.contracts.config.ledger_place import controller_endpoints
 from twinpool.contracts.config.load_config import load_config

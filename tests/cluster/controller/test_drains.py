@@ -17,9 +17,9 @@ from tests.cluster.router_stub import RouterStub, router_stub, row
 from twinpool.cli import command_line
 from twinpool.cli import commands as cli
 from twinpool.cli.admin_client import AdminClient, RouterAway
-from twinpool.cli.drain_command import AWAY_S, DrainCommand, ProgressLines, change_role, ending, table
-from twinpool.cli.drain_command import DrainReport as Progress
-from twinpool.cli.pool_commands import OrderedWorker, follow
+from twinpool.cli.operator.drain_command import AWAY_S, DrainCommand, ProgressLines, change_role, ending, table
+from twinpool.cli.operator.drain_command import DrainReport as Progress
+from twinpool.cli.operator.pool_commands import OrderedWorker, follow
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import OperatorNote, StartWorker
 from twinpool.cluster.controller.leadership import MemoryLedger

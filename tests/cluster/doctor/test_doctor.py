@@ -33,8 +33,8 @@ from tests.support.redis_servers import LedgerServer
 from tests.support.served_cluster import ROOT
 from twinpool.cli import command_line
 from twinpool.cli import commands as cli
-from twinpool.cli.doctor_command import CheckProgress
-from twinpool.cli.tool_commands import new_key
+from twinpool.cli.credential_commands import new_key
+from twinpool.cli.launch_commands import CheckProgress
 from twinpool.cluster.assembly.node_shares import CardFacts
 from twinpool.cluster.doctor.doctor_case import DoctorCase, DoctorHost, Finding, Severity, sized
 from twinpool.cluster.doctor.examine import BESIDE, CHECKS, examine, exit_code

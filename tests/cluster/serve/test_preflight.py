@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.model_families import FAMILIES
-from twinpool.cli.tool_commands import new_key
+from twinpool.cli.credential_commands import new_key
 from twinpool.cluster.assembly.node_shares import MemoryShort, measured
 from twinpool.cluster.models import DEMO
 from twinpool.cluster.serve.preflight import ServeOptions, prepare

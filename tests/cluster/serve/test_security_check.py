@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.certificates import TestAuthority
-from twinpool.cli.tool_commands import new_key
+from twinpool.cli.credential_commands import new_key
 from twinpool.cluster.serve.preflight import ServeOptions, prepare
 from twinpool.cluster.serve.security_check import check_security, open_ways, with_absolute_paths
 from twinpool.contracts.config.cluster_config import Config

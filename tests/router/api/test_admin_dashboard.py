@@ -15,7 +15,7 @@ from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, serving
 from tests.router.service.fake_dashboard import FakeDashboard
 from tests.support.served_cluster import ROOT
-from twinpool.cli.tool_commands import new_key
+from twinpool.cli.credential_commands import new_key
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.security_config import SecurityConfig
 from twinpool.router.api.admin_status import FOLDER, TOKEN_VARIABLE, page_files

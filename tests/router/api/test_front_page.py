@@ -11,7 +11,7 @@ import pytest
 
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import WAIT_S, Server, demo_spec, serving
-from twinpool.cli.tool_commands import new_key
+from twinpool.cli.credential_commands import new_key
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.security_config import SecurityConfig
 from twinpool.router.api.app import OPERATORS

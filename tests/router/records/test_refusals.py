@@ -25,8 +25,8 @@ from tests.router.service.test_ttft_slo import teach
 from tests.router.tracing.otlp_server import attributes_of
 from tests.router.tracing.test_traces import PARENT, TRACE, Sender, collecting, traced
 from tests.support.served_cluster import ROOT
-from twinpool.cli.explain_command import explained
-from twinpool.cli.tool_commands import new_key
+from twinpool.cli.credential_commands import new_key
+from twinpool.cli.operator.explain_command import explained
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.security_config import SecurityConfig
 from twinpool.contracts.config.tracing_config import TracingConfig

@@ -19,7 +19,7 @@ from tests.router.http_server import Server, serving
 from tests.router.security.leasing_routers import LedgerLessor
 from twinpool.cli.command_line import parser as command_line
 from twinpool.cli.commands import run
-from twinpool.cli.tool_commands import new_key, revoke_key
+from twinpool.cli.credential_commands import new_key, revoke_key
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.security_config import SecurityConfig
 from twinpool.contracts.errors import ConfigError

@@ -24,7 +24,7 @@ from msgspec import structs
 from tests.router.fake_worker import FakeCluster, FakeWorker, expected
 from tests.router.http_server import Server, demo_spec, eventually, router_config, serving
 from tests.router.stage import Stage
-from twinpool.cli.tool_commands import new_key
+from twinpool.cli.credential_commands import new_key
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.security_config import SecurityConfig
 from twinpool.contracts.errors import TwinpoolError

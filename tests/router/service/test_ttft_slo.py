@@ -9,7 +9,7 @@ import pytest
 
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, router_config, serving
-from twinpool.cli.tool_commands import new_key
+from twinpool.cli.credential_commands import new_key
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.config.security_config import SecurityConfig

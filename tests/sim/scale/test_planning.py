@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.served_cluster import ROOT
-from twinpool.cli.replay.trace_prompts import Content, asks_of
+from twinpool.cli.load.open_loop import Content, asks_of
 from twinpool.contracts.errors import ConfigError
 from twinpool.sim.fabric.step_costs import StepCosts, pairs_of
 from twinpool.sim.scale.cluster_model import ClusterModel

@@ -7,16 +7,19 @@ an earlier one has left, and does nothing once all workers have the settings.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twinpool.cli.admin_client import AdminClient, CommandRefused, RouterAway
-from twinpool.cli.pool_commands import ROLES, follow, order
-from twinpool.cli.rolling_restart import RollingRestart
-from twinpool.cli.router_marks import left_alone, routers_of, wanted_marks
+from twinpool.cli.admin_client import AdminClient, CommandRefused, RouterAway, client_for
+from twinpool.cli.command_output import print_line
+from twinpool.cli.operator.cluster_rows import left_alone, routers_of, wanted_marks
+from twinpool.cli.operator.drain_command import check_timeout
+from twinpool.cli.operator.pool_commands import ROLES, follow, order
+from twinpool.cli.operator.rolling_restart import RollingRestart, carry_out
 from twinpool.contracts.config.load_config import read_config_file
 from twinpool.contracts.config.security_config import FILES
 from twinpool.contracts.errors import ConfigError
@@ -228,3 +231,14 @@ class ApplyCommand:
 def _counts(row: Mapping[str, Any]) -> bool:
     """Whether a worker is one of its pool's: it serves, or is on its way back."""
     return row["state"] in ("ready", "starting", "unreachable", "dead")
+
+
+def apply(args: argparse.Namespace) -> int:
+    return apply_file(args, client_for(args.url, args.ca, changes=not args.dry_run)[0])
+
+
+def apply_file(args: argparse.Namespace, operator: AdminClient) -> int:
+    check_timeout(args.timeout)
+    command = ApplyCommand(operator, read_settings(args.config), print_line, timeout_s=args.timeout, force=args.force)
+    nothing = "the cluster has these settings, and all workers were started with them"
+    return carry_out(command, nothing, dry_run=args.dry_run)

@@ -1,18 +1,18 @@
-"""The command `twinpool plan`: what it is asked, and its steps."""
+"""The command `twinpool plan`: what it is asked, its steps, and what it shows: the pools that were looked at, what they
+would come to, and why one was chosen.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from twinpool.cli.latency_target import read_target, shown_target
-from twinpool.cli.plan.measure_costs import CostSource, measure_costs
-from twinpool.cli.plan.plan_report import doubt, plan_lines, plan_table
+from twinpool.cli.load.measure_costs import CostSource, measure_costs
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ConfigError
 from twinpool.sim.scale.cluster_model import ClusterModel
@@ -20,6 +20,9 @@ from twinpool.sim.scale.cluster_plan import ClusterPlan, LatencyTarget
 from twinpool.sim.scale.measured_costs import MeasuredCosts, read_costs
 from twinpool.sim.scale.pool_search import PoolPrediction, PoolSearch
 from twinpool.sim.scale.traffic import TraceLine, read_trace, replayed, scaled_block
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 MAX_QUEUED = 1_000_000
 """`router.max_queue` of simulated routers: what waits is late, and isn't refused."""
@@ -103,7 +106,7 @@ class PlanOptions:
             tokens = int(low), int(high)
             source = CostSource(args.url, args.model or "demo", args.config, tuple(args.set), tokens)
         return cls(
-            args.trace, read_target(args.slo), args.share, args.costs, source, args.speed, args.limit,
+            args.trace, LatencyTarget.read(args.slo), args.share, args.costs, source, args.speed, args.limit,
             args.scale_lengths, args.max_context, args.max_workers, args.policy, args.json,
         )  # fmt: skip
 
@@ -139,7 +142,7 @@ def plan(options: PlanOptions, say: Callable[[str], None], show: Callable[[Any],
     found = search.smallest()
     shown = found or search.look(options.max_workers, options.max_workers)
     rows = sorted({id(one): one for one in (shown, *search.beside(shown))}.values(), key=lambda one: one.workers)
-    say(f"{len(load.lines):,} requests, target {shown_target(options.target)} for {options.share:.0%} of them")
+    say(f"{len(load.lines):,} requests, target {options.target} for {options.share:.0%} of them")
     show(plan_table(rows, found, options.share))
     for line in plan_lines(shown, costs, enough=found is not None, options_share=options.share):
         say(line)
@@ -155,3 +158,73 @@ def _write(path: Path, rows: Sequence[PoolPrediction], found: PoolPrediction | N
         "costs": dataclasses.asdict(costs),
     }
     path.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+
+
+def plan_table(rows: Sequence[PoolPrediction], found: PoolPrediction | None, share: float) -> RenderableType:
+    """A row for each prediction; `found` is the one that was chosen."""
+    from rich.table import Table
+
+    out = Table(pad_edge=False)
+    for column in ("prefill", "decode", "TTFT p50, p99", "ITL p50, p99", "good", "goodput/s"):
+        out.add_column(column, justify="right")
+    out.add_column("why")
+    for one in rows:
+        report = one.report
+        cells = (
+            str(one.prefill),
+            str(one.decode),
+            f"{1e3 * report.ttft_p50_s:,.0f}, {1e3 * report.ttft_p99_s:,.0f} ms",
+            f"{1e3 * report.itl_p50_s:,.1f}, {1e3 * report.itl_p99_s:,.1f} ms",
+            f"{report.good:.1%}",
+            f"{report.goodput:,.2f}",
+            why(one, found, share),
+        )
+        out.add_row(*cells, style="bold green" if one is found else None)
+    return out
+
+
+def why(one: PoolPrediction, found: PoolPrediction | None, share: float) -> str:
+    """Why these sizes are the ones, or aren't."""
+    report = one.report
+    if one is found:
+        return f"the fewest workers that keep the target for {share:.0%}"
+    if report.good >= share:
+        return "enough, and a worker more" if found is not None and one.workers > found.workers else "enough as well"
+    late = 1 - report.ttft_met
+    slow = report.ttft_met - report.good
+    if late >= slow:
+        return f"{late:.1%} of first tokens late"
+    return f"{slow:.1%} of answers too slow from token to token"
+
+
+def plan_lines(shown: PoolPrediction, costs: MeasuredCosts, *, enough: bool, options_share: float) -> Iterator[str]:
+    """What to start, the memory that it takes, and on what the prediction rests."""
+    if enough:
+        yield f"twinpool serve --prefill {shown.prefill} --decode {shown.decode}"
+    else:
+        yield (
+            f"NO POOLS of up to {shown.prefill} workers each keep the target for {options_share:.0%}: "
+            f"{why(shown, None, options_share)}; a step alone may take longer than the target"
+        )
+    peak = -(-shown.decode_peak // costs.page_tokens) * costs.page_tokens
+    size = f" ({peak * costs.position_bytes / 2**20:,.0f} MiB)" if costs.position_bytes else ""
+    room = "" if shown.decode_peak < costs.decode_tokens else "; it was full, and requests waited or were retracted"
+    yield (
+        f"a decode worker holds {peak:,} positions at most{size}, of the {costs.decode_tokens:,} that it has: "
+        f"decode.cache.device_tokens={peak} is enough for this load{room}"
+    )
+    if costs.doubtful:
+        yield doubt(costs)
+    yield (
+        f"by costs of {costs.model}, measured {costs.measured_at} on {costs.machine}: workers are taken to be such "
+        "machines, each for itself"
+    )
+
+
+def doubt(costs: MeasuredCosts) -> str:
+    """A warning about costs that explain badly what they were made of."""
+    return (
+        f"DON'T BELIEVE IT: the costs are {costs.prompt_error:.0%} off the first tokens that were measured, and "
+        f"{costs.batch_error:.0%} off the batches: the machine did other things, or its steps aren't linear in what "
+        "they compute; measure again on one that does nothing else"
+    )

@@ -1,16 +1,22 @@
-"""`twinpool certs`: make, renew and check the certificates of a cluster of one's own."""
+"""The commands `twinpool keys` and `twinpool certs`: API keys in a key file, and the certificates and CURVE keys of a
+cluster of one's own.
+"""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import re
 import socket
 import tempfile
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import zmq.auth
 from rich.table import Table
 
+from twinpool.cli.command_output import FINE, REFUSED, print_table
 from twinpool.contracts.credentials.certificate_check import read_certificates
 from twinpool.contracts.credentials.certificate_files import CertificateFiles
 from twinpool.contracts.credentials.mint_certificates import (
@@ -21,6 +27,62 @@ from twinpool.contracts.credentials.mint_certificates import (
     write_private,
 )
 from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.key_file import ApiKey, KeyFile, check_tenant, mint_key, read_key_file, write_key_file
+
+_SPAN = re.compile(r"(\d{1,5})([dhm])")
+_UNITS = {"d": timedelta(days=1), "h": timedelta(hours=1), "m": timedelta(minutes=1)}
+
+
+def new_key(path: Path, tenant: str, expires: str = "") -> str:
+    """Add a key of `tenant` to the file, which is made where there is none; returns its secret, which isn't kept.
+
+    `expires`: after how long, as 90d, 12h or 30m; empty: never. Raises `ConfigError`.
+    """
+    check_tenant(tenant)
+    now = datetime.now(UTC)
+    ends = (now + _span(expires)).isoformat(timespec="seconds") if expires else ""
+    content = read_key_file(path) if path.exists() else KeyFile()
+    secret, key = mint_key(tenant, now.isoformat(timespec="seconds"), ends)
+    write_key_file(path, dataclasses.replace(content, keys=(*content.keys, key)))
+    return secret
+
+
+def revoke_key(path: Path, key_id: str) -> str:
+    """Take a key out of the file; returns its id. Raises `ConfigError` where there is none with that id."""
+    content = read_key_file(path)
+    kept = tuple(key for key in content.keys if key.id != key_id)
+    if len(kept) == len(content.keys):
+        raise ConfigError(f"{path} has no key {key_id}: twinpool keys list shows them")
+    write_key_file(path, dataclasses.replace(content, keys=kept))
+    return key_id
+
+
+def list_keys(path: Path) -> Table:
+    """Return the keys of the file, with what their tenants may ask for."""
+    content = read_key_file(path)
+    shown = Table("id", "tenant", "created", "expires", "requests/min", "tokens/min", "at a time", "priority", "models")
+    for key in content.keys:
+        limits = content.limits(key.tenant)
+        numbers = (limits.requests_per_minute, limits.tokens_per_minute, limits.concurrent)
+        shown.add_row(
+            key.id, key.tenant, key.created, _ending(key), *(f"{n:,}" if n else "" for n in numbers),
+            str(limits.priority), ", ".join(limits.models),
+        )  # fmt: skip
+    return shown
+
+
+def _ending(key: ApiKey) -> str:
+    if key.expired(datetime.now(UTC)):
+        return f"[red]{key.expires}, expired[/]"
+    return key.expires or "never"
+
+
+def _span(text: str) -> timedelta:
+    found = _SPAN.fullmatch(text)
+    if found is None or not int(found[1]):
+        raise ConfigError(f"--expires takes days, hours or minutes, such as 90d, 12h or 30m; got {text!r}")
+    return int(found[1]) * _UNITS[found[2]]
+
 
 CA, CA_KEY = "ca.pem", "ca.key"
 NODE, NODE_KEY = "node.pem", "node.key"
@@ -111,3 +173,29 @@ def _names(certificate: object) -> list[str]:
 def _check_days(days: float) -> None:
     if not 0 < days <= AUTHORITY_DAYS:
         raise ConfigError(f"--days must be above 0 and at most {AUTHORITY_DAYS:g}, got {days:g}")
+
+
+def keys(args: argparse.Namespace) -> int:
+    if args.action == "list":
+        print_table(list_keys(args.file))
+        return FINE
+    if not args.name:
+        raise ConfigError(
+            f"twinpool keys {args.action} needs {'a tenant' if args.action == 'new' else 'the id of a key'}"
+        )
+    if args.action == "new":
+        print(new_key(args.file, args.name, args.expires))
+    else:
+        print(f"revoked {revoke_key(args.file, args.name)}")
+    return FINE
+
+
+def certs(args: argparse.Namespace) -> int:
+    if args.action == "check":
+        table, good = check_certificates(args.folder)
+        print_table(table)
+        return FINE if good else REFUSED
+    make = new_certificates if args.action == "new" else renew_certificate
+    for line in make(args.folder, args.host, args.days):
+        print(line)
+    return FINE

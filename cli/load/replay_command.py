@@ -14,13 +14,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from twinpool.cli.latency_target import read_target
-from twinpool.cli.replay import replay_report
-from twinpool.cli.replay.open_loop import OpenLoop
-from twinpool.cli.replay.openai_client import Endpoint, EndpointError, Outcome, stream
-from twinpool.cli.replay.plots import check_plots, draw_plots
-from twinpool.cli.replay.replay_figures import RecentFigures, ReplayFigures, figures_of
-from twinpool.cli.replay.trace_prompts import Ask, Content, asks_of
+from twinpool.cli.load.open_loop import Ask, Content, OpenLoop, asks_of
+from twinpool.cli.load.openai_client import Endpoint, EndpointError, Outcome, stream
+from twinpool.cli.load.replay_figures import (
+    RecentFigures,
+    ReplayFigures,
+    check_plots,
+    draw_plots,
+    figures_of,
+    final_lines,
+    final_table,
+    live_line,
+    live_view,
+    record_of,
+    write_json,
+)
 from twinpool.contracts.errors import ConfigError, TwinpoolError
 from twinpool.contracts.outside_data import read_json
 from twinpool.sim.scale.cluster_plan import LatencyTarget
@@ -87,7 +95,7 @@ class ReplayOptions:
             check_plots()
         names = set(cls.__dataclass_fields__) - {"target", "token_range"}
         given = {name: getattr(args, name) for name in names}
-        return cls(target=read_target(args.slo), token_range=(int(low), int(high)), **given)
+        return cls(target=LatencyTarget.read(args.slo), token_range=(int(low), int(high)), **given)
 
     def headers(self) -> list[list[tuple[str, str]]]:
         """The headers of requests, to be taken in turn: a set for each key. Raises `ConfigError`."""
@@ -207,13 +215,13 @@ def replay(options: ReplayOptions, say: Callable[[str], None], show: Callable[[A
         with contextlib.suppress(KeyboardInterrupt):
             runner.run(_watched(run, say))
     figures = run.figures()
-    show(replay_report.final_table(figures, options.target))
-    for line in replay_report.final_lines(figures):
+    show(final_table(figures, options.target))
+    for line in final_lines(figures):
         say(line)
     if options.json is not None:
         began = run.loop.began_s
-        records = [replay_report.record_of(one, began) for one in run.loop.outcomes] if options.records else None
-        replay_report.write_json(options.json, options.settings(), figures, records)
+        records = [record_of(one, began) for one in run.loop.outcomes] if options.records else None
+        write_json(options.json, options.settings(), figures, records)
     if options.plots is not None:
         for path in draw_plots(options.plots, run.loop.outcomes, run.loop.began_s, options.target):
             say(f"drawn: {path}")
@@ -236,10 +244,10 @@ async def _watch(run: ReplayRun, say: Callable[[str], None]) -> None:
     if not sys.stdout.isatty():
         while True:
             await asyncio.sleep(SAY_S)
-            say(replay_report.live_line(run.loop, run.recent, total, time.perf_counter()))
+            say(live_line(run.loop, run.recent, total, time.perf_counter()))
     from rich.live import Live
 
     with Live(auto_refresh=False, transient=True) as live:
         while True:
-            live.update(replay_report.live_view(run.loop, run.recent, total, time.perf_counter()), refresh=True)
+            live.update(live_view(run.loop, run.recent, total, time.perf_counter()), refresh=True)
             await asyncio.sleep(LOOK_S)

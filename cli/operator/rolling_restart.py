@@ -7,11 +7,12 @@ over to those before them, either side has workers of each role.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from twinpool.cli.admin_client import POLL_S, SAY_EVERY_S, AdminClient, CommandRefused
-from twinpool.cli.handover_classes import draining
-from twinpool.cli.pool_commands import follow, order, restart_path
+from twinpool.cli.command_output import FINE, print_line
+from twinpool.cli.operator.cluster_rows import draining
+from twinpool.cli.operator.pool_commands import follow, order, restart_path
 
 REFUSED_S = 10.0
 """Seconds for which a restart that is refused is ordered again: a router may not know yet that another serves."""
@@ -153,3 +154,41 @@ class RollingRestart:
         self._restarted[name] = workers[0].incarnation
         self._say(f"{name} {workers[0].outcome}")
         follow(self._operator, workers, self._timeout_s, self._say)
+
+
+class _Plan(Protocol):
+    """What a command will do, as `plan` found it."""
+
+    @property
+    def nothing(self) -> bool: ...
+
+    def lines(self) -> list[str]: ...
+
+
+_P = TypeVar("_P", bound=_Plan)
+
+
+class _PlannedCommand(Protocol[_P]):
+    """A command that says what it will do before it does it."""
+
+    def plan(self) -> _P: ...
+
+    def run(self, plan: _P) -> float: ...
+
+    def left(self) -> str: ...
+
+
+def carry_out(command: _PlannedCommand[_P], nothing: str, *, dry_run: bool) -> int:
+    """Say what a command will do, and do it unless this is a dry run. `nothing`: why there may be nothing to do."""
+    plan = command.plan()
+    for line in plan.lines():
+        print_line(line)
+    if plan.nothing:
+        print_line(f"nothing to do: {nothing}")
+    elif not dry_run:
+        try:
+            print_line(f"done after {command.run(plan):.1f} s")
+        except KeyboardInterrupt:
+            print_line(f"stopped; {command.left()}")
+            raise
+    return FINE

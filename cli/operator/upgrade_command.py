@@ -7,16 +7,24 @@ command goes on with what an earlier one has left, and does nothing once all is 
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from twinpool.cli.admin_client import POLL_S, AdminClient, CommandRefused, RouterAway
-from twinpool.cli.handover_classes import between_builds
-from twinpool.cli.rolling_restart import RollingRestart
-from twinpool.cli.router_marks import left_alone, routers_of
+from twinpool.cli.admin_client import POLL_S, AdminClient, ClusterNotFound, CommandRefused, RouterAway, client_for
+from twinpool.cli.command_output import print_line
+from twinpool.cli.operator.cluster_rows import between_builds, left_alone, routers_of
+from twinpool.cli.operator.drain_command import check_timeout
+from twinpool.cli.operator.rolling_restart import RollingRestart, carry_out
 from twinpool.cluster.processes.run_folder import RunFile
-from twinpool.cluster.serve.supervisor_upgrade import CheckedBuild, replace_supervisor, services_build
+from twinpool.cluster.serve.supervisor_upgrade import (
+    CheckedBuild,
+    check_build,
+    interpreter_of,
+    replace_supervisor,
+    services_build,
+)
 
 ROUTER_S = 30.0
 """Seconds in which a router of the new build must answer operators, once the supervisor has replaced it."""
@@ -162,3 +170,17 @@ class UpgradeCommand:
                     "of it, or another host, has one that this command doesn't replace; upgrade that one first"
                 )
             self._operator.sleep(POLL_S)
+
+
+def upgrade(args: argparse.Namespace) -> int:
+    check_timeout(args.timeout)
+    python = interpreter_of(args.python)
+    operator, chosen = client_for(args.url, args.ca, changes=not args.dry_run)
+    if chosen.run is None:
+        raise ClusterNotFound(
+            f"no cluster whose router is at {chosen.url} is running on this machine: upgrade it where it was started"
+        )
+    run = chosen.run
+    build = check_build(python, run)
+    command = UpgradeCommand(operator, run, build, print_line, timeout_s=args.timeout, force=args.force)
+    return carry_out(command, f"all of the cluster is of build {build.build}", dry_run=args.dry_run)

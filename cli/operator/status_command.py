@@ -6,10 +6,14 @@ of one that is gone or starts again; one that serves is well.
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from twinpool.cli.chosen_cluster import duration
+from twinpool.cli.admin_client import WATCH_S, AdminClient, ChosenCluster, RouterAway, client_for, duration
+from twinpool.cli.command_output import FINE, REFUSED, console, plain_table, print_line, print_table
 
 SHOWN_DECISIONS = 5
 """The autoscaler's latest decisions that `status` shows."""
@@ -34,7 +38,7 @@ def status_view(status: Mapping[str, Any], *, up_s: float | None = None, unfold:
     from rich.console import Group
     from rich.text import Text
 
-    from twinpool.cli.router_marks import router_lines
+    from twinpool.cli.operator.cluster_rows import router_lines
 
     parts = [Text(cluster_line(status, up_s))] if "url" in status else []
     parts.append(status_table(status["workers"], unfold=unfold))
@@ -213,12 +217,56 @@ def check_table(report: Mapping[str, Any]) -> Any:
     return table
 
 
-def plain_table(*titles: str) -> Any:
-    """Return an empty rich table; the first two columns and ``node`` are aligned left, the others right."""
-    from rich import box
-    from rich.table import Table
+def status(args: argparse.Namespace) -> int:
+    said: list[str] = []  # The view has a line of its own for the cluster.
+    operator, chosen = client_for(args.url, args.ca, changes=False, say=said.append)
+    if args.json or chosen.several:
+        print(chosen.line, file=sys.stderr, flush=True)
+    if args.watch:
+        return _watch(operator, chosen, args)
+    status = operator.status()
+    if args.json:
+        print(json.dumps(status))
+        return FINE
+    print_table(_status_view(status, chosen, args))
+    if args.verbose:
+        for line in (*numerics_lines(status["workers"]), *chosen.start_report()):
+            print_line(line)
+    return FINE
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for index, title in enumerate(titles):
-        table.add_column(title, justify="left" if index < 2 or title == "node" else "right", no_wrap=True)
-    return table
+
+def _status_view(status: dict[str, Any], chosen: ChosenCluster, args: argparse.Namespace) -> Any:
+    return status_view(status, up_s=chosen.up_s, unfold=args.all)
+
+
+def _watch(operator: AdminClient, chosen: ChosenCluster, args: argparse.Namespace) -> int:
+    """Show the workers again and again until Ctrl-C, which ends in order; a router that is away is waited for."""
+    from rich.live import Live
+
+    out, as_json = console(), args.json
+    with Live(console=out, auto_refresh=False) as live:
+        while True:
+            try:
+                status = operator.status()
+            except RouterAway as error:
+                shown: Any = str(error)
+            else:
+                shown = json.dumps(status) if as_json else _status_view(status, chosen, args)
+            if as_json or not sys.stdout.isatty():
+                out.print(shown, soft_wrap=as_json)
+            else:
+                live.update(shown, refresh=True)
+            operator.sleep(WATCH_S)
+
+
+def check(args: argparse.Namespace) -> int:
+    report = client_for(args.url, args.ca, changes=False)[0].check()
+    if args.json:
+        print(json.dumps(report))
+    else:
+        print_line(check_line(report))
+        print_table(check_table(report))
+        for worker in report["workers"]:
+            for violation in worker["violations"]:
+                print(f"{worker['name']}: {violation}")
+    return FINE if report["ok"] else REFUSED

@@ -6,13 +6,15 @@ the time went, what happened in order, and who was considered for it.
 
 from __future__ import annotations
 
+import argparse
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from twinpool.cli.admin_client import AdminClient
-from twinpool.cli.status_view import plain_table
+from twinpool.cli.admin_client import AdminClient, client_for
+from twinpool.cli.command_output import FINE, plain_table, print_table
 
 KB, MB = 1000, 1_000_000
 SHORT = 1e-4
@@ -157,3 +159,12 @@ def _bytes(nbytes: int) -> str:
     if nbytes >= MB:
         return f"{nbytes / MB:.1f} MB"
     return f"{nbytes / KB:.1f} kB" if nbytes >= KB else f"{nbytes} bytes"
+
+
+def explain(args: argparse.Namespace) -> int:
+    records = records_of(client_for(args.url, args.ca, changes=False)[0], args.request)
+    if args.json:
+        print(json.dumps(records))
+    else:
+        print_table(explained(records))
+    return FINE

@@ -11,12 +11,17 @@ the node has left when none is there.
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from twinpool.cli.admin_client import POLL_S, SAY_EVERY_S, AdminClient, CommandRefused, RouterAway
+from twinpool.cli.admin_client import POLL_S, SAY_EVERY_S, AdminClient, CommandRefused, RouterAway, client_for
+from twinpool.cli.command_output import FINE, REFUSED, plain_table, print_line
+from twinpool.contracts.errors import ConfigError
 
 HURRY_S = 30.0
 """How long a worker may still take to leave after its requests were started over on other workers."""
@@ -293,7 +298,6 @@ def _is_on(row: Mapping[str, Any], node: str) -> bool:
 
 def table(report: DrainReport) -> Any:
     """Return a rich table of a drain, for `--watch`."""
-    from twinpool.cli.status_view import plain_table
 
     out = plain_table(
         "worker",
@@ -359,3 +363,50 @@ def change_role(operator: AdminClient, worker: str, role: str, *, force: bool, t
 def quoted(name: str) -> str:
     """Return `name` quoted for one segment of a URL's path."""
     return urllib.parse.quote(name, safe="")
+
+
+def drain(args: argparse.Namespace) -> int:
+    check_timeout(args.timeout)
+    operator = client_for(args.url, args.ca, changes=True)[0]
+    if args.no_wait:
+        for name in order_drain(operator, args.worker, force=args.force):
+            print_line(f"{name} drains")
+        return FINE
+
+    def run(show: Callable[[DrainReport], None]) -> DrainReport:
+        options = {"force": args.force, "timeout_s": args.timeout, "show": show}
+        return DrainCommand(operator, args.worker, **options).run()
+
+    if args.json:
+        report = run(lambda r: print_line(json.dumps(r.as_json())) if args.watch else None)
+        print_line(json.dumps(report.as_json()))
+    elif args.watch and sys.stdout.isatty():
+        from rich.live import Live
+
+        with Live(refresh_per_second=5) as live:
+            report = run(lambda r: live.update(table(r)))
+            live.update(table(report))
+    else:
+        report = run(ProgressLines(print_line).show)
+    if not report.left:
+        print(f"error: {report.why}", file=sys.stderr)
+    elif not args.json:
+        print_line(ending(report))
+    return FINE if report.left else REFUSED
+
+
+def role(args: argparse.Namespace) -> int:
+    check_timeout(args.timeout)
+    operator = client_for(args.url, args.ca, changes=True)[0]
+    if args.no_wait:
+        order_role(operator, args.worker, args.role, force=args.force)
+        print_line(f"{args.worker} drains and starts again as a {args.role} worker")
+        return FINE
+    report = change_role(operator, args.worker, args.role, force=args.force, timeout_s=args.timeout)
+    print_line(f"{args.worker} serves as a {args.role} worker after {report.seconds:.1f} s")
+    return FINE
+
+
+def check_timeout(timeout_s: float) -> None:
+    if timeout_s <= 0:
+        raise ConfigError(f"--timeout must be above 0 seconds, got {timeout_s:g}")

@@ -1,4 +1,4 @@
-"""The commands `twinpool add`, `scale`, `restart`, `cordon` and `uncordon`: give the order, then follow it to its end.
+"""The commands `twinpool undrain`, `add`, `scale`, `restart`, `cordon` and `uncordon`: order, then follow to the end.
 
 The controller carries an order out whether or not this command is there. What it waits for is in the workers' rows: a
 worker that starts must be ready in a later incarnation than before, one that leaves must have left or died.
@@ -6,14 +6,16 @@ worker that starts must be ready in a later incarnation than before, one that le
 
 from __future__ import annotations
 
+import argparse
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from twinpool.cli.admin_client import POLL_S, SAY_EVERY_S, AdminClient, CommandRefused, RouterAway
-from twinpool.cli.drain_command import AWAY_S, quoted
-from twinpool.cli.handover_classes import draining
+from twinpool.cli.admin_client import POLL_S, SAY_EVERY_S, AdminClient, CommandRefused, RouterAway, client_for
+from twinpool.cli.command_output import FINE, REFUSED, print_line
+from twinpool.cli.operator.cluster_rows import draining
+from twinpool.cli.operator.drain_command import AWAY_S, check_timeout, quoted
 from twinpool.contracts.errors import ConfigError
 
 ROLES = ("prefill", "decode", "colocated")
@@ -122,3 +124,50 @@ def _state(worker: OrderedWorker, row: Mapping[str, Any] | None, rows: Mapping[s
 
 def restart_path(worker: str) -> str:
     return f"restart/{quoted(worker)}"
+
+
+def undrain(args: argparse.Namespace) -> int:
+    check_timeout(args.timeout)
+    operator = client_for(args.url, args.ca, changes=True)[0]
+    workers, refused = undrained(operator, args.worker)
+    for line in (*(f"{one.name} {one.outcome}" for one in workers), *refused):
+        print_line(line)
+    if workers and not args.no_wait:
+        print_line(f"done after {follow(operator, workers, args.timeout, print_line):.1f} s")
+    return REFUSED if refused else FINE
+
+
+def add(args: argparse.Namespace) -> int:
+    return _change(args, "add", role=args.role, count=args.count, node=args.node)
+
+
+def scale(args: argparse.Namespace) -> int:
+    sizes = {role: str(count) for role, count in parse_sizes(args.sizes).items()}
+    return _change(args, "scale", **sizes, force="true" * args.force)
+
+
+def restart(args: argparse.Namespace) -> int:
+    return _change(args, restart_path(args.worker), force="true" * args.force)
+
+
+def _change(args: argparse.Namespace, path: str, **query: str | int) -> int:
+    """Give an order and follow it, unless that isn't wanted."""
+    check_timeout(args.timeout)
+    operator, _ = client_for(args.url, args.ca, changes=True)
+    workers = order(operator, path, **query)
+    for worker in workers:
+        print_line(f"{worker.name} {worker.outcome}")
+    if not workers:
+        print_line("nothing to do: the pools have so many workers already")
+    elif not args.no_wait:
+        print_line(f"done after {follow(operator, workers, args.timeout, print_line):.1f} s")
+    return FINE
+
+
+def cordon(args: argparse.Namespace) -> int:
+    """Run `cordon` or `uncordon`."""
+    operator, _ = client_for(args.url, args.ca, changes=True)
+    for worker in order(operator, f"{args.command}/{quoted(args.node)}"):
+        print_line(f"{worker.name} {worker.outcome}")
+    print_line(f"{args.node} is {args.command}ed")
+    return FINE

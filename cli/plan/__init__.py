@@ -1,1 +1,0 @@
-"""`twinpool plan`: what pools a load needs, by costs that were measured and a simulated cluster."""
