@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from enum import StrEnum
+from functools import lru_cache
 
 PREFIX = "damage_"
 """Prefix of the names of a worker's other damage counters, before the `where`: ``damage_restore``, say."""
@@ -47,6 +48,7 @@ COUNTERS = {
 """Names of the workers' counters that count damage, each with its site."""
 
 
+@lru_cache(maxsize=1024)
 def where_of(counter: str) -> str | None:
     """The `where` of a worker's damage counter; None for a counter of something else."""
     if counter in COUNTERS:

@@ -96,18 +96,19 @@ class ProgressWatch:
 
     def __init__(self, clock: Clock, requests: RoutedRequests) -> None:
         self._clock, self._requests = clock, requests
-        self._advanced = clock.now()
+        self.at = clock.now()
+        """When a request advanced last."""
         self._steps: dict[WorkerKey, int] = {}
         """Steps that each worker had made in the latest table."""
 
     @property
     def stalled_s(self) -> float:
         """Seconds since anything advanced while there is work; 0 without work."""
-        return self._clock.now() - self._advanced if self._requests.in_flight else 0.0
+        return self._clock.now() - self.at if self._requests.in_flight else 0.0
 
     def advanced(self) -> None:
         """Note that a request has advanced, or that one has arrived when there was none."""
-        self._advanced = self._clock.now()
+        self.at = self._clock.now()
 
     def on_view(self, views: Sequence[WorkerView], busy: Iterable[WorkerKey]) -> None:
         """Take in the controller's table; `busy` are the workers that have requests of this router.

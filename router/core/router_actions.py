@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from twinpool.contracts.ids import RequestId
 from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.worker_events import Done
@@ -24,8 +26,7 @@ class SendCommand:
     command: Command
 
 
-@dataclass(frozen=True, slots=True)
-class DeliverTokens:
+class DeliverTokens(msgspec.Struct, frozen=True):
     """The next tokens of a request, in order. `logprobs`: one a token when the client asked for them, else empty."""
 
     request_id: RequestId

@@ -317,9 +317,10 @@ class RouterCore:
         """Take in an event from a worker."""
         r = self.requests.get(event.request_id)
         # Nearly all events are the next tokens of a request that decodes.
-        if type(event) is Tokens and r is not None and r.streams(worker, event) and self.migrations.of(r) is None:
-            self.progress.advanced()
-            self._deliver(r, *r.accept(event, Role.DECODE))
+        moving = self.migrations.under_way
+        if type(event) is Tokens and r is not None and r.id not in moving and r.append_next(worker, event):
+            self.progress.at = self._clock.now()
+            self._actions.append(DeliverTokens(r.id, event.tokens, event.logprobs))
             return
         if isinstance(event, Audited):
             self.counts.late_events += not self.audits.on_event(worker, event)

@@ -26,22 +26,23 @@ TOKEN_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16_384, 65_536, 262_144, 1_048_5
 class HistogramTally:
     """A histogram; a bucket includes its upper bound."""
 
-    __slots__ = ("_bounds", "_counts", "sum")
+    __slots__ = ("_bounds", "counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
+        self.counts = [0] * (len(bounds) + 1)
+        """By bucket; `observe` and, for what comes with each token, `RequestTally.tokens` count."""
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
+        self.counts[bisect_left(self._bounds, value)] += 1
         self.sum += value
 
     def family(self, name: str, text: str, labels: dict[str, str] | None = None) -> HistogramMetricFamily:
         """Return the histogram as a family of one sample with `labels`."""
         total = 0
         buckets = []
-        for bound, count in zip((*map(str, map(float, self._bounds)), "+Inf"), self._counts, strict=True):
+        for bound, count in zip((*map(str, map(float, self._bounds)), "+Inf"), self.counts, strict=True):
             total += count
             buckets.append((bound, float(total)))
         labels = labels or {}
@@ -59,19 +60,15 @@ TIERS = ("device", "host", "storage")
 class TargetTally:
     """Counts of first tokens and later deliveries, and of those that missed the autoscaler's targets."""
 
-    __slots__ = ("_first_s", "_gap_s", "first_late", "first_tokens", "gaps", "gaps_late")
+    __slots__ = ("_first_s", "first_late", "first_tokens", "gap_s", "gaps", "gaps_late")
 
     def __init__(self, first_s: float = math.inf, gap_s: float = math.inf) -> None:
-        self._first_s, self._gap_s = first_s, gap_s
+        self._first_s, self.gap_s = first_s, gap_s
         self.first_tokens = self.first_late = self.gaps = self.gaps_late = 0
 
     def first_token(self, seconds: float) -> None:
         self.first_tokens += 1
         self.first_late += seconds > self._first_s
-
-    def gap(self, seconds: float) -> None:
-        self.gaps += 1
-        self.gaps_late += seconds > self._gap_s
 
 
 class RequestTally:
@@ -129,9 +126,11 @@ class RequestTally:
         """
         self.generated_tokens += count
         if choice.first_at:
-            gap_s = now - choice.last_at
-            self.itl.observe(gap_s)
-            self.target.gap(gap_s)
+            gap_s, itl, target = now - choice.last_at, self.itl, self.target
+            itl.counts[bisect_left(ITL_BUCKETS_S, gap_s)] += 1
+            itl.sum += gap_s
+            target.gaps += 1
+            target.gaps_late += gap_s > target.gap_s
             self.gap_shape.counts[bisect_left(BOUNDS_S, gap_s)] += 1
         else:
             choice.first_at, choice.first_count = now, count

@@ -188,18 +188,19 @@ class Migrations:
         self._config, self._clock, self._workers, self._placement = config, clock, workers, placement
         self._mint_room, self._send, self._replay = mint_room, send, replay
         self._wishes: dict[RequestId, tuple[RoutedRequest, DrainWish]] = {}
-        self._under_way: dict[RequestId, tuple[RoutedRequest, Migration]] = {}
+        self.under_way: dict[RequestId, tuple[RoutedRequest, Migration]] = {}
+        """Requests that migrate; changed here alone, and looked into for each event."""
         self.offers = PrefixTransfers(clock, workers, mint_room, send)
         self.counts = MigrationCounts()
 
     def of(self, request: RoutedRequest) -> Migration | None:
-        found = self._under_way.get(request.id)
+        found = self.under_way.get(request.id)
         return found[1] if found is not None else None
 
     def waiting(self, worker: WorkerKey) -> int:
         """How many requests that a draining worker would hand to others haven't begun to migrate."""
         wished = (r for r, wish in self._wishes.values() if wish.worker == worker)
-        return sum(r.id not in self._under_way for r in wished)
+        return sum(r.id not in self.under_way for r in wished)
 
     # ------------------------------------------------------------ what workers say
 
@@ -287,7 +288,7 @@ class Migrations:
         """Begin to migrate a running request; returns False where it can't be now or there is no worker to take it."""
         now = self._clock.now()
         source = self._workers.get(r.decode) if r.decode is not None else None
-        if source is None or r.decode is None or r.id in self._under_way or not _can_migrate(r):
+        if source is None or r.decode is None or r.id in self.under_way or not _can_migrate(r):
             return False
         refusals = self._wishes[r.id][1].avoid if r.id in self._wishes else {}
         avoid = {**r.avoid, **refusals, r.decode: float("inf")}
@@ -296,7 +297,7 @@ class Migrations:
             return False
         rooms = room_of(r.id, self._mint_room()), room_of(r.id, self._mint_room())
         migration = Migration(r.decode, target.key, r.next_attempt(), *rooms, now)
-        self._under_way[r.id] = r, migration
+        self.under_way[r.id] = r, migration
         target.book(r.id, target.sequence_load, r.max_len)
         self.counts.begun += 1
         r.journal.note(now, JournalKind.MOVE_BEGUN, r.attempt, source.record.name, f"to {target.record.name}")
@@ -359,7 +360,7 @@ class Migrations:
         self.counts.paused_s += paused_s
         self.counts.longest_pause_s = max(self.counts.longest_pause_s, paused_s)
         migration.step(MigrationEvent.SPOKE, now)
-        del self._under_way[r.id]
+        del self.under_way[r.id]
         self._wishes.pop(r.id, None)
         source = self._workers.get(migration.source)
         if source is not None:
@@ -394,7 +395,7 @@ class Migrations:
         target = self._workers.get(migration.target)
         offered = migration.state in (MigrationState.OFFERED, MigrationState.GIVEN)
         migration.step(event, self._clock.now())
-        del self._under_way[r.id]
+        del self.under_way[r.id]
         if target is not None:
             target.unbook(r.id, target.sequence_load)
             if offered and not over and target.linked:
@@ -424,7 +425,7 @@ class Migrations:
         """Give up migrations and offers that stand still, and fulfil the wishes that can be fulfilled now."""
         self.offers.tick()
         now = self._clock.now()
-        for r, migration in list(self._under_way.values()):
+        for r, migration in list(self.under_way.values()):
             if now - migration.heard >= PATIENCE_S:
                 self._give_up(r, migration, f"nothing was heard for {PATIENCE_S:g} s")
         for r, wish in list(self._wishes.values()):
@@ -437,7 +438,7 @@ class Migrations:
         if not wish.started:
             self.restart(r, wish.worker)
             return
-        busy = sum(migration.source == wish.worker for _, migration in self._under_way.values())
+        busy = sum(migration.source == wish.worker for _, migration in self.under_way.values())
         if busy < self._config.concurrent_migrations:
             self.begin(r)
 
@@ -455,7 +456,7 @@ class Migrations:
     def check(self) -> list[str]:
         """Compare the books with the requests; returns a line for each disagreement."""
         found = []
-        for rid, (r, migration) in self._under_way.items():
+        for rid, (r, migration) in self.under_way.items():
             if MIGRATION.terminal(migration.state):
                 found.append(f"request {rid} is {migration.state} and still booked")
             if migration.source != r.decode:

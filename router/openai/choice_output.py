@@ -8,7 +8,8 @@ ids; its text is shown only with `include_stop_str_in_output`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.messages.worker_events import Done
@@ -31,8 +32,7 @@ from twinpool.router.text.detokenizer import StopMatcher
 from twinpool.router.text.tokenizer import ModelTokenizer
 
 
-@dataclass(slots=True)
-class OutputDelta:
+class OutputDelta(msgspec.Struct):
     """The part of a choice that one event added; `finish` (``stop`` or ``length``) is set in the last one."""
 
     index: int
@@ -58,14 +58,13 @@ class ChoiceOutput:
         "_eos",
         "_first_due",
         "_found",
-        "_include_stop",
+        "_left_out",
         "_mark_of",
         "_mark_tokens",
         "_matcher",
         "_min_tokens",
         "_parser",
         "_plain",
-        "_stop_ids",
         "ended_at",
         "error",
         "finish",
@@ -128,10 +127,11 @@ class ChoiceOutput:
             shown=marks,
         )
         self._matcher = StopMatcher(generate_request.stops, include=generate_request.include_stop)
-        self._include_stop = generate_request.include_stop
         asks_for_calls = looked_for is not None and looked_for.tool_format
         self._asks_for_json = not asks_for_calls and '"json_schema"' in request.sampling.grammar
-        self._stop_ids = frozenset(request.sampling.stop_token_ids)
+        stop_ids = request.sampling.stop_token_ids
+        self._left_out = frozenset[int]() if generate_request.include_stop else frozenset(stop_ids)
+        """Tokens whose text isn't shown."""
         self._eos = generate_request.eos
         self._min_tokens = request.sampling.min_tokens
         self._first_due = True
@@ -149,14 +149,29 @@ class ChoiceOutput:
         nothing more. One that matched within the arguments of a call, or within an object that was asked for, cuts the
         answer off as `max_tokens` does: `finish` is "length" then.
         """
-        if self._plain:
-            return self._take_plain(tokens, logprobs)
+        if not self._plain:
+            return self._take_each(tokens, logprobs)
+        left_out = self._left_out
+        text = self._detokenizer.feed_all(
+            tokens if left_out.isdisjoint(tokens) else [token for token in tokens if token not in left_out]
+        )
+        self.tokens.extend(tokens)
+        if text:
+            self.text.append(text)
+        first, self._first_due = self._first_due, False
+        if logprobs or first:
+            self.logprobs.extend(logprobs)
+            return OutputDelta(self.index, text, tokens, logprobs, None, None, first)
+        return OutputDelta(self.index, text, tokens, logprobs)
+
+    def _take_each(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> OutputDelta:
+        """As `take`, of a choice that a stop string may end, or whose text is looked at."""
         shown: list[str] = []
         used = 0
         for token in tokens:
             used += 1
             self.tokens.append(token)
-            if token in self._stop_ids and not self._include_stop:
+            if token in self._left_out:
                 continue
             text = self._detokenizer.feed(token)
             if self._mark_of:
@@ -173,17 +188,6 @@ class ChoiceOutput:
         logprobs = logprobs[:used]
         self.logprobs.extend(logprobs)
         return self._piece("".join(shown), tokens[:used], logprobs)
-
-    def _take_plain(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> OutputDelta:
-        """As `take`, of a choice that nothing can end here and whose text is looked for nothing."""
-        feed, left_out = self._detokenizer.feed, self._stop_ids if not self._include_stop else ()
-        text = "".join([feed(token) for token in tokens if token not in left_out])
-        self.tokens.extend(tokens)
-        self.logprobs.extend(logprobs)
-        if text:
-            self.text.append(text)
-        first, self._first_due = self._first_due, False
-        return OutputDelta(self.index, text, tokens, logprobs, first=first)
 
     def take_each(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Iterator[OutputDelta]:
         """As `take`, token by token: yields what each adds, until one ends the choice."""

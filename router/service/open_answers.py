@@ -290,18 +290,20 @@ class OpenAnswers:
                 self._metrics.disconnects += 1
             log("request abandoned", slow=slow, **stream.facts())
 
-    def deliver(self, action: DeliverTokens) -> None:
-        """Give tokens to the client of their choice."""
+    def deliver(self, action: DeliverTokens) -> bool:
+        """Give tokens to the client of their choice. Returns whether the router core was told something by it."""
         owner = self.owners.get(action.request_id)
         if owner is None:
-            return
+            return False
         stream, choice = owner
+        told = False
         now = self._clock.now()
         self._metrics.tally.tokens(choice, len(action.tokens), now)
         if stream.tenant:
             self._admission.tenants.spend(stream.tenant, len(action.tokens))
         if self._watch is not None:
             for flag in self._watch.feed(action.request_id, action.tokens):
+                told = True
                 self._core.audits.flag(action.request_id)
                 log_flag(flag, choice.request)
         try:
@@ -314,13 +316,16 @@ class OpenAnswers:
             choice.fail("the router failed to turn tokens into text")
             self._core.cancel(action.request_id)
             self._close(stream, choice)
-            return
+            return True
         if choice.finish is not None:
             self._core.cancel(action.request_id, finished=True)
             self._close(stream, choice)
-        elif stream.overflowed:
+            return True
+        if stream.overflowed:
             self._abandon(stream, slow=True)
             stream.fail("the client took the answer too slowly")
+            return True
+        return told
 
     def score(self, action: DeliverScores) -> None:
         """Note the scores of a choice's prompt."""

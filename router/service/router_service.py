@@ -431,11 +431,15 @@ class RouterService:
     def _act(self) -> None:
         """Carry out the router core's actions until it has none."""
         sends: dict[WorkerKey, list[Command]] = {}
-        while actions := self.core.take_actions():
-            for action in actions:
-                if type(action) is DeliverTokens:
-                    self.answers.deliver(action)
-                elif type(action) is SendCommand:
+        more = True
+        while more:
+            more = False
+            for action in self.core.take_actions():
+                if type(action) is DeliverTokens:  # Nearly all of them, and few of them call the core.
+                    more |= self.answers.deliver(action)
+                    continue
+                more = True
+                if type(action) is SendCommand:
                     sends.setdefault(action.worker, []).append(action.command)
                 elif type(action) is DeliverScores:
                     self.answers.score(action)

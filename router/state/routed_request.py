@@ -341,16 +341,28 @@ class RoutedRequest:
             return Done(self.id, self.attempt, "length")
         return None
 
-    def streams(self, worker: WorkerKey, event: Tokens) -> bool:
-        """Whether an event has later tokens of the current attempt, from the decode worker that has begun to send
-        them, and nothing is held that they could complete."""
-        return (
-            worker == self.decode
-            and event.attempt == self.attempt
-            and self.decode_spoke
-            and self.done is None
-            and event.position > self.base
-        )
+    def append_next(self, worker: WorkerKey, event: Tokens) -> bool:
+        """Emit the tokens of an event that are the next ones of the current attempt, from the decode worker that has
+        begun to send them, while nothing is held that they could complete. Returns False, with nothing changed, for any
+        other event, which `accept` takes."""
+        emitted, tokens = self.emitted, event.tokens
+        if (
+            worker != self.decode
+            or event.attempt != self.attempt
+            or not self.decode_spoke
+            or self.done is not None
+            or event.position <= self.base
+            or event.position != len(self.prompt) + len(emitted)
+            or self.early
+            or not self.scores_in
+            or len(emitted) + len(tokens) > self.sampling.max_tokens
+            or not tokens
+        ):
+            return False
+        emitted.extend(tokens)
+        if self.name is not None:
+            self.logprobs.extend(event.logprobs)
+        return True
 
     def accept(self, event: Tokens, role: Role) -> tuple[Sequence[int], Sequence[TokenLogprob]]:
         """Take in tokens of the current attempt; returns the tokens that are in order now, with their log-probs.
@@ -359,16 +371,9 @@ class RoutedRequest:
         """
         if role is Role.DECODE:
             self.decode_spoke = self.prompt_arrived = True
-        at, emitted, tokens = event.position, self.emitted, event.tokens
-        due = at == len(self.prompt) + len(emitted) and not self.early and self.scores_in
-        if due and len(emitted) + len(tokens) <= self.sampling.max_tokens:
-            emitted.extend(tokens)
-            if self.name is not None:
-                self.logprobs.extend(event.logprobs)
-            return tokens, event.logprobs
         logprobs: Sequence[TokenLogprob | None] = event.logprobs or (None,) * len(event.tokens)
         for offset, (token, logprob) in enumerate(zip(event.tokens, logprobs, strict=True)):
-            position = at + offset
+            position = event.position + offset
             if self.next_position <= position < self.max_len:
                 self.early.setdefault(position, (token, logprob))
         return self.release_early()

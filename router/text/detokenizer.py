@@ -37,11 +37,15 @@ class Detokenizer(Protocol):
     def feed(self, token: int) -> str:
         """Take the next token; returns the text that it settles, which may be empty."""
 
+    def feed_all(self, tokens: Sequence[int]) -> str:
+        """Take the next tokens; returns the text that they settle."""
+        return "".join([self.feed(token) for token in tokens])
+
     def finish(self) -> str:
         """Return the text held back, after the last token: U+FFFD for a character that is incomplete."""
 
 
-class ByteDetokenizer:
+class ByteDetokenizer(Detokenizer):
     """The detokenizer of byte-level tokenizers; `token_bytes` gives a token's bytes, empty for a skipped one."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
@@ -51,11 +55,14 @@ class ByteDetokenizer:
     def feed(self, token: int) -> str:
         return self._decode(self._token_bytes(token))
 
+    def feed_all(self, tokens: Sequence[int]) -> str:
+        return self._decode(b"".join(map(self._token_bytes, tokens)))
+
     def finish(self) -> str:
         return self._decode(b"", True)
 
 
-class WindowDetokenizer:
+class WindowDetokenizer(Detokenizer):
     """The detokenizer of any other tokenizer; `decode` turns a list of tokens into text.
 
     `context` are the tokens before the answer: the prompt, of which the last `CONTEXT_TOKENS` are used. `skipped` are
@@ -96,7 +103,7 @@ class WindowDetokenizer:
         return self._decode(self._context + self._pending)[len(before) :]
 
 
-class FallbackDetokenizer:
+class FallbackDetokenizer(Detokenizer):
     """The detokenizer of tokenizers with byte fallback: `byte_of` has the tokens that are bytes.
 
     A run of bytes that isn't UTF-8 is U+FFFD a byte from where that shows: what is out before stays.
@@ -163,7 +170,7 @@ def _unfinished(run: bytes) -> bytes:
     return b""
 
 
-class NoText:
+class NoText(Detokenizer):
     """The detokenizer of a checkpoint without a tokenizer: every token's text is empty."""
 
     def feed(self, token: int) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -23,6 +25,7 @@ from twinpool.router.core.router_actions import RouterCounts
 from twinpool.router.core.router_core import RouterCore
 from twinpool.router.links.controller_directory import ControllerDirectory
 from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
+from twinpool.router.openai.choice_output import ChoiceOutput
 from twinpool.router.service.latency_reports import REPORT_S, LatencyReports
 
 CONFIG = Config(autoscaling=AutoscalingConfig(enabled=True, ttft_target_s=2.0, itl_target_s=0.5))
@@ -60,8 +63,9 @@ def test_late_is_what_came_after_its_target_and_what_never_came() -> None:
     target = scene.metrics.tally.target
     for seconds in (1.9, 2.0, 2.1):
         target.first_token(seconds)
-    for seconds in (0.5, 0.6):
-        target.gap(seconds)
+    begun = cast(ChoiceOutput, SimpleNamespace(first_at=10.0, last_at=10.0))
+    for now in (10.5, 11.125):  # 0.5 s after the token before, which is in time, and 0.625 s
+        scene.metrics.tally.tokens(begun, 1, now)
     scene.counts.submitted, scene.counts.refused_early, scene.counts.shed, scene.metrics.refused_full = 10, 4, 2, 1
     assert scene.reports.counts() == LatencyCounts(15, 3 + 7, 1 + 7, 2, 1)
 

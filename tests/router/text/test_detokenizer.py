@@ -65,6 +65,19 @@ def test_random_bytes_stream_as_they_decode_whole(model_tokenizer: ModelTokenize
         assert text == model_tokenizer.decode(tokens)
 
 
+def test_tokens_that_come_together_have_the_text_that_they_have_one_by_one(
+    model_tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    rng = random.Random(3)
+    for tokenizer, count in ((model_tokenizer, 1200), (sentencepiece(tmp_path), 267)):
+        for _ in range(100):
+            tokens = [rng.randrange(count) for _ in range(rng.randrange(1, 12))]
+            cut = rng.randrange(len(tokens) + 1)
+            together = tokenizer.detokenizer((), skip_special=True)
+            text = together.feed_all(tokens[:cut]) + together.feed_all(tokens[cut:]) + together.finish()
+            assert text == streamed(tokenizer, tokens)[0]
+
+
 def test_no_piece_holds_half_a_character(model_tokenizer: ModelTokenizer) -> None:
     tokens = list(model_tokenizer.encode(WORDS * 3, add_special=False))
     assert any(
