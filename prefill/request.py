@@ -18,7 +18,7 @@ from enum import StrEnum
 
 from twinpool.cache.allocation import CachedTokens
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
-from twinpool.cache.tiers.prefetch_request import PrefetchRequest
+from twinpool.cache.tiers.prefetch import PrefetchRequest
 from twinpool.contracts.ids import Role, WorkerName
 from twinpool.contracts.messages.worker_events import Event, LegReport, PromptScores, Tokens
 from twinpool.contracts.sampling_params import TokenLogprob

@@ -30,7 +30,7 @@ from rich.table import Table
 from bench.cache.trace_bounds import Ask, Trace, load, plain_lru, unlimited
 from bench.common.bench_report import flag_parser, headline, write_report
 from twinpool.cache.allocation import CachedTokens
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, PoolSpec
 from twinpool.cache.memory.memory_layout import LayoutOrder
@@ -38,9 +38,8 @@ from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.prefix_cache.eviction_policy import POLICIES
 from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
 from twinpool.cache.storage.backends.memory_backend import MemoryBackend
-from twinpool.cache.storage.backends.object_seal import seal_bytes
-from twinpool.cache.storage.inline_queue import InlineIoQueue
-from twinpool.cache.storage.storage_backend import ObjectName
+from twinpool.cache.storage.io_queue import InlineIoQueue
+from twinpool.cache.storage.storage_backend import ObjectName, seal_bytes
 from twinpool.contracts.config.cache_config import CacheConfig, PrefetchConfig
 from twinpool.sim.scale.traffic import TRACE_BLOCK_TOKENS
 

@@ -24,8 +24,8 @@ from torch import Tensor
 from bench.common.bench_report import flag_parser, headline, write_report
 from bench.common.random_model import DEMO
 from twinpool.cache.allocation import BlockTable, TableSlice
-from twinpool.cache.device.device_backends import CpuDevice
-from twinpool.cache.pool.epoch_table import EpochTable
+from twinpool.cache.device.cpu_device import CpuDevice
+from twinpool.cache.pool.page_allocator import EpochTable
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.sampling_params import SamplingParams

@@ -34,7 +34,8 @@ from bench.common.engines_compared import Generate, Side
 from bench.engine.engine_speed import Measured, SpeedScenario, measure
 from bench.gpu.gpu_limits import Ceilings, ModelCost, measure_ceilings
 from tests.support.bare_engine import Answer, Prompts, Twinpool
-from twinpool.cache.device.device_backends import CpuDevice, CudaDevice
+from twinpool.cache.device.cpu_device import CpuDevice
+from twinpool.cache.device.cuda_device import CudaDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec
 from twinpool.contracts.config.worker_config import EngineConfig

@@ -23,8 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from twinpool.cache.arena.arena import Arena
-from twinpool.cache.arena.arena_records import ArenaRecord, SealedPage
+from twinpool.cache.arena.arena import Arena, ArenaRecord, SealedPage
 from twinpool.cache.device.device_port import HOST, Device, PageSpanUse
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.prefix_cache.radix_tree import RadixTree

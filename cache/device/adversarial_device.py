@@ -28,7 +28,8 @@ from weakref import WeakSet
 
 import torch
 
-from twinpool.cache.device.cpu_memory import CpuMemory
+from twinpool.cache.device.access_checkers import PageAccess, RaceChecker, VectorClock, WriteChecker, join
+from twinpool.cache.device.cpu_device import CpuMemory
 from twinpool.cache.device.device_port import (
     NO_GATES,
     Completion,
@@ -39,8 +40,6 @@ from twinpool.cache.device.device_port import (
     RemoteWrite,
 )
 from twinpool.cache.device.layer_marks import LayerCounts, LayerMark, LayerMarks
-from twinpool.cache.device.race_checker import PageAccess, RaceChecker, VectorClock, join
-from twinpool.cache.device.write_checker import WriteChecker
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import UnorderedAccess
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
 
+from twinpool.cache.device.cpu_device import AsyncCpuDevice, CpuDevice
+from twinpool.cache.device.cuda_device import CudaDevice
+from twinpool.cache.device.device_port import Device, DeviceStream
 from twinpool.contracts.errors import ConfigError
 
 
@@ -48,3 +52,22 @@ def chosen_device(name: str, view: GpuView) -> torch.device:
         there = "cuda:0 alone" if view.count == 1 else f"cuda:0 to cuda:{view.count - 1}"
         raise ConfigError(f"engine.device={name}: torch sees {there}")
     return torch.device("cuda", index)
+
+
+def make_device(
+    name: str,
+    wake: Callable[[], None] = lambda: None,
+    *,
+    streams: Collection[DeviceStream] = (),
+    view: GpuView | None = None,
+) -> Device:
+    """Return the device of this name, as in `engine.device`. Raises `ConfigError` for a GPU that can't be used.
+
+    `wake` is called when something that runs on a thread of the host is over. `streams`: what a CPU runs beside what it
+    computes (`AsyncCpuDevice`); none: it does one thing after the other. `view`: of the GPUs; None: this process's.
+    """
+    device = chosen_device(name, view or gpu_view())
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        return CudaDevice(device.index, wake)
+    return AsyncCpuDevice(wake, streams) if streams else CpuDevice()

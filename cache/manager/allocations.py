@@ -22,13 +22,11 @@ from twinpool.cache.manager.page_supply import LoadPlanner, PageSupply
 from twinpool.cache.manager.running_pages import copy_slot
 from twinpool.cache.manager.tier_set import NoLoadBack, NoPrefetcher
 from twinpool.cache.memory.required_pages import due, missing
-from twinpool.cache.pool.in_flight import InFlightPins
-from twinpool.cache.pool.page_allocator import Lease
+from twinpool.cache.pool.page_allocator import InFlightPins, Lease
 from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
 from twinpool.cache.prefix_cache.tree_node import NodeLock, PageOffer, Tier
 from twinpool.cache.tiers.load_back import LoadBack
-from twinpool.cache.tiers.prefetch import Prefetcher
-from twinpool.cache.tiers.prefetch_request import PrefetchRequest
+from twinpool.cache.tiers.prefetch import Prefetcher, PrefetchRequest
 
 
 class Allocations:

@@ -14,7 +14,7 @@ from twinpool.cache.manager.page_supply import PageSupply
 from twinpool.cache.manager.tier_set import NoBackup
 from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
 from twinpool.cache.prefix_cache.tree_node import PageOffer, Tier, TreeNode
-from twinpool.cache.tiers.host_backup import HostBackup
+from twinpool.cache.tiers.backup import HostBackup
 from twinpool.contracts.config.cache_config import CacheConfig
 
 

@@ -32,15 +32,14 @@ from twinpool.cache.manager.page_supply import LoadPlanner, PageSupply, PoolKind
 from twinpool.cache.manager.running_pages import RunningPages
 from twinpool.cache.manager.swapped_requests import SwappedRequests
 from twinpool.cache.manager.tier_set import NoEvents, TierSet
-from twinpool.cache.pool.in_flight import InFlightPins
+from twinpool.cache.pool.page_allocator import InFlightPins
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.prefix_cache.eviction_policy import POLICIES
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
 from twinpool.cache.prefix_cache.tree_node import Tier
 from twinpool.cache.storage.io_queue import IoQueue
-from twinpool.cache.storage.page_store import PageStore
-from twinpool.cache.storage.rank_page_store import RankPageStore
-from twinpool.cache.tiers.kv_event_recorder import KVEventRecorder
+from twinpool.cache.storage.page_store import PageStore, RankPageStore
+from twinpool.cache.tiers.kv_event_publisher import KVEventRecorder
 from twinpool.contracts.config.cache_config import CacheConfig
 from twinpool.contracts.credentials.curve_file import CurvePair
 

@@ -17,7 +17,7 @@ from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.prefix_cache.radix_tree import PrefixMatch, RadixTree
 from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
 from twinpool.cache.prefix_cache.tree_node import NodeLock, Tier, TreeNode
-from twinpool.cache.tiers.host_backup import HostBackup
+from twinpool.cache.tiers.backup import HostBackup
 from twinpool.cache.tiers.load_back import LoadBack
 from twinpool.contracts.config.cache_config import CacheConfig
 from twinpool.contracts.errors import CapacityError

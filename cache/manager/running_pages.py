@@ -13,8 +13,7 @@ from twinpool.cache.allocation import Allocation, PageRun, StateSnapshot, TableS
 from twinpool.cache.device.device_port import DEVICE, Completion, Device, DeviceOp, DeviceStream, PageSpanUse, attempt
 from twinpool.cache.manager.page_supply import PageSupply
 from twinpool.cache.memory.page_moves import PageMove, PoolMove
-from twinpool.cache.pool.in_flight import InFlightPins
-from twinpool.cache.pool.page_allocator import Lease
+from twinpool.cache.pool.page_allocator import InFlightPins, Lease
 from twinpool.cache.pool.pool_set import PoolSet
 
 SNAPSHOTS = 2

@@ -33,10 +33,8 @@ from twinpool.cache.manager.page_supply import LoadPlanner, PageSupply
 from twinpool.cache.manager.tier_set import TierSet
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.cache.memory.required_pages import due, extents
-from twinpool.cache.pool.in_flight import InFlightPins
-from twinpool.cache.pool.page_allocator import Lease
-from twinpool.cache.pool.page_extent import PageExtent
-from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.pool.page_allocator import InFlightPins, Lease
+from twinpool.cache.pool.pool_set import PageExtent, PoolSet
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
 from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
 from twinpool.cache.prefix_cache.tree_node import NodePart, Tier, TreeNode

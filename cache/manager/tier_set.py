@@ -22,11 +22,10 @@ from twinpool.cache.prefix_cache.tree_node import NodeLock, NodePart, Tier, Tree
 from twinpool.cache.storage.io_queue import IoQueue
 from twinpool.cache.storage.page_store import PageStore
 from twinpool.cache.swap.swap_storage import SwappedState, SwapStorage
-from twinpool.cache.tiers.host_backup import HostBackup
-from twinpool.cache.tiers.kv_event_recorder import KVEventRecorder
+from twinpool.cache.tiers.backup import HostBackup
+from twinpool.cache.tiers.kv_event_publisher import KVEventRecorder
 from twinpool.cache.tiers.load_back import LoadBack
-from twinpool.cache.tiers.prefetch import Prefetcher
-from twinpool.cache.tiers.prefetch_request import PrefetchRequest
+from twinpool.cache.tiers.prefetch import Prefetcher, PrefetchRequest
 from twinpool.contracts.config.cache_config import CacheConfig
 
 

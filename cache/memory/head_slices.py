@@ -2,7 +2,7 @@
 
 Ranks of a worker hold slices of the heads, and two workers may have different numbers of ranks. Where both hold the
 same heads of a buffer, its pages are copied whole, with as few pieces as their layouts allow
-(`cache.memory.copy_plan`). Elsewhere each token has a run of heads in common, at different places on both sides: a
+(`cache.memory.page_moves`). Elsewhere each token has a run of heads in common, at different places on both sides: a
 strided copy, of all layers and tokens of a page at once. On a GPU that is one launch a buffer, and nothing runs on the
 other end's GPU.
 """
@@ -14,10 +14,9 @@ from dataclasses import replace
 
 import torch
 
-from twinpool.cache.memory.block_copy import copy_block, copy_inner_rows
-from twinpool.cache.memory.copy_plan import blocks
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, copies
 from twinpool.cache.memory.memory_layout import BufferLayout, word_dtype
+from twinpool.cache.memory.page_moves import blocks, copy_block, copy_inner_rows
 
 HeadSlice = Mapping[str, tuple[str, ...]]
 """By pool, the names of buffers whose common heads one rank writes to another; pools without any are left out."""

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from twinpool.cache.memory.copy_plan import IndexRuns, index_tensor, packing, runs
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace
 from twinpool.cache.memory.memory_layout import BufferLayout, PoolSetLayout, word_dtype
+from twinpool.cache.memory.page_moves import IndexRuns, index_tensor, packing, runs
 from twinpool.cache.memory.pinned_memory import to_host
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -140,7 +140,7 @@ class PageDigester:
             total = by_token if stack.layout.spec.index is IndexSpace.TOKEN else by_entry
             stack_lpw = stack.layout.stack(region, count, stack.read_as)
             if stack_lpw.is_cuda and stack.read_as == stack.word:
-                from twinpool.cache.memory.triton_digest import add_sums
+                from twinpool.cache.memory.triton_pages import add_sums
 
                 add_sums(stack_lpw, indices, stack.coefficients_lw, total)
                 continue

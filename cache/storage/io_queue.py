@@ -11,17 +11,22 @@ Reads and lookups go before writes, since a request waits for them; but after ei
 turn. Writes of one `WriteChain` run one after the other in the order in which they were submitted, and once one of them
 has not written all of its objects, those behind it write none. There is one line for reads and lookups and one for
 writes, and each is bounded. A queue owns its backend: the last thread that ends closes it.
+
+`ThreadedIoQueue` serves workers. `InlineIoQueue` has no threads: a test, or the simulator, decides when tickets are
+done, in the order that its seed gives.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from twinpool.cache.storage.storage_backend import (
     CUT_OFF,
@@ -155,23 +160,59 @@ class IoQueueCounts:
     """Operations in which the backend raised an exception, which it must not."""
 
 
-class IoQueue(Protocol):
-    """The interface of a storage queue: `ThreadedIoQueue` in a worker, `InlineIoQueue` under a test's control."""
+class IoQueue(ABC):
+    """A storage queue over `backend`, which it owns."""
 
-    def submit_exists(self, names: Sequence[ObjectName]) -> StorageTicket[list[bool]]: ...
+    def __init__(self, backend: StorageBackend) -> None:
+        self.backend = backend
+
+    def submit_exists(self, names: Sequence[ObjectName]) -> StorageTicket[list[bool]]:
+        names = tuple(names)
+        return self._submit(StorageTicket(StorageOp.EXISTS, names, lambda: self._exists(names), self._cancel))
 
     def submit_read(
         self, names: Sequence[ObjectName], into: Sequence[memoryview]
-    ) -> StorageTicket[list[ObjectOutcome]]: ...
+    ) -> StorageTicket[list[ObjectOutcome]]:
+        """`into` belongs to the ticket until it is done."""
+        assert len(names) == len(into)
+        names, into = tuple(names), tuple(into)
+        return self._submit(StorageTicket(StorageOp.READ, names, lambda: self._read(names, into), self._cancel))
 
     def submit_write(
         self, items: Sequence[ObjectBuffer], chain: WriteChain | None = None
-    ) -> StorageTicket[list[ObjectOutcome]]: ...
+    ) -> StorageTicket[list[ObjectOutcome]]:
+        """The payloads must stay as they are until the ticket is done."""
+        items = tuple(items)
+        names = [item.name for item in items]
+        return self._submit(StorageTicket(StorageOp.WRITE, names, lambda: self._write(items), self._cancel, chain))
 
-    def close(self, timeout_s: float) -> bool: ...
+    @abstractmethod
+    def close(self, timeout_s: float) -> bool:
+        """Fail the operations that wait, let those that run end, and close the backend; returns whether all of that
+        happened within `timeout_s`.
+
+        False: some operation still runs, and its buffers must not be freed before its ticket is done.
+        """
+
+    @abstractmethod
+    def _submit(self, ticket: StorageTicket[T]) -> StorageTicket[T]:
+        """Put a ticket in line, or fail it."""
+
+    @abstractmethod
+    def _cancel(self, ticket: StorageTicket[Any]) -> bool:
+        """Take a ticket out of the line and fail it; False where it is in none."""
+
+    def _exists(self, names: Sequence[ObjectName]) -> list[bool]:
+        return self.backend.exists(names)
+
+    def _read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> list[ObjectOutcome]:
+        return self.backend.read(names, into)
+
+    def _write(self, items: Sequence[ObjectBuffer]) -> list[ObjectOutcome]:
+        return self.backend.write(items)
 
 
-class ThreadedIoQueue:
+class ThreadedIoQueue(IoQueue):
     """The storage queue that serves `backend` with `threads` threads.
 
     At most `max_waiting` reads (with lookups) and as many writes wait; further ones fail at once. `wake` is called from
@@ -188,7 +229,7 @@ class ThreadedIoQueue:
         clock: Clock | None = None,
     ) -> None:
         assert threads > 0
-        self.backend = backend
+        super().__init__(backend)
         self._clock = clock or SystemClock()
         self._max_waiting = max_waiting
         self._wake = wake
@@ -203,28 +244,6 @@ class ThreadedIoQueue:
         for thread in self._threads:
             thread.start()
 
-    def submit_exists(self, names: Sequence[ObjectName]) -> StorageTicket[list[bool]]:
-        names = tuple(names)
-        return self._submit(StorageTicket(StorageOp.EXISTS, names, lambda: self.backend.exists(names), self._cancel))
-
-    def submit_read(
-        self, names: Sequence[ObjectName], into: Sequence[memoryview]
-    ) -> StorageTicket[list[ObjectOutcome]]:
-        """`into` belongs to the ticket until it is done."""
-        assert len(names) == len(into)
-        names, into = tuple(names), tuple(into)
-        return self._submit(StorageTicket(StorageOp.READ, names, lambda: self.backend.read(names, into), self._cancel))
-
-    def submit_write(
-        self, items: Sequence[ObjectBuffer], chain: WriteChain | None = None
-    ) -> StorageTicket[list[ObjectOutcome]]:
-        """The payloads must stay as they are until the ticket is done."""
-        items = tuple(items)
-        names = [item.name for item in items]
-        return self._submit(
-            StorageTicket(StorageOp.WRITE, names, lambda: self.backend.write(items), self._cancel, chain)
-        )
-
     def counts(self) -> IoQueueCounts:
         with self._change:
             return IoQueueCounts(**self._counts)
@@ -236,11 +255,6 @@ class ThreadedIoQueue:
             return len(self._reads) + len(self._writes)
 
     def close(self, timeout_s: float) -> bool:
-        """Fail the operations that wait, let those that run end, and close the backend; returns whether all of that
-        happened within `timeout_s`.
-
-        False: some operation still runs, and its buffers must not be freed before its ticket is done.
-        """
         deadline = self._clock.now() + timeout_s
         with self._change:
             self._closing = True
@@ -322,3 +336,131 @@ class ThreadedIoQueue:
                 self._change.notify_all()
         if self._wake is not None:
             self._wake()
+
+
+StorageFault = Callable[[StorageOp, ObjectName], str | None]
+"""Returns the reason for which an operation on this name is to fail, or None."""
+
+_DIRT = 0xA5
+
+
+class InlineIoQueue(IoQueue):
+    """The `IoQueue` over `backend` for tests and the simulator. A read that fails leaves dirt in its buffer, as a read
+    that was cut short would."""
+
+    def __init__(
+        self,
+        backend: StorageBackend,
+        *,
+        fault: StorageFault | None = None,
+        submitted: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`submitted` is called after each operation that is submitted."""
+        super().__init__(backend)
+        self.fault = fault
+        self._submitted = submitted
+        self._waiting: list[StorageTicket[Any]] = []
+        self._running = 0
+        self._abandoned: set[int] = set()
+        """Ids of running tickets that were cancelled."""
+        self.cancelled_running = 0
+        """How many tickets that were cancelled while they ran have ended."""
+        self.closed = False
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def run_next(self, rng: random.Random | None = None) -> bool:
+        """Run one waiting ticket, the oldest or one that `rng` picks; False when none may run."""
+        end = self.begin_next(rng)
+        if end is None:
+            return False
+        end()
+        return True
+
+    def begin_next(self, rng: random.Random | None = None) -> Callable[[], None] | None:
+        """Begin to run one waiting ticket; returns the function that ends it.
+
+        None when no ticket waits, or all that do wait for others of their chains. Until the function is called, the
+        ticket's buffers are in use and it can't be cancelled.
+        """
+        heads = {id(ticket.chain or ticket): ticket for ticket in reversed(self._waiting)}
+        first = [ticket for ticket in reversed(heads.values()) if ticket._may_start]
+        if not first:
+            return None
+        ticket = first[rng.randrange(len(first)) if rng else 0]
+        self._waiting.remove(ticket)
+        ticket._start()
+        self._running += 1
+
+        def end() -> None:
+            self._running -= 1
+            self.cancelled_running += id(ticket) in self._abandoned
+            self._abandoned.discard(id(ticket))
+            ticket._carry_out()
+
+        return end
+
+    def run_all(self, rng: random.Random | None = None) -> int:
+        """Run tickets until none may run; returns how many ran."""
+        ran = 0
+        while self.run_next(rng):
+            ran += 1
+        return ran
+
+    def close(self, timeout_s: float = 0.0) -> bool:
+        """Fail the tickets that wait and close the backend; False while some operation runs, as this queue can't wait
+        for it."""
+        for ticket in self._waiting:
+            ticket._fail("storage is closing")
+        self._waiting.clear()
+        if not self.closed:
+            self.closed = True
+            self.backend.close()
+        return not self._running
+
+    def _submit(self, ticket: StorageTicket[T]) -> StorageTicket[T]:
+        if self.closed:
+            ticket._fail("storage is closing")
+        else:
+            self._waiting.append(ticket)
+        self._submitted()
+        return ticket
+
+    def _cancel(self, ticket: StorageTicket[Any]) -> bool:
+        if ticket not in self._waiting:
+            if not ticket.done:
+                self._abandoned.add(id(ticket))
+            return False
+        self._waiting.remove(ticket)
+        ticket._fail("cancelled")
+        return True
+
+    def _reasons(self, op: StorageOp, names: Sequence[ObjectName]) -> list[str | None]:
+        return [self.fault(op, name) if self.fault else None for name in names]
+
+    def _exists(self, names: Sequence[ObjectName]) -> list[bool]:
+        reasons = self._reasons(StorageOp.EXISTS, names)
+        return [there and why is None for there, why in zip(self.backend.exists(names), reasons, strict=True)]
+
+    def _read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> list[ObjectOutcome]:
+        reasons = self._reasons(StorageOp.READ, names)
+        sound = [at for at, why in enumerate(reasons) if why is None]
+        for buffer, why in zip(into, reasons, strict=True):
+            if why is not None:
+                buffer.cast("B")[:] = bytes([_DIRT]) * buffer.nbytes
+        answers = self.backend.read([names[at] for at in sound], [into[at] for at in sound])
+        return _merge(reasons, answers)
+
+    def _write(self, items: Sequence[ObjectBuffer]) -> list[ObjectOutcome]:
+        reasons = self._reasons(StorageOp.WRITE, [item.name for item in items])
+        bad = next((at for at, why in enumerate(reasons) if why is not None), len(items))
+        answers = self.backend.write(items[:bad])
+        outcomes = _merge(reasons[: bad + 1], answers)
+        return outcomes + [ObjectOutcome(ObjectVerdict.FAILED, reason=CUT_OFF)] * (len(items) - len(outcomes))
+
+
+def _merge(reasons: Sequence[str | None], answers: Sequence[ObjectOutcome]) -> list[ObjectOutcome]:
+    rest = iter(answers)
+    return [next(rest) if why is None else ObjectOutcome(ObjectVerdict.FAILED, reason=why) for why in reasons]

@@ -31,10 +31,10 @@ from functools import cache
 
 import torch
 
-from twinpool.cache.memory.copy_plan import packing
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, PoolSpec
 from twinpool.cache.memory.memory_layout import BufferLayout, PoolSetLayout, word_dtype
 from twinpool.cache.memory.page_digest import PageDigester
+from twinpool.cache.memory.page_moves import packing
 
 PARTITIONS = (1, 2, 4, 8, 16)
 """The numbers of slices, as writers may have had them, that a reader looks for."""

@@ -1,12 +1,26 @@
-"""The page store: storage as the KV cache uses it, pages by block hash, found, fetched and put."""
+"""The page store: storage as the KV cache uses it, pages by block hash, found, fetched and put.
+
+A page is one object where a rank holds all of it in one piece, and then its bytes go straight between storage and host
+memory. Else it is several objects (`cache.storage.object_slices`): a slice of the heads for each rank, and one of the
+buffers that aren't sliced. A lookup asks for the objects that a worker of the same number of ranks would have written.
+Where they aren't there, it asks whether workers of other numbers of ranks have stored theirs, by one object of each
+kind first: pages that no worker has stored cost one more question, not dozens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from twinpool.cache.storage.io_queue import WriteChain
-from twinpool.cache.storage.storage_backend import ObjectOutcome, ObjectVerdict
+import torch
+
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec, groups
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.pool.tp_ranks import merged
+from twinpool.cache.storage.io_queue import IoQueue, StorageTicket, WriteChain
+from twinpool.cache.storage.object_slices import SHARED, HeadPart, ObjectSlicer, PageObjects
+from twinpool.cache.storage.storage_backend import KEPT, ObjectBuffer, ObjectName, ObjectOutcome, ObjectVerdict
 from twinpool.contracts.messages.rank_orders import StoredPage
 
 T_co = TypeVar("T_co", covariant=True)
@@ -61,3 +75,261 @@ class PageStore(Protocol):
 
         False: host memory may still be touched.
         """
+
+
+S = TypeVar("S")
+R = TypeVar("R")
+_REMEMBERED = 65536
+_ALL_BITS = 0xFFFFFFFFFFFFFFFF
+
+
+class RankPageStore:
+    """The page store of rank number `rank` of a worker's `size` ranks: its part of the pages of `host`, over its own
+    storage queue."""
+
+    def __init__(self, queue: IoQueue, host: PoolSet, fingerprint: str, rank: int = 0, size: int = 1) -> None:
+        self.queue, self.host = queue, host
+        self._fingerprint, self._rank, self._size = fingerprint, rank, size
+        self.slicer = ObjectSlicer(host.spec)
+        self.plans: OrderedDict[tuple[str, bytes], tuple[HeadPart, ...]] = OrderedDict()
+        """By pool and block hash: the objects of pages that were found as workers of another number of ranks have
+        stored them; the next fetch uses them."""
+
+    def exists(self, wanted: Sequence[tuple[str, bytes]]) -> PendingResult[list[bool]]:
+        return _PageLookup(self, wanted)
+
+    def fetch(self, pages: Sequence[StoredPage]) -> PendingResult[list[ObjectOutcome]]:
+        return MappedResult(self.fetch_parts(pages), lambda found: merged_outcomes(self.host.spec, pages, [found]))
+
+    def fetch_parts(self, pages: Sequence[StoredPage]) -> PendingResult[list[FetchedPages]]:
+        """`fetch` of this rank's part of pages; `merged_outcomes` puts the answers of all ranks together."""
+        return _PageFetch(self, pages)
+
+    def put(
+        self, pages: Sequence[StoredPage], digests: Sequence[int], chain: WriteChain | None = None
+    ) -> PendingResult[list[ObjectOutcome]]:
+        objects = [self._items(page, digest) for page, digest in zip(pages, digests, strict=True)]
+        counts = [len(items) for items in objects]
+        ticket = self.queue.submit_write([item for items in objects for item in items], chain)
+        return MappedResult(ticket, lambda outcomes: _worst(outcomes, counts))
+
+    def put_mine(
+        self, pages: Sequence[StoredPage], chain: WriteChain | None = None
+    ) -> PendingResult[list[ObjectOutcome]]:
+        """`put` with digests that are computed here, of this rank's part: the pages were checked as a whole before."""
+        digests = [self.digest(page) for page in pages]
+        return self.put(pages, digests, chain)
+
+    def close(self, timeout_s: float) -> bool:
+        return self.queue.close(timeout_s)
+
+    # ------------------------------------------------------------ names and bytes
+
+    def name(self, pool: str, key: bytes, part: HeadPart) -> ObjectName:
+        """Returns the object's name of one part of the page with block hash `key`."""
+        # A page without sliced buffers has the same name, of a whole page, for any number of ranks.
+        whole = HeadPart(0, 1) if self.slicer.own(pool) == (SHARED,) else part
+        return ObjectName(self._fingerprint, pool, key, str(whole))
+
+    def memory(self, page: StoredPage) -> torch.Tensor:
+        """Returns the page's place in host memory: uint8 [unit_bytes]."""
+        return self.host.layout.page(self.host.region, page.pool, page.at)
+
+    def digest(self, page: StoredPage) -> int:
+        """Returns the digest of this rank's part of a page in host memory."""
+        region, digester = self.host.region, self.host.digester
+        return digester.digest(region, page.pool, [page.at], [page.first], [page.end])[0]
+
+    def grouped(self, pool: str, digest: int, shared: int) -> tuple[int, ...]:
+        """Returns a digest of this rank's page by group of buffers, as `cache.pool.tp_ranks` merges them.
+
+        `shared` is the digest of the buffers that aren't sliced, which is part of `digest`.
+        """
+        if len(groups(self.host.spec.by_name[pool], self._size)) == 1:
+            return (digest,)
+        # The group that all ranks hold alike comes last.
+        return ((digest - shared) & _ALL_BITS, shared)
+
+    def _items(self, page: StoredPage, digest: int) -> list[ObjectBuffer]:
+        """Returns the objects of a page that this rank is to write: those that no rank before it holds."""
+        own = self.slicer.own(page.pool)
+        if len(own) == 1:
+            payload = self.memory(page).numpy().data
+            return [
+                ObjectBuffer(self.name(page.pool, page.key, part), digest, payload) for part in own if self._first(part)
+            ]
+        split = self.slicer.split(page.pool, self.memory(page).view(1, -1), [digest], [page.first], [page.end])
+        return [
+            ObjectBuffer(self.name(page.pool, page.key, one.part), one.digests[0], one.payloads[0].numpy().data)
+            for one in split
+            if self._first(one.part)
+        ]
+
+    def _first(self, part: HeadPart) -> bool:
+        return self._rank % (self._size // part.of if part.of else self._size) == 0
+
+
+class MappedResult(Generic[S, R]):
+    """The pending answer `pending`, mapped by the function `through` whenever it is read."""
+
+    def __init__(self, pending: PendingResult[S], through: Callable[[S], R]) -> None:
+        self._pending, self._through = pending, through
+
+    @property
+    def done(self) -> bool:
+        return self._pending.done
+
+    def result(self) -> R:
+        return self._through(self._pending.result())
+
+    def cancel(self) -> bool:
+        return self._pending.cancel()
+
+
+class _PageLookup:
+    """A pending lookup, of several questions one after the other, which asking `done` drives on.
+
+    First the objects of the own number of ranks, then whether there are any of other numbers, then all of those.
+    """
+
+    def __init__(self, page_store: RankPageStore, wanted: Sequence[tuple[str, bytes]]) -> None:
+        self._page_store, self._wanted = page_store, list(wanted)
+        self._found = [False] * len(self._wanted)
+        self._cancelled = False
+        self._steps = self._run()
+        self._ticket = next(self._steps, None)
+
+    @property
+    def done(self) -> bool:
+        while self._ticket is not None and self._ticket.done:
+            self._ticket = None if self._cancelled else next(self._steps, None)
+        return self._ticket is None
+
+    def result(self) -> list[bool]:
+        return self._found
+
+    def cancel(self) -> bool:
+        self._cancelled = True
+        return self._ticket is None or self._ticket.cancel()
+
+    def _run(self) -> Iterator[StorageTicket[list[bool]]]:
+        page_store = self._page_store
+        own = {pool: page_store.slicer.own(pool) for pool, _ in self._wanted}
+        yield from self._ask(list(range(len(self._wanted))), own)
+        missing = [i for i, found in enumerate(self._found) if not found]
+        firsts = {pool: key for pool, key in (self._wanted[i] for i in reversed(missing))}
+        others = [(pool, plan) for pool in firsts for plan in page_store.slicer.plans(pool) if plan != own[pool]]
+        if not others:
+            return
+        ticket = page_store.queue.submit_exists(
+            [page_store.name(pool, firsts[pool], plan[-1]) for pool, plan in others]
+        )
+        yield ticket
+        for (pool, plan), there in zip(others, ticket.result(), strict=True):
+            if there:
+                left = [i for i in missing if self._wanted[i][0] == pool and not self._found[i]]
+                yield from self._ask(left, {pool: plan})
+
+    def _ask(self, which: list[int], plans: Mapping[str, tuple[HeadPart, ...]]) -> Iterator[StorageTicket[list[bool]]]:
+        page_store, names, owners = self._page_store, [], []
+        for i in which:
+            pool, key = self._wanted[i]
+            names += [page_store.name(pool, key, part) for part in plans[pool]]
+            owners += [i] * len(plans[pool])
+        if not names:
+            return
+        ticket = page_store.queue.submit_exists(names)
+        yield ticket
+        there = dict.fromkeys(which, True)
+        for i, found in zip(owners, ticket.result(), strict=True):
+            there[i] = there[i] and found
+        for i in which:
+            self._found[i] = there[i]
+            pool, key = self._wanted[i]
+            # What an earlier lookup found may be gone: the next fetch asks for what this one has found.
+            page_store.plans.pop((pool, key), None)
+            if there[i] and plans[pool] != page_store.slicer.own(pool):
+                page_store.plans[pool, key] = plans[pool]
+                while len(page_store.plans) > _REMEMBERED:
+                    page_store.plans.popitem(last=False)
+
+
+class _PageFetch:
+    """A pending fetch: pages of one object are read in place in host memory, others are assembled by `result`."""
+
+    def __init__(self, page_store: RankPageStore, pages: Sequence[StoredPage]) -> None:
+        self._page_store, self._pages = page_store, list(pages)
+        self._plans = [page_store.plans.pop((p.pool, p.key), page_store.slicer.own(p.pool)) for p in self._pages]
+        self._payloads: list[list[torch.Tensor]] = []
+        self._result: list[FetchedPages] | None = None
+        names, into = [], []
+        for page, plan in zip(self._pages, self._plans, strict=True):
+            sizes = [page_store.slicer.object_bytes(page.pool, part) for part in plan]
+            whole = plan == page_store.slicer.own(page.pool) and len(plan) == 1
+            payloads = [page_store.memory(page)] if whole else [torch.empty(n, dtype=torch.uint8) for n in sizes]
+            self._payloads.append([] if whole else payloads)
+            names += [page_store.name(page.pool, page.key, part) for part in plan]
+            into += [payload.numpy().data for payload in payloads]
+        self._ticket = page_store.queue.submit_read(names, into)
+
+    @property
+    def done(self) -> bool:
+        return self._ticket.done
+
+    def cancel(self) -> bool:
+        return self._ticket.cancel()
+
+    def result(self) -> list[FetchedPages]:
+        if self._result is None:
+            self._result, outcomes = [], iter(self._ticket.result())
+            for page, plan, payloads in zip(self._pages, self._plans, self._payloads, strict=True):
+                self._result.append(self._one(page, plan, payloads, [next(outcomes) for _ in plan]))
+        return self._result
+
+    def _one(
+        self, page: StoredPage, plan: tuple[HeadPart, ...], payloads: list[torch.Tensor], outcomes: list[ObjectOutcome]
+    ) -> FetchedPages:
+        for outcome in outcomes:
+            if not outcome.ok:
+                return FetchedPages(outcome.verdict, (), outcome.reason)
+        page_store = self._page_store
+        if not payloads:
+            return FetchedPages(ObjectVerdict.FOUND, page_store.grouped(page.pool, outcomes[0].digest, 0))
+        objects = [
+            PageObjects(part, payload.view(1, -1), (outcome.digest,))
+            for part, payload, outcome in zip(plan, payloads, outcomes, strict=True)
+        ]
+        whole = page_store.slicer.assemble(page.pool, objects, [page.first], [page.end])
+        if whole.damaged:
+            return FetchedPages(ObjectVerdict.DAMAGED, (), "an object of it isn't what was stored")
+        page_store.memory(page).copy_(whole.pages[0])
+        shared = sum(outcome.digest for part, outcome in zip(plan, outcomes, strict=True) if part == SHARED)
+        return FetchedPages(ObjectVerdict.FOUND, page_store.grouped(page.pool, whole.digests[0], shared))
+
+
+def merged_outcomes(
+    spec: PoolSetSpec, pages: Sequence[StoredPage], by_rank: Sequence[Sequence[FetchedPages]]
+) -> list[ObjectOutcome]:
+    """Returns the outcomes of whole pages from those of the ranks' parts, `by_rank`: [ranks][pages].
+
+    A page is `FOUND`, with the digest of the whole page, when all parts are; else it has the first bad part's verdict.
+    """
+    out = []
+    for page, parts in zip(pages, zip(*by_rank, strict=True), strict=True):
+        bad = next((part for part in parts if part.verdict is not ObjectVerdict.FOUND), None)
+        if bad is not None:
+            out.append(ObjectOutcome(bad.verdict, 0, bad.reason))
+            continue
+        (digest,) = merged(spec.by_name[page.pool], [[[digest] for digest in part.digests] for part in parts])
+        out.append(ObjectOutcome(ObjectVerdict.FOUND, digest))
+    return out
+
+
+def _worst(outcomes: Sequence[ObjectOutcome], counts: Sequence[int]) -> list[ObjectOutcome]:
+    """Returns one outcome a page from those of its objects, `counts[i]` for page i; `KEPT` where other ranks write all
+    of them."""
+    found, out = iter(outcomes), []
+    for count in counts:
+        mine = [next(found) for _ in range(count)]
+        out.append(next((one for one in mine if not one.ok), mine[0] if mine else KEPT))
+    return out

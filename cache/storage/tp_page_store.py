@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from twinpool.cache.pool.tp_pool_set import TPPoolSet
+from twinpool.cache.pool.tp_ranks import TPPoolSet
 from twinpool.cache.storage.io_queue import WriteChain
-from twinpool.cache.storage.page_store import FetchedPages, PendingResult
-from twinpool.cache.storage.rank_page_store import MappedResult, RankPageStore, merged_outcomes
+from twinpool.cache.storage.page_store import FetchedPages, MappedResult, PendingResult, RankPageStore, merged_outcomes
 from twinpool.cache.storage.storage_backend import ObjectOutcome, ObjectVerdict
 from twinpool.contracts.messages.rank_order_codec import OrderAnswers, OrderChannel
 from twinpool.contracts.messages.rank_orders import FetchPages, FindPages, PutPages, StoredPage

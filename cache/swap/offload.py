@@ -19,10 +19,8 @@ from twinpool.cache.device.device_port import Completion, Device, DeviceStream
 from twinpool.cache.memory.page_digest import ContentTag
 from twinpool.cache.memory.page_moves import PageMove
 from twinpool.cache.pool.page_allocator import Lease
-from twinpool.cache.pool.page_extent import PageExtents, require_current
-from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.cache.tiers.in_flight_copy import InFlightCopy
-from twinpool.cache.tiers.tier_copy import TierCopy
+from twinpool.cache.pool.pool_set import PageExtents, PoolSet, require_current
+from twinpool.cache.tiers.tier_copy import InFlightCopy, TierCopy
 from twinpool.contracts.errors import CapacityError, StaleLease
 
 

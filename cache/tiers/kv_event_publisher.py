@@ -1,10 +1,11 @@
-"""The publisher of KV events over ZMQ: a PUB socket for the batches, and a ROUTER socket to ask for missed ones.
+"""KV events: what came to a tier or went from it, recorded from the tree and published over ZMQ.
 
-`round()` is called once a round of the worker's loop. It never waits: a PUB socket drops batches that a slow subscriber
-can't take, and the subscriber sees a gap in the sequence numbers. It asks for the missing batches on the replay socket,
-in vLLM's protocol: frames (empty, start as 8 bytes big-endian); the answer is a message (empty, seq, payload)
-for each buffered batch from there on, then (empty, -1, empty). The buffer is bounded: a subscriber that asks for older
-batches gets those that are left, and sees from the first sequence number that others are lost.
+`KVEventPublisher` has a PUB socket for the batches, and a ROUTER socket to ask for missed ones. `round()` is called
+once a round of the worker's loop. It never waits: a PUB socket drops batches that a slow subscriber can't take, and the
+subscriber sees a gap in the sequence numbers. It asks for the missing batches on the replay socket, in vLLM's protocol:
+frames (empty, start as 8 bytes big-endian); the answer is a message (empty, seq, payload) for each buffered batch from
+there on, then (empty, -1, empty). The buffer is bounded: a subscriber that asks for older batches gets those that are
+left, and sees from the first sequence number that others are lost.
 
 Beyond vLLM there is one more question, `truth`, whose answer has the same form. It begins with the last batch that was
 published, if there is one, so that the subscriber recognises this batch when it arrives on the PUB socket too. The
@@ -19,6 +20,11 @@ turns; a subscriber that waits for its turn gets an empty part now and then, as 
 
 Token ids are the users' prompts, and neither socket knows who listens. So both stay on loopback, unless the operator
 says that the network is their own (`cache.events.public`).
+
+`KVEventRecorder` makes the events. They are about the full component: a block is in a tier, or for the device is being
+loaded there from the host. Pages that are written to storage are told once, when the write is known to have succeeded.
+They aren't part of the truth that a late subscriber gets, and pages that storage evicts by itself aren't told: storage
+outlives this worker, and another process that shares it may evict them.
 """
 
 from __future__ import annotations
@@ -31,10 +37,15 @@ from itertools import islice
 
 import zmq
 
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.prefix_cache.token_prefix import token_ids
+from twinpool.cache.prefix_cache.tree_node import IN_TREE, Tier, TreeNode
+from twinpool.contracts.block_hash import KEY_BYTES
 from twinpool.contracts.config.cache_config import EventsConfig
 from twinpool.contracts.credentials.curve_file import CurvePair
 from twinpool.contracts.errors import ConfigError
-from twinpool.contracts.messages.kv_events import END, TRUTH, BlockStored, KvEvent, encode_batch
+from twinpool.contracts.messages.kv_events import END, TRUTH, BlockRemoved, BlockStored, KvEvent, encode_batch
+from twinpool.contracts.messages.kv_events import EventMedium as Medium
 
 
 class KVEventLog:
@@ -309,3 +320,76 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+_RUN_PAGES = 64
+"""Pages in one event of the truth, at most."""
+_MEDIA = {Tier.DEVICE: Medium.DEVICE, Tier.HOST: Medium.HOST, Tier.STORAGE: Medium.STORAGE}
+
+
+class KVEventRecorder:
+    """Publishes one tree's changes as KV events. It is the tree's observer of nodes.
+
+    `now`: seconds since 1970. Raises `ConfigError` as `KVEventPublisher` does.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        config: EventsConfig,
+        now: Callable[[], float],
+        rank: int,
+        curve: CurvePair | None = None,
+    ) -> None:
+        self._tree = tree
+        self._log = KVEventLog()
+        self.publisher = KVEventPublisher(config, self._log, now, rank, self._truth, curve)
+        tree.accounts.observe_nodes(self._node_changed)
+
+    def _node_changed(self, node: TreeNode, tier: Tier, there: bool) -> None:
+        """The full state of `node` has come to `tier`, or gone from it."""
+        self._log.emit(self._stored(node, tier) if there else BlockRemoved(_MEDIA[tier], tuple(node.keys)))
+
+    @property
+    def endpoint(self) -> str:
+        """Where the events are published."""
+        return self.publisher.endpoint
+
+    @property
+    def replay_endpoint(self) -> str:
+        """Where missed ones are asked for; empty: nowhere."""
+        return self.publisher.replay_endpoint
+
+    def round(self) -> None:
+        self.publisher.round()
+
+    def close(self) -> None:
+        self.publisher.close()
+
+    def _stored(self, node: TreeNode, tier: Tier, first: int = 0, count: int | None = None) -> BlockStored:
+        """Returns the event for pages `first ..` of `node`: `count` of them, or all."""
+        stop = node.pages if count is None else first + count
+        size = 4 * self._tree.spec.page_tokens
+        raw, chain = node.raw[first * size : stop * size], node.chain
+        keys = tuple(chain[KEY_BYTES * page : KEY_BYTES * (page + 1)] for page in range(first, stop))
+        parent = chain[KEY_BYTES * (first - 1) : KEY_BYTES * first] if first else node.parent_key
+        return BlockStored(_MEDIA[tier], parent, keys, tuple(token_ids(raw)), self._tree.spec.page_tokens, node.salt)
+
+    def _truth(self) -> Iterator[KvEvent]:
+        """Yields events for the whole content of device and host, a few pages at a time, while it changes.
+
+        Pages that are in a tier throughout are told. When the node at hand is split, its lower half is the same object
+        and is told on; the upper half is a new node, and comes later.
+        """
+        cursor = self._tree.accounts.list.cursor()
+        try:
+            while (node := cursor.next()) is not None:
+                number = node.start
+                while node.linked and (number := max(number, node.start)) < node.start + node.pages:
+                    first = number - node.start
+                    count = min(_RUN_PAGES, node.pages - first)
+                    held = [tier for tier in IN_TREE if self._tree.full in node.parts[tier]]
+                    yield from [self._stored(node, tier, first, count) for tier in held]
+                    number += count
+        finally:
+            cursor.close()

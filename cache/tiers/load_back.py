@@ -18,12 +18,10 @@ from typing import Protocol
 from twinpool.cache.device.device_port import Completion, Device, DeviceStream
 from twinpool.cache.memory.page_moves import PageMove
 from twinpool.cache.pool.page_allocator import Lease
-from twinpool.cache.pool.page_extent import PageExtent
-from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.pool.pool_set import PageExtent, PoolSet
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
 from twinpool.cache.prefix_cache.tree_node import NodeLock, NodePart, Tier, TreeNode
-from twinpool.cache.tiers.in_flight_copy import InFlightCopy
-from twinpool.cache.tiers.tier_copy import TierCopy
+from twinpool.cache.tiers.tier_copy import InFlightCopy, TierCopy
 from twinpool.contracts.damage import DamageSite, log_damage
 
 _log = logging.getLogger("twinpool.cache")

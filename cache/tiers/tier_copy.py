@@ -2,22 +2,118 @@
 
 Backup and swap-out copy down in pieces, swap-in copies up in pieces, load back layer by layer. Each piece or layer is
 one operation of the device, so that other copies get their turn, and temporaries (none between a device and pinned host
-memory) are bounded by a piece. Both ends are pinned until the last operation has ended (hazard A6).
+memory) are bounded by a piece.
+
+Both ends of a copy stay pinned until the device has finished the last of its operations, failed ones included (hazard
+A6): pages whose lease is released meanwhile go into quarantine, not into the free list. An operation that fails ends
+the copy as failed; none of its pages counts as copied. The pins go only when the owner of the copy asks `done`, or
+waits: `InFlightPins.hold` does so for copies whose result isn't needed any more.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from twinpool.cache.device.device_port import DEVICE, HOST, Completion, Device, DeviceOp, DeviceStream, attempt, spans
+from twinpool.cache.device.device_port import (
+    DEVICE,
+    DONE,
+    HOST,
+    Completion,
+    Device,
+    DeviceOp,
+    DeviceStream,
+    attempt,
+    spans,
+)
 from twinpool.cache.memory.page_moves import PageMove, describe_spec
 from twinpool.cache.pool.page_allocator import Pin
-from twinpool.cache.pool.page_extent import PageExtents
-from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.cache.tiers.in_flight_copy import DigestReader, InFlightCopy
+from twinpool.cache.pool.pool_set import PageExtents, PoolSet
 from twinpool.contracts.errors import LayoutMismatch
+
+DigestReader = Callable[[], list[int]]
+"""Returns the digests that an operation began to take; waits until they are there."""
+
+
+class InFlightCopy:
+    """The operations and pins of one copy, and its `Completion`."""
+
+    def __init__(
+        self,
+        pins: Sequence[Pin],
+        operations: Sequence[Callable[[], Completion]],
+        digests: Mapping[str, Sequence[DigestReader]] | None = None,
+    ) -> None:
+        """Submit the operations, in order. Where submitting one raises, wait for those before it, release the pins and
+        raise the error.
+
+        `digests`, by pool, is filled by the operations as they run, in their order.
+        """
+        self._pins, self._digests = pins, digests
+        self.completions: list[Completion] = []
+        self.ended = False
+        """Whether the copy is known to have ended; `done` looks anew."""
+        self._error: Exception | None = None
+        try:
+            for submit in operations:
+                self.completions.append(submit())
+        except BaseException:
+            self._end()
+            raise
+        if all(c is DONE for c in self.completions):
+            self._end()
+
+    @property
+    def done(self) -> bool:
+        """Whether the copy has ended, well or not. Asking releases the pins of a copy that has."""
+        if not self.ended and all(c.done for c in self.completions):
+            self._end()
+        return self.ended
+
+    def wait(self) -> None:
+        """Block until the copy has ended; raises the first error of its operations."""
+        self._end()
+        if self._error is not None:
+            raise self._error
+
+    def order(self) -> None:
+        """Order the rest of the device operation that is running now after this copy."""
+        for completion in self.completions:
+            completion.order()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a device error ended this copy, which must be done.
+
+        Any other error than `RuntimeError` is raised: a checking device raises these for bugs.
+        """
+        assert self.done, "a copy that is under way has neither failed nor succeeded"
+        if self._error is not None and not isinstance(self._error, RuntimeError):
+            raise self._error
+        return self._error is not None
+
+    def digests(self) -> dict[str, list[int]] | None:
+        """Returns, by pool, the digests of the copied pages on the device, in order; None if the copy takes none.
+
+        The copy must be done and not failed.
+        """
+        assert not self.failed
+        if self._digests is None:
+            return None
+        return {pool: [digest for read in readers for digest in read()] for pool, readers in self._digests.items()}
+
+    def _end(self) -> None:
+        if self.ended:
+            return
+        for completion in self.completions:
+            try:
+                completion.wait()
+            except Exception as error:
+                self._error = self._error or error
+        self.ended = True
+        for pin in self._pins:
+            pin.release()
 
 
 class TierCopy:

@@ -17,19 +17,17 @@ from pathlib import Path
 import torch
 
 from twinpool.cache.arena.arena import BOND_BYTES, Arena, arena_bytes
-from twinpool.cache.device.async_cpu_device import BESIDE
-from twinpool.cache.device.device_backends import make_device
+from twinpool.cache.device.cpu_device import BESIDE
+from twinpool.cache.device.device_choice import make_device
 from twinpool.cache.device.device_port import DEVICE, HOST, Device, DeviceStream
-from twinpool.cache.device.tp_device import TPDevice
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.memory.memory_layout import PoolSetLayout
 from twinpool.cache.memory.page_moves import describe_spec
 from twinpool.cache.pool.pool_set import PoolSet, host_layout
-from twinpool.cache.pool.tp_pool_set import TPPoolSet
+from twinpool.cache.pool.tp_ranks import TPDevice, TPPoolSet
 from twinpool.cache.storage.backends.backend_factory import make_backend
 from twinpool.cache.storage.io_queue import ThreadedIoQueue
-from twinpool.cache.storage.page_store import PageStore
-from twinpool.cache.storage.rank_page_store import RankPageStore
+from twinpool.cache.storage.page_store import PageStore, RankPageStore
 from twinpool.cache.storage.tp_page_store import TPPageStore
 from twinpool.cluster.arena.arena_client import ArenaProvider
 from twinpool.cluster.assembly.memory_plan import state_options, stride

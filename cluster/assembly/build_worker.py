@@ -15,15 +15,14 @@ from functools import partial
 import torch
 
 from twinpool.cache.arena.arena import Arena
-from twinpool.cache.device.device_backends import make_device
+from twinpool.cache.device.device_choice import make_device
 from twinpool.cache.device.device_copies import settled
 from twinpool.cache.device.device_port import DEVICE, HOST, Device
-from twinpool.cache.pool.follower_steps import FollowerSteps
 from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.cache.pool.tp_pool_set import FollowerPools
+from twinpool.cache.pool.tp_ranks import FollowerPools, FollowerSteps
 from twinpool.cache.storage.backends.backend_factory import make_backend
 from twinpool.cache.storage.io_queue import ThreadedIoQueue
-from twinpool.cache.storage.rank_page_store import RankPageStore
+from twinpool.cache.storage.page_store import RankPageStore
 from twinpool.cache.storage.tp_page_store import FollowerPageStore
 from twinpool.cluster.arena.arena_client import ArenaProvider
 from twinpool.cluster.assembly.build_parts import (

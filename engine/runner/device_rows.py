@@ -28,7 +28,7 @@ from torch import Tensor
 
 from twinpool.cache.allocation import DeviceRow, TableSlice
 from twinpool.cache.memory.pinned_memory import HostIntegers, upload
-from twinpool.cache.pool.epoch_table import EpochTable
+from twinpool.cache.pool.page_allocator import EpochTable
 
 _FIRST_ROWS = 16
 _FIRST_ENTRIES = 64

@@ -16,8 +16,8 @@ import torch
 
 from twinpool.cache.device.device_port import Device
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
-from twinpool.cache.pool.epoch_table import EpochTable
 from twinpool.cache.pool.load_gate import LoadGate
+from twinpool.cache.pool.page_allocator import EpochTable
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import ConfigError

@@ -14,8 +14,8 @@ from twinpool.cache.device.device_port import DEVICE, Device, DeviceOp, DeviceSt
 from twinpool.cache.device.layer_marks import LayerMarks
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from twinpool.cache.memory.pinned_memory import HostIntegers, to_device, to_host, upload
-from twinpool.cache.pool.epoch_table import EpochTable
 from twinpool.cache.pool.load_gate import GateDoor, GatePass, LoadGate
+from twinpool.cache.pool.page_allocator import EpochTable
 from twinpool.contracts.errors import ConfigError, UnorderedAccess
 from twinpool.contracts.messages.rank_order_codec import OrderChannel
 from twinpool.contracts.messages.rank_orders import RowOrder, RunStep, TableEntries, TablePlace

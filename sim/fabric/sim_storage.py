@@ -1,9 +1,9 @@
 """What outlives the workers of a simulated cluster: storage, the third tier, and the arenas of nodes.
 
-Storage is one store for all workers, with delays, errors, damage and a size limit.
-Each worker has its own queue to the store, a `cache.storage.inline_queue.InlineIoQueue`, on which operations begin some
-time after they were submitted and end some time after that, if the worker's process runs then. Meanwhile their buffers
-are in use, even those of a cancelled operation. Written objects outlive every worker.
+Storage is one store for all workers, with delays, errors, damage and a size limit. Each worker has its own queue to the
+store (`SimQueue`), on which operations begin some time after they were submitted and end some time after that, if the
+worker's process runs then. Meanwhile their buffers are in use, even those of a cancelled operation. Written objects
+outlive every worker.
 
 An arena is a node agent's host memory, lent to one living process at a time.
 """
@@ -11,17 +11,13 @@ An arena is a node agent's host memory, lent to one living process at a time.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
 
 from twinpool.cache.storage.backends.memory_backend import MemoryBackend
-from twinpool.cache.storage.inline_queue import InlineIoQueue
-from twinpool.cache.storage.io_queue import StorageOp, StorageTicket, WriteChain
-from twinpool.cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome
+from twinpool.cache.storage.io_queue import InlineIoQueue, StorageOp
+from twinpool.cache.storage.storage_backend import ObjectName
 from twinpool.sim.fabric.virtual_time import SimProcess
-
-T = TypeVar("T")
 
 
 class SimStore:
@@ -35,10 +31,10 @@ class SimStore:
         self._handles = [MemoryBackend(name, max_bytes)]
         self._queues: list[InlineIoQueue] = []
 
-    def queue(self) -> InlineIoQueue:
-        """Make a worker's queue to the store."""
+    def queue(self, submitted: Callable[[], None]) -> InlineIoQueue:
+        """Make a process's queue to the store, which calls `submitted` after each operation that is submitted."""
         self._handles.append(MemoryBackend(self._name, self._max_bytes))
-        self._queues.append(InlineIoQueue(self._handles[-1], fault=self.fault))
+        self._queues.append(InlineIoQueue(self._handles[-1], fault=self.fault, submitted=submitted))
         return self._queues[-1]
 
     @property
@@ -74,45 +70,26 @@ class SimStore:
 
 
 class SimQueue:
-    """Implements `cache.storage.io_queue.IoQueue` for one process."""
+    """The pace of one process's queue to a store: its operations begin and end at times that the store draws."""
 
     def __init__(self, store: SimStore, process: SimProcess, wake: Callable[[], None]) -> None:
+        self.queue = store.queue(self._submitted)
         self._store, self._process, self._wake = store, process, wake
-        self._inline = store.queue()
-        self._closed = False
         self._behind = 0
         """How many operations could not begin in their turn."""
 
-    def submit_exists(self, names: Sequence[ObjectName]) -> StorageTicket[list[bool]]:
-        return self._later(self._inline.submit_exists(names))
-
-    def submit_read(
-        self, names: Sequence[ObjectName], into: Sequence[memoryview]
-    ) -> StorageTicket[list[ObjectOutcome]]:
-        return self._later(self._inline.submit_read(names, into))
-
-    def submit_write(
-        self, items: Sequence[ObjectBuffer], chain: WriteChain | None = None
-    ) -> StorageTicket[list[ObjectOutcome]]:
-        return self._later(self._inline.submit_write(items, chain))
-
-    def close(self, timeout_s: float) -> bool:
-        self._closed = True
-        return self._inline.close(timeout_s)
-
-    def _later(self, ticket: StorageTicket[T]) -> StorageTicket[T]:
+    def _submitted(self) -> None:
         self._process.later(self._takes(), self._begin)
-        return ticket
 
     def _takes(self) -> float:
         return 0.5 * self._store.delay_s * self._store.rng.expovariate(1.0)
 
     def _begin(self) -> None:
         """Begin an operation, any that can: those of several threads begin and end in any order."""
-        end = None if self._closed else self._inline.begin_next(self._store.rng)
+        end = None if self.queue.closed else self.queue.begin_next(self._store.rng)
         if end is not None:
             self._process.later(self._takes(), partial(self._end, end))
-        elif not self._closed:
+        elif not self.queue.closed:
             # The waiting operations are behind running writes of their chains.
             self._behind += 1
 

@@ -9,15 +9,14 @@ from typing import Protocol, cast
 
 from twinpool.cache.arena.arena import Arena, arena_bytes
 from twinpool.cache.device.adversarial_device import AdversarialDevice
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import DEVICE, HOST, Device
-from twinpool.cache.device.tp_device import TPDevice
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.memory.memory_layout import PoolSetLayout
-from twinpool.cache.pool.follower_steps import FollowerSteps
 from twinpool.cache.pool.pool_set import PoolSet, host_layout
-from twinpool.cache.pool.tp_pool_set import FollowerPools, TPPoolSet
-from twinpool.cache.storage.rank_page_store import RankPageStore
+from twinpool.cache.pool.tp_ranks import FollowerPools, FollowerSteps, TPDevice, TPPoolSet
+from twinpool.cache.storage.io_queue import InlineIoQueue
+from twinpool.cache.storage.page_store import RankPageStore
 from twinpool.cache.storage.tp_page_store import FollowerPageStore, TPPageStore
 from twinpool.cluster.assembly.build_parts import take_over
 from twinpool.cluster.assembly.memory_plan import plan_memory, stride
@@ -212,10 +211,10 @@ def _manager(
     config, agenda = world.config, world.agenda
     size = config.tp_for(role)
     host, arena = _host_tier(world, process, role, layout, device, 0, size, followers)
-    queue: SimQueue | None = None
+    queue: InlineIoQueue | None = None
     page_store: TPPageStore | None = None
     if host is not None and world.store is not None:
-        queue = SimQueue(world.store, process, sleep.wake)
+        queue = SimQueue(world.store, process, sleep.wake).queue
         if followers is not None and isinstance(host, TPPoolSet):
             page_store = TPPageStore(RankPageStore(queue, host, FINGERPRINT, 0, size), host, followers)
     return KVCacheManager(
@@ -264,7 +263,7 @@ def _rank(
     if host is not None:
         places[HOST] = host
         if world.store is not None:
-            page_store = RankPageStore(SimQueue(world.store, process, wake), host, FINGERPRINT, rank, size)
+            page_store = RankPageStore(SimQueue(world.store, process, wake).queue, host, FINGERPRINT, rank, size)
             storage = FollowerPageStore(page_store)
     state = FollowerPools(places, size, lambda place: arena.count_copy() if arena and place == HOST else None)
     steps = FollowerSteps(CpuDevice(), pools.gates)

@@ -25,7 +25,7 @@ from tests.support import gpu_families
 from tests.support.family_scenes import Family
 from tests.support.process_cluster import Served
 from tests.support.process_sockets import NothingThere, ProcessPoller, ProcessSocket, ProcessSocketError
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.contracts.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ from tests.support.colocated_worker import Colocated, colocated
 from tests.support.worker_pair import SESSION, Answer, pair
 from tests.workers.test_pair import expect_equal, greedy, prompts
 from twinpool.cache.device.adversarial_device import AdversarialDevice
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import Completion, DeviceOp
 from twinpool.cache.device.layer_marks import LayerMarks
 from twinpool.contracts.clock import ManualClock

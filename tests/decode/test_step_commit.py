@@ -10,7 +10,7 @@ from msgspec import structs
 
 from tests.support.decode_parts import SESSION, DecodeParts
 from twinpool.cache.device.adversarial_device import AdversarialDevice
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.messages.worker_events import Tokens

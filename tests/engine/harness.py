@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tests.support.checkpoints import Oracle
 from twinpool.cache.allocation import TableSlice
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.cache.memory.kv_cache_spec import PoolKind
-from twinpool.cache.pool.epoch_table import EpochTable
+from twinpool.cache.pool.page_allocator import EpochTable
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.interfaces.model_images import ModelImages

@@ -13,7 +13,7 @@ import torch
 
 from twinpool.cache.allocation import BlockTable, TableSlice
 from twinpool.cache.memory.pinned_memory import HostIntegers, upload_packed
-from twinpool.cache.pool.epoch_table import EpochTable
+from twinpool.cache.pool.page_allocator import EpochTable
 from twinpool.engine.runner.device_rows import DeviceBlockTables, DeviceRows, PlannedTables
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import pytest
 from tests.engine.harness import GREEDY, Bench, Held, MakeCheckpoint
 from tests.support.model_families import FAMILIES
 from twinpool.cache.device.adversarial_device import AdversarialDevice
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.cache.memory.kv_cache_spec import PoolKind
 from twinpool.contracts.sampling_params import SamplingParams

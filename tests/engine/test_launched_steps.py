@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from tests.engine.harness import GREEDY, Bench, MakeCheckpoint, row
 from twinpool.cache.device.adversarial_device import AdversarialDevice
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.engine.runner.batch import DrawnToken, StepHandle, TokenDraw, TokenFromStep

@@ -12,7 +12,7 @@ from tests.engine.harness import GREEDY, Bench, MakeCheckpoint, row
 from tests.support.checkpoints import VOCAB
 from twinpool.cache.allocation import TableSlice
 from twinpool.cache.device.adversarial_device import AdversarialDevice
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.contracts.errors import UnorderedAccess
 from twinpool.contracts.sampling_params import SamplingParams

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.support.listed_plans import listed_plan
 from tests.support.model_families import FAMILIES
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.engine.attention.attention_backend import IndexKeys
 from twinpool.engine.attention.attention_plan import AttentionPlan

@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from twinpool.cache.memory.triton_copy import copy_rows_kernel
+from twinpool.cache.memory.triton_pages import copy_rows_kernel
 
 
 def load_bits(word: str, even: bool) -> int:

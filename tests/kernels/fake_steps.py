@@ -40,11 +40,11 @@ from triton.runtime.interpreter import GridExecutor
 
 from tests.support.model_families import FAMILIES
 from twinpool.cache.allocation import TableSlice
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.memory.kv_cache_spec import PoolKind
 from twinpool.cache.memory.memory_layout import PoolSetLayout
-from twinpool.cache.pool import epoch_table
-from twinpool.cache.pool.epoch_table import EpochTable
+from twinpool.cache.pool import page_allocator
+from twinpool.cache.pool.page_allocator import EpochTable
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.sampling_params import SamplingParams
@@ -160,7 +160,7 @@ _GUARDED: dict[str, Callable[..., Any]] = {
     "copy_": aten.copy_.default,
     "__invert__": aten.bitwise_not.default,
 }
-_PINNED = ("cache/memory/pinned_memory.py", "cache/memory/copy_plan.py")
+_PINNED = ("cache/memory/pinned_memory.py", "cache/memory/page_moves.py")
 Chosen = dict[int, torch.Tensor]
 """By dimension, the tensor that it is indexed by."""
 
@@ -349,7 +349,7 @@ def launch_pageable_epochs() -> None:
     def pageable(arrays: Sequence[np.ndarray[Any, Any]], device: torch.device) -> list[torch.Tensor]:
         return [torch.from_numpy(array).to(device) for array in arrays]
 
-    with patch.object(epoch_table, "upload_packed", pageable):
+    with patch.object(page_allocator, "upload_packed", pageable):
         launch_kind("greedy")
 
 

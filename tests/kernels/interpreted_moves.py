@@ -12,13 +12,11 @@ import torch
 
 from tests.kernels.claims import answer
 from tests.support.pool_sets import NAMES, filled, pool_sets
-from twinpool.cache.memory.block_copy import copy_indexed
-from twinpool.cache.memory.copy_plan import CopyBlock, blocks, packing
 from twinpool.cache.memory.kv_cache_spec import IndexSpace
 from twinpool.cache.memory.memory_layout import LayoutOrder
 from twinpool.cache.memory.page_digest import sum_by_numpy
-from twinpool.cache.memory.triton_copy import copy_rows, reachable
-from twinpool.cache.memory.triton_digest import add_sums
+from twinpool.cache.memory.page_moves import CopyBlock, blocks, copy_indexed, packing
+from twinpool.cache.memory.triton_pages import add_sums, copy_rows, reachable
 from twinpool.cache.pool.pool_set import PoolSet
 
 COUNT = 7

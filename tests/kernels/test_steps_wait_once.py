@@ -47,7 +47,7 @@ def test_a_step_that_asks_what_was_routed_where_would_be_caught(said: Said) -> N
 def test_epochs_that_come_up_from_pageable_memory_would_be_caught(said: Said) -> None:
     verdict = said["epochs from pageable memory"]
     assert verdict is not None
-    assert "epoch_table.py" in verdict
+    assert "page_allocator.py" in verdict
     assert "a copy between host and device waits" in verdict
 
 

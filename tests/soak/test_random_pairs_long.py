@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.random_pairs import run_colocated_seed, run_seed
-from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
+from twinpool.cache.device.cpu_device import AsyncCpuDevice
 
 PORTION = 20
 

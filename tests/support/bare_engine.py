@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from twinpool.cache.allocation import TableSlice
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.cache.memory.kv_cache_spec import PoolKind
 from twinpool.cache.memory.memory_layout import LayoutOrder, PoolSetLayout

@@ -13,10 +13,8 @@ from twinpool.cache.pool.page_allocator import Lease
 from twinpool.cache.prefix_cache.tree_components import WindowComponent
 from twinpool.cache.prefix_cache.tree_node import NodePart, Tier, TreeNode
 from twinpool.cache.storage.backends.memory_backend import MemoryBackend
-from twinpool.cache.storage.backends.object_seal import seal
-from twinpool.cache.storage.storage_backend import ObjectName
-from twinpool.cache.tiers.prefetch import Prefetcher
-from twinpool.cache.tiers.prefetch_request import PrefetchRequest
+from twinpool.cache.storage.storage_backend import ObjectName, seal
+from twinpool.cache.tiers.prefetch import Prefetcher, PrefetchRequest
 
 _MAGIC = b"twinpage"
 _MOVERS = ("load", "save", "store", "above a save")

@@ -22,7 +22,7 @@ from tests.support.pool_sets import worn
 from twinpool.cache.allocation import NULL_PAGE, Allocation
 from twinpool.cache.arena.arena import Arena
 from twinpool.cache.device.adversarial_device import AdversarialDevice
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import (
     DEVICE,
     Completion,
@@ -44,8 +44,7 @@ from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
 from twinpool.cache.prefix_cache.tree_components import WindowComponent
 from twinpool.cache.prefix_cache.tree_node import Tier, TreeNode
 from twinpool.cache.storage.backends.memory_backend import MemoryBackend
-from twinpool.cache.storage.inline_queue import InlineIoQueue
-from twinpool.cache.storage.io_queue import StorageOp
+from twinpool.cache.storage.io_queue import InlineIoQueue, StorageOp
 from twinpool.cache.storage.storage_backend import ObjectName
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cache_config import CacheConfig, PrefetchConfig

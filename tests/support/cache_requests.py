@@ -12,7 +12,7 @@ import torch
 from twinpool.cache.allocation import Allocation
 from twinpool.cache.device.device_port import Completion
 from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
-from twinpool.cache.tiers.prefetch_request import PrefetchRequest
+from twinpool.cache.tiers.prefetch import PrefetchRequest
 
 
 def as_bytes(rows: torch.Tensor) -> torch.Tensor:

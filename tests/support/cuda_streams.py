@@ -21,9 +21,8 @@ from typing import Any
 import pytest
 import torch
 
-from twinpool.cache.device import device_backends
-from twinpool.cache.device.cuda_marks import MarkWord
-from twinpool.cache.device.device_backends import CudaDevice
+from twinpool.cache.device import cuda_device
+from twinpool.cache.device.cuda_device import CudaDevice, MarkWord
 
 POISON = -1.0
 
@@ -63,7 +62,7 @@ class CudaStreams:
         monkeypatch.setattr(torch.cuda, "stream", self.on)
         monkeypatch.setattr(torch.cuda, "device", _on_device)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: self.finish_all())
-        monkeypatch.setattr(device_backends, "MarkWord", lambda device: _Word(self))
+        monkeypatch.setattr(cuda_device, "MarkWord", lambda device: _Word(self))
 
     def finish_all(self) -> None:
         for stream in self.streams:

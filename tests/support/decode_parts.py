@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from tests.support.pool_sets import host_pools, pool_sets, worn
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.memory.required_pages import extents
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.storage.backends.memory_backend import MemoryBackend
-from twinpool.cache.storage.inline_queue import InlineIoQueue
+from twinpool.cache.storage.io_queue import InlineIoQueue
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import WireError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import Device
 
 MAKERS: list[Callable[[], Device]] = [CpuDevice]

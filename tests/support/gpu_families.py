@@ -35,8 +35,8 @@ from tests.support.family_scenes import Family, expect_answers, expect_damage_is
 from tests.support.migration_scenes import expect_migrations_change_nothing
 from tests.support.model_families import FAMILIES
 from tests.support.retract_scenes import expect_same_answers
-from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
-from twinpool.cache.device.device_backends import CudaDevice
+from twinpool.cache.device.cpu_device import AsyncCpuDevice
+from twinpool.cache.device.cuda_device import CudaDevice
 
 LENGTHS = (1, 2, 16, 17, 65, 130, 200)
 _TRACE_LINES = 12

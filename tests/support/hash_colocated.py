@@ -9,7 +9,7 @@ from typing import Any
 from tests.support.colocated_worker import Colocated
 from tests.support.hash_workers import hash_worker
 from tests.support.pool_sets import pool_sets
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.colocate.worker import ColocatedWorker
 from twinpool.contracts.clock import Clock, SystemClock

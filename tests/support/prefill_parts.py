@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.support.pool_sets import pool_sets
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.prefix_cache.token_prefix import TokenPrefix

@@ -15,7 +15,7 @@ from tests.support.hash_colocated import HashColocated, hash_colocated
 from tests.support.hash_workers import CONTEXT, recite
 from tests.support.pool_sets import NAMES, pool_sets
 from tests.workers.test_any_state import PAGE, HashPair, hash_pair
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import PAIR, RequestId, Role

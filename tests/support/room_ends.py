@@ -14,7 +14,7 @@ import torch
 from tests.support.pool_sets import entry, filled, worn
 from tests.support.stand_in_ranks import RankedSeat, content, fill, tp_manager
 from twinpool.cache.device.adversarial_device import AdversarialDevice
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import Completion, Device, DeviceOp, DeviceStream
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.cache.memory.memory_layout import PoolSetLayout

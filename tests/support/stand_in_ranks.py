@@ -12,13 +12,12 @@ from typing import Any
 import torch
 
 from tests.support.pool_sets import pool_sets
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import DEVICE, Device
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec
 from twinpool.cache.memory.memory_layout import LayoutOrder, PoolSetLayout
-from twinpool.cache.pool.follower_steps import FollowerSteps
 from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.cache.pool.tp_pool_set import FollowerPools, TPPoolSet
+from twinpool.cache.pool.tp_ranks import FollowerPools, FollowerSteps, TPPoolSet
 from twinpool.contracts.messages.rank_order_codec import decode, encode
 from twinpool.contracts.messages.rank_orders import (
     CheckPages,

@@ -19,7 +19,7 @@ import zmq
 
 from tests.support.pool_sets import entry, filled, pool_sets
 from tests.support.room_ends import PLANES, Ends, Prompt, ends, image
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import DONE
 from twinpool.cache.memory.memory_layout import PoolSetLayout
 from twinpool.cache.pool.pool_set import PoolSet

@@ -14,7 +14,7 @@ import pytest
 from tests.support.hash_workers import hash_worker, recite
 from tests.support.pool_sets import NAMES, pool_sets
 from tests.support.worker_pair import Answer, Pair
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.cache.prefix_cache.tree_node import Tier

@@ -17,7 +17,7 @@ from tests.support.hash_workers import recite
 from tests.support.pool_sets import pool_sets
 from tests.support.random_pairs import Draw, serve
 from tests.workers.test_any_state import PAGE, HashPair, hash_pair
-from twinpool.cache.storage.inline_queue import InlineIoQueue
+from twinpool.cache.storage.io_queue import InlineIoQueue
 from twinpool.cache.storage.storage_backend import StorageBackend
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import ErrorKind

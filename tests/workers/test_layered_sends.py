@@ -13,8 +13,7 @@ from tests.support.checkpoints import Oracle, compare
 from tests.support.model_families import FAMILIES
 from tests.support.worker_pair import Pair, pair
 from twinpool.cache.device.adversarial_device import AdversarialDevice
-from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import AsyncCpuDevice, CpuDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.contracts.ids import Role
 from twinpool.contracts.sampling_params import SamplingParams

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.random_pairs import run_seed
-from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
+from twinpool.cache.device.cpu_device import AsyncCpuDevice
 
 
 @pytest.mark.slow

@@ -13,8 +13,7 @@ from tests.support.rank_followers import RankProcesses, rank_processes
 from tests.support.worker_pair import pair
 from tests.workers.test_layered_sends import BY_LAYER, answers_are_the_oracles, layered, prompts
 from twinpool.cache.device.adversarial_device import AdversarialDevice
-from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import AsyncCpuDevice, CpuDevice
 from twinpool.cache.device.device_port import Device, DeviceStream
 from twinpool.contracts.ids import Role
 

@@ -12,8 +12,7 @@ import pytest
 
 from tests.support.worker_pair import Pair
 from tests.workers.test_retraction import greedy, hold_back, prompt_of, run_until, undisturbed, working
-from twinpool.cache.storage.inline_queue import InlineIoQueue
-from twinpool.cache.storage.io_queue import StorageTicket, WriteChain
+from twinpool.cache.storage.io_queue import InlineIoQueue, StorageTicket, WriteChain
 from twinpool.cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome, StorageBackend
 from twinpool.cache.swap.swap_storage import PLACES, SwapPlace
 from twinpool.contracts.errors import CapacityError, ErrorKind

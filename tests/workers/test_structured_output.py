@@ -14,8 +14,7 @@ from tokenizers import Tokenizer
 from tests.support.checkpoints import EOS, Oracle, make_checkpoint
 from tests.support.worker_pair import SESSION, Answer, Pair, pair
 from twinpool.cache.device.adversarial_device import AdversarialDevice
-from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import AsyncCpuDevice, CpuDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Role

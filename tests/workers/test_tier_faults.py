@@ -17,8 +17,7 @@ from tests.support.tier_conversations import GREEDY, PAGE, by_turn, converse, co
 from tests.support.worker_pair import Answer, Pair, pair
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.prefix_cache.tree_node import Tier
-from twinpool.cache.storage.inline_queue import InlineIoQueue
-from twinpool.cache.storage.io_queue import StorageOp
+from twinpool.cache.storage.io_queue import InlineIoQueue, StorageOp
 from twinpool.cache.storage.storage_backend import ObjectName, StorageBackend
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import ErrorKind

@@ -24,8 +24,8 @@ import zmq
 from twinpool.cache.device.device_copies import CPU
 from twinpool.cache.device.device_port import DONE, Completion, failure
 from twinpool.cache.device.layer_marks import LayerMark
-from twinpool.cache.pool.follower_steps import FollowerSteps
 from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.pool.tp_ranks import FollowerSteps
 from twinpool.contracts.errors import LayoutMismatch
 from twinpool.contracts.ids import RoomId, request_in
 from twinpool.contracts.messages.rank_order_codec import OrderAnswers, OrderChannel

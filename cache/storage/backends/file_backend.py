@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from twinpool.cache.storage.backends.file_folder import SHARDS, FolderBusy, ObjectFolder, ShardCounts, remove, shard_of
-from twinpool.cache.storage.backends.object_seal import check_seal, seal, seal_bytes, wrong_size
 from twinpool.cache.storage.storage_backend import (
     CUT_OFF,
     KEPT,
@@ -36,6 +35,10 @@ from twinpool.cache.storage.storage_backend import (
     ObjectOutcome,
     ObjectVerdict,
     Payload,
+    check_seal,
+    seal,
+    seal_bytes,
+    wrong_size,
 )
 from twinpool.contracts.clock import Clock, SystemClock
 

@@ -6,7 +6,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from twinpool.cache.storage.backends.object_seal import seal, unpack
 from twinpool.cache.storage.storage_backend import (
     CUT_OFF,
     KEPT,
@@ -19,6 +18,8 @@ from twinpool.cache.storage.storage_backend import (
     ObjectName,
     ObjectOutcome,
     ObjectVerdict,
+    seal,
+    unpack,
 )
 from twinpool.contracts.errors import ConfigError
 

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import redis
 
-from twinpool.cache.storage.backends.object_seal import seal, seal_bytes, unpack
 from twinpool.cache.storage.storage_backend import (
     CUT_OFF,
     KEPT,
@@ -26,6 +25,9 @@ from twinpool.cache.storage.storage_backend import (
     ObjectName,
     ObjectOutcome,
     ObjectVerdict,
+    seal,
+    seal_bytes,
+    unpack,
 )
 from twinpool.contracts.clock import Clock, SystemClock
 from twinpool.contracts.wire.redis_connection import open_redis

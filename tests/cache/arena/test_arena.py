@@ -10,9 +10,8 @@ from tests.support.cache_harness import World
 from tests.support.cache_random_schedule import _ACTIONS, _WEIGHTS, Schedule
 from tests.support.cache_requests import content
 from tests.support.pool_sets import NAMES, pool_sets
-from twinpool.cache.arena.arena import Arena, arena_bytes, max_index_bytes
+from twinpool.cache.arena.arena import SALT_BYTES, Arena, arena_bytes, max_index_bytes
 from twinpool.cache.arena.arena_keeper import MAX_TAKEN, SETTLED_S, ArenaKeeper, _date, _FoundPages
-from twinpool.cache.arena.arena_records import SALT_BYTES
 from twinpool.cache.memory.memory_layout import LayoutOrder, PoolSetLayout
 from twinpool.cache.prefix_cache.tree_node import Tier, TreeNode
 

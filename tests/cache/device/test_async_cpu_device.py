@@ -9,8 +9,8 @@ from contextlib import nullcontext, suppress
 import pytest
 import torch
 
-from twinpool.cache.device.async_cpu_device import BESIDE, AsyncCpuDevice
-from twinpool.cache.device.device_backends import CpuDevice, make_device
+from twinpool.cache.device.cpu_device import BESIDE, AsyncCpuDevice, CpuDevice
+from twinpool.cache.device.device_choice import make_device
 from twinpool.cache.device.device_port import DONE, DeviceOp, DeviceStream, failure
 from twinpool.cache.device.layer_marks import LayerMarks, layer_groups
 

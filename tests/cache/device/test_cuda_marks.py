@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 import torch
 
-from twinpool.cache.device.cuda_marks import CudaLayerMarks, MarkWord
+from twinpool.cache.device.cuda_device import CudaLayerMarks, MarkWord
 from twinpool.cache.device.layer_marks import LayerMarks, layer_groups
 
 LAYERS = {"full": 6, "window": 3}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from twinpool.cache.device.adversarial_device import AdversarialDevice
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import DeviceOp, DeviceStream
-from twinpool.cache.device.tp_device import TPDevice
+from twinpool.cache.pool.tp_ranks import TPDevice
 from twinpool.contracts.messages.rank_orders import CheckPages, LayerCount, MarkStep, Order
 
 STEP = DeviceOp("forward", DeviceStream.COMPUTE)

@@ -8,14 +8,13 @@ from typing import Any
 
 from tests.support.pool_sets import pool_sets
 from twinpool.cache.allocation import Allocation, CachedTokens
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.manager.allocations import Allocations
 from twinpool.cache.manager.finished_pages import FinishedPages
 from twinpool.cache.manager.page_supply import LoadPlanner, PageSupply, PoolKinds
 from twinpool.cache.manager.running_pages import RunningPages
 from twinpool.cache.manager.tier_set import NoBackup, NoPrefetcher
-from twinpool.cache.pool.in_flight import InFlightPins
-from twinpool.cache.pool.page_allocator import Lease
+from twinpool.cache.pool.page_allocator import InFlightPins, Lease
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
 from twinpool.cache.prefix_cache.token_prefix import TokenPrefix

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.pool_sets import pool_sets
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.memory.memory_layout import LayoutOrder
 from twinpool.cache.pool.pool_set import PoolSet

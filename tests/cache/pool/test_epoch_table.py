@@ -1,7 +1,6 @@
 import torch
 
-from twinpool.cache.pool.epoch_table import EpochTable
-from twinpool.cache.pool.page_allocator import PageAllocator
+from twinpool.cache.pool.page_allocator import EpochTable, PageAllocator
 
 
 def test_releases_are_in_the_table_that_the_allocator_shares() -> None:

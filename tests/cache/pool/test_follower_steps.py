@@ -7,12 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.pool_sets import pool_sets
-from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import AsyncCpuDevice, CpuDevice
 from twinpool.cache.device.device_port import DeviceStream
-from twinpool.cache.pool import follower_steps
-from twinpool.cache.pool.follower_steps import FollowerSteps
+from twinpool.cache.pool import tp_ranks
 from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.pool.tp_ranks import FollowerSteps
 from twinpool.contracts.messages.rank_orders import LayerCount, MarkStep
 
 SPEC = pool_sets()["full+state"]
@@ -76,7 +75,7 @@ def test_what_comes_after_a_step_that_was_not_ordered_yet_is_not_known(steps: Fo
 def test_marks_of_few_steps_are_kept_and_what_comes_after_an_older_one_comes_after_all(
     steps: FollowerSteps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follower_steps, "_KEPT", 2)
+    monkeypatch.setattr(tp_ranks, "_KEPT", 2)
     for step in (1, 2, 3):
         steps.expect(order(step, {"full": 1, "state": 1}, LAYERS))
         steps.run(lambda: None)

@@ -11,7 +11,7 @@ from twinpool.cache.device.device_port import DEVICE, HOST
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
 from twinpool.cache.memory.page_moves import PageMove, PoolMove
 from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.cache.pool.tp_pool_set import FollowerPools, TPPoolSet
+from twinpool.cache.pool.tp_ranks import FollowerPools, TPPoolSet
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.messages.rank_orders import CopyPages, PageSpan
 

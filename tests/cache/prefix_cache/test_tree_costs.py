@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.executed_lines import allocated, steps
 from tests.support.pool_sets import pool_sets
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.cache.pool.pool_set import PoolSet

@@ -22,9 +22,8 @@ import redis
 from tests.support.free_ports import free_port
 from twinpool.cache.storage.backends.file_backend import FileBackend
 from twinpool.cache.storage.backends.memory_backend import MemoryBackend
-from twinpool.cache.storage.backends.object_seal import seal_bytes
 from twinpool.cache.storage.backends.redis_backend import RedisBackend
-from twinpool.cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome, StorageBackend
+from twinpool.cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome, StorageBackend, seal_bytes
 from twinpool.contracts.clock import Clock
 
 _LIBC = ctypes.CDLL(None)

@@ -11,8 +11,7 @@ import pytest
 
 from tests.cache.storage.rigs import item, name
 from twinpool.cache.storage.backends.memory_backend import MemoryBackend
-from twinpool.cache.storage.inline_queue import InlineIoQueue
-from twinpool.cache.storage.io_queue import StorageOp, StorageTicket, ThreadedIoQueue, WriteChain
+from twinpool.cache.storage.io_queue import InlineIoQueue, StorageOp, StorageTicket, ThreadedIoQueue, WriteChain
 from twinpool.cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome, ObjectVerdict
 
 PATIENCE_S = 60

@@ -13,10 +13,10 @@ from tests.support.stand_in_ranks import RankedSeat, content, fill, headed_sets,
 from twinpool.cache.device.device_port import HOST
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.cache.memory.memory_layout import LayoutOrder
-from twinpool.cache.pool.tp_pool_set import merged
+from twinpool.cache.pool.tp_ranks import merged
 from twinpool.cache.storage.backends.memory_backend import MemoryBackend
-from twinpool.cache.storage.inline_queue import InlineIoQueue
-from twinpool.cache.storage.rank_page_store import RankPageStore, merged_outcomes
+from twinpool.cache.storage.io_queue import InlineIoQueue
+from twinpool.cache.storage.page_store import RankPageStore, merged_outcomes
 from twinpool.cache.storage.storage_backend import ObjectOutcome, ObjectVerdict
 from twinpool.contracts.messages.rank_orders import StoredPage
 

@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from twinpool.cache.pool.tp_pool_set import TPPoolSet
+from twinpool.cache.pool.tp_ranks import TPPoolSet
 from twinpool.cache.storage.io_queue import WriteChain
-from twinpool.cache.storage.rank_page_store import RankPageStore
+from twinpool.cache.storage.page_store import RankPageStore
 from twinpool.cache.storage.storage_backend import ObjectOutcome, ObjectVerdict
 from twinpool.cache.storage.tp_page_store import TPPageStore
 from twinpool.contracts.messages.rank_orders import PutPages, StoredPage

@@ -9,14 +9,12 @@ import pytest
 
 from tests.support.pool_sets import NAMES, entry, filled, host_pools, pool_sets
 from twinpool.cache.device.adversarial_device import AdversarialDevice
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import Device, DeviceOp, GatedLoads
 from twinpool.cache.memory.kv_cache_spec import IndexSpace, PoolKind
 from twinpool.cache.memory.memory_layout import LayoutOrder
-from twinpool.cache.pool.in_flight import InFlightPins
-from twinpool.cache.pool.page_allocator import Lease
-from twinpool.cache.pool.page_extent import PageExtent
-from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.pool.page_allocator import InFlightPins, Lease
+from twinpool.cache.pool.pool_set import PageExtent, PoolSet
 from twinpool.cache.swap.offload import OffloadedPages, RestoredPages, offload, restore
 from twinpool.contracts.errors import CapacityError, LayoutMismatch, StaleLease
 

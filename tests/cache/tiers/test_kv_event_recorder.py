@@ -16,7 +16,7 @@ from twinpool.cache.prefix_cache.radix_tree import RadixTree
 from twinpool.cache.prefix_cache.token_prefix import TokenPrefix, token_ids
 from twinpool.cache.prefix_cache.tree_node import IN_TREE, PageOffer, Tier
 from twinpool.cache.tiers import kv_event_publisher as event_publisher
-from twinpool.cache.tiers.kv_event_recorder import KVEventRecorder
+from twinpool.cache.tiers.kv_event_publisher import KVEventRecorder
 from twinpool.contracts.block_hash import block_hashes
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.config.cache_config import EventsConfig

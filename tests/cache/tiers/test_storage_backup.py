@@ -12,18 +12,16 @@ import pytest
 import torch
 
 from tests.support.pool_sets import pool_sets, worn
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.memory.memory_layout import LayoutOrder
-from twinpool.cache.pool.epoch_table import EpochTable
+from twinpool.cache.pool.page_allocator import EpochTable
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
 from twinpool.cache.prefix_cache.tree_node import Tier
 from twinpool.cache.storage.backends.memory_backend import MemoryBackend
-from twinpool.cache.storage.backends.object_seal import seal
-from twinpool.cache.storage.inline_queue import InlineIoQueue
-from twinpool.cache.storage.io_queue import StorageOp, StorageTicket, WriteChain
-from twinpool.cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome
+from twinpool.cache.storage.io_queue import InlineIoQueue, StorageOp, StorageTicket, WriteChain
+from twinpool.cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome, seal
 from twinpool.cache.tiers import prefetch as prefetch_module
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cache_config import CacheConfig, PrefetchConfig

@@ -9,15 +9,12 @@ import pytest
 
 from tests.support.pool_sets import NAMES, entry, filled, host_pools, pool_sets
 from twinpool.cache.device.adversarial_device import AdversarialDevice
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import Completion, Device, DeviceOp, DeviceStream
 from twinpool.cache.memory.page_moves import PageMove
-from twinpool.cache.pool.in_flight import InFlightPins
-from twinpool.cache.pool.page_allocator import PageAllocator
-from twinpool.cache.pool.page_extent import PageExtent
-from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.cache.tiers.in_flight_copy import InFlightCopy
-from twinpool.cache.tiers.tier_copy import TierCopy
+from twinpool.cache.pool.page_allocator import InFlightPins, PageAllocator
+from twinpool.cache.pool.pool_set import PageExtent, PoolSet
+from twinpool.cache.tiers.tier_copy import InFlightCopy, TierCopy
 from twinpool.contracts.errors import LayoutMismatch
 
 PAGE = 4

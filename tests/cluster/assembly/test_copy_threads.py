@@ -8,8 +8,7 @@ import pytest
 
 from tests.support.checkpoints import make_checkpoint
 from tests.support.worker_pair import counts_for
-from twinpool.cache.device.async_cpu_device import AsyncCpuDevice
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import AsyncCpuDevice, CpuDevice
 from twinpool.cluster.assembly.build_worker import build_worker
 from twinpool.cluster.assembly.node_shares import copies_beside
 from twinpool.contracts.checkpoint.model_spec import read_model_spec

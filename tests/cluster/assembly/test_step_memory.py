@@ -14,7 +14,7 @@ from tests.support.bare_engine import Twinpool
 from tests.support.live_tensor_bytes import LiveBytes
 from tests.support.model_families import FAMILIES
 from tests.support.worker_pair import pair
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.memory.kv_cache_spec import PoolKind
 from twinpool.cluster.assembly.memory_plan import (
     StepMemory,

@@ -13,8 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from twinpool.cache.memory.triton_copy import copy_rows
-from twinpool.cache.memory.triton_digest import add_sums
+from twinpool.cache.memory.triton_pages import add_sums, copy_rows
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.engine.attention.attention_backend import BLOCK, IndexKeys, ScanState, ScoreOptions
 from twinpool.engine.attention.attention_plan import AttentionPlan, SlotPlan

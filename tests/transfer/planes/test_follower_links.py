@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import DONE, Completion, DeviceOp
-from twinpool.cache.pool.follower_steps import FollowerSteps
+from twinpool.cache.pool.tp_ranks import FollowerSteps
 from twinpool.contracts.messages.rank_orders import CloseLink, LayerSpan, OpenLink, PagePlaces, PostWrite
 from twinpool.transfer.planes.tp_plane import FollowerLinks
 

@@ -12,7 +12,7 @@ from tests.support.pool_sets import NAMES
 from tests.support.room_ends import PLANES, Ends, Prompt, ends, placed
 from tests.support.stand_in_ranks import headed_sets
 from tests.transfer.test_rooms_of_all_pools import some_held, write_in_chunks
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import DONE, Completion
 from twinpool.cache.memory.head_slices import common, cuts
 from twinpool.contracts.errors import ErrorKind, LayoutMismatch

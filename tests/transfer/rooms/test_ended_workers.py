@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.pool_sets import pool_sets
 from tests.support.room_ends import Ends, Prompt, ends, image, simulated_ends
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import DONE
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.contracts.ids import Incarnation, WorkerName

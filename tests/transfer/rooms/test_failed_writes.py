@@ -11,7 +11,7 @@ import pytest
 from tests.support.pool_sets import pool_sets
 from tests.support.room_ends import Ends, Prompt, ends
 from twinpool.cache.device.adversarial_device import AdversarialDevice
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import DeviceOp, DeviceStream
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.contracts.errors import ErrorKind, PeerDead, WireError

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.pool_sets import pool_sets
 from tests.support.room_ends import Ends, Prompt, image, placed, simulated_ends
-from twinpool.cache.device.device_backends import CpuDevice
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.sim.fabric.plane_faults import StoreFault, StoreFaults
 from twinpool.sim.fabric.sim_plane import SimPlane

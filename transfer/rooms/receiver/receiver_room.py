@@ -26,8 +26,7 @@ from twinpool.cache.device.device_port import (
     failure,
 )
 from twinpool.cache.memory.required_pages import extents
-from twinpool.cache.pool.in_flight import InFlightPins
-from twinpool.cache.pool.page_allocator import Lease
+from twinpool.cache.pool.page_allocator import InFlightPins, Lease
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.errors import WireError
 from twinpool.contracts.ids import RoomId

@@ -1,4 +1,4 @@
-"""Pool sets of several tensor-parallel ranks: the leader owns the indices, and each rank has its bytes under them.
+"""The state of several tensor-parallel ranks: the leader owns the indices, and each rank has its bytes under them.
 
 Each rank holds its heads' share of every page under the same index. The followers repeat on their bytes what the leader
 does to its own, in the same order: an operation sends them its order as it runs, not when it is submitted, so the order
@@ -10,22 +10,52 @@ A page's digest is the sum of its ranks' digests, as every term of it stands alo
 that aren't sliced by heads, and heads that several ranks hold, are counted once, from the first rank that holds them;
 for each further copy its difference to the first is added, times an odd number. So a digest doesn't depend on the
 number of ranks, and a page that is damaged on one rank only still changes it.
+
+A mark of the leader's step says nothing of the followers' steps. So the leader's device (`TPDevice`) tells them, right
+before a step with marks, to make marks of the same groups for theirs (`FollowerSteps`); what a follower writes of a
+layer comes after its own. A follower does to its bytes what its leader orders, one thing after the other: all of it on
+the stream that computes. Its step is through with a layer of a pool when it takes the buffers of that pool's next layer
+from the gate, and with all layers at its end.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 
+from twinpool.cache.device.device_port import (
+    DONE,
+    NO_GATES,
+    Completion,
+    Device,
+    DeviceOp,
+    DeviceStream,
+    GatedLoads,
+    PageSpanUse,
+    RemoteWrite,
+)
+from twinpool.cache.device.layer_marks import LayerCounts, LayerMarks
 from twinpool.cache.memory.kv_cache_spec import PoolSpec, copies, groups
 from twinpool.cache.memory.memory_layout import PoolSetLayout
 from twinpool.cache.memory.page_digest import PageDigester
 from twinpool.cache.memory.page_moves import PageMove, PoolIndices
+from twinpool.cache.pool.load_gate import LoadGate
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.messages.rank_order_codec import OrderChannel
-from twinpool.contracts.messages.rank_orders import CheckPages, CopyPages, DigestPages, PageSpan, ZeroPages
+from twinpool.contracts.messages.rank_orders import (
+    CheckPages,
+    CopyPages,
+    DigestPages,
+    LayerCount,
+    MarkStep,
+    PageSpan,
+    ZeroPages,
+)
 
 _ODD = 0xD6E8FEB86659FD93
 _ALL_BITS = 0xFFFFFFFFFFFFFFFF
@@ -158,3 +188,157 @@ class FollowerPools:
             case CheckPages():
                 return self._pools[order.place].check()
         return None
+
+
+class TPDevice:
+    """Implements `cache.device.device_port.Device`: the leader's own `device`, and the marks of its `followers`."""
+
+    def __init__(self, device: Device, followers: OrderChannel) -> None:
+        self._device, self._followers = device, followers
+        self._steps = itertools.count(1)
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self._device.torch_device
+
+    @property
+    def checks(self) -> bool:
+        return self._device.checks
+
+    def marks(self, groups: Sequence[LayerCounts]) -> LayerMarks | None:
+        marks = self._device.marks(groups)
+        if marks is not None:
+            marks.step = next(self._steps)
+        return marks
+
+    def submit(
+        self,
+        op: DeviceOp,
+        run: Callable[[], object],
+        after: Sequence[Completion] = (),
+        *,
+        gates: GatedLoads = NO_GATES,
+        keep: Sequence[Any] = (),
+        marks: LayerMarks | None = None,
+    ) -> Completion:
+        if marks is None:
+            return self._device.submit(op, run, after, gates=gates, keep=keep)
+        groups = tuple(tuple(LayerCount(*count) for count in group.items()) for group in marks.groups)
+        order = MarkStep(marks.step, groups)
+
+        def marked() -> object:
+            self._followers.send(order)
+            return run()
+
+        return self._device.submit(op, marked, after, gates=gates, keep=keep, marks=marks)
+
+    def touch(self, name: str, *, reads: Sequence[PageSpanUse] = (), writes: Sequence[PageSpanUse] = ()) -> None:
+        self._device.touch(name, reads=reads, writes=writes)
+
+    def remote_write(self, name: str, writes: Sequence[PageSpanUse]) -> RemoteWrite:
+        return self._device.remote_write(name, writes)
+
+    def allocate_host(self, nbytes: int) -> torch.Tensor:
+        return self._device.allocate_host(nbytes)
+
+    def register_host(self, memory: torch.Tensor) -> None:
+        self._device.register_host(memory)
+
+    def end_lane(self, lane: str) -> None:
+        self._device.end_lane(lane)
+
+    def close(self) -> None:
+        self._device.close()
+
+
+T = TypeVar("T")
+_KEPT = 64
+"""Steps whose marks are kept. What comes after an older one's comes after all steps."""
+
+
+class FollowerSteps:
+    """The operations of one follower; used from the thread that carries out its orders."""
+
+    def __init__(self, device: Device, gates: Mapping[str, LoadGate]) -> None:
+        """`gates`: of the follower's pools on the device, by pool."""
+        self.device = device
+        self._gates = gates
+        self._asked: MarkStep | None = None
+        self._marks: OrderedDict[int, LayerMarks] = OrderedDict()
+        self._latest = 0
+        self.last: Completion = DONE
+        """Of the last operation."""
+        self.beside = False
+        """Whether sends go on beside steps: the device waits for marks on other threads than this one."""
+
+    def expect(self, order: MarkStep) -> None:
+        """Make the marks that the next step is to reach."""
+        groups = [{layers.pool: layers.layers for layers in group} for group in order.groups]
+        self._asked, self._latest = order, order.step
+        made = self.device.marks(groups)
+        self.beside = made is not None
+        self._marks[order.step] = LayerMarks(groups) if made is None else made
+        while len(self._marks) > _KEPT:
+            self._marks.popitem(last=False)
+
+    def run(self, step: Callable[[], object]) -> None:
+        """Submit a step; without marks it is complete on a CPU when this returns. Raises what it raises."""
+        self.look()
+        asked, self._asked = self._asked, None
+        if asked is None:
+            self.last = self.device.submit(_FORWARD, step)
+            return
+        marks = self._marks[asked.step]
+
+        def marked() -> None:
+            written = dict.fromkeys(marks.groups[-1], 0)
+
+            def opened(pool: str, layer: int) -> None:
+                if layer > written[pool]:
+                    written[pool] = layer
+                    marks.passed(written)
+
+            for gate in self._gates.values():
+                gate.opened = opened
+            try:
+                step()
+                marks.passed(marks.groups[-1])
+            except Exception as error:
+                marks.end(error)
+                raise
+            finally:
+                for gate in self._gates.values():
+                    gate.opened = None
+
+        self.last = self.device.submit(_FORWARD, marked, marks=marks)
+
+    def apply(self, operation: Callable[[], T]) -> T:
+        """Carry out another operation on the pools, after the steps before it; returns its result."""
+        self.look()
+        results: list[T] = []
+        self.last = self.device.submit(_STATE, lambda: results.append(operation()))
+        return results[0]
+
+    def look(self) -> None:
+        """Let the device go on with what it runs on this thread. Raises what a step has raised."""
+        if self.last.done:
+            self.last.wait()
+            self.last = DONE
+
+    def close(self) -> None:
+        """Fail the marks that no step will reach, so that nothing waits for them, and end the device."""
+        for marks in self._marks.values():
+            marks.end(RuntimeError("the worker has ended"))
+        self.device.close()
+
+    def written(self, step: int, group: int) -> Completion | None:
+        """The completion that what is written after mark `group` of step `step` comes after; None while the step is
+        unknown: it was not ordered yet. Step 0: all that was ordered so far."""
+        if step > self._latest:
+            return None
+        marks = self._marks.get(step)
+        return self.last if marks is None else marks[group]
+
+
+_FORWARD = DeviceOp("forward", DeviceStream.COMPUTE)
+_STATE = DeviceOp("state", DeviceStream.COMPUTE)
