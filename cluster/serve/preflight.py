@@ -10,7 +10,6 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -300,20 +299,18 @@ def divides(config: Config, spec: ModelSpec, size: int) -> str:
 
 
 def weight_bytes(spec: ModelSpec, config: Config) -> int:
-    """Bytes of one worker's weights as it keeps them (`engine.weights`): of dense ones estimated from the size of the
-    files, of quantised ones counted."""
+    """Bytes of one worker's weights as it keeps them (`engine.weights`): of folders of dense ones estimated from the
+    size of the files, of quantised ones and of GGUF files counted."""
     from twinpool.engine.models.registry import model_for
     from twinpool.engine.tensors.weight_loader import Weights, dtype_for, weights_kept
 
     keep = weights_kept(config.engine, gpu=on_gpus(config))
-    if spec.quantization.method or keep in {"int8", "int4"}:
+    if spec.quantization.method or keep in {"int8", "int4"} or is_gguf(spec.path):
         weights = Weights.dry(spec, dtype_for(spec, config.engine), keep=keep)
         model_for(spec).build(weights)
         return weights.nbytes
 
     width = dtype_for(spec, config.engine).itemsize
-    if is_gguf(spec.path):
-        return sum(prod(header.shape) for header in spec.headers.values()) * width
     stored = sum(path.stat().st_size for path in spec.path.glob("*.safetensors"))
     return stored * width // (4 if spec.dtype == "float32" else 2)
 

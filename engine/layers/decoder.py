@@ -117,7 +117,8 @@ class PreNormLayer:
 class Decoder:
     """A model's weights, and the computation of one step with them."""
 
-    embed_vh: Tensor
+    embed_vh: Tensor | RowExactLinear
+    """The embedding [vocab, hidden]; in blocks, a product of whose rows are unpacked when they are looked up."""
     layers: Sequence[Layer]
     norm: Callable[[Tensor], Tensor]
     """The norm of the last layer's output, before the head."""

@@ -57,7 +57,7 @@ class FalconH1(Llama):
 
     def build(self, weights: Weights) -> Decoder:
         decoder = super().build(weights)
-        decoder.embed_vh = decoder.embed_vh * self.factors.embedding  # A copy: a tied head keeps the unscaled table.
+        decoder.embed_scale = self.factors.embedding  # Of looked-up rows: a tied head has the unscaled table.
         decoder.logits_scale = self.factors.logits
         return decoder
 

@@ -72,15 +72,17 @@ class Model(ABC):
         """Build the whole model. Raises `CheckpointError` for a tensor that is missing or misshapen."""
         embed_name, head_name = f"model.{self.embed_name}.weight", "lm_head.weight"
         only_head = self.tied and weights.has(head_name) and not weights.has(embed_name)
-        embed = weights.tensor(head_name if only_head else embed_name, self.spec.vocab_size, self.hidden)
+        read = head_name if only_head else embed_name
+        table = weights.weight(read.removesuffix(".weight"), self.spec.vocab_size, self.hidden)
         layers = [self.layer(i, weights.scope(f"model.layers.{i}.")) for i in range(self.layers)]
         norm_h = self.norm_weight(weights, f"model.{self.norm_name}.weight", self.hidden)
         # A head of its own counts, whatever the configuration says, unless it is a copy.
         own = weights.has(head_name) and not only_head and not weights.same(head_name, embed_name)
         if self.tied and not own:
-            head = weights.made(embed)
+            head = weights.made(table)
         else:
             head = weights.linear({"lm_head": self.spec.vocab_size}, self.hidden)
+        embed = table if isinstance(table, Tensor) else head if self.tied and not own else weights.made(table)
         return Decoder(embed, layers, partial(self.norm, weight_h=norm_h), head)
 
     def norm_weight(self, weights: Weights, name: str, size: int) -> Tensor:

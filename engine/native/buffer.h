@@ -29,6 +29,13 @@ template <typename T> class Buffer {
         if (!items) abort();
         room = count;
     }
+    // Frees it if it is larger than this.
+    void release(long bytes) {
+        if (room * (long)sizeof(T) <= bytes) return;
+        free(items);
+        items = nullptr;
+        room = 0;
+    }
     T *data() { return items; }
     T &operator[](long i) { return items[i]; }
     const T &operator[](long i) const { return items[i]; }

@@ -23,8 +23,12 @@
     }
 
 #define FOR_BLOCKS(T, name)                                                                                           \
-    void block_product_##name(const Blocks *b, const T *x, long x_stride, const float *bias, T *out, long m) {        \
-        block_product(*b, x, x_stride, bias, out, m);                                                                 \
+    void block_product_##name(const Blocks *b, const T *x, long x_stride, const float *bias, T *out,                  \
+                              long out_stride, long m) {                                                              \
+        block_product(*b, x, x_stride, bias, out, out_stride, m);                                                     \
+    }                                                                                                                 \
+    long block_rows_##name(const Blocks *b, const int64_t *rows, long count, T *out) {                                \
+        return block_rows(*b, rows, count, out);                                                                      \
     }
 
 #define FOR_PRODUCT(T, name)                                                                                          \
@@ -43,8 +47,8 @@ FOR_DTYPE(float, float32)
 FOR_DTYPE(bf16, bfloat16)
 FOR_BLOCKS(float, float32)
 FOR_BLOCKS(bf16, bfloat16)
-void pack_codes(const uint8_t *codes, uint8_t *packed, long n, long k, int halves) {
-    pack_blocks(codes, packed, n, k, halves != 0);
+void pack_codes(const uint8_t *codes, uint8_t *packed, long n, long k, int bits) {
+    pack_blocks(codes, packed, n, k, bits);
 }
 FOR_PRODUCT(float, float32)
 // Where there are tile instructions, oneDNN's products of many rows are several times as fast as these can be.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twinpool.engine.weight_formats.block_weight import BlockWeight, Code, unpack_codes
+from twinpool.engine.weight_formats.block_weight import BlockStack, BlockWeight, Code, unpack_codes
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _PANEL = 32
@@ -38,20 +38,29 @@ class AttentionShape(ctypes.Structure):
     ]
 
 
+BLOCK_PARTS = ("zeros", "scales", "offsets", "factors", "offset_factors")
+"""The parts of a `BlockWeight` that kernels read beside codes, in the order of the struct of block_gemm.h."""
+
+
 class _Blocks(ctypes.Structure):
     """A packed weight in blocks: the struct of block_gemm.h."""
 
     _fields_ = [
-        *((name, ctypes.c_long) for name in ("n", "k", "group")),
+        *((name, ctypes.c_long) for name in ("n", "k", "group", "span")),
         *((name, ctypes.c_int32) for name in ("code", "scale_type", "zero")),
-        *((name, ctypes.c_void_p) for name in ("codes", "zeros", "scales", "factors")),
+        *((name, ctypes.c_void_p) for name in ("codes", *BLOCK_PARTS)),
     ]
 
 
 _SCALE_TYPES = {dtype: number for number, dtype in enumerate(
-    (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8)
+    (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8, torch.int8)
 )}  # fmt: skip
 """`enum ScaleType` of block_gemm.h."""
+_PAIRED = len(_SCALE_TYPES)
+_UINT4_OFFSET = len(Code)
+"""The code of `enum Code` for `UINT4` with offsets."""
+_PACKED_AT_ONCE = 4 << 20
+"""Codes that are unpacked at once to be packed, about."""
 _SIGNATURES = {
     "rms_norm": "plplpllf",
     "silu_product": "ppll",
@@ -60,7 +69,8 @@ _SIGNATURES = {
     "packed_elements": "ll",
     "pack": "ppll",
     "product": "plppplll",
-    "block_product": "pplppl",
+    "block_product": "pplppll",
+    "block_rows": "pplp",
 }
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
 
@@ -83,7 +93,7 @@ class NativeKernels:
                 function = getattr(library, f"{name}_{suffix}", None)
                 if function is not None:
                     function.argtypes = [_TYPES[letter] for letter in types]
-                    function.restype = ctypes.c_long if name == "packed_elements" else None
+                    function.restype = ctypes.c_long if name in {"packed_elements", "block_rows"} else None
                     self._functions[name, dtype] = function
 
     def knows(self, x: Tensor) -> bool:
@@ -97,7 +107,9 @@ class NativeKernels:
     def packed(self, weight_nk: Tensor, bias_n: Tensor | None) -> PackedWeight:
         return PackedWeight(self, weight_nk, bias_n)
 
-    def packed_blocks(self, weight: BlockWeight, bias_n: Tensor | None) -> PackedBlocks:
+    def packed_blocks(self, weight: BlockWeight | BlockStack, bias_n: Tensor | None) -> PackedBlocks | StackedBlocks:
+        if isinstance(weight, BlockStack):
+            return StackedBlocks(self, weight, bias_n)
         return PackedBlocks(self, weight, bias_n)
 
     def packed_heads(self, weight_hkn: Tensor) -> None:
@@ -253,40 +265,92 @@ class PackedBlocks:
     """A weight in blocks and its bias, packed in the order in which the kernels read them."""
 
     def __init__(self, kernels: NativeKernels, weight: BlockWeight, bias_n: Tensor | None) -> None:
-        self._kernels, self._order = kernels, weight.order_k
+        self._kernels, self._order, self._dtype = kernels, weight.order_k, weight.dtype
         self._n, self._k = weight.shape
-        self._code, self._group, self._zero = weight.code, weight.group, weight.zero
-        assert weight.factor_n is None or weight.code is Code.E2M1, "no other code's kernel has factors"
-        codes, halves = unpack_codes(weight.codes, weight.code), weight.code.bits == 4
-        panels = -(-self._n // _PANEL)
-        self._codes = _huge_pages(panels * self._k * (_PANEL // 2 if halves else _PANEL), torch.uint8)
-        kernels._pack_codes(codes.data_ptr(), self._codes.data_ptr(), self._n, self._k, halves)
-        self._scales = _by_panel(weight.scales)
-        self._zeros = None if weight.zeros is None else _by_panel(weight.zeros)
-        self._factors = None if weight.factor_n is None else _by_panel(weight.factor_n).flatten()
+        self._code, self._group, self._span, self._zero = weight.code, weight.group, weight.span, weight.zero
+        wide = weight.code is Code.E2M1
+        fits = weight.factors is None or (weight.factors.dtype == torch.float32) == wide
+        assert fits, "kernels have factors of float32 for E2M1, and of float16 for others"
+        self._paired, self._added = weight.paired, weight.paired or weight.offsets is not None
+        self._codes = self._packed_codes(weight)
+        self._parts = {
+            name: _by_panel(part) for name in BLOCK_PARTS if (part := getattr(weight, name)) is not None
+        }  # fmt: skip
         self._bias = None if bias_n is None else _by_panel(bias_n.float()).flatten()
+
+    def _packed_codes(self, weight: BlockWeight) -> Tensor:
+        """The codes in the order of reading; so many rows of them are unpacked at once as make whole panels."""
+        bits, panels = weight.code.bits, -(-self._n // _PANEL)
+        packed = _huge_pages(panels * self._k * _PANEL * bits // 8, torch.uint8)
+        step = max(_PACKED_AT_ONCE // (self._k * _PANEL), 1) * _PANEL
+        for first in range(0, self._n, step):
+            codes = unpack_codes(weight.codes[first : first + step], weight.code)
+            to = packed[first * self._k * bits // 8 :]
+            self._kernels._pack_codes(codes.data_ptr(), to.data_ptr(), len(codes), self._k, bits)
+        return packed
+
+    def _blocks(self) -> _Blocks:
+        scales = self._parts["scales"]
+        return _Blocks(
+            self._n, self._k, self._group, self._span or self._k,
+            _UINT4_OFFSET if self._code is Code.UINT4 and self._added else self._code.value,
+            _PAIRED if self._paired else _SCALE_TYPES[scales.dtype], self._zero, self._codes.data_ptr(),
+            *(self._parts[name].data_ptr() if name in self._parts else None for name in BLOCK_PARTS),
+        )  # fmt: skip
 
     def __call__(self, x_mk: Tensor) -> Tensor:
         """``x @ weight.T + bias``, [M, n], of the weight unpacked to float32: summed in float32 and rounded once; rows
         are exact."""
+        out = torch.empty(x_mk.shape[0], self._n, dtype=x_mk.dtype)
+        self.multiply(x_mk, out)
+        return out
+
+    def multiply(self, x_mk: Tensor, out_mn: Tensor) -> None:
+        """The same into `out_mn`, whose rows may lie apart."""
         if self._order is not None:
             x_mk = x_mk[:, self._order]
         if x_mk.stride(1) != 1:
             x_mk = x_mk.contiguous()
-        out = torch.empty(x_mk.shape[0], self._n, dtype=x_mk.dtype)
-        blocks = _Blocks(
-            self._n, self._k, self._group, self._code.value, _SCALE_TYPES[self._scales.dtype], self._zero,
-            self._codes.data_ptr(),
-            *(None if part is None else part.data_ptr() for part in (self._zeros, self._scales, self._factors)),
-        )  # fmt: skip
+        blocks = self._blocks()
         self._kernels._call("block_product", x_mk.dtype)(
             ctypes.addressof(blocks),
             x_mk.data_ptr(),
             x_mk.stride(0),
             None if self._bias is None else self._bias.data_ptr(),
-            out.data_ptr(),
+            out_mn.data_ptr(),
+            out_mn.stride(0),
             x_mk.shape[0],
         )
+
+    def rows(self, rows_m: Tensor) -> Tensor:
+        """Rows of the weight, [m] int64, unpacked to [m, k] in the dtype to compute in. Raises `IndexError` for a row
+        that it doesn't have."""
+        rows_m = rows_m.contiguous()
+        out = torch.empty(len(rows_m), self._k, dtype=self._dtype)
+        blocks = self._blocks()
+        found = self._kernels._call("block_rows", out.dtype)(
+            ctypes.addressof(blocks), rows_m.data_ptr(), len(rows_m), out.data_ptr()
+        )
+        if not found:
+            raise IndexError(f"rows {rows_m.tolist()} of a weight of {self._n}")
+        return out if self._order is None else torch.empty_like(out).index_copy_(1, self._order, out)
+
+
+class StackedBlocks:
+    """Weights in blocks of unlike layouts that are multiplied with the same rows, one below the other, and their
+    bias."""
+
+    def __init__(self, kernels: NativeKernels, stack: BlockStack, bias_n: Tensor | None) -> None:
+        sizes = [part.shape[0] for part in stack.parts]
+        biases = [None] * len(sizes) if bias_n is None else torch.split(bias_n, sizes)
+        self._parts = [PackedBlocks(kernels, part, bias) for part, bias in zip(stack.parts, biases, strict=True)]
+        self._sizes = sizes
+
+    def __call__(self, x_mk: Tensor) -> Tensor:
+        """``x @ weight.T + bias``, [M, n], as `PackedBlocks` computes it."""
+        out = torch.empty(x_mk.shape[0], sum(self._sizes), dtype=x_mk.dtype)
+        for part, columns in zip(self._parts, torch.split(out, self._sizes, 1), strict=True):
+            part.multiply(x_mk, columns)
         return out
 
 

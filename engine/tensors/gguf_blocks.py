@@ -1,13 +1,14 @@
-"""Reading rows of a GGUF file's tensors, with their quantised blocks turned into numbers.
+"""Reading rows of a GGUF file's tensors: as they are stored, or with their quantised blocks turned into numbers.
 
-Rows are read and dequantised in pieces of a few MiB, straight into the dtype to compute in, so a tensor needs no memory
-beyond its own. The `gguf` package does a block's arithmetic, in float32.
+Rows are read in pieces of a few MiB: straight into the form in which products take them
+(`engine.weight_formats.gguf_formats`), or dequantised into the dtype to compute in, so a tensor needs no memory beyond
+its own. The `gguf` package does a dequantised block's arithmetic, in float32.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 from twinpool.contracts.checkpoint.gguf.gguf_tensors import GgufTensor
 from twinpool.contracts.errors import CheckpointError
 from twinpool.engine.tensors.shard import ShardAxis
+from twinpool.engine.weight_formats.block_weight import BlockWeight, stack_rows
+from twinpool.engine.weight_formats.gguf_formats import read_gguf_blocks
 
 _PIECE_VALUES = 4 << 20
 """Values that are dequantised at a time, about."""
@@ -29,29 +32,61 @@ def read_gguf_tensor(file: int, header: GgufTensor, axes: Sequence[ShardAxis], d
     rows, *columns = axes
     width = 1 if not columns else columns[0].whole
     read = torch.empty(rows.count, columns[0].count if columns else 1, dtype=dtype)
+    for first, bytes_nb in _pieces(file, header, rows, width):
+        values_nk = _dequantised(header, bytes_nb, width)
+        if header.added:
+            values_nk = values_nk - header.added
+        read[first : first + len(values_nk)] = values_nk[:, columns[0].here] if columns else values_nk
+    return read.reshape([axis.count for axis in axes])
+
+
+def read_gguf_weight(
+    file: int, header: GgufTensor, rows: ShardAxis, columns: ShardAxis, dtype: torch.dtype, device: torch.device
+) -> BlockWeight | None:
+    """A rank's part of a matrix of one of `GGUF_TYPES`, in blocks as the file has them, for products in `dtype`; on
+    torch's meta device nothing is read. None where the range of columns cuts through a block's group.
+
+    Raises `CheckpointError` for a file that has become shorter, and for a scale that is no finite number.
+    """
+    size = _row_bytes(header)
+    if device.type == "meta":
+        whole = read_gguf_blocks(header.dtype, torch.empty(rows.count, size, dtype=torch.uint8, device=device), dtype)
+        return whole.part(slice(None), columns.here)
+    parts: list[BlockWeight] = []
+    for _, bytes_nb in _pieces(file, header, rows, columns.whole):
+        part = read_gguf_blocks(header.dtype, bytes_nb, dtype).part(slice(None), columns.here)
+        if part is None:
+            return None
+        parts.append(part.to(device))
+    stacked = stack_rows(parts)
+    assert isinstance(stacked, BlockWeight), "pieces of one tensor have one layout"
+    return stacked
+
+
+def _pieces(file: int, header: GgufTensor, rows: ShardAxis, width: int) -> Iterator[tuple[int, Tensor]]:
+    """The bytes of the asked rows, uint8 [some rows, bytes of a row], piece by piece in the checkpoint's order; each
+    with the number of its first row, counted from the first that is asked for."""
     # Whole heads, where their rows are interleaved.
     unit = header.interleaved or 1
     first, last = rows.first // unit * unit, -(-(rows.first + rows.count) // unit) * unit
     step = max(_PIECE_VALUES // (unit * max(width, 1)), 1) * unit
     for begin in range(first, last, step):
         end = min(begin + step, last)
-        values_nk = _rows(file, header, begin, end, width)
+        bytes_nb = _rows(file, header, begin, end)
         if header.interleaved:
-            heads = values_nk.view(-1, unit // 2, 2, width)
-            values_nk = heads.transpose(1, 2).reshape(-1, width)
-        if header.added:
-            values_nk = values_nk - header.added
+            heads = bytes_nb.view(-1, unit // 2, 2, bytes_nb.shape[1])
+            bytes_nb = heads.transpose(1, 2).reshape(end - begin, -1)
         here = slice(max(begin, rows.first), min(end, rows.first + rows.count))
-        taken = values_nk[here.start - begin : here.stop - begin]
-        read[here.start - rows.first : here.stop - rows.first] = taken[:, columns[0].here] if columns else taken
-    return read.reshape([axis.count for axis in axes])
+        yield here.start - rows.first, bytes_nb[here.start - begin : here.stop - begin]
 
 
-def _rows(file: int, header: GgufTensor, begin: int, end: int, width: int) -> Tensor:
-    """Rows `begin` to `end` of the file as float32, [rows, width]."""
-    import gguf
+def _row_bytes(header: GgufTensor) -> int:
+    return (header.end - header.begin) // header.shape[0]
 
-    size = (header.end - header.begin) // header.shape[0]
+
+def _rows(file: int, header: GgufTensor, begin: int, end: int) -> Tensor:
+    """The bytes of rows `begin` to `end` of the file, uint8 [rows, bytes of a row]."""
+    size = _row_bytes(header)
     wanted, at = (end - begin) * size, header.begin + begin * size
     content = bytearray()
     while len(content) < wanted:
@@ -59,6 +94,12 @@ def _rows(file: int, header: GgufTensor, begin: int, end: int, width: int) -> Te
         if not part:
             raise CheckpointError(f"{header.file} has become shorter: it ends before byte {at + wanted}")
         content += part
-    blocks = np.frombuffer(content, dtype=np.uint8).reshape(end - begin, size)
-    values = gguf.dequantize(blocks, gguf.GGMLQuantizationType[header.dtype])
-    return torch.from_numpy(values.astype(np.float32, copy=False)).view(end - begin, width)
+    return torch.frombuffer(content, dtype=torch.uint8).view(end - begin, size)
+
+
+def _dequantised(header: GgufTensor, bytes_nb: Tensor, width: int) -> Tensor:
+    """Rows as float32, [rows, width]."""
+    import gguf
+
+    values = gguf.dequantize(bytes_nb.contiguous().numpy(), gguf.GGMLQuantizationType[header.dtype])
+    return torch.from_numpy(values.astype(np.float32, copy=False)).view(-1, width)

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from twinpool.engine.native.current_kernels import kernels_for, native_for
 from twinpool.engine.native.layer_kernels import Product
+from twinpool.engine.native.native_kernels import PackedBlocks
 from twinpool.engine.tensors.onednn_weight import OneDnnWeight
-from twinpool.engine.weight_formats.block_weight import BlockProduct, BlockWeight, Weight
+from twinpool.engine.weight_formats.block_weight import BlockProduct, Weight
 
 TILE_ROWS = 16
 """Rows of the fixed tile that the probe compares with."""
@@ -53,14 +54,14 @@ class RowExactLinear:
         self.shape = (weight_nk.shape[0], weight_nk.shape[1])
         self.dtype, self.device = weight_nk.dtype, weight_nk.device
         self._bias = bias_n
-        self.blocks = isinstance(weight_nk, BlockWeight)
+        self.blocks = not isinstance(weight_nk, Tensor)
         """Whether the weight is kept in blocks, and unpacked by each product."""
         self.nbytes = weight_nk.nbytes
         self._product = _native(weight_nk, bias_n)
         self._row_exact = self._product is not None
         self._packed: OneDnnWeight | None = None
         self._plain: Tensor | None = None
-        if self._product is None and isinstance(weight_nk, BlockWeight):
+        if self._product is None and not isinstance(weight_nk, Tensor):
             self._product = BlockProduct(weight_nk, bias_n)
         elif self._product is None:
             assert isinstance(weight_nk, Tensor)
@@ -81,9 +82,14 @@ class RowExactLinear:
             return F.linear(x_mk, self._plain, self._bias)
         return self._packed(x_mk, self._bias)
 
+    def __getitem__(self, rows_m: Tensor) -> Tensor:
+        """Rows of a weight that is kept in blocks, [m] int64, unpacked: [m, k], as an embedding is looked up."""
+        assert isinstance(self._product, PackedBlocks | BlockProduct), "a weight in blocks of one layout"
+        return self._product.rows(rows_m)
+
 
 def _native(weight_nk: Weight, bias_n: Tensor | None) -> Product | None:
-    if isinstance(weight_nk, BlockWeight):
+    if not isinstance(weight_nk, Tensor):
         native = native_for(torch.empty(0, dtype=weight_nk.dtype, device=weight_nk.device))
         return None if native is None else native.packed_blocks(weight_nk, bias_n)
     kernels = kernels_for(weight_nk)

@@ -22,11 +22,12 @@ from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.checkpoint.safetensors_headers import FLOATS, TensorHeader
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import CheckpointError, ConfigError
-from twinpool.engine.tensors.gguf_blocks import read_gguf_tensor
+from twinpool.engine.tensors.gguf_blocks import read_gguf_tensor, read_gguf_weight
 from twinpool.engine.tensors.row_exact_linear import HeadLinear, RowExactLinear
 from twinpool.engine.tensors.shard import WHOLE, Shard, ShardAxis
 from twinpool.engine.weight_formats.block_formats import PARTS, StoredWeight, quantised_layers, read_blocks
 from twinpool.engine.weight_formats.block_weight import BlockWeight, Code, Weight, dense, quantise, stack_rows
+from twinpool.engine.weight_formats.gguf_formats import GGUF_TYPES
 
 _MXFP4_GROUP = 32
 """Elements of MXFP4 that share a scale."""
@@ -189,6 +190,8 @@ class Weights:
         A rank's columns that cut through a group of blocks are expanded to a dense weight.
         """
         axes = _axes((rows, columns))
+        if self._files.keep != "dense" and (of_gguf := self._gguf_blocks(f"{name}.weight", axes)) is not None:
+            return self._counted(of_gguf)
         found = self._stored_blocks(name, axes)
         if found is not None:
             return self._counted(self._part(found, axes))
@@ -256,6 +259,18 @@ class Weights:
         except CheckpointError as error:
             raise CheckpointError(f"{self.spec.path}: {error}") from None
 
+    def _gguf_blocks(self, name: str, axes: list[ShardAxis]) -> BlockWeight | None:
+        """A rank's part of a GGUF file's tensor in blocks; None where it is dense, missing, or cut within a group."""
+        header = self.spec.headers.get(self._found(name))
+        if not isinstance(header, GgufTensor) or header.dtype not in GGUF_TYPES:
+            return None
+        self._check_shape(name, header, axes)
+        file = -1 if self.device == _META else self._files.descriptor(header.file)
+        try:
+            return read_gguf_weight(file, header, axes[0], axes[1], self.dtype, self.device)
+        except CheckpointError as error:
+            raise CheckpointError(f"tensor {self._found(name)}: {error}") from None
+
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name, or the weight ``layer.weight`` in blocks."""
         names = [name]
@@ -310,12 +325,7 @@ class Weights:
         header = self.spec.headers.get(full)
         if header is None:
             raise CheckpointError(f"{self.spec.path}: tensor {full} is missing")
-        wanted = [axis.whole for axis in axes]
-        if list(header.shape) != wanted:
-            raise CheckpointError(
-                f"{self.spec.path}: tensor {full} has shape {list(header.shape)}, but "
-                f"{self.spec.config.path.name} asks for {wanted}"
-            )
+        self._check_shape(name, header, axes)
         if header.dtype not in stored and not (stored is FLOATS and isinstance(header, GgufTensor)):
             raise CheckpointError(
                 f"{self.spec.path}: tensor {full} has dtype {header.dtype}; supported are {', '.join(stored)}"
@@ -325,6 +335,14 @@ class Weights:
         if isinstance(header, GgufTensor):
             return read_gguf_tensor(self._files.descriptor(header.file), header, axes, dtype).to(self.device)
         return self._read(header.file, full, axes).to(self.device, dtype, copy=True)
+
+    def _check_shape(self, name: str, header: TensorHeader, axes: list[ShardAxis]) -> None:
+        wanted = [axis.whole for axis in axes]
+        if list(header.shape) != wanted:
+            raise CheckpointError(
+                f"{self.spec.path}: tensor {self._found(name)} has shape {list(header.shape)}, but "
+                f"{self.spec.config.path.name} asks for {wanted}"
+            )
 
     def linear(
         self,

@@ -197,7 +197,7 @@ def _nvfp4(stored: StoredWeight) -> BlockWeight:
         factor = stored.take("weight_scale_2").float().reshape(1)
     else:
         factor = stored.take("weight_global_scale").float().reshape(1).reciprocal()
-    return stored.blocks(Code.E2M1, codes, scales, 16, factor_n=factor.expand(n).contiguous())
+    return stored.blocks(Code.E2M1, codes, scales, 16, factors=factor.expand(n, 1).contiguous())
 
 
 def _awq(stored: StoredWeight) -> BlockWeight:

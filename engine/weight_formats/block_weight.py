@@ -1,11 +1,12 @@
-"""Weights in blocks: codes of four or eight bits, of which each group of columns shares a scale.
+"""Weights in blocks: codes of two to eight bits, of which each group of columns shares a scale.
 
 This is the one form in which products take a quantised weight, whatever the checkpoint's layout; its definition is
-`BlockWeight.unpack`, to which kernels are compared:
+`BlockWeight.unpack`, to which kernels are compared. With g = j // group and s = j // span:
 
-    weight[n, j] = (value(code[n, j]) - zero[n, j // group]) * scale[n, j // group] * factor[n]
+    weight[n, j] = (value(code[n, j]) - zero[n, g]) * scale[n, g] * factor[n, s] + offset[n, g] * offset_factor[n, s]
 
-computed in float32 from left to right. `block_formats` reads the layouts of published checkpoints.
+computed in float32 from left to right. `block_formats` reads the layouts of published checkpoints' folders,
+`gguf_formats` those of GGUF files.
 
 Every product is the one of the unpacked weight in float32: activations aren't quantised, so that a checkpoint that
 declares quantised activations (W8A8) computes closer to the model that it was made from than it asks for.
@@ -13,9 +14,11 @@ declares quantised activations (W8A8) computes closer to the model that it was m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from math import gcd
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +28,8 @@ from twinpool.contracts.errors import CheckpointError
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of a four-bit float: a sign, two bits of exponent, one of mantissa."""
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""The numbers of ggml's codebook of four bits (`kvalues_iq4nl`)."""
 _E8M0_BIAS = 127
 _E8M0_NAN = 255
 _TILE_BYTES = 8 << 20
@@ -42,10 +47,24 @@ class Code(Enum):
     """A four-bit float, of `E2M1_VALUES`."""
     E4M3 = 3
     """A float8 of four bits of exponent and three of mantissa, without infinities."""
+    UINT2 = 4
+    UINT3 = 5
+    UINT5 = 6
+    UINT6 = 7
+    IQ4 = 8
+    """A number of `IQ4_VALUES`, by four bits."""
 
     @property
     def bits(self) -> int:
-        return 4 if self in {Code.UINT4, Code.E2M1} else 8
+        return _BITS[self]
+
+
+_BITS = {
+    **{Code.UINT2: 2, Code.UINT3: 3, Code.UINT4: 4, Code.UINT5: 5, Code.UINT6: 6, Code.UINT8: 8},
+    **{Code.E2M1: 4, Code.IQ4: 4, Code.E4M3: 8},
+}
+_BY_GROUP, _BY_SPAN = ("scales", "zeros", "offsets"), ("factors", "offset_factors")
+"""The parts of a `BlockWeight` that have a column for each group, and for each span."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +73,11 @@ class BlockWeight:
 
     code: Code
     codes: Tensor
-    """uint8: [n, k], or [n, k // 2] with the even column in the low half of a byte where codes have four bits."""
+    """uint8 [n, k * bits / 8]: the codes of a row as a stream of bits, the first column in the lowest ones; so of four
+    bits the even column lies in the low half of a byte."""
     scales: Tensor
-    """[n, groups]: float32, bfloat16, float16, float8_e4m3fn, or uint8 for powers of two (E8M0: the exponent plus
-    127)."""
+    """[n, groups]: float32, bfloat16, float16, float8_e4m3fn, int8 for whole numbers, or uint8 for powers of two (E8M0:
+    the exponent plus 127)."""
     group: int
     """Columns that share a scale; the last group may have fewer."""
     dtype: torch.dtype
@@ -65,8 +85,17 @@ class BlockWeight:
     zeros: Tensor | None = None
     """[n, groups] uint8: the code that stands for zero, in each group; None: `zero` in all of them."""
     zero: int = 0
-    factor_n: Tensor | None = None
-    """[n] float32, or None for 1: a factor of a row's scales, where codes are `E2M1`."""
+    factors: Tensor | None = None
+    """[n, spans] float32 or float16, or None for 1: a factor of the scales of a span of columns. float32 where codes
+    are `E2M1`; float16 where scales are whole numbers, as in two-level scales."""
+    span: int = 0
+    """Columns that share a factor, whole groups; 0: all of them."""
+    offsets: Tensor | None = None
+    """[n, groups], of the dtype of `scales`: what is added in each group; None: nothing, or as `paired` says."""
+    offset_factors: Tensor | None = None
+    """[n, spans] float16, or None for 1: a factor of the offsets of a span."""
+    paired: bool = False
+    """Whether `scales` are uint8 of two whole numbers each: a scale in the low half, an offset in the high one."""
     order_k: Tensor | None = None
     """[k] int64: the input column that column j is multiplied with, where they were reordered so that those of a group
     lie together; None: j."""
@@ -81,26 +110,32 @@ class BlockWeight:
 
     @property
     def nbytes(self) -> int:
-        parts = (self.codes, self.scales, self.zeros, self.factor_n, self.order_k)
+        parts = (self.order_k, *(getattr(self, name) for name in ("codes", *_BY_GROUP, *_BY_SPAN)))
         return sum(part.nbytes for part in parts if part is not None)
 
     @property
     def layout(self) -> tuple[object, ...]:
         """What rows of two weights must have alike to be rows of one."""
-        zeros, factor = self.zeros is not None, self.factor_n is not None
-        return self.code, self.group, self.shape[1], self.scales.dtype, self.zero, zeros, factor, self.dtype
+        parts = (getattr(self, name) for name in (*_BY_GROUP, *_BY_SPAN))
+        dtypes = tuple(part if part is None else part.dtype for part in parts)
+        return self.code, self.group, self.span, self.shape[1], self.zero, self.paired, self.dtype, dtypes
 
     def unpack(self, rows: slice = slice(None), dtype: torch.dtype = torch.float32) -> Tensor:
         """Some rows of the weight, [n, k], its columns in the order of the input; computed in float32."""
         values = self._values(unpack_codes(self.codes[rows], self.code))
-        columns = torch.arange(values.shape[1], device=self.device) // self.group
+        at = torch.arange(values.shape[1], device=self.device)
+        groups, spans = at // self.group, at // (self.span or values.shape[1])
         if self.zeros is not None:
-            values -= self.zeros[rows].float()[:, columns]
+            values -= self.zeros[rows].float()[:, groups]
         elif self.zero:
             values -= self.zero
-        values *= scale_values(self.scales[rows])[:, columns]
-        if self.factor_n is not None:
-            values *= self.factor_n[rows, None]
+        scales, offsets = self._group_values(rows)
+        values *= scales[:, groups]
+        if self.factors is not None:
+            values *= self.factors[rows].float()[:, spans]
+        if offsets is not None:
+            added = offsets[:, groups]
+            values += added if self.offset_factors is None else added * self.offset_factors[rows].float()[:, spans]
         if self.order_k is not None:
             values = torch.empty_like(values).index_copy_(1, self.order_k, values)
         return values.to(dtype)
@@ -108,9 +143,17 @@ class BlockWeight:
     def _values(self, codes: Tensor) -> Tensor:
         if self.code is Code.E4M3:
             return codes.contiguous().view(torch.float8_e4m3fn).float()
-        if self.code is Code.E2M1:
-            return torch.tensor(E2M1_VALUES, device=self.device)[codes.long()]
+        tables: dict[Code, tuple[float, ...]] = {Code.E2M1: E2M1_VALUES, Code.IQ4: IQ4_VALUES}
+        if self.code in tables:
+            return torch.tensor(tables[self.code], dtype=torch.float32, device=self.device)[codes.long()]
         return codes.float()
+
+    def _group_values(self, rows: slice) -> tuple[Tensor, Tensor | None]:
+        """The scales of some rows, and what is added, [n, groups] float32 each."""
+        scales = self.scales[rows]
+        if self.paired:
+            return (scales & 15).float(), (scales >> 4).float()
+        return scale_values(scales), None if self.offsets is None else self.offsets[rows].float()
 
     def expand(self, rows: slice, columns: slice, dtype: torch.dtype) -> Tensor:
         """A part of the weight, unpacked by tiles of rows into memory of its own."""
@@ -128,45 +171,49 @@ class BlockWeight:
         return self.expand(slice(None), slice(None), self.dtype)
 
     def part(self, rows: slice, columns: slice) -> BlockWeight | None:
-        """A rank's part; None where the range of columns cuts through a group, or the columns were reordered."""
+        """A rank's part; None where the range of columns cuts through a group, or the columns were reordered.
+
+        Where it cuts through a span alone, the part has shorter spans, of which some share a factor.
+        """
         n, k = self.shape
         row_range, column_range = range(n)[rows], range(k)[columns]
         first, last = column_range.start, column_range.stop
-        if len(column_range) == k:
-            at, groups = slice(None), slice(None)
-        elif first % self.group or (last % self.group and last < k) or self.order_k is not None:
-            return None
-        else:
-            at = slice(first * self.code.bits // 8, last * self.code.bits // 8)
-            groups = slice(first // self.group, -(-last // self.group))
         here = slice(row_range.start, row_range.stop)
-        return replace(
-            self,
-            codes=self.codes[here, at],
-            scales=self.scales[here, groups],
-            zeros=None if self.zeros is None else self.zeros[here, groups],
-            factor_n=None if self.factor_n is None else self.factor_n[here],
-        )
+        if len(column_range) == k:
+            return self._changed(lambda _, part: part[here])
+        if first % self.group or (last % self.group and last < k) or self.order_k is not None:
+            return None
+        whole = self._with_spans(gcd(self.span, first, last)) if self.span else self
+        units = {name: whole.span or k for name in _BY_SPAN} | dict.fromkeys(_BY_GROUP, self.group)
+
+        def cut(name: str, part: Tensor) -> Tensor:
+            if name == "codes":
+                return part[here, first * self.code.bits // 8 : last * self.code.bits // 8]
+            return part[here, first // units[name] : -(-last // units[name])]
+
+        return whole._changed(cut)
+
+    def _with_spans(self, span: int) -> BlockWeight:
+        """The same with factors for shorter spans, of which several make up one of now."""
+        times = self.span // span
+        longer = self._changed(lambda name, part: part.repeat_interleave(times, 1) if name in _BY_SPAN else part)
+        return replace(longer, span=span)
+
+    def _changed(self, change: Callable[[str, Tensor], Tensor]) -> BlockWeight:
+        """The weight whose parts with a row for each output, of these names, were changed so."""
+        parts = {name: getattr(self, name) for name in ("codes", *_BY_GROUP, *_BY_SPAN)}
+        changed: dict[str, Any] = {name: change(name, part) for name, part in parts.items() if part is not None}
+        return replace(self, **changed)
 
     def rows(self, order: Tensor) -> BlockWeight:
         """The rows in another order, [n] int64, or some of them."""
         order = order.to(self.device)
-        return replace(
-            self,
-            codes=self.codes[order],
-            scales=self.scales[order],
-            zeros=None if self.zeros is None else self.zeros[order],
-            factor_n=None if self.factor_n is None else self.factor_n[order],
-        )
+        return self._changed(lambda _, part: part[order])
 
     def to(self, device: torch.device) -> BlockWeight:
         """A copy with memory of its own."""
-        moved = {
-            name: part.to(device, copy=True)
-            for name in ("codes", "scales", "zeros", "factor_n", "order_k")
-            if (part := getattr(self, name)) is not None
-        }
-        return replace(self, **moved)
+        order = None if self.order_k is None else self.order_k.to(device, copy=True)
+        return replace(self._changed(lambda _, part: part.to(device, copy=True)), order_k=order)
 
     def check(self, name: str) -> None:
         """Raise `CheckpointError`, which names the tensor, for a scale that is zero or no number, and for codes that
@@ -177,9 +224,9 @@ class BlockWeight:
         bad = ~torch.isfinite(scales)
         if self.scales.dtype != torch.float8_e4m3fn:  # NVFP4's are zero for a group that is small beside the others.
             bad |= scales == 0
-        if self.factor_n is not None:
-            scales = scales * self.factor_n[:, None]
-            bad |= (~torch.isfinite(self.factor_n) | (self.factor_n == 0))[:, None]
+        if self.factors is not None:
+            scales = scales * self.factors
+            bad |= ~torch.isfinite(self.factors) | (self.factors == 0)
         if self.scales.dtype == torch.uint8:
             bad |= self.scales == _E8M0_NAN
         if bool(bad.any()):
@@ -192,7 +239,34 @@ class BlockWeight:
             raise CheckpointError(f"{name}: float8 values that are not a number")
 
 
-Weight = Tensor | BlockWeight
+@dataclass(frozen=True)
+class BlockStack:
+    """Weights in blocks of unlike layouts, one below the other: [n, k] of the rows of all."""
+
+    parts: tuple[BlockWeight, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def dense(self) -> Tensor:
+        """The whole weight, in the dtype to compute in."""
+        return torch.cat([part.dense() for part in self.parts])
+
+
+Weight = Tensor | BlockWeight | BlockStack
 """A weight [n, k] of a product: dense, or in blocks."""
 
 
@@ -204,30 +278,26 @@ def scale_values(scales: Tensor) -> Tensor:
 
 
 def dense(weight: Weight) -> Tensor:
-    return weight.dense() if isinstance(weight, BlockWeight) else weight
+    return weight if isinstance(weight, Tensor) else weight.dense()
 
 
 def select_rows(weight: Weight, order_n: Tensor) -> Weight:
     """Rows of a weight, in this order."""
-    return weight.rows(order_n) if isinstance(weight, BlockWeight) else weight[order_n.to(weight.device)]
+    return weight.rows(order_n) if isinstance(weight, BlockWeight) else dense(weight)[order_n.to(weight.device)]
 
 
 def stack_rows(weights: Sequence[Weight]) -> Weight:
-    """One weight of the rows of several; dense where their layouts differ, or the order of their columns."""
+    """One weight of the rows of several; dense where one of them is."""
     if len(weights) == 1:
         return weights[0]
-    blocks = [weight for weight in weights if isinstance(weight, BlockWeight)]
-    first = blocks[0] if blocks else None
-    alike = len(blocks) == len(weights) and all(_alike(b, blocks[0]) for b in blocks)
-    if first is None or not alike:
-        return torch.cat([dense(weight) for weight in weights])
-    return replace(
-        first,
-        codes=torch.cat([b.codes for b in blocks]),
-        scales=torch.cat([b.scales for b in blocks]),
-        zeros=None if first.zeros is None else torch.cat([b.zeros for b in blocks if b.zeros is not None]),
-        factor_n=None if first.factor_n is None else torch.cat([b.factor_n for b in blocks if b.factor_n is not None]),
-    )
+    parts: list[BlockWeight] = []
+    for weight in weights:
+        if isinstance(weight, Tensor):
+            return torch.cat([dense(weight) for weight in weights])
+        parts += weight.parts if isinstance(weight, BlockStack) else [weight]
+    if not all(_alike(part, parts[0]) for part in parts):
+        return BlockStack(tuple(parts))
+    return parts[0]._changed(lambda name, _: torch.cat([getattr(part, name) for part in parts]))
 
 
 def _alike(one: BlockWeight, two: BlockWeight) -> bool:
@@ -252,33 +322,52 @@ def quantise(weight_nk: Tensor, bits: int, group: int) -> BlockWeight:
 
 
 def pack_codes(codes: Tensor, code: Code) -> Tensor:
-    """Codes [n, k], one a byte, as `BlockWeight.codes` has them."""
+    """Codes [n, k], one a byte, as `BlockWeight.codes` has them; of other than 4 and 8 bits, k is a multiple of 8."""
     if code.bits == 8:
         return codes.contiguous()
-    pairs = codes.reshape(len(codes), -1, 2)
-    return pairs[..., 0] | pairs[..., 1] << 4
+    if code.bits == 4:
+        pairs = codes.reshape(len(codes), -1, 2)
+        return pairs[..., 0] | pairs[..., 1] << 4
+    shifts = torch.arange(0, 8 * code.bits, code.bits, device=codes.device)
+    words = (codes.reshape(len(codes), -1, 8).long() << shifts).sum(-1, keepdim=True)
+    return words.view(torch.uint8)[..., : code.bits].flatten(1)
 
 
 def unpack_codes(codes: Tensor, code: Code) -> Tensor:
     """Codes [n, k], one a byte, of `BlockWeight.codes`."""
     if code.bits == 8:
         return codes.contiguous()
-    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+    if code.bits == 4:
+        return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+    words = F.pad(codes.reshape(len(codes), -1, code.bits), (0, 8 - code.bits)).view(torch.int64)
+    shifts = torch.arange(0, 8 * code.bits, code.bits, device=codes.device)
+    return (words >> shifts & (1 << code.bits) - 1).to(torch.uint8).flatten(1)
 
 
 class BlockProduct:
     """``x @ weight.T + bias`` in torch's operations, a tile of rows of the weight unpacked at a time."""
 
-    def __init__(self, weight: BlockWeight, bias_n: Tensor | None) -> None:
-        self._weight, self._bias = weight, None if bias_n is None else bias_n.float()
+    def __init__(self, weight: BlockWeight | BlockStack, bias_n: Tensor | None) -> None:
+        self._parts = weight.parts if isinstance(weight, BlockStack) else (weight,)
+        self._bias = None if bias_n is None else bias_n.float()
         self._rows = max(16, _TILE_BYTES // (4 * weight.shape[1]))
+
+    def rows(self, rows_m: Tensor) -> Tensor:
+        """Rows of the weight, [m, k] in the dtype to compute in, where it has one layout."""
+        (weight,) = self._parts
+        return weight.rows(rows_m).unpack(dtype=weight.dtype)
 
     def __call__(self, x_mk: Tensor) -> Tensor:
         """[m, k] to [m, n], in the dtype of x; computed in float32 and rounded once."""
-        n = self._weight.shape[0]
-        x, out = x_mk.float(), x_mk.new_empty(len(x_mk), n)
-        for first in range(0, n, self._rows):
-            tile = slice(first, min(first + self._rows, n))
-            bias = None if self._bias is None else self._bias[tile]
-            out[:, tile] = F.linear(x, self._weight.unpack(tile), bias)
+        x, out = x_mk.float(), x_mk.new_empty(len(x_mk), sum(part.shape[0] for part in self._parts))
+        above = 0
+        for part in self._parts:
+            n = part.shape[0]
+            for first in range(0, n, self._rows):
+                last = min(first + self._rows, n)
+                to = slice(above + first, above + last)
+                out[:, to] = F.linear(
+                    x, part.unpack(slice(first, last)), None if self._bias is None else self._bias[to]
+                )
+            above += n
         return out

@@ -1,19 +1,23 @@
 """The C++ products with weights in blocks: bit for bit those with the unpacked weight in float32, for every code, scale
-and shape, and a row the same in any company."""
+and shape, and every type of GGUF's; and a row the same in any company."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.engine.native import BUILDS, kernels_or_skip
+from tests.support.gguf_files import random_blocks
 from twinpool.engine.native.current_kernels import using
-from twinpool.engine.native.native_kernels import NativeKernels, PackedWeight
+from twinpool.engine.native.native_kernels import NativeKernels, PackedBlocks, PackedWeight
 from twinpool.engine.tensors.row_exact_linear import RowExactLinear
-from twinpool.engine.weight_formats.block_weight import BlockProduct, BlockWeight, Code, pack_codes
+from twinpool.engine.weight_formats.block_weight import BlockProduct, BlockWeight, Code, pack_codes, stack_rows
+from twinpool.engine.weight_formats.gguf_formats import GGUF_TYPES, read_gguf_blocks
 
 SHAPES = ((70, 96, 32), (5, 160, 160), (257, 300, 128), (32, 32, 16), (64, 34, 32))
 ROWS = (1, 2, 3, 4, 5, 14, 15, 31)
@@ -45,7 +49,7 @@ def scales(dtype: torch.dtype, n: int, groups: int) -> Tensor:
 def weight(code: Code, dtype: torch.dtype, n: int, k: int, group: int, *, zeros: bool = False) -> BlockWeight:
     groups = -(-k // group)
     points = torch.randint(0, 2**code.bits, (n, groups), generator=source(3), dtype=torch.uint8) if zeros else None
-    factor = torch.rand(n, generator=source(4)) + 0.5 if dtype == torch.float8_e4m3fn else None
+    factor = torch.rand(n, 1, generator=source(4)) + 0.5 if dtype == torch.float8_e4m3fn else None
     zero = 8 if code is Code.UINT4 and not zeros else 0
     drawn = scales(dtype, n, groups)
     return BlockWeight(code, codes(code, n, k), drawn, group, torch.float32, points, zero, factor)
@@ -82,6 +86,80 @@ def test_bits_are_those_of_the_unpacked_weight(
         want = dense(x.to(dtype).float()).to(dtype)
         for rows in ROWS:
             assert torch.equal(product(kernels, blocks, bias, x[:rows].to(dtype)), want[:rows]), (dtype, rows)
+
+
+def gguf_weight(kind: str, n: int, k: int, dtype: torch.dtype = torch.float32) -> BlockWeight:
+    return read_gguf_blocks(kind, torch.from_numpy(random_blocks(kind, n, k, seed=n)), dtype)
+
+
+@pytest.mark.parametrize("kind", sorted(GGUF_TYPES))
+def test_bits_are_those_of_a_gguf_type_unpacked(kernels: NativeKernels, kind: str) -> None:
+    for n, k in ((70, 512), (5, 256)):
+        blocks, bias = gguf_weight(kind, n, k), torch.randn(n, generator=source(5))
+        dense = PackedWeight(kernels, blocks.unpack(), bias)
+        x = torch.randn(max(ROWS), k, generator=source(6))
+        for dtype in (torch.float32, torch.bfloat16):
+            want = dense(x.to(dtype).float()).to(dtype)
+            for rows in ROWS:
+                assert torch.equal(product(kernels, blocks, bias, x[:rows].to(dtype)), want[:rows]), (dtype, rows)
+
+
+@pytest.mark.parametrize("kind", sorted(GGUF_TYPES))
+def test_rows_that_are_looked_up_are_those_of_the_unpacked_weight(kernels: NativeKernels, kind: str) -> None:
+    rows = torch.tensor([0, 69, 31, 32, 31])
+    for dtype in (torch.float32, torch.bfloat16):
+        blocks = gguf_weight(kind, 70, 512, dtype)
+        for used in (kernels, None):
+            with using(used):
+                assert torch.equal(RowExactLinear(blocks)[rows], blocks.unpack()[rows].to(dtype))
+    with using(kernels):
+        table = RowExactLinear(gguf_weight(kind, 70, 512))
+    for wrong in (70, -1):
+        with pytest.raises(IndexError, match="of a weight of 70"):
+            table[torch.tensor([3, wrong])]
+
+
+def test_reordered_columns_are_looked_up_in_the_order_of_the_input(kernels: NativeKernels) -> None:
+    order = torch.randperm(96, generator=source(7))
+    blocks = replace(weight(Code.UINT4, torch.float16, 70, 96, GROUP, zeros=True), order_k=order)
+    with using(kernels):
+        assert torch.equal(RowExactLinear(blocks)[torch.tensor([5, 66])], blocks.unpack()[[5, 66]])
+
+
+def test_weights_of_unlike_types_that_are_stacked_have_the_bits_of_each(kernels: NativeKernels) -> None:
+    parts = [gguf_weight("Q4_K", 33, 256), gguf_weight("Q6_K", 64, 256), gguf_weight("Q4_K", 5, 256)]
+    bias, x = torch.randn(102, generator=source(5)), torch.randn(15, 256, generator=source(6))
+    for used in (kernels, None):
+        with using(used):
+            stacked = RowExactLinear(stack_rows(parts), bias)
+            each = [RowExactLinear(part, own) for part, own in zip(parts, torch.split(bias, [33, 64, 5]), strict=True)]
+            assert stacked.shape == (102, 256)
+            for rows in (1, 4, 15):
+                assert torch.equal(stacked(x[:rows]), torch.cat([one(x[:rows]) for one in each], 1))
+
+
+@pytest.mark.parametrize("kind", sorted(GGUF_TYPES))
+def test_packed_blocks_take_what_the_file_takes(kernels: NativeKernels, kind: str) -> None:
+    stored = random_blocks(kind, 64, 1024)
+    packed = vars(PackedBlocks(kernels, read_gguf_blocks(kind, torch.from_numpy(stored), torch.float32), None))
+    held = sum(part.nbytes for part in (packed["_codes"], *packed["_parts"].values()))
+    assert held <= 1.05 * stored.nbytes
+
+
+@pytest.mark.slow
+def test_the_room_for_the_rows_of_a_long_product_is_given_back(kernels: NativeKernels) -> None:
+    """It would take as much as the inputs of the longest prefill in float32, a thread, for good."""
+    linear = PackedBlocks(kernels, gguf_weight("Q8_0", 32, 4096), None)
+    x = torch.ones(4096, 4096)
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    linear(x[:1])
+    before = resident()
+    for _ in range(2):
+        linear(x)
+    assert resident() - before < x.nbytes / 2
 
 
 def test_columns_in_another_order_and_rows_that_lie_apart(kernels: NativeKernels) -> None:

@@ -58,7 +58,9 @@ def test_a_stale_row_changes_no_bit_of_its_neighbours(checkpoint: MakeCheckpoint
 def test_the_null_page_stays_zero_when_a_stale_row_computed_infinities(checkpoint: MakeCheckpoint) -> None:
     bench = Bench(checkpoint("llama"), 16, 256)
     pages = bench.lease(64)
-    bench.engine.decoder.embed_vh.fill_(torch.inf)
+    embed = bench.engine.decoder.embed_vh
+    assert isinstance(embed, torch.Tensor)
+    embed.fill_(torch.inf)
     bench.engine.forward([BatchRow(PROMPT, 0, {"full": TableSlice.of(pages, [1, 0, 0, 0])})])
     assert not any(view[0].any() for buffers in bench.layers for view in buffers.values())
 

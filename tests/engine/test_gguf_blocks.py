@@ -7,17 +7,21 @@ import os
 import struct
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from transformers.integrations.gguf.dequant import GGML_NAME, dequantize
 
+from tests.support.gguf_files import random_blocks
 from twinpool.contracts.checkpoint.gguf.gguf_header import BLOCKS
 from twinpool.contracts.checkpoint.gguf.gguf_tensors import GgufTensor
 from twinpool.contracts.errors import CheckpointError
 from twinpool.engine.tensors import gguf_blocks
-from twinpool.engine.tensors.gguf_blocks import read_gguf_tensor
+from twinpool.engine.tensors.gguf_blocks import read_gguf_tensor, read_gguf_weight
 from twinpool.engine.tensors.shard import ShardAxis
+from twinpool.engine.weight_formats.block_weight import BlockWeight
+from twinpool.engine.weight_formats.gguf_formats import GGUF_TYPES
 
 ROWS, WIDTH = 6, 512
 TYPES = {name: (number, values, size) for number, (name, values, size) in BLOCKS.items()}
@@ -30,14 +34,7 @@ def half(value: float) -> bytes:
 
 def content_of(kind: str, seed: int = 0) -> bytes:
     """ROWS rows of WIDTH values in random blocks, whose float16 numbers are finite."""
-    _, values, size = TYPES[kind]
-    generator = np.random.default_rng(seed)
-    blocks = generator.integers(0, 256, (ROWS * WIDTH // values, size), dtype=np.uint8)
-    halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-    for at in halves.get(kind, (0, 2) if kind in ("Q4_1", "Q5_1") else (0,)):
-        scales = generator.uniform(-2, 2, len(blocks)).astype("<f2")
-        blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
-    return blocks.tobytes()
+    return random_blocks(kind, ROWS, WIDTH, seed=seed).tobytes()
 
 
 def read(path: Path, header: GgufTensor, rows: ShardAxis, columns: ShardAxis) -> torch.Tensor:
@@ -144,6 +141,55 @@ def test_what_was_added_is_taken_away(tmp_path: Path) -> None:
     header = written(tmp_path, "F32", content, added=1.0)
     found = read(tmp_path / "blocks", header, whole(ROWS), whole(WIDTH))
     assert torch.equal(found, torch.full((ROWS, WIDTH), 0.25))
+
+
+def kept(header: GgufTensor, rows: ShardAxis, columns: ShardAxis) -> BlockWeight | None:
+    file = os.open(header.file, os.O_RDONLY)
+    try:
+        return read_gguf_weight(file, header, rows, columns, torch.float32, torch.device("cpu"))
+    finally:
+        os.close(file)
+
+
+@pytest.mark.parametrize("kind", sorted(GGUF_TYPES))
+def test_a_weight_that_is_kept_as_it_is_stored_has_its_numbers_and_its_size(tmp_path: Path, kind: str) -> None:
+    content = content_of(kind, seed=4)
+    header = written(tmp_path, kind, content)
+    found = kept(header, whole(ROWS), whole(WIDTH))
+    assert found is not None
+    blocks = np.frombuffer(content, dtype=np.uint8).reshape(ROWS, -1)
+    theirs = torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType[kind]))
+    assert torch.equal(found.unpack(), theirs.view(ROWS, WIDTH))
+    assert len(content) <= found.nbytes <= 1.05 * len(content)
+    dry = read_gguf_weight(-1, header, whole(ROWS), whole(WIDTH), torch.float32, torch.device("meta"))
+    assert dry is not None
+    assert (dry.nbytes, dry.layout) == (found.nbytes, found.layout)
+
+
+@pytest.mark.parametrize("values", [WIDTH, 1 << 22])
+@pytest.mark.parametrize("kind", ["Q4_1", "Q2_K", "Q5_K", "Q6_K", "IQ4_XS"])
+def test_a_rank_keeps_its_part_of_the_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, values: int
+) -> None:
+    """Also where it cuts through what 256 columns share; not where it cuts through a group."""
+    monkeypatch.setattr(gguf_blocks, "_PIECE_VALUES", values)
+    header = written(tmp_path, kind, content_of(kind), interleaved=6)
+    numbers = read(tmp_path / "blocks", header, whole(ROWS), whole(WIDTH))
+    for first, count in ((0, 256), (256, 256), (128, 384), (32, 64), (0, WIDTH)):
+        part = kept(header, ShardAxis(ROWS, 1, 4), ShardAxis(WIDTH, first, count))
+        assert part is not None
+        assert torch.equal(part.unpack(), numbers[1:5, first : first + count])
+    assert kept(header, whole(ROWS), ShardAxis(WIDTH, 8, 256)) is None
+
+
+@pytest.mark.parametrize(("kind", "at"), [("Q8_0", 0), ("Q4_1", 2), ("Q6_K", 208), ("Q4_K", 2)])
+def test_a_scale_that_is_no_number_is_refused(tmp_path: Path, kind: str, at: int) -> None:
+    content = bytearray(content_of(kind))
+    size = TYPES[kind][2]
+    last = len(content) - size
+    content[last + at : last + at + 2] = half(float("inf"))
+    with pytest.raises(CheckpointError, match=f"row 5 of {kind} has a scale that is no finite number"):
+        kept(written(tmp_path, kind, bytes(content)), whole(ROWS), whole(WIDTH))
 
 
 def test_a_file_that_has_become_shorter_is_refused(tmp_path: Path) -> None:

@@ -105,7 +105,9 @@ def test_an_image_has_each_weight_once_and_a_mapped_model_has_none_of_its_own(ch
     bench = Bench(checkpoint("llama", tied=True), images=images)
     (image,) = images.kept.values()
     begin = torch.frombuffer(image, dtype=torch.uint8).data_ptr()
-    assert begin <= bench.engine.decoder.embed_vh.data_ptr() < begin + len(image)
+    mapped = bench.engine.decoder.embed_vh
+    assert isinstance(mapped, torch.Tensor)
+    assert begin <= mapped.data_ptr() < begin + len(image)
     read = Bench(checkpoint("llama", tied=True), share_weights="off").engine.decoder
     weights = read.embed_vh.nbytes + sum(p.stat().st_size for p in checkpoint("llama", tied=True).glob("*.safetensors"))
     assert weights < len(image) < 1.25 * weights  # The head is the embedding, packed. Panels are padded.
@@ -114,6 +116,7 @@ def test_an_image_has_each_weight_once_and_a_mapped_model_has_none_of_its_own(ch
 def test_the_writer_frees_what_it_has_written(checkpoint: MakeCheckpoint) -> None:
     decoder = Bench(checkpoint("qwen3"), share_weights="off").engine.decoder
     numerics = Bench(checkpoint("qwen3"), share_weights="off").engine.numerics
+    assert isinstance(decoder.embed_vh, torch.Tensor)
     storage = decoder.embed_vh.untyped_storage()
     Images().keep("key", image_of(decoder, numerics))
     assert storage.nbytes() == 0

@@ -34,7 +34,7 @@ from twinpool.engine.models.registry import model_for
 from twinpool.engine.runner.kernel_choice import class_of
 from twinpool.engine.tensors.shard import Shard, ShardAxis
 from twinpool.engine.tensors.weight_loader import Weights, weights_kept
-from twinpool.engine.weight_formats.block_weight import BlockWeight, dense, quantise, stack_rows
+from twinpool.engine.weight_formats.block_weight import BlockStack, BlockWeight, dense, quantise, stack_rows
 
 CPU = torch.device("cpu")
 LAYER = "model.layers.1.mlp.down_proj"
@@ -137,8 +137,8 @@ def test_weights_with_the_same_order_of_columns_are_stacked_in_blocks(written: M
     assert weights.nbytes == stacked.nbytes
     other = replace(stacked, order_k=torch.arange(k))
     mixed = weights.stacked([stacked, other])
-    assert isinstance(mixed, Tensor)
-    assert torch.equal(mixed, torch.cat([stacked.unpack(), other.unpack()]))
+    assert isinstance(mixed, BlockStack)
+    assert torch.equal(mixed.dense(), torch.cat([stacked.unpack(), other.unpack()]))
 
 
 def test_zero_points_of_older_files_lie_unpacked(written: Make, tmp_path: Path) -> None:
@@ -342,17 +342,21 @@ def test_a_method_that_is_not_known_is_refused_by_its_name(
 # ------------------------------------------------------------ the value itself
 
 
-def test_rows_of_weights_of_one_layout_are_one_weight_and_others_are_expanded(written: Make) -> None:
+def test_rows_of_weights_of_one_layout_are_one_weight_and_others_are_stacked() -> None:
     generator = torch.Generator().manual_seed(3)
     one, two = (torch.randn(n, 96, generator=generator) for n in (5, 7))
     both = stack_rows([quantise(one, 4, 32), quantise(two, 4, 32)])
     assert isinstance(both, BlockWeight)
     assert torch.equal(both.unpack(), torch.cat([quantise(w, 4, 32).unpack() for w in (one, two)]))
     mixed = stack_rows([quantise(one, 4, 32), quantise(two, 8, 32)])
-    assert isinstance(mixed, Tensor)
-    assert torch.equal(mixed, torch.cat([quantise(one, 4, 32).unpack(), quantise(two, 8, 32).unpack()]))
+    assert isinstance(mixed, BlockStack)
+    assert torch.equal(mixed.dense(), torch.cat([quantise(one, 4, 32).unpack(), quantise(two, 8, 32).unpack()]))
+    assert mixed.nbytes == quantise(one, 4, 32).nbytes + quantise(two, 8, 32).nbytes
     zeros = replace(quantise(two, 4, 32), zero=7)
-    assert isinstance(stack_rows([quantise(one, 4, 32), zeros]), Tensor)
+    assert isinstance(stack_rows([quantise(one, 4, 32), zeros]), BlockStack)
+    plain = stack_rows([mixed, two])
+    assert isinstance(plain, Tensor), "one of them is dense"
+    assert torch.equal(plain, torch.cat([mixed.dense(), two]))
 
 
 @pytest.mark.parametrize(("bits", "step"), [(4, 1 / 14), (8, 1 / 254)])

@@ -18,7 +18,10 @@ from transformers import AutoModelForCausalLM, GgufConfig
 
 from tests.support.checkpoints import Oracle
 from tests.support.family_checkpoint import tensors_of
+from twinpool.contracts.checkpoint.gguf.gguf_header import BLOCKS
 
+RANDOM_KINDS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+"""Types that the `gguf` package reads and can't quantise to."""
 NORMAL, CONTROL = 1, 3
 """Kinds of tokens."""
 
@@ -27,7 +30,7 @@ def write_gguf(
     folder: Path,
     file: Path,
     architecture: str,
-    kind: str = "F32",
+    kind: str | Callable[[str], str] = "F32",
     *,
     edit: Callable[[gguf.GGUFWriter], object] | None = None,
     tokenizer: Callable[[gguf.GGUFWriter], object] | None = None,
@@ -35,6 +38,8 @@ def write_gguf(
 ) -> Path:
     """Write the checkpoint of `folder` to `file` with its matrices as `kind`; returns `file`.
 
+    `kind` may say it of each by its name in the file. A matrix of a type that the `gguf` package can't quantise to has
+    random blocks, whatever the folder has.
     `numbers` are further keys of the architecture, or other values of those that are written in any case; None leaves
     one out. `tokenizer` writes another tokenizer than the folder's, and `edit` adds what a test wants.
     """
@@ -59,8 +64,13 @@ def write_gguf(
         _write(writer, f"{architecture}.{key}", value)
     (tokenizer or (lambda target: byte_level_tokenizer(target, folder)))(writer)
     for name, values in _converted(folder, architecture, config).items():
-        stored = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
-        writer.add_tensor(name, gguf.quants.quantize(values, stored), raw_dtype=stored)
+        wanted = kind if isinstance(kind, str) else kind(name)
+        stored = gguf.GGMLQuantizationType[wanted if values.ndim > 1 else "F32"]
+        if stored.name in RANDOM_KINDS:
+            blocks = random_blocks(stored.name, *values.shape, seed=len(name), scale=2e-4)
+        else:
+            blocks = gguf.quants.quantize(values, stored)
+        writer.add_tensor(name, blocks, raw_dtype=stored)
     if edit is not None:
         edit(writer)
     writer.write_header_to_file()
@@ -68,6 +78,18 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def random_blocks(kind: str, rows: int, width: int, *, seed: int = 0, scale: float = 2.0) -> np.ndarray:
+    """Rows of a matrix in random blocks whose float16 numbers are below `scale`: uint8 [rows, bytes of a row]."""
+    _, values, size = next(block for block in BLOCKS.values() if block[0] == kind)
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (rows * width // values, size), dtype=np.uint8)
+    halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+    for at in halves.get(kind, (0, 2) if kind in ("Q4_1", "Q5_1") else (0,)):
+        numbers = generator.uniform(-scale, scale, len(blocks)).astype("<f2")
+        blocks[:, at : at + 2] = numbers.view(np.uint8).reshape(-1, 2)
+    return blocks.reshape(rows, -1)
 
 
 def quantised(tensor: Tensor, kind: str) -> Tensor:
