@@ -21,7 +21,7 @@ import numpy as np
 
 from bench.common.random_model import DEMO
 from twinpool.cluster.controller.controller import Controller
-from twinpool.cluster.controller.dashboard_source import dashboard_of
+from twinpool.cluster.controller.dashboard_feed import dashboard_of
 from twinpool.cluster.controller.record_board import RecordBoard
 from twinpool.cluster.dashboard.cluster_frames import KEPT_S, EventKind
 from twinpool.cluster.dashboard.frame_rows import SHOWN

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from twinpool.cluster.controller import worker_states
+from twinpool.cluster.controller import wanted_worker
 from twinpool.contracts.build_id import PACKAGES
 from twinpool.contracts.state_table import StateTable
 from twinpool.router.state import routed_request
@@ -23,7 +23,7 @@ from twinpool.router.state import routed_request
 ROOT = Path(__file__).parents[1]
 Table = StateTable[Any, Any]
 PAIRS = (
-    (worker_states, "TRANSITIONS", "worker as the controller sees it"),
+    (wanted_worker, "TRANSITIONS", "worker as the controller sees it"),
     (routed_request, "TRANSITIONS", "routed request"),
 )
 """Tables that are kept as mappings from (state, event): where, under which name, and what they are of."""

@@ -30,8 +30,7 @@ from twinpool.cluster.autoscaling.sizing_rules import (
     SizingRules,
 )
 from twinpool.cluster.controller.controller import Controller
-from twinpool.cluster.controller.wanted_worker import WantedWorker
-from twinpool.cluster.controller.worker_states import WorkerState
+from twinpool.cluster.controller.wanted_worker import WantedWorker, WorkerState
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.errors import ConfigError

@@ -22,7 +22,7 @@ Guarantees:
   operator wants it back (`undrain`). A worker that was told to change its role is started in the new role, whether it
   left or died; one that left and says that it has closed keeps its process, which goes on by the plan of that start.
 - No worker is started that no node has room for, only so many start at once, and who served before comes first
-  (`cluster.controller.start_queue`).
+  (`cluster.controller.node_room`).
 - A node that is *cordoned* gets no worker until it is uncordoned: a worker that is only starting there is started
   elsewhere, or waits while no other node can take it.
 - Nothing is started while no supervisor is there to start it (`attach`, `detach`). One that comes says which processes
@@ -48,13 +48,11 @@ from twinpool.cluster.controller.controller_actions import (
     StartWorker,
     WorkerKey,
 )
-from twinpool.cluster.controller.controller_table import ControllerTable, RowChange, killing
+from twinpool.cluster.controller.controller_table import ControllerTable, RowChange, StartQueue, killing
 from twinpool.cluster.controller.leadership import ControllerLedger
 from twinpool.cluster.controller.node_room import NOWHERE, ClusterRoom, NodePlace
 from twinpool.cluster.controller.pool_operations import PoolOperations
-from twinpool.cluster.controller.start_queue import StartQueue
-from twinpool.cluster.controller.wanted_worker import WantedWorker
-from twinpool.cluster.controller.worker_states import WorkerEvent, WorkerState, advance
+from twinpool.cluster.controller.wanted_worker import WantedWorker, WorkerEvent, WorkerState, advance
 from twinpool.cluster.worker_process.lease_keeper import renewal_pause_s
 from twinpool.cluster.worker_process.worker_thread import why_stalled
 from twinpool.contracts.clock import Clock

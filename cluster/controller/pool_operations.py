@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 
-from twinpool.cluster.controller.controller_table import ControllerTable
+from twinpool.cluster.controller.controller_table import ControllerTable, occupant
 from twinpool.cluster.controller.node_room import Occupant
-from twinpool.cluster.controller.start_queue import occupant
-from twinpool.cluster.controller.wanted_worker import WantedWorker
-from twinpool.cluster.controller.worker_states import WorkerEvent, WorkerState, advance
+from twinpool.cluster.controller.wanted_worker import WantedWorker, WorkerEvent, WorkerState, advance
 from twinpool.cluster.processes.restart_policy import RestartHistory
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import PAIR, Incarnation, Role, WorkerName

@@ -1,21 +1,78 @@
-"""A worker's row of the controller's table, and how it is kept in the ledger."""
+"""A worker's states and row of the controller's table, and how the row is kept in the ledger.
+
+docs/states.md draws it. Rules:
+
+- A worker has one incarnation at a time; each `STARTED` has a larger number, and messages of older ones are dropped.
+- A worker that left by drain is not started again unless an operator wants it back (undrain).
+- A worker may leave straight from `ready`: drain and departure can fall between two heartbeats.
+- An event that is not in the table raises `IllegalTransition` and changes nothing.
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
 from twinpool.cluster.controller.node_room import NOWHERE, NodePlace
-from twinpool.cluster.controller.worker_states import WorkerState
 from twinpool.cluster.processes.restart_policy import RestartHistory
 from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.errors import IllegalTransition
 from twinpool.contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from twinpool.contracts.outside_data import read_json
+
+
+class WorkerState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    LEFT = "left"
+    DEAD = "dead"
+
+
+class WorkerEvent(StrEnum):
+    STARTED = "started"
+    REGISTERED = "registered"
+    DRAINING = "draining"
+    UNDRAINED = "undrained"
+    LEFT = "left"
+    CHANGED = "changed"
+    """The worker has left, to start again in another role."""
+    DIED = "died"
+    WANTED = "wanted"
+    """An operator wants a worker back that had left."""
+    UNWANTED = "unwanted"
+    """Nobody has use for a worker any more that doesn't run."""
+
+
+TRANSITIONS: dict[tuple[WorkerState, WorkerEvent], WorkerState] = {
+    (WorkerState.DEAD, WorkerEvent.STARTED): WorkerState.STARTING,
+    (WorkerState.STARTING, WorkerEvent.REGISTERED): WorkerState.READY,
+    (WorkerState.STARTING, WorkerEvent.DIED): WorkerState.DEAD,
+    (WorkerState.READY, WorkerEvent.DRAINING): WorkerState.DRAINING,
+    (WorkerState.READY, WorkerEvent.LEFT): WorkerState.LEFT,
+    (WorkerState.READY, WorkerEvent.DIED): WorkerState.DEAD,
+    (WorkerState.DRAINING, WorkerEvent.UNDRAINED): WorkerState.READY,
+    (WorkerState.DRAINING, WorkerEvent.LEFT): WorkerState.LEFT,
+    (WorkerState.DRAINING, WorkerEvent.DIED): WorkerState.DEAD,
+    (WorkerState.READY, WorkerEvent.CHANGED): WorkerState.DEAD,
+    (WorkerState.DRAINING, WorkerEvent.CHANGED): WorkerState.DEAD,
+    (WorkerState.LEFT, WorkerEvent.WANTED): WorkerState.DEAD,
+    (WorkerState.DEAD, WorkerEvent.UNWANTED): WorkerState.LEFT,
+}
+
+
+def advance(state: WorkerState, event: WorkerEvent) -> WorkerState:
+    """The state after `event`. Raises `IllegalTransition` when the table has no such transition."""
+    try:
+        return TRANSITIONS[state, event]
+    except KeyError:
+        raise IllegalTransition(f"a worker that is {state} can't have {event}") from None
 
 
 @dataclass(slots=True)

@@ -23,6 +23,8 @@ from twinpool.cluster.dashboard.frame_rows import (
     HITS,
     SERVING,
     SHOWN,
+    Latencies,
+    RouterTotals,
     WorkerRates,
     WorkerSample,
     link_rows,
@@ -31,7 +33,6 @@ from twinpool.cluster.dashboard.frame_rows import (
     request_row,
     worker_row,
 )
-from twinpool.cluster.dashboard.router_totals import Latencies, RouterTotals
 from twinpool.contracts.damage import DamageSite
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyTarget

@@ -20,8 +20,7 @@ from twinpool.cluster.processes.free_port import free_port
 from twinpool.cluster.processes.run_folder import live_run_of, newest_live_run
 from twinpool.cluster.ray_nodes.host_facts import HostFacts
 from twinpool.cluster.ray_nodes.ray_cluster import check_reachable
-from twinpool.cluster.ray_nodes.ray_facts import RayFacts
-from twinpool.cluster.ray_nodes.worker_resources import RESOURCES, has_places, resource_example
+from twinpool.cluster.ray_nodes.ray_facts import RESOURCES, RayFacts, has_places, resource_example
 from twinpool.cluster.serve.terminal import url_of
 from twinpool.contracts import cpu_levels
 from twinpool.contracts.config.worker_config import EngineConfig

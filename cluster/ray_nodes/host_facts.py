@@ -20,7 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from twinpool.cluster.assembly.node_shares import cards_of
-from twinpool.cluster.ray_nodes.worker_resources import RESOURCES, has_places
+from twinpool.cluster.ray_nodes.ray_facts import RESOURCES, has_places
 from twinpool.contracts import cpu_levels
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.errors import ConfigError

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from twinpool.cluster.arena.arena_agent import ArenaAgent
 from twinpool.cluster.arena.arena_client import forget
 from twinpool.cluster.processes.process_ids import die_with_parent
-from twinpool.cluster.ray_nodes.worker_resources import has_places
+from twinpool.cluster.ray_nodes.ray_facts import has_places
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.ids import Incarnation, WorkerName

@@ -32,7 +32,7 @@ from twinpool.cluster.ray_nodes.control_store import (
     outlives_its_store,
     write_down,
 )
-from twinpool.cluster.ray_nodes.worker_resources import RESOURCES, has_places
+from twinpool.cluster.ray_nodes.ray_facts import RESOURCES, has_places
 from twinpool.contracts.build_id import import_root
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Role

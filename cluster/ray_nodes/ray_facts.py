@@ -11,13 +11,27 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from twinpool.cluster.ray_nodes.worker_resources import RESOURCES
 from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Role
 from twinpool.contracts.python_command import module_command
+
+RESOURCES = {Role.PREFILL: "twinpool_prefill", Role.DECODE: "twinpool_decode", Role.COLOCATED: "twinpool_colocated"}
+"""The custom resource of Ray that each rank of a worker of a role takes one of."""
+
+
+def has_places(resources: Mapping[str, float]) -> bool:
+    """Whether a node with these Ray resources takes workers of any role."""
+    return any(resources.get(name, 0) > 0 for name in RESOURCES.values())
+
+
+def resource_example(roles: Iterable[Role]) -> str:
+    """The value of `ray start --resources` for a node with places for workers of `roles`."""
+    return "{" + ", ".join(f'"{RESOURCES[role]}": N' for role in roles) + "}"
+
 
 ASK_S = 30.0
 """Seconds in which a Ray must have answered, the start of the process that asks it included."""

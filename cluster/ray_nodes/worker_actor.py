@@ -18,10 +18,9 @@ import ray
 
 from twinpool.cluster.assembly.node_shares import WorkerShare
 from twinpool.cluster.controller.controller_actions import WorkerKey
-from twinpool.cluster.ray_nodes.worker_resources import RESOURCES
-from twinpool.cluster.worker_process.planned_workers import NextPlan, PlannedWorkers
+from twinpool.cluster.ray_nodes.ray_facts import RESOURCES
 from twinpool.cluster.worker_process.worker_plan import WorkerPlan, node_name, process_mark
-from twinpool.cluster.worker_process.worker_process import TERMINATED, run_worker
+from twinpool.cluster.worker_process.worker_process import TERMINATED, NextPlan, PlannedWorkers, run_worker
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.ids import Incarnation, WorkerName
 

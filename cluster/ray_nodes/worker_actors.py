@@ -27,6 +27,7 @@ from twinpool.cluster.assembly.node_shares import WorkerShare
 from twinpool.cluster.controller.controller_actions import EndedProcess, PlacedProcess, WorkerKey
 from twinpool.cluster.controller.node_room import NodePlace
 from twinpool.cluster.processes.process_ids import kill_process
+from twinpool.cluster.ray_nodes.ray_facts import RESOURCES, has_places
 from twinpool.cluster.ray_nodes.role_places import (
     NODE_LABEL,
     kept_places,
@@ -36,7 +37,6 @@ from twinpool.cluster.ray_nodes.role_places import (
     take_places,
 )
 from twinpool.cluster.ray_nodes.worker_actor import ActorPlacement, StartedRank, WorkerActor, rank_resources
-from twinpool.cluster.ray_nodes.worker_resources import RESOURCES, has_places
 from twinpool.cluster.worker_process.worker_plan import NodeUnmeasured, WorkerPlan, exit_file, node_name
 from twinpool.contracts.clock import Clock, SystemClock
 from twinpool.contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName

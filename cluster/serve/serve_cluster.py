@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, TextIO
 from twinpool.cluster.arena.local_agent import ArenaAgents, LocalArenaAgent, NoArenaAgents, wanted
 from twinpool.cluster.assembly.node_shares import WorkerShare, free_bytes
 from twinpool.cluster.controller.controller_actions import EndedProcess, StartWorker
-from twinpool.cluster.controller.controller_client import ControllerAway, ControllerClient
 from twinpool.cluster.controller.open_ledger import PASSWORD_VARIABLE
-from twinpool.cluster.controller.supervisor import Supervisor
+from twinpool.cluster.controller.supervisor import ControllerAway, ControllerClient, Supervisor
 from twinpool.cluster.processes.process_ids import start_time
 from twinpool.cluster.processes.run_folder import START_REPORT, RunFiles, RunFolder, last_words
 from twinpool.cluster.processes.service_manager import ServiceManager
@@ -52,7 +51,7 @@ from twinpool.contracts.messages.worker_status import WorkerView
 if TYPE_CHECKING:
     from twinpool.cluster.ray_nodes.ray_cluster import OwnRay
     from twinpool.cluster.ray_nodes.worker_actors import RayLauncher
-    from twinpool.cluster.serve.joined_nodes import JoinedNodes
+    from twinpool.cluster.serve.cluster_ray import JoinedNodes
 
 
 log = logging.getLogger("twinpool.serve")
@@ -227,8 +226,8 @@ class ServeCluster:
 
     def _join(self, stack: ExitStack) -> str:
         from twinpool.cluster.ray_nodes.ray_cluster import authenticated, join_ray, leave_ray, missing_places, ray_build
-        from twinpool.cluster.ray_nodes.worker_resources import resource_example
-        from twinpool.cluster.serve.joined_nodes import JoinedNodes
+        from twinpool.cluster.ray_nodes.ray_facts import resource_example
+        from twinpool.cluster.serve.cluster_ray import JoinedNodes
 
         options = self._prepared.options
         config = self._prepared.config
@@ -269,7 +268,7 @@ class ServeCluster:
         return refused
 
     def _own_ray(self, stack: ExitStack) -> None:
-        from twinpool.cluster.serve.own_ray import own_ray
+        from twinpool.cluster.serve.cluster_ray import own_ray
 
         self._ray = own_ray(self._prepared, self._folder, self._state, self._address, self._python, stack)
         self._terminal.step("ray", "started on loopback" if self._state is None else "runs on loopback")

@@ -25,9 +25,9 @@ from typing import TextIO, TypeVar
 from msgspec import structs
 
 from twinpool.cluster.assembly.build_worker import build_worker
-from twinpool.cluster.controller.worker_states import WorkerState
+from twinpool.cluster.controller.dashboard_feed import DashboardFeed, TooManyWatch
+from twinpool.cluster.controller.wanted_worker import WorkerState
 from twinpool.cluster.dashboard.cluster_frames import ClusterFrames, ClusterState, EventKind
-from twinpool.cluster.dashboard.dashboard_feed import DashboardFeed, TooManyWatch
 from twinpool.cluster.dashboard.frame_rows import SHOWN, WorkerSample
 from twinpool.cluster.processes.run_folder import START_REPORT, RunFolder
 from twinpool.cluster.serve.preflight import ServePlan

@@ -20,8 +20,8 @@ from twinpool.cluster.assembly.build_worker import RankParts, build_rank
 from twinpool.cluster.processes.process_ids import die_with_parent
 from twinpool.cluster.processes.run_folder import log_to_file
 from twinpool.cluster.ranks import FollowerRank, follow
-from twinpool.cluster.worker_process.planned_workers import free_memory
 from twinpool.cluster.worker_process.worker_plan import WorkerPlan, arenas_of, images_of
+from twinpool.cluster.worker_process.worker_process import free_memory
 from twinpool.contracts import cpu_levels as processor
 from twinpool.contracts.cluster_secret import SECRET_VARIABLE
 from twinpool.contracts.messages.rank_orders import (

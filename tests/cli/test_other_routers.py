@@ -19,7 +19,7 @@ from twinpool.cli.admin_client import AdminClient, ClusterNotFound, CommandRefus
 from twinpool.cli.operator.cluster_rows import left_alone, router_lines, routers_of, wanted_marks
 from twinpool.cli.operator.status_command import status_view
 from twinpool.cluster.controller.controller import Controller
-from twinpool.cluster.controller.controller_server import ControllerServer
+from twinpool.cluster.controller.controller_process import ControllerServer
 from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.clock import SystemClock

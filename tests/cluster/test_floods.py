@@ -19,7 +19,7 @@ from tests.cluster.fake_worker import FakeWorker, submit
 from tests.support.raw_frames import RawStream
 from twinpool.cluster.controller import controller_service
 from twinpool.cluster.controller.controller import Controller
-from twinpool.cluster.controller.controller_server import ControllerServer
+from twinpool.cluster.controller.controller_process import ControllerServer
 from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
 from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper

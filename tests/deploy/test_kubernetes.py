@@ -21,7 +21,7 @@ import yaml
 from tests.support.prometheus_server import DEPLOY
 from tests.support.served_cluster import ROOT
 from twinpool.cli.command_line import parser
-from twinpool.cluster.ray_nodes.worker_resources import RESOURCES
+from twinpool.cluster.ray_nodes.ray_facts import RESOURCES
 from twinpool.cluster.serve.shutdown_signal import END_S
 from twinpool.contracts.config.load_config import load_config
 from twinpool.contracts.ids import Role

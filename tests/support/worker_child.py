@@ -28,7 +28,7 @@ SESSION = SessionId(1)
 
 def _serve(pipe: Connection, plan: WorkerPlan, tokens: int) -> None:
     from tests.support.worker_pair import counts_for
-    from twinpool.cluster.worker_process.planned_workers import PlannedWorkers
+    from twinpool.cluster.worker_process.worker_process import PlannedWorkers
     from twinpool.contracts import cpu_levels as processor
 
     processor.pin(plan.config.engine.numerics_class)  # before the counts compute

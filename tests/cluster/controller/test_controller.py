@@ -16,7 +16,7 @@ from twinpool.cluster.controller.controller_actions import (
 )
 from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.cluster.controller.node_room import NodePlace
-from twinpool.cluster.controller.worker_states import TRANSITIONS, WorkerEvent, WorkerState, advance
+from twinpool.cluster.controller.wanted_worker import TRANSITIONS, WorkerEvent, WorkerState, advance
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.errors import ConfigError, IllegalTransition

@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.free_ports import free_port
 from twinpool.cluster.controller.controller_actions import ControllerAction, StartWorker
-from twinpool.cluster.controller.controller_client import ControllerClient
+from twinpool.cluster.controller.supervisor import ControllerClient
 from twinpool.cluster.processes.process_ids import start_time
 from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper, longest_absence_s
 from twinpool.contracts.clock import SystemClock

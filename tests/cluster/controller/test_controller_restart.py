@@ -14,9 +14,8 @@ from twinpool.cluster.controller.controller_actions import EndedProcess, ForgetA
 from twinpool.cluster.controller.controller_table import ControllerTable
 from twinpool.cluster.controller.leadership import ControllerLedger, LedgerLost, MemoryLedger
 from twinpool.cluster.controller.node_room import NodePlace
-from twinpool.cluster.controller.sqlite_ledger import SqliteLedger
-from twinpool.cluster.controller.wanted_worker import WantedWorker, from_ledger, to_ledger
-from twinpool.cluster.controller.worker_states import WorkerState
+from twinpool.cluster.controller.open_ledger import SqliteLedger
+from twinpool.cluster.controller.wanted_worker import WantedWorker, WorkerState, from_ledger, to_ledger
 from twinpool.cluster.processes.restart_policy import RestartHistory
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig

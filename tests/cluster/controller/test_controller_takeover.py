@@ -19,7 +19,7 @@ import pytest
 from tests.support.free_ports import free_port
 from tests.support.redis_servers import LedgerServer
 from twinpool.cluster.controller.controller_actions import StartWorker
-from twinpool.cluster.controller.controller_client import ControllerAway, ControllerClient
+from twinpool.cluster.controller.supervisor import ControllerAway, ControllerClient
 from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
 from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper
 from twinpool.contracts.clock import SystemClock

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from tests.cluster.fake_worker import FakeWorker
 from twinpool.cluster.controller.controller import Controller
-from twinpool.cluster.controller.controller_server import ControllerServer
+from twinpool.cluster.controller.controller_process import ControllerServer
 from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.cluster.dashboard.cluster_frames import SAMPLE_S
 from twinpool.cluster.worker_process import lease_keeper

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from tests.cluster.fake_worker import FakeWorker
 from tests.support.free_ports import free_port
-from twinpool.cluster.controller import controller_client
+from twinpool.cluster.controller import supervisor
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import StartWorker
-from twinpool.cluster.controller.controller_client import ControllerAway, ControllerClient
-from twinpool.cluster.controller.controller_server import ControllerServer
+from twinpool.cluster.controller.controller_process import ControllerServer
 from twinpool.cluster.controller.leadership import Leadership, LedgerLeader, LedgerLost, MemoryLedger
+from twinpool.cluster.controller.supervisor import ControllerAway, ControllerClient
 from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper, LeaseRefused
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
@@ -425,7 +425,7 @@ def test_the_supervisors_calls_and_a_routers_find_the_leader(
         assert client.add(Role.PREFILL, 1) == (WorkerName("prefill-0"),)
         assert len(two.cores[0].views()) == 1
         two.leads[1] = False
-        monkeypatch.setattr(controller_client, "CALL_S", 0.5)
+        monkeypatch.setattr(supervisor, "CALL_S", 0.5)
         with pytest.raises(ControllerAway, match=two.nobody):
             client.add(Role.PREFILL, 1)
     finally:

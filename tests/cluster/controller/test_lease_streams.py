@@ -13,11 +13,10 @@ import pytest
 
 from tests.support.raw_frames import RawStream
 from twinpool.cluster.controller.controller import Controller
-from twinpool.cluster.controller.controller_server import ControllerServer
+from twinpool.cluster.controller.controller_process import ControllerServer
 from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.cluster.worker_process import lease_keeper
-from twinpool.cluster.worker_process.lease_keeper import COUNTERS_S, LeaseKeeper, renewal_pause_s
-from twinpool.cluster.worker_process.lease_stream import LeaseStream
+from twinpool.cluster.worker_process.lease_keeper import COUNTERS_S, LeaseKeeper, LeaseStream, renewal_pause_s
 from twinpool.contracts.clock import ManualClock, SystemClock
 from twinpool.contracts.cluster_secret import access_token
 from twinpool.contracts.config.cluster_config import ClusterConfig

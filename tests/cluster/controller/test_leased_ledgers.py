@@ -17,13 +17,11 @@ import pytest
 
 from tests.support.redis_servers import LedgerServer
 from tests.support.served_cluster import until
-from twinpool.cluster.controller import sqlite_ledger
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import StartWorker
 from twinpool.cluster.controller.leadership import LeasedLedger, LedgerLeader, LedgerLost
-from twinpool.cluster.controller.open_ledger import PASSWORD_VARIABLE, open_ledger
+from twinpool.cluster.controller.open_ledger import PASSWORD_VARIABLE, SqliteLedger, open_ledger
 from twinpool.cluster.controller.redis_ledger import TIMEOUT_S, RedisLedger
-from twinpool.cluster.controller.sqlite_ledger import SqliteLedger
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.errors import ConfigError
@@ -203,7 +201,7 @@ def test_a_lease_from_before_the_machine_was_started_again_is_over(tmp_path: Pat
 
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sqlite_ledger, "BUSY_S", 0.05)
+    monkeypatch.setattr("twinpool.cluster.controller.open_ledger.BUSY_S", 0.05)
 
 
 @pytest.mark.usefixtures("short_waits")

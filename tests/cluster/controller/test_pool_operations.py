@@ -10,7 +10,7 @@ from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import KillWorker, StartWorker
 from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.cluster.controller.node_room import NodePlace
-from twinpool.cluster.controller.worker_states import WorkerState
+from twinpool.cluster.controller.wanted_worker import WorkerState
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.errors import ConfigError

@@ -26,10 +26,10 @@ from twinpool.cluster.controller.controller_actions import (
     SupervisorReport,
     WorkerKey,
 )
-from twinpool.cluster.controller.controller_client import ControllerAway, ControllerClient
-from twinpool.cluster.controller.controller_server import ControllerServer
+from twinpool.cluster.controller.controller_process import ControllerServer
 from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.cluster.controller.node_room import ClusterRoom, NodePlace, NodeRoom, RoleRoom
+from twinpool.cluster.controller.supervisor import ControllerAway, ControllerClient
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.cluster_secret import access_metadata
 from twinpool.contracts.config.cluster_config import ClusterConfig

@@ -14,8 +14,7 @@ from twinpool.cluster.controller.autoscaler import Autoscaler
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.cluster.dashboard.cluster_frames import COLUMNS, KEPT_S, SAMPLE_S, ClusterFrames, ClusterState, EventKind
-from twinpool.cluster.dashboard.frame_rows import MAX_LINKS, WorkerSample
-from twinpool.cluster.dashboard.router_totals import MAX_ROUTERS, RouterTotals
+from twinpool.cluster.dashboard.frame_rows import MAX_LINKS, MAX_ROUTERS, RouterTotals, WorkerSample
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.compact_json import compact_json
 from twinpool.contracts.config.cluster_config import ClusterConfig

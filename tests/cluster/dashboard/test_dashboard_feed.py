@@ -8,8 +8,8 @@ import json
 import pytest
 
 from tests.cluster.dashboard.made_workers import worker
+from twinpool.cluster.controller.dashboard_feed import FRAME_S, MAX_WATCHERS, DashboardFeed, TooManyWatch
 from twinpool.cluster.dashboard.cluster_frames import SAMPLE_S, ClusterFrames, ClusterState
-from twinpool.cluster.dashboard.dashboard_feed import FRAME_S, MAX_WATCHERS, DashboardFeed, TooManyWatch
 from twinpool.cluster.dashboard.frame_rows import WorkerSample
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.messages.router_report import RouterReport

@@ -8,7 +8,7 @@ import types
 import pytest
 
 from twinpool.cluster.ray_nodes.ray_cluster import missing_places
-from twinpool.cluster.ray_nodes.worker_resources import has_places, resource_example
+from twinpool.cluster.ray_nodes.ray_facts import has_places, resource_example
 from twinpool.contracts.ids import PAIR, Role
 
 

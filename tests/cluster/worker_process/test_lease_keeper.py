@@ -12,7 +12,7 @@ from msgspec.structs import fields, replace
 from tests.cluster.fake_worker import FakeWorker
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import StartWorker
-from twinpool.cluster.controller.controller_server import ControllerServer
+from twinpool.cluster.controller.controller_process import ControllerServer
 from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.cluster.worker_process import lease_keeper as lease
 from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper, LeaseRefused, WorkerLease

@@ -22,12 +22,11 @@ from tests.support.checkpoints import Oracle, compare, make_checkpoint
 from tests.support.served_cluster import until
 from tests.support.worker_pair import Pair
 from twinpool.cluster.controller.controller import Controller
-from twinpool.cluster.controller.controller_server import ControllerServer
+from twinpool.cluster.controller.controller_process import ControllerServer
 from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.cluster.worker_process import worker_process
-from twinpool.cluster.worker_process.planned_workers import NextPlan
 from twinpool.cluster.worker_process.worker_plan import WorkerPlan
-from twinpool.cluster.worker_process.worker_process import SigtermDrain, WorkerProcess
+from twinpool.cluster.worker_process.worker_process import NextPlan, SigtermDrain, WorkerProcess
 from twinpool.cluster.worker_process.worker_thread import WorkerEnd
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.config.cluster_config import ClusterConfig, Config

@@ -12,7 +12,7 @@ import pytest
 from tests.router.http_server import eventually
 from twinpool.cluster.controller.autoscaler import Autoscaler
 from twinpool.cluster.controller.controller import Controller
-from twinpool.cluster.controller.controller_server import ControllerServer
+from twinpool.cluster.controller.controller_process import ControllerServer
 from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.cluster.controller.node_room import NodePlace
 from twinpool.contracts.clock import ManualClock
