@@ -337,25 +337,10 @@ class WorkerProcess:
         host = WorkerThread(
             worker, may_send=lambda: keeper is None or keeper.lease.held, on_end=self._on_end, before_step=hang
         )
-        link_timeout_s, proxy = plan.config.transfer.link_timeout_s, plan.config.faults.proxy
+        link_timeout_s = plan.config.transfer.link_timeout_s
         certificate = plan.config.security.cluster
         server = serve_worker(loop, host, plan.incarnation, plan.host, plan.secret, link_timeout_s, certificate)
-        record = WorkerRecord(
-            name=plan.name,
-            role=plan.role,
-            incarnation=plan.incarnation,
-            pid=os.getpid(),
-            node=node_name(),
-            endpoint=via_proxy(server.endpoint, "calls", plan.name, proxy),
-            control=via_proxy(worker.control, "control", plan.name, proxy),
-            fits=worker.fits,
-            node_id=plan.node_id,
-            fingerprint=worker.fingerprint,
-            stream=via_proxy(server.stream, "serve", plan.name, proxy),
-            settings=plan.settings,
-            build=build_id(),
-            stream_protocol=STREAM_PROTOCOL,
-        )
+        record = self._record(worker, server.endpoint, server.stream)
         try:
             heartbeat_s, use = plan.config.cluster.heartbeat_s, processor_use(plan.config.engine.device)
             starting = LeaseKeeper(
@@ -403,6 +388,27 @@ class WorkerProcess:
             host.stop(FLUSH_S)
             if self._loop is None:
                 loop.stop()
+
+    def _record(self, worker: Worker, endpoint: str, stream: str) -> WorkerRecord:
+        """What the worker registers with. `endpoint`: of its service for calls; `stream`: where routers connect."""
+        plan = self._plan
+        proxy = plan.config.faults.proxy
+        return WorkerRecord(
+            name=plan.name,
+            role=plan.role,
+            incarnation=plan.incarnation,
+            pid=os.getpid(),
+            node=node_name(),
+            endpoint=via_proxy(endpoint, "calls", plan.name, proxy),
+            control=via_proxy(worker.control, "control", plan.name, proxy),
+            fits=worker.fits,
+            node_id=plan.node_id,
+            fingerprint=worker.fingerprint,
+            stream=via_proxy(stream, "serve", plan.name, proxy),
+            settings=plan.settings,
+            build=build_id(),
+            stream_protocol=STREAM_PROTOCOL,
+        )
 
     def _close(self, host: WorkerThread) -> bool:
         """Close a worker that has left, as far as its process could go on as another one; returns whether it could."""

@@ -162,18 +162,11 @@ def build(
     take_over(manager, cast(LeaderChannel | None, followers))
     transport = SimControlTransport(world.exchange, process, sleep.wake)
     common_to_all = fingerprint(FINGERPRINT, spec, numerics_class(config.engine.numerics, "hashing"))
+    others = [(rank.process.pid, 1, rank.process.node) for rank in ranks]
     sender = KVSender(
-        name,
-        incarnation,
-        common_to_all,
-        plane,
-        pools,
-        device,
-        config.transfer,
-        transport=transport,
-        clock=agenda,
-        others=[(rank.process.pid, 1, rank.process.node) for rank in ranks],
-    )
+        name, incarnation, common_to_all, plane, pools, device, config.transfer,
+        transport=transport, clock=agenda, others=others,
+    )  # fmt: skip
     setup = WorkerSetup(
         name, incarnation, config, engine, manager, sender, sleep, CONTEXT, agenda, lambda s: None, SimGrammars()
     )
