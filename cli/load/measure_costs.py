@@ -28,7 +28,7 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import load_config
 from twinpool.contracts.errors import TwinpoolError
 from twinpool.contracts.ids import Role
-from twinpool.sim.scale.measured_costs import BatchProbe, MeasuredCosts, PromptProbe, fit_costs
+from twinpool.sim.scale.cluster_plan import BatchProbe, MeasuredCosts, PromptProbe, fit_costs
 
 TIMEOUT_S = 120.0
 REPEATS = 5

@@ -16,9 +16,8 @@ from twinpool.cli.load.measure_costs import CostSource, measure_costs
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ConfigError
 from twinpool.sim.scale.cluster_model import ClusterModel
-from twinpool.sim.scale.cluster_plan import ClusterPlan, LatencyTarget
-from twinpool.sim.scale.measured_costs import MeasuredCosts, read_costs
-from twinpool.sim.scale.pool_search import PoolPrediction, PoolSearch
+from twinpool.sim.scale.cluster_plan import ClusterPlan, LatencyTarget, MeasuredCosts, read_costs
+from twinpool.sim.scale.scale_command import PoolPrediction, PoolSearch
 from twinpool.sim.scale.traffic import TraceLine, read_trace, replayed, scaled_block
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from twinpool.cluster.controller.node_room import ClusterRoom, NodePlace, NodeRo
 from twinpool.contracts.ids import Incarnation, WorkerName
 from twinpool.contracts.messages.leases import LeaseGrant
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
-from twinpool.sim.fabric.sim_network import SimPipe
-from twinpool.sim.fabric.sim_wire import record_there, status_there
+from twinpool.sim.fabric.sim_network import SimPipe, record_there, status_there
 from twinpool.sim.fabric.virtual_time import SimProcess
 from twinpool.sim.nodes.build_sim_worker import SimWorld
 from twinpool.sim.nodes.sim_worker import SimHost

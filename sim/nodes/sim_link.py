@@ -13,7 +13,7 @@ from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.router.links.worker_links import MAX_RETRY_S, RETRY_FIRST_S
 from twinpool.router.state.worker_table import WorkerKey
-from twinpool.sim.fabric.sim_wire import pack_commands, unpack_commands, unpack_events
+from twinpool.sim.fabric.sim_network import pack_commands, unpack_commands, unpack_events
 from twinpool.sim.fabric.virtual_time import SimProcess
 from twinpool.sim.nodes.build_sim_worker import SimWorld
 from twinpool.sim.nodes.sim_worker import SimHost

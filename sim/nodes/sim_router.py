@@ -32,7 +32,7 @@ from twinpool.router.state.prefix_hashes import prefix_hashes
 from twinpool.router.state.routed_request import RoutedRequest
 from twinpool.router.state.worker_table import WorkerEntry, WorkerKey
 from twinpool.router.verification.audits import AuditFinding, AuditResult
-from twinpool.sim.fabric.sim_wire import pack_views, status_there, unpack_views
+from twinpool.sim.fabric.sim_network import pack_views, status_there, unpack_views
 from twinpool.sim.nodes.build_sim_worker import SimWorld
 from twinpool.sim.nodes.sim_controller import SimControl
 from twinpool.sim.nodes.sim_link import SimLink

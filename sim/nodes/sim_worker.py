@@ -23,7 +23,7 @@ from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import EndedWorker, WorkerRecord
 from twinpool.engine.runner.batch import BatchRow
-from twinpool.sim.fabric.sim_wire import pack_events
+from twinpool.sim.fabric.sim_network import pack_events
 from twinpool.sim.fabric.step_costs import StepCosts, pairs_of
 from twinpool.sim.fabric.virtual_time import SimProcess, TimerEntry
 from twinpool.sim.nodes.build_sim_worker import IDLE_S, SPINS, BuiltWorker, ControllerClient, SimSleep, SimWorld, build

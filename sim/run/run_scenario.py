@@ -38,8 +38,7 @@ from twinpool.sim.fabric.virtual_time import VirtualTime
 from twinpool.sim.nodes.build_sim_worker import SimWorld
 from twinpool.sim.nodes.sim_controller import SimControl
 from twinpool.sim.nodes.sim_router import SimRouter
-from twinpool.sim.run.faults import schedule
-from twinpool.sim.run.run_counts import count, kinds_of
+from twinpool.sim.run.faults import count, kinds_of, schedule
 from twinpool.sim.scenario.scenario import Scenario, ScenarioRequest, pool_set
 
 

@@ -26,7 +26,7 @@ from twinpool.router.openai import request_fields
 from twinpool.router.openai.structured_output import _schema
 from twinpool.router.openai.tools import _read_call
 from twinpool.router.text.tokenizer import read_model_tokenizer
-from twinpool.sim.scale.measured_costs import read_costs
+from twinpool.sim.scale.cluster_plan import read_costs
 from twinpool.sim.scale.traffic import read_trace
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.served_cluster import COMMAND, ROOT, environment, processes_of
-from twinpool.sim.scale.measured_costs import read_costs
+from twinpool.sim.scale.cluster_plan import read_costs
 
 TRACE = ROOT / "bench/traces/conversation_200.jsonl"
 

@@ -14,9 +14,17 @@ from twinpool.cli.load.open_loop import Content, asks_of
 from twinpool.contracts.errors import ConfigError
 from twinpool.sim.fabric.step_costs import StepCosts, pairs_of
 from twinpool.sim.scale.cluster_model import ClusterModel
-from twinpool.sim.scale.cluster_plan import ClusterPlan, DecodePool, PrefillPool
-from twinpool.sim.scale.measured_costs import BatchProbe, MeasuredCosts, PromptProbe, fit_costs, read_costs
-from twinpool.sim.scale.pool_search import PoolPrediction, PoolSearch
+from twinpool.sim.scale.cluster_plan import (
+    BatchProbe,
+    ClusterPlan,
+    DecodePool,
+    MeasuredCosts,
+    PrefillPool,
+    PromptProbe,
+    fit_costs,
+    read_costs,
+)
+from twinpool.sim.scale.scale_command import PoolPrediction, PoolSearch
 from twinpool.sim.scale.scale_figures import RunReport
 from twinpool.sim.scale.traffic import SimRequest, read_trace, replayed, scaled_block
 
