@@ -126,8 +126,9 @@ def streams_beside(config: Config, size: int) -> tuple[DeviceStream, ...]:
 
 
 def numerics_class_of(config: Config, spec: ModelSpec, device: Device) -> str:
-    """The class of kernels, processor and dtype that results depend on, whatever `engine.numerics` says."""
-    return class_of(config.engine, dtype_for(spec, config.engine), device.torch_device)
+    """The class of kernels, processor and dtypes that results depend on, whatever `engine.numerics` says."""
+    kept = "" if config.cache.kv_dtype == "auto" else f"/kv-{config.cache.kv_dtype}"
+    return class_of(config.engine, dtype_for(spec, config.engine), device.torch_device) + kept
 
 
 def curve_keys_for(host: str) -> CurveKeys | None:

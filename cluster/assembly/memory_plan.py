@@ -34,6 +34,7 @@ from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.ids import Role
+from twinpool.engine.attention.kv_quantization import KV_DTYPES
 from twinpool.engine.attention.triton_backend.attend_call import SCRATCH_BYTES
 from twinpool.engine.models.model_base import StateOptions
 from twinpool.engine.tensors.weight_loader import dtype_for
@@ -92,10 +93,13 @@ class MemoryPlan:
 
 
 def state_options(spec: ModelSpec, config: Config, role: Role) -> StateOptions:
-    """The options by which a model declares its pools: dtype, page size, and the dtype of index keys."""
-    cache = config.cache_for(role)
+    """The options by which a model declares its pools: dtype, page size, and the dtypes of index keys and of quantised
+    keys and values."""
     return StateOptions(
-        dtype_for(spec, config.engine), cache.page_tokens, index_float8=config.cache.index_dtype == "fp8"
+        dtype_for(spec, config.engine),
+        config.cache_for(role).page_tokens,
+        index_float8=config.cache.index_dtype == "fp8",
+        kv_codes=KV_DTYPES[config.cache.kv_dtype],
     )
 
 

@@ -100,6 +100,9 @@ class CacheConfig:
     """Bytes of loads under way at once; a load that exceeds it waits, unless nothing else is loading."""
     index_dtype: Literal["auto", "fp8"] = "auto"
     """Indexer keys of sparse attention: as the model computes them, or as float8 (e4m3) with a scale per token."""
+    kv_dtype: Literal["auto", "fp8", "int8"] = "auto"
+    """Keys, values and latents on CPUs: as the model computes them, or as float8 (e4m3) or int8 with a scale per token
+    and head."""
     strip_reasoning: bool = False
     """Decode keeps no state of the model's reasoning before its answer."""
     reasoning_tokens: str = ""

@@ -87,6 +87,7 @@ EFFECTS: Mapping[str, SettingEffect] = {
     "cache": _ALL,
     "cache.page_tokens": _PAIRS,
     "cache.index_dtype": _PAIRS,
+    "cache.kv_dtype": _PAIRS,
     "cache.events": _EVENTS,
     "cache.storage.backend": _STORAGE,
     "cache.storage.path": _STORAGE,

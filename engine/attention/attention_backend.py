@@ -44,6 +44,7 @@ from torch import Tensor
 
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace
 from twinpool.engine.attention.attention_plan import AttentionPlan, BackendPlan, SlotPlan
+from twinpool.engine.attention.kv_quantization import KVScales
 from twinpool.engine.tensors.shard import Shard
 
 
@@ -74,10 +75,19 @@ class SparseSelection:
 class LatentBackend(Protocol):
     """Attention to latents, and the selection of positions to read."""
 
-    def attend(self, q_thd: Tensor, latents: Tensor, plan: AttentionPlan, scale: float, value_dim: int) -> Tensor:
+    def attend(
+        self,
+        q_thd: Tensor,
+        latents: Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        value_dim: int,
+        latent_scales: Tensor | None = None,
+    ) -> Tensor:
         """Attend each query to the positions up to its own.
 
-        `q_thd` is [T, heads, dim]: absorbed queries; `latents` [pages, page_tokens, dim] in the same dtype. Scores are
+        `q_thd` is [T, heads, dim]: absorbed queries; `latents` [pages, page_tokens, dim] in the same dtype, or as codes
+        with `latent_scales`, [pages, page_tokens, 1] (`engine.attention.kv_quantization`). Scores are
         multiplied by `scale`; softmax and accumulation are in float32. Returns [T, heads, value_dim]: weighted sums
         of the first `value_dim` elements of the latents, in the dtype of `q_thd`.
         """
@@ -105,6 +115,7 @@ class LatentBackend(Protocol):
         selection: SparseSelection | None,
         scale: float,
         value_dim: int,
+        latent_scales: Tensor | None = None,
     ) -> Tensor:
         """`attend` to selected positions only; `selection` is what `select` returned."""
 
@@ -216,12 +227,19 @@ class AttentionBackend(Protocol):
     """Causal attention over paged keys and values."""
 
     def attend(
-        self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scores: ScoreOptions
+        self,
+        q_thd: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        plan: AttentionPlan,
+        scores: ScoreOptions,
+        scales: KVScales | None = None,
     ) -> Tensor:
         """Attend each query to the positions up to its own that it sees.
 
         `q_thd` is [T, heads, head_dim]; `k_pages` and `v_pages` are [pages, page_tokens, kv_heads, head_dim] in the
-        dtype of `q_thd`; heads is a multiple of kv_heads, and head h reads kv head h // (heads // kv_heads).
+        dtype of `q_thd`, or as codes with `scales` (`engine.attention.kv_quantization`); heads is a multiple of
+        kv_heads, and head h reads kv head h // (heads // kv_heads).
         Softmax and accumulation are in float32. The plan's tables may begin at the window's first page.
         Returns [T, heads, head_dim] in the dtype of `q_thd`.
         """

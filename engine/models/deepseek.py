@@ -19,7 +19,7 @@ from twinpool.engine.layers.mixers.mla import (
     MLAShape,
     SparseSelector,
     index_buffers,
-    latent_buffer,
+    latent_buffers,
     shared_selection,
 )
 from twinpool.engine.layers.mlp import GatedMlp, MixtureOfExperts
@@ -78,7 +78,7 @@ class DeepseekV3(Model):
         return scale
 
     def pools(self, options: StateOptions) -> tuple[PoolSpec, ...]:
-        return (PoolSpec(FULL_POOL, (latent_buffer(self.layers, self.latent, options.dtype),)),)
+        return (PoolSpec(FULL_POOL, latent_buffers(self.layers, self.latent, options.dtype, options.kv_codes)),)
 
     def layer(self, number: int, weights: Weights) -> Layer:
         attention = self.attention(number, weights.scope("self_attn."))
@@ -150,7 +150,8 @@ class DeepseekV32(DeepseekV3):
         index = index_buffers(
             sum(self.chooses), self.index, options.dtype, options.page_tokens, float8=options.index_float8
         )
-        return (PoolSpec(FULL_POOL, (latent_buffer(self.layers, self.latent, options.dtype), *index)),)
+        latents = latent_buffers(self.layers, self.latent, options.dtype, options.kv_codes)
+        return (PoolSpec(FULL_POOL, (*latents, *index)),)
 
     def selector(self, number: int, weights: Weights) -> SparseSelector:
         if not self.chooses[number]:

@@ -33,7 +33,7 @@ class FalconH1(Llama):
 
     def pools(self, options: StateOptions) -> tuple[PoolSpec, ...]:
         state = mamba_buffers(self.layers, self.mamba, options.dtype, options.shard)
-        full = kv_buffers(self.layers, self.kv_heads, self.head_dim, options.dtype, options.shard)
+        full = kv_buffers(self.layers, self.kv_heads, self.head_dim, options.dtype, options.shard, options.kv_codes)
         return PoolSpec(FULL_POOL, full), PoolSpec(STATE_POOL, state, PoolKind.STATE)
 
     def layer(self, number: int, weights: Weights) -> Layer:

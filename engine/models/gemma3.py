@@ -14,8 +14,8 @@ from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.checkpoint.rope_spec import read_rope
 from twinpool.engine.attention.attention_backend import ScoreOptions
 from twinpool.engine.attention.attention_plan import BLOCK_TOKENS
+from twinpool.engine.attention.kv_quantization import kv_scales, store
 from twinpool.engine.layers.decoder import Decoder, ForwardContext, Layer, LayerPlace
-from twinpool.engine.layers.mixers.head_attention import store
 from twinpool.engine.layers.mlp import GatedMlp
 from twinpool.engine.layers.norm import gelu_tanh, rms_norm
 from twinpool.engine.layers.rope import rotate
@@ -71,9 +71,10 @@ class GemmaAttention:
             v = mixed[:, -self._kv :] if self._values else mixed[:, self._heads :]
             if self._value_norm_d is not None:
                 v = rms_norm(v, self._value_norm_d, self._eps)
-            store(buffers["k"], k[: ctx.count], plan)
-            store(buffers["v"], v[: ctx.count], plan)
-        out = ctx.attention.attend(q[: ctx.count], buffers["k"], buffers["v"], plan, self._scores)
+            store(buffers, "k", k[: ctx.count], plan)
+            store(buffers, "v", v[: ctx.count], plan)
+        scales = kv_scales(buffers)
+        out = ctx.attention.attend(q[: ctx.count], buffers["k"], buffers["v"], plan, self._scores, scales)
         return ctx.linear(ctx.padded(out.reshape(ctx.count, -1)), self._out)
 
 

@@ -61,7 +61,7 @@ class Llama(Model):
         counts = Counter(self.place(number).pool for number in range(self.layers))
         pools = []
         for name, layers in sorted(counts.items()):
-            buffers = kv_buffers(layers, self.kv_heads, self.head_dim, options.dtype, options.shard)
+            buffers = kv_buffers(layers, self.kv_heads, self.head_dim, options.dtype, options.shard, options.kv_codes)
             kind = PoolKind.WINDOW if name == WINDOW_POOL else PoolKind.FULL
             pools.append(PoolSpec(name, buffers, kind, max(self.windows) if name == WINDOW_POOL else 0))
         return tuple(pools)

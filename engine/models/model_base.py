@@ -31,6 +31,8 @@ class StateOptions:
     shard: Shard = WHOLE
     index_float8: bool = False
     """Whether index keys are kept as float8 with a scale a token, not in `dtype`."""
+    kv_codes: torch.dtype | None = None
+    """The dtype that keys, values and latents are quantised to (`engine.attention.kv_quantization`); None: `dtype`."""
 
 
 class Model(ABC):

@@ -70,7 +70,7 @@ class NemotronH(Model):
 
     def pools(self, options: StateOptions) -> tuple[PoolSpec, ...]:
         layers = self.kinds.count("full_attention")
-        full = kv_buffers(layers, self.kv_heads, self.head_dim, options.dtype, options.shard)
+        full = kv_buffers(layers, self.kv_heads, self.head_dim, options.dtype, options.shard, options.kv_codes)
         state = mamba_buffers(self.kinds.count("linear_attention"), self.mamba, options.dtype, options.shard)
         return PoolSpec(FULL_POOL, full), PoolSpec(STATE_POOL, state, PoolKind.STATE)
 

@@ -72,7 +72,9 @@ class Qwen3Next(Model):
             raise config.refuse(f"no layer is of type {missing[0]}; that is not supported")
 
     def pools(self, options: StateOptions) -> tuple[PoolSpec, ...]:
-        full = kv_buffers(self._count("full_attention"), self.kv_heads, self.head_dim, options.dtype, options.shard)
+        full = kv_buffers(
+            self._count("full_attention"), self.kv_heads, self.head_dim, options.dtype, options.shard, options.kv_codes
+        )
         state = delta_buffers(self._count("linear_attention"), self.delta, options.dtype, options.shard)
         return PoolSpec(FULL_POOL, full), PoolSpec(STATE_POOL, state, PoolKind.STATE)
 

@@ -87,7 +87,7 @@ class WindowModel(Model):
         for name in (name for name in (FULL, SLIDING) if name in self.kinds):
             kind, owners = self.kinds[name], self.names[: self.owners].count(name)
             buffers: tuple[BufferSpec, ...] = kv_buffers(
-                owners, kind.kv_heads, kind.head_dim, options.dtype, options.shard
+                owners, kind.kv_heads, kind.head_dim, options.dtype, options.shard, options.kv_codes
             )
             pools.append(PoolSpec(kind.pool, buffers, PoolKind.WINDOW if kind.window else PoolKind.FULL, kind.window))
         return tuple(pools)

@@ -8,6 +8,10 @@
 // sum of values one chain over positions, block after block; what it shares with the other rows of its tile is data,
 // never an order. A block that a row doesn't see adds zeros to a sum and scales it by one, which changes no bit.
 // Positions after a tile's last query are not read.
+//
+// Quantised keys and values are codes with a scale an entry (engine/attention/kv_quantization.py). Codes are exact as
+// float and as bf16, so they take the keys' and values' places; a key's scale multiplies its score, a value's scale its
+// weight.
 #pragma once
 
 #include <algorithm>
@@ -31,17 +35,25 @@ struct Sequence {
 struct AttentionShape {
     long heads, kv_heads, dim, page_tokens;
     long value_dim;  // values may be the first part of what keys are, in the same place
-    long page_stride, token_stride;  // of keys and values, in elements; heads follow each other
     long table_width;
     float scale, softcap;  // softcap 0: none
     long window;  // positions that a query sees, its own included; 0: all
 
-    // Of a position's key or value, in elements.
-    long offset(const Sequence &seq, long position, long kv_head) const {
+    // The number of a position's entry among all keys (or values): pages, positions and heads follow each other.
+    long entry(const Sequence &seq, long position, long kv_head) const {
         const uint32_t at = (uint32_t)position, size = (uint32_t)page_tokens;
         const long page = seq.pages[at / size - seq.first_page];
-        return page * page_stride + at % size * token_stride + kv_head * dim;
+        return (page * page_tokens + at % size) * kv_heads + kv_head;
     }
+};
+
+enum Stored { AS_QUERIES, FLOAT8, INT8 };
+
+// Keys and values of all pages. Scales [entries], of codes alone: else null.
+struct Pages {
+    const void *keys, *values;
+    const bf16 *key_scales, *value_scales;
+    int32_t stored;
 };
 
 struct Tile {
@@ -53,7 +65,7 @@ struct Tile {
 template <typename T> struct Words {
     static constexpr int pack = 1;
     static f32x16 dot(f32x16 a, f32x16 b, f32x16 c) { return fma(a, b, c); }
-    static f32x16 take(const T *p, int count) { return load_some(p, count); }
+    template <typename S> static f32x16 take(const S *p, int count) { return load_some(p, count); }
 };
 
 #if defined(__AVX512BF16__)
@@ -67,6 +79,12 @@ template <> struct Words<bf16> {
         if (count >= 2 * LANES) return load((const float *)p);
         if (count > 0) memcpy(&out, p, count * sizeof(bf16));
         return out;
+    }
+    template <typename S> static f32x16 take(const S *p, int count) {
+        bf16 both[2 * LANES];
+        store(both, load_some(p, count));
+        store(both + LANES, load_some(p + LANES, count - LANES));
+        return load((const float *)both);
     }
 };
 #endif
@@ -123,6 +141,7 @@ inline void transpose(f32x16 *rows) {
 struct Room {
     Buffer<float> queries, keys, values, scores, sums;
     Buffer<float> highest, total;
+    float key_scales[BLOCK], value_scales[BLOCK];
 
     void size(long rows, long words, long wide) {
         rows = std::max(rows, (long)TILE_ROWS);
@@ -136,24 +155,32 @@ struct Room {
     }
 };
 
-// Keys of a block as [words][BLOCK], values as [BLOCK][wide] floats; zeros before `skipped` and from position `end` on.
-template <typename T>
-void take_block(const AttentionShape &a, const Sequence &seq, const T *k_pages, const T *v_pages, long kv_head,
-                long begin, long skipped, long end, long words, long wide, Room &room) {
+// Keys of a block, stored as S, as [words][BLOCK], values as [BLOCK][wide] floats; zeros before `skipped` and from
+// position `end` on.
+template <typename T, typename S>
+void take_block(const AttentionShape &a, const Sequence &seq, const Pages &pages, long kv_head, long begin,
+                long skipped, long end, long words, long wide, Room &room) {
+    const S *k_pages = (const S *)pages.keys, *v_pages = (const S *)pages.values;
     const long filled = std::min((long)BLOCK, end - begin);
     constexpr int pack = Words<T>::pack;
-    const T *rows[BLOCK];
+    const S *rows[BLOCK];
     long offsets[BLOCK];
     for (long n = skipped; n < filled; n++) {
-        offsets[n] = a.offset(seq, begin + n, kv_head);
+        const long entry = a.entry(seq, begin + n, kv_head);
+        offsets[n] = entry * a.dim;
         rows[n] = k_pages + offsets[n];
+        if (!pages.key_scales) continue;
+        room.key_scales[n] = value_of(pages.key_scales[entry]);
+        room.value_scales[n] = value_of(pages.value_scales[entry]);
     }
+    for (long n = 0; n < BLOCK; n++)
+        if (n < skipped || n >= filled) room.key_scales[n] = room.value_scales[n] = 0.0f;
     // A head's rows lie far apart, which no hardware foresees.
     for (long at = begin + BLOCK; at < std::min(begin + 2 * BLOCK, end); at++) {
-        const long next = a.offset(seq, at, kv_head);
-        for (long d = 0; d < a.dim; d += 64 / sizeof(T)) __builtin_prefetch(k_pages + next + d, 0, 2);
+        const long next = a.entry(seq, at, kv_head) * a.dim;
+        for (long d = 0; d < a.dim; d += 64 / sizeof(S)) __builtin_prefetch(k_pages + next + d, 0, 2);
         if (v_pages == k_pages) continue;
-        for (long d = 0; d < a.value_dim; d += 64 / sizeof(T)) __builtin_prefetch(v_pages + next + d, 0, 2);
+        for (long d = 0; d < a.value_dim; d += 64 / sizeof(S)) __builtin_prefetch(v_pages + next + d, 0, 2);
     }
     for (long group = 0; group < filled; group += LANES)
         for (long word = 0; word < words; word += LANES) {
@@ -184,15 +211,17 @@ template <int ROWS> void value_group(const float *p, const float *values, long w
         chains<ROWS, Words<float>>(p, BLOCK, values + d, wide, filled, sums + d, false, wide);
 }
 
-// Scores to weights, in place; the row's maximum, total and sums brought along. Sees [from, to) of the block.
-inline void soften(const AttentionShape &a, float *s, long from, long to, float &highest, float &total, float *sums,
-                   long wide) {
+// Scores to weights, in place; the row's maximum, total and sums brought along. Sees [from, to) of the block. Scales of
+// the block's keys and values, or null.
+inline void soften(const AttentionShape &a, float *s, const float *key_scales, const float *value_scales, long from,
+                   long to, float &highest, float &total, float *sums, long wide) {
     f32x16 value[BLOCK / LANES], top = splat(HIDDEN);
 #define SAME(i) i
     const i32x16 lane = EACH_LANE(SAME);
 #undef SAME
     for (int c = 0; c < BLOCK / LANES; c++) {
         value[c] = load(s + c * LANES) * a.scale;
+        if (key_scales) value[c] *= load(key_scales + c * LANES);
         if (a.softcap != 0.0f) {
             // tanh(x) = 1 - 2 / (exp(2x) + 1)
             f32x16 grown = exp_of(value[c] * (2.0f / a.softcap));
@@ -209,7 +238,7 @@ inline void soften(const AttentionShape &a, float *s, long from, long to, float 
         f32x16 weight = exp_of(value[c] - now);
         weight = ((at >= (int)from) & (at < (int)to)) ? weight : f32x16{};
         added += weight;
-        store(s + c * LANES, weight);
+        store(s + c * LANES, value_scales ? weight * load(value_scales + c * LANES) : weight);
     }
     if (now != highest) {
         const float kept = exp_of(splat(highest - now))[0];
@@ -238,13 +267,18 @@ inline void soften(const AttentionShape &a, float *s, long from, long to, float 
 
 template <typename T>
 void attend_tile(const AttentionShape &a, const Sequence &seq, const Tile &tile, long kv_head, const T *q,
-                 const T *k_pages, const T *v_pages, const float *sinks, T *out) {
+                 const Pages &pages, const float *sinks, T *out) {
     constexpr int pack = Words<T>::pack;
     const long wide = (a.value_dim + COLUMNS - 1) / COLUMNS * COLUMNS;
     const long words = ((a.dim + pack - 1) / pack + LANES - 1) / LANES * LANES;
     const long group = a.heads / a.kv_heads, count = tile.count * group;
     static thread_local Room room;
     room.size(count, words, wide);
+    const auto take = pages.stored == FLOAT8 ? take_block<T, float8>
+                      : pages.stored == INT8 ? take_block<T, int8>
+                                             : take_block<T, T>;
+    const float *key_scales = pages.key_scales ? room.key_scales : nullptr;
+    const float *value_scales = pages.key_scales ? room.value_scales : nullptr;
     const auto head = [&](long r) {
         return (seq.row + tile.first + r / group) * a.heads + kv_head * group + r % group;
     };
@@ -261,7 +295,7 @@ void attend_tile(const AttentionShape &a, const Sequence &seq, const Tile &tile,
     for (long begin = lowest / BLOCK * BLOCK; begin < end; begin += BLOCK) {
         // Before the window nothing may be in the table any more.
         const long skipped = std::max(0L, lowest - begin);
-        take_block(a, seq, k_pages, v_pages, kv_head, begin, skipped, end, words, wide, room);
+        take(a, seq, pages, kv_head, begin, skipped, end, words, wide, room);
         const long filled = std::min((long)BLOCK, end - begin);
         for (long r = 0; r < count; r += ROW_GROUP) {
             const long rows = std::min((long)ROW_GROUP, count - r);
@@ -274,8 +308,8 @@ void attend_tile(const AttentionShape &a, const Sequence &seq, const Tile &tile,
                 const long position = first + i / group;
                 const long from = a.window ? std::max(0L, position + 1 - a.window - begin) : 0;
                 const long to = std::min((long)BLOCK, position + 1 - begin);
-                soften(a, room.scores.data() + i * BLOCK, from, to, room.highest[i], room.total[i],
-                       room.sums.data() + i * wide, wide);
+                soften(a, room.scores.data() + i * BLOCK, key_scales, value_scales, from, to, room.highest[i],
+                       room.total[i], room.sums.data() + i * wide, wide);
             }
 #define CALL(n) value_group<n>(s, room.values.data(), wide, room.sums.data() + r * wide, filled)
             BY_ROWS(CALL)
@@ -292,9 +326,8 @@ void attend_tile(const AttentionShape &a, const Sequence &seq, const Tile &tile,
 // q [T, heads, dim], out [T, heads, value_dim]; sequence b has queries offsets[b] to offsets[b + 1], the first at
 // position starts[b].
 template <typename T>
-void attend(const AttentionShape &a, long sequences, const T *q, const T *k_pages, const T *v_pages,
-            const int32_t *tables, const int32_t *first_pages, const int32_t *starts, const int32_t *offsets,
-            const float *sinks, T *out) {
+void attend(const AttentionShape &a, long sequences, const T *q, const Pages &pages, const int32_t *tables,
+            const int32_t *first_pages, const int32_t *starts, const int32_t *offsets, const float *sinks, T *out) {
     const long most = std::max(1L, TILE_ROWS / (a.heads / a.kv_heads));
     Buffer<Sequence> all(sequences);
     long count_of_tiles = 0;
@@ -313,7 +346,7 @@ void attend(const AttentionShape &a, long sequences, const T *q, const T *k_page
     const long items = count_of_tiles * a.kv_heads;
     each(items, 1, [&](long item) {
         const Tile &tile = tiles[item / a.kv_heads];
-        attend_tile(a, all[tile.sequence], tile, item % a.kv_heads, q, k_pages, v_pages, sinks, out);
+        attend_tile(a, all[tile.sequence], tile, item % a.kv_heads, q, pages, sinks, out);
     });
 }
 #undef BY_ROWS

@@ -19,23 +19,6 @@
 enum Code { UINT4, UINT8, E2M1, E4M3, UINT2, UINT3, UINT5, UINT6, IQ4, UINT4_OFFSET };
 enum ScaleType { SCALE_FLOAT, SCALE_BF16, SCALE_HALF, SCALE_E4M3, SCALE_E8M0, SCALE_WHOLE, SCALE_PAIRED };
 
-typedef uint8_t u8x16 __attribute__((vector_size(16), aligned(1), may_alias));
-
-// By instruction where there is one: GCC takes a vector that comes from memory apart, byte by byte.
-inline i32x16 widened(u8x16 codes) {
-#if defined(__AVX512F__)
-    return (i32x16)_mm512_cvtepu8_epi32((__m128i)codes);
-#elif defined(__AVX2__)
-    const __m128i all = (__m128i)codes;
-    const __m256i halves[2] = {_mm256_cvtepu8_epi32(all), _mm256_cvtepu8_epi32(_mm_unpackhi_epi64(all, all))};
-    i32x16 out;
-    memcpy(&out, halves, sizeof(out));
-    return out;
-#else
-    return __builtin_convertvector(codes, i32x16);
-#endif
-}
-
 struct Blocks {
     long n, k, group, span;  // span: columns that share a factor
     int32_t code, scale_type, zero;
@@ -47,15 +30,6 @@ struct Blocks {
 
 inline f32x16 floats(i32x16 numbers) { return __builtin_convertvector(numbers, f32x16); }
 inline i32x16 widened_at(const uint8_t *codes) { return widened(*(const u8x16 *)codes); }
-
-// Four bits of exponent and three of mantissa, moved to where float32 has them; without an exponent, mantissa * 2^-9.
-// (Moved alone, these would be denormal numbers of float32, with which processors compute very slowly.)
-inline f32x16 e4m3(i32x16 bits) {
-    const i32x16 size = bits & 0x7f;
-    const f32x16 small = __builtin_convertvector(size, f32x16) * splat(0x1p-9f);
-    const i32x16 normal = (size << 20) + (120 << 23);
-    return (f32x16)((size < 8 ? (i32x16)small : normal) | (bits & 0x80) << 24);
-}
 
 // Two bits of exponent and one of mantissa; without an exponent, mantissa / 2.
 inline f32x16 e2m1(i32x16 bits) {

@@ -16,10 +16,10 @@
                                long slot_stride) {                                                                    \
         rope_and_store(*h, x, x_stride, norm, cos, sin, q, k_pages, v_pages, slots, muted, slot_stride);              \
     }                                                                                                                 \
-    void attend_##name(const AttentionShape *a, long sequences, const T *q, const T *k_pages, const T *v_pages,       \
+    void attend_##name(const AttentionShape *a, long sequences, const T *q, const Pages *pages,                       \
                        const int32_t *tables, const int32_t *first_pages, const int32_t *starts,                      \
                        const int32_t *offsets, const float *sinks, T *out) {                                          \
-        attend(*a, sequences, q, k_pages, v_pages, tables, first_pages, starts, offsets, sinks, out);                 \
+        attend(*a, sequences, q, *pages, tables, first_pages, starts, offsets, sinks, out);                           \
     }
 
 #define FOR_BLOCKS(T, name)                                                                                           \

@@ -28,14 +28,27 @@ class _Heads(ctypes.Structure):
 
 
 class AttentionShape(ctypes.Structure):
-    """The shape of one call of `attend`: the struct of attention.h, whose strides count elements."""
+    """The shape of one call of `attend`: the struct of attention.h."""
 
     _fields_ = [
         *((name, ctypes.c_long) for name in ("heads", "kv_heads", "dim", "page_tokens", "value_dim")),
-        *((name, ctypes.c_long) for name in ("page_stride", "token_stride", "table_width")),
+        ("table_width", ctypes.c_long),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
         ("window", ctypes.c_long),
     ]
+
+
+class _Pages(ctypes.Structure):
+    """Keys and values of all pages: the struct of attention.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
+        ("stored", ctypes.c_int32),
+    ]
+
+
+_STORED = {torch.float8_e4m3fn: 1, torch.int8: 2}
+"""`enum Stored` of attention.h: how codes are stored; 0: keys and values are in the queries' dtype."""
 
 
 BLOCK_PARTS = ("zeros", "scales", "offsets", "factors", "offset_factors")
@@ -65,7 +78,7 @@ _SIGNATURES = {
     "rms_norm": "plplpllf",
     "silu_product": "ppll",
     "rope_and_store": "pplpppppp" + "ppl",
-    "attend": "plppppppp" + "pp",
+    "attend": "plpppppppp",
     "packed_elements": "ll",
     "pack": "ppll",
     "product": "plppplll",
@@ -200,18 +213,22 @@ class NativeKernels:
         starts_b: Tensor,
         offsets_b: Tensor,
         sinks_h: Tensor | None,
+        scales: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Paged causal attention, [T, heads, value_dim]; integers are int32, sinks float32, all contiguous.
 
-        Values lie as keys do: in pages of their own, or as the first part of each key.
+        Values lie as keys do: in pages of their own, or as the first part of each key. `scales`: those of keys and of
+        values, bfloat16, where both are codes.
         """
+        k_scales, v_scales = (None, None) if scales is None else (scales[0].data_ptr(), scales[1].data_ptr())
+        stored = 0 if scales is None else _STORED[k_pages.dtype]
+        pages = _Pages(k_pages.data_ptr(), v_pages.data_ptr(), k_scales, v_scales, stored)
         out = q_thd.new_empty(*q_thd.shape[:2], shape.value_dim)
         self._call("attend", q_thd.dtype)(
             ctypes.addressof(shape),
             starts_b.shape[0],
             q_thd.data_ptr(),
-            k_pages.data_ptr(),
-            v_pages.data_ptr(),
+            ctypes.addressof(pages),
             tables_bp.data_ptr(),
             None if firsts_b is None else firsts_b.data_ptr(),
             starts_b.data_ptr(),

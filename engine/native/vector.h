@@ -15,6 +15,7 @@ typedef float f32x16 __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t i32x16 __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t u32x16 __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint8_t u8x16 __attribute__((vector_size(16), aligned(1), may_alias));
 
 constexpr int LANES = 16;
 
@@ -43,11 +44,55 @@ struct bf16 {
     uint16_t bits;
 };
 
+inline float value_of(bf16 x) {
+    const uint32_t bits = (uint32_t)x.bits << 16;
+    float out;
+    memcpy(&out, &bits, 4);
+    return out;
+}
+
 inline f32x16 load(const float *p) { return *(const f32x16 *)p; }
 
 inline f32x16 load(const bf16 *p) {
     return (f32x16)(__builtin_convertvector(*(const u16x16 *)p, u32x16) << 16);
 }
+
+// By instruction where there is one: GCC takes a vector that comes from memory apart, byte by byte.
+inline i32x16 widened(u8x16 codes) {
+#if defined(__AVX512F__)
+    return (i32x16)_mm512_cvtepu8_epi32((__m128i)codes);
+#elif defined(__AVX2__)
+    const __m128i all = (__m128i)codes;
+    const __m256i halves[2] = {_mm256_cvtepu8_epi32(all), _mm256_cvtepu8_epi32(_mm_unpackhi_epi64(all, all))};
+    i32x16 out;
+    memcpy(&out, halves, sizeof(out));
+    return out;
+#else
+    return __builtin_convertvector(codes, i32x16);
+#endif
+}
+
+// Four bits of exponent and three of mantissa, moved to where float32 has them; without an exponent, mantissa * 2^-9.
+// (Moved alone, these would be denormal numbers of float32, with which processors compute very slowly.)
+inline f32x16 e4m3(i32x16 bits) {
+    const i32x16 size = bits & 0x7f;
+    const f32x16 small = __builtin_convertvector(size, f32x16) * splat(0x1p-9f);
+    const i32x16 normal = (size << 20) + (120 << 23);
+    return (f32x16)((size < 8 ? (i32x16)small : normal) | (bits & 0x80) << 24);
+}
+
+// Codes of quantised keys and values.
+struct float8 {
+    uint8_t bits;
+};
+
+struct int8 {
+    uint8_t bits;
+};
+
+inline f32x16 load(const float8 *p) { return e4m3(widened(*(const u8x16 *)p)); }
+
+inline f32x16 load(const int8 *p) { return __builtin_convertvector(widened(*(const u8x16 *)p) << 24 >> 24, f32x16); }
 
 inline void store(float *p, f32x16 x) { *(f32x16 *)p = x; }
 

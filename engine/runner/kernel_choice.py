@@ -13,6 +13,7 @@ from twinpool.contracts import cpu_levels as processor
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.engine.attention.attention_backend import AttentionBackend
+from twinpool.engine.attention.kv_quantization import quantised_buffers
 from twinpool.engine.attention.torch_backend.torch_attention import NativeAttention, TorchAttention
 from twinpool.engine.gpu.gpu_capability import device_capability
 from twinpool.engine.native import compile_kernels, current_kernels, native_kernels
@@ -127,6 +128,8 @@ def attention_for(
 def refused_state(spec: PoolSetSpec, capability: int) -> str:
     """Why Triton's kernels on a GPU of this compute capability (times 10) can't keep such state, in words; empty where
     they can."""
+    if refused := refused_kv(spec):
+        return refused
     buffers = {b.name: b.dtype for pool in spec.pools for b in pool.buffers}
     for name, dtype in buffers.items():
         if dtype is torch.float8_e4m3fn and capability < _FLOAT8_CAPABILITY:
@@ -137,8 +140,16 @@ def refused_state(spec: PoolSetSpec, capability: int) -> str:
     return ""
 
 
+def refused_kv(spec: PoolSetSpec) -> str:
+    """Why Triton's kernels can't read the keys, values or latents of such state, in words; empty where they can."""
+    names = quantised_buffers(spec)
+    return f"cache.kv_dtype ({', '.join(names)}) computes on CPUs; use cache.kv_dtype=auto with GPUs" if names else ""
+
+
 def check_state(spec: PoolSetSpec, device: torch.device) -> None:
     """Raise `ConfigError` where Triton's kernels on `device` can't keep such state."""
+    if refused := refused_kv(spec):
+        raise ConfigError(f"{device}: {refused}")
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if refused := refused_state(spec, 10 * major + minor):

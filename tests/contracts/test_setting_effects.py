@@ -58,9 +58,9 @@ def test_only_what_rolls_names_roles_and_only_what_is_refused_says_why() -> None
 @pytest.mark.parametrize(
     "key",
     [
-        "cache.page_tokens", "prefill.cache.page_tokens", "cache.index_dtype", "engine.dtype", "engine.attention",
-        "engine.numerics", "engine.numerics_class", "engine.device", "engine.context", "transfer.plane",
-        "decode.tp", "router.kv_index",
+        "cache.page_tokens", "prefill.cache.page_tokens", "cache.index_dtype", "cache.kv_dtype", "engine.dtype",
+        "engine.attention", "engine.numerics", "engine.numerics_class", "engine.device", "engine.context",
+        "transfer.plane", "decode.tp", "router.kv_index",
         "security.cluster_ca", "cluster.controller_port", "cache.events.endpoint", "autoscaling.enabled",
         "disaggregation.mode", "disaggregation.step_tokens", "router.served_model_name",
         "cache.storage.backend", "cache.storage.path", "cache.storage.url", "cache.storage.group_access",

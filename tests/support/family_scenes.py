@@ -126,8 +126,9 @@ def expect_answers(family: Family, plane: str, lengths: Sequence[int], count: in
     prompts = [tokens_of(seed, length) for seed, length in enumerate(lengths)]
     trunk = max(prompts, key=len)
     spec = family.model.spec
+    cache = _pages(**family.cache)
     with pair(
-        family.folder, tokens=16384, transfer={"plane": plane}, prefill={"chunk_tokens": CHUNK}, cache=_pages()
+        family.folder, tokens=16384, transfer={"plane": plane}, prefill={"chunk_tokens": CHUNK}, cache=cache
     ) as both:
         pools = both.prefill._manager.spec
         answers = ask(both, prompts, count)
@@ -229,7 +230,7 @@ def expect_tiers(family: Family, talks: int, turns: int, count: int = 9) -> None
     said = [tokens_of(200 + n, rng.randint(40, 150)) for n in range(talks)]
     first = [len(words) for words in said]
     asked: list[tuple[list[int], list[int]]] = []
-    small = _pages(device_requests=2)
+    small = _pages(device_requests=2, **family.cache)
     storage = {"backend": "memory", "path": uuid.uuid4().hex, "max_bytes": 1 << 28}
     host_bytes = device_bytes(family, 26 * PAGE, **small)
     cache = small | {"host_bytes": host_bytes, "load_back": "always", "storage": storage}

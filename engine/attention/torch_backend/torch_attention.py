@@ -19,7 +19,8 @@ the window of a tile's first query are no items at all. Rows of a product are pa
 owner left in a page's tail are never read, not even to be multiplied by zero. A sink, which is a score without a value,
 takes part in the row maximum and is added last to the sum of weights.
 
-Keys, values and queries are raised to float32 (exact); the result is rounded once.
+Keys, values and queries are raised to float32, and quantised ones dequantised in it (both exact); the result is rounded
+once.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from twinpool.engine.attention.attention_backend import ScoreOptions
 from twinpool.engine.attention.attention_plan import BLOCK_TOKENS, AttentionPlan, BackendPlan
+from twinpool.engine.attention.kv_quantization import KVRows, KVScales
 from twinpool.engine.attention.torch_backend.torch_latent import TorchLatent
 from twinpool.engine.attention.torch_backend.torch_recurrence import TorchRecurrence
 from twinpool.engine.native.native_kernels import AttentionShape, NativeKernels
@@ -192,7 +194,13 @@ class TorchAttention:
         self.recurrence = TorchRecurrence(numerics)
 
     def attend(
-        self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scores: ScoreOptions
+        self,
+        q_thd: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        plan: AttentionPlan,
+        scores: ScoreOptions,
+        scales: KVScales | None = None,
     ) -> Tensor:
         """As `AttentionBackend.attend`; values may have another width than keys."""
         heads, kv_heads, dim = q_thd.shape[1], k_pages.shape[2], k_pages.shape[3]
@@ -202,9 +210,10 @@ class TorchAttention:
             batches = plan.scratch[key] = self._split(plan, heads, kv_heads, dim, scores.window)
         q_scaled = q_thd.float() * scores.scale
         out_thd = q_thd.new_empty(*q_thd.shape[:2], v_pages.shape[3])
-        k_rows, v_rows = k_pages.view(-1, dim), v_pages.view(-1, v_pages.shape[3])
+        keys = KVRows.of(k_pages, None if scales is None else scales.keys)
+        values = KVRows.of(v_pages, None if scales is None else scales.values)
         for batch in batches:
-            self._attend_batch(batch, q_scaled, k_rows, v_rows, kv_heads, out_thd, scores)
+            self._attend_batch(batch, q_scaled, keys, values, kv_heads, out_thd, scores)
         return out_thd
 
     def stale(self, plan: BackendPlan, epochs_e: Tensor) -> Tensor:
@@ -219,14 +228,14 @@ class TorchAttention:
         self,
         batch: TileBatch,
         q_thd: Tensor,
-        k_rows: Tensor,
-        v_rows: Tensor,
+        keys: KVRows,
+        values: KVRows,
         kv_heads: int,
         out_thd: Tensor,
         scores: ScoreOptions,
     ) -> None:
         tiles, items = len(batch.query_ur), len(batch.tile_w)
-        (heads, dim), value_dim = q_thd.shape[1:], v_rows.shape[1]
+        (heads, dim), value_dim = q_thd.shape[1:], values.rows.shape[1]
         group = heads // kv_heads
         used = batch.queries * group
         rows = self._numerics.padded(used)
@@ -237,7 +246,7 @@ class TorchAttention:
 
         s_wrn = q_thd.new_empty(items * kv_heads, rows, BLOCK_TOKENS)
         for part, slots in batch.chunks:
-            k_wnd = k_rows.index_select(0, slots).view(-1, BLOCK_TOKENS, dim).float()
+            k_wnd = keys.read(slots).view(-1, BLOCK_TOKENS, dim)
             self._numerics.bmm(q_wrd[part], k_wnd.transpose(1, 2), s_wrn[part])
         if softcap := scores.softcap:
             tanh(s_wrn.div_(softcap)).mul_(softcap)
@@ -251,7 +260,7 @@ class TorchAttention:
         weight_wkr /= p_wrn.amax(-1).view_as(weight_wkr)
         o_wrd = q_thd.new_empty(items * kv_heads, rows, value_dim)
         for part, slots in batch.chunks:
-            v_wnd = v_rows.index_select(0, slots).view(-1, BLOCK_TOKENS, value_dim).float()
+            v_wnd = values.read(slots).view(-1, BLOCK_TOKENS, value_dim)
             self._numerics.bmm(p_wrn[part], v_wnd, o_wrd[part])
         o_wkrd = o_wrd.view(items, kv_heads, rows, value_dim).mul_(weight_wkr.unsqueeze(-1))
 
@@ -331,19 +340,23 @@ class NativeAttention(TorchAttention):
         self._kernels = kernels
 
     def attend(
-        self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scores: ScoreOptions
+        self,
+        q_thd: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        plan: AttentionPlan,
+        scores: ScoreOptions,
+        scales: KVScales | None = None,
     ) -> Tensor:
         assert k_pages.is_contiguous() and v_pages.stride() == k_pages.stride(), "pages follow each other"  # noqa: PT018
+        assert scales is None or all(each.is_contiguous() for each in scales), "so do their scales"
         heads, (page_tokens, kv_heads, dim) = q_thd.shape[1], k_pages.shape[1:]
-        entry = kv_heads * dim
         shape = AttentionShape(
             heads,
             kv_heads,
             dim,
             page_tokens,
             v_pages.shape[3],
-            page_tokens * entry,
-            entry,
             plan.tables_bp.stride(0),
             scores.scale,
             scores.softcap,
@@ -360,4 +373,5 @@ class NativeAttention(TorchAttention):
             plan.starts_b,
             plan.offsets_b,
             sinks,
+            scales,
         )

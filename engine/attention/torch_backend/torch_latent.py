@@ -19,6 +19,7 @@ from torch import Tensor
 
 from twinpool.engine.attention.attention_backend import AttentionBackend, IndexKeys, ScoreOptions, SparseSelection
 from twinpool.engine.attention.attention_plan import AttentionPlan
+from twinpool.engine.attention.kv_quantization import KVScales
 from twinpool.engine.tensors.row_exact_linear import Numerics
 
 INDEX_BLOCK = 128
@@ -63,9 +64,18 @@ class TorchLatent:
     def __init__(self, numerics: Numerics, attention: AttentionBackend) -> None:
         self._numerics, self._attention = numerics, attention
 
-    def attend(self, q_thd: Tensor, latents: Tensor, plan: AttentionPlan, scale: float, value_dim: int) -> Tensor:
+    def attend(
+        self,
+        q_thd: Tensor,
+        latents: Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        value_dim: int,
+        latent_scales: Tensor | None = None,
+    ) -> Tensor:
         k_pages = latents.unsqueeze(2)
-        return self._attention.attend(q_thd, k_pages, k_pages[..., :value_dim], plan, ScoreOptions(scale))
+        scales = None if latent_scales is None else KVScales(latent_scales, latent_scales)
+        return self._attention.attend(q_thd, k_pages, k_pages[..., :value_dim], plan, ScoreOptions(scale), scales)
 
     def store_keys(self, keys_td: Tensor, into: IndexKeys, plan: AttentionPlan) -> None:
         if plan.muted_t is not None:
@@ -99,18 +109,20 @@ class TorchLatent:
         selection: SparseSelection | None,
         scale: float,
         value_dim: int,
+        latent_scales: Tensor | None = None,
     ) -> Tensor:
         if selection is None:
-            return self.attend(q_thd, latents, plan, scale, value_dim)
+            return self.attend(q_thd, latents, plan, scale, value_dim, latent_scales)
         out_thd = q_thd.new_empty(*q_thd.shape[:2], value_dim)
         parts = _parts(plan, selection.slots_sk.shape[1])
         if parts.plan is not None:
-            whole = self.attend(q_thd[parts.rows_d], latents, parts.plan, scale, value_dim)
+            whole = self.attend(q_thd[parts.rows_d], latents, parts.plan, scale, value_dim, latent_scales)
             out_thd.index_copy_(0, parts.rows_d, whole)
         if "plan" not in selection.scratch:
             selection.scratch["plan"] = _single_token_plan(selection.slots_sk)
         by_token = latents.view(-1, 1, latents.shape[-1])
-        sparse = self.attend(q_thd[selection.rows_s], by_token, selection.scratch["plan"], scale, value_dim)
+        scales = None if latent_scales is None else latent_scales.view(-1, 1, 1)
+        sparse = self.attend(q_thd[selection.rows_s], by_token, selection.scratch["plan"], scale, value_dim, scales)
         return out_thd.index_copy_(0, selection.rows_s, sparse)
 
     def _choose(

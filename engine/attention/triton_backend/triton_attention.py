@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from twinpool.contracts.errors import ConfigError
+from twinpool.engine.attention.kv_quantization import KVScales
 from twinpool.engine.attention.triton_backend import attention_kernels as kernels
 from twinpool.engine.attention.triton_backend import merge_kernels, page_kernels
 from twinpool.engine.attention.triton_backend.attend_call import (
@@ -84,7 +85,13 @@ class TritonAttention:
         self._scratch_bytes, self._split_below = scratch_bytes, split_below
 
     def attend(
-        self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scores: ScoreOptions
+        self,
+        q_thd: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        plan: AttentionPlan,
+        scores: ScoreOptions,
+        scales: KVScales | None = None,
     ) -> Tensor:
         """Attend each query to the positions up to its own that it sees.
 
@@ -93,6 +100,7 @@ class TritonAttention:
         Returns [T, heads, head_dim] in q's dtype, freshly allocated. Raises `ConfigError` for shapes
         that it can't serve.
         """
+        assert scales is None, "`kernel_choice.check_state` refuses quantised state"
         out_thd = torch.empty(q_thd.shape, dtype=q_thd.dtype, device=q_thd.device)
         call = AttendCall(q_thd, k_pages, v_pages, out_thd, plan, scores)
         call.check()

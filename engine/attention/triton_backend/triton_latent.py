@@ -50,8 +50,17 @@ class TritonLatent:
         self._index_block, self._index_queries = index_block, index_queries
         self._scratch_bytes, self._capability = scratch_bytes, capability
 
-    def attend(self, q_thd: Tensor, latents: Tensor, plan: AttentionPlan, scale: float, value_dim: int) -> Tensor:
+    def attend(
+        self,
+        q_thd: Tensor,
+        latents: Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        value_dim: int,
+        latent_scales: Tensor | None = None,
+    ) -> Tensor:
         """As `LatentBackend.attend`. Raises `ConfigError` for shapes that no kernel serves."""
+        assert latent_scales is None, "`kernel_choice.check_state` refuses quantised state"
         self._check(q_thd, latents, value_dim)
         return self._attend(q_thd, latents, plan, scale, value_dim)
 
@@ -112,9 +121,11 @@ class TritonLatent:
         selection: SparseSelection | None,
         scale: float,
         value_dim: int,
+        latent_scales: Tensor | None = None,
     ) -> Tensor:
         if selection is None:
-            return self.attend(q_thd, latents, plan, scale, value_dim)
+            return self.attend(q_thd, latents, plan, scale, value_dim, latent_scales)
+        assert latent_scales is None, "`kernel_choice.check_state` refuses quantised state"
         self._check(q_thd, latents, value_dim)
         by_token = latents.view(-1, 1, latents.shape[-1])
         return self._attend(q_thd, by_token, self._by_query(selection), scale, value_dim)

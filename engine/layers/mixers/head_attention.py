@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from twinpool.cache.memory.kv_cache_spec import BufferSpec
+from twinpool.cache.pool.load_gate import LayerBuffers
 from twinpool.engine.attention.attention_backend import ScoreOptions
 from twinpool.engine.attention.attention_plan import BLOCK_TOKENS, AttentionPlan
+from twinpool.engine.attention.kv_quantization import kv_scales, store, with_scales
 from twinpool.engine.layers.decoder import ForwardContext, LayerPlace
 from twinpool.engine.layers.norm import rms_norm, sigmoid
 from twinpool.engine.layers.rope import RopeTable, rotate
@@ -19,20 +21,17 @@ from twinpool.engine.tensors.shard import Shard
 from twinpool.engine.tensors.weight_loader import Weights
 
 
-def kv_buffers(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, shard: Shard) -> tuple[BufferSpec, ...]:
-    """Declare buffers ``k`` and ``v`` of `layers` layers, with the heads of one rank."""
+def kv_buffers(
+    layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, shard: Shard, codes: torch.dtype | None
+) -> tuple[BufferSpec, ...]:
+    """Declare buffers ``k`` and ``v`` of `layers` layers, with the heads of one rank. `codes`: the dtype that they are
+    quantised to, with buffers of scales; None: they are kept in `dtype`."""
     here = shard.heads(kv_heads, "key-value heads")
-    return tuple(
+    plain = tuple(
         BufferSpec(name, layers, (len(here), head_dim), dtype, heads=kv_heads, first_head=here.start)
         for name in ("k", "v")
     )
-
-
-def store(pages: Tensor, entries_t: Tensor, plan: AttentionPlan) -> None:
-    """Write the step's entries [T, *shape] into pages [pages, page_tokens, *shape]; zeros where the plan is muted."""
-    if plan.muted_t is not None:
-        entries_t = entries_t.masked_fill(plan.muted_t.view(-1, *[1] * (entries_t.dim() - 1)), 0.0)
-    pages.view(-1, *entries_t.shape[1:]).index_copy_(0, plan.slots_t, entries_t)
+    return with_scales(plain, codes)
 
 
 class HeadAttention:
@@ -78,22 +77,26 @@ class HeadAttention:
 
     def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> Tensor:
         plan, buffers = ctx.plans[self._place.pool], ctx.buffers(self._place)
-        k_pages, v_pages = buffers["k"], buffers["v"]
-        q = self._queries(ctx.linear(h_mh, self._qkv), ctx, plan, k_pages, v_pages)
-        out = ctx.attention.attend(q, k_pages, v_pages, plan, self._scores)
+        q = self._queries(ctx.linear(h_mh, self._qkv), ctx, plan, buffers)
+        out = ctx.attention.attend(q, buffers["k"], buffers["v"], plan, self._scores, kv_scales(buffers))
         return ctx.linear(ctx.padded(out.reshape(ctx.count, -1)), self._out)
 
-    def _queries(
-        self, qkv_mn: Tensor, ctx: ForwardContext, plan: AttentionPlan, k_pages: Tensor, v_pages: Tensor
-    ) -> Tensor:
+    def _queries(self, qkv_mn: Tensor, ctx: ForwardContext, plan: AttentionPlan, buffers: LayerBuffers) -> Tensor:
         """Norm and rotate queries and keys, store keys and values; returns the queries, [T, heads, head_dim]."""
         turns = ctx.rope(self._rope) if self._rope is not None else None
         norm_nd, eps = (self._qk_norm_nd if self._eps is not None else None), self._eps or 0.0
+        k_pages, v_pages, quantised = buffers["k"], buffers["v"], kv_scales(buffers) is not None
         kernels = native_for(qkv_mn)
         if kernels is not None and turns is not None:
-            return kernels.rope_and_store(
-                qkv_mn, norm_nd, eps, *turns, k_pages, v_pages, plan.slots_t, plan.muted_t, self._heads
-            )
+            slots_t, muted_t = plan.slots_t, plan.muted_t
+            if quantised:  # The kernel leaves them in the model's dtype, in pages of one token.
+                k_pages, v_pages = qkv_mn.new_empty(2, ctx.count, 1, self._kv, self._dim)
+                slots_t, muted_t = torch.arange(ctx.count), None
+            q = kernels.rope_and_store(qkv_mn, norm_nd, eps, *turns, k_pages, v_pages, slots_t, muted_t, self._heads)
+            if quantised:
+                store(buffers, "k", k_pages[:, 0], plan)
+                store(buffers, "v", v_pages[:, 0], plan)
+            return q
         if self._triton:
             from twinpool.engine.layers.mixers.triton_store_heads import store_heads
 
@@ -105,8 +108,8 @@ class HeadAttention:
         if turns is not None:
             qk = rotate(qk, *turns)
         q, k = torch.split(qk, [self._heads, self._kv], dim=1)
-        store(k_pages, k[: ctx.count], plan)
-        store(v_pages, v[: ctx.count], plan)
+        store(buffers, "k", k[: ctx.count], plan)
+        store(buffers, "v", v[: ctx.count], plan)
         return q[: ctx.count]
 
 
@@ -153,8 +156,8 @@ class GatedAttention:
         turned = rotate(qk[..., : self._rope_dim], *ctx.rope(self._rope))
         qk = torch.cat((turned, qk[..., self._rope_dim :]), dim=2)[: ctx.count]
         q, k = torch.split(qk, [self._heads, self._kv], dim=1)
-        store(buffers["k"], k, plan)
-        store(buffers["v"], v[: ctx.count].reshape(ctx.count, -1, dim), plan)
-        out = ctx.attention.attend(q, buffers["k"], buffers["v"], plan, self._scores)
+        store(buffers, "k", k, plan)
+        store(buffers, "v", v[: ctx.count].reshape(ctx.count, -1, dim), plan)
+        out = ctx.attention.attend(q, buffers["k"], buffers["v"], plan, self._scores, kv_scales(buffers))
         gated = out.mul_(sigmoid(gate[: ctx.count].float()).to(out.dtype))
         return ctx.linear(ctx.padded(gated.flatten(1)), self._out)

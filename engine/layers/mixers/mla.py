@@ -26,9 +26,9 @@ from torch import Tensor
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace
 from twinpool.engine.attention.attention_backend import IndexKeys, SparseSelection
 from twinpool.engine.attention.attention_plan import BLOCK_TOKENS
+from twinpool.engine.attention.kv_quantization import scales_of, store, with_scales
 from twinpool.engine.attention.torch_backend.torch_latent import INDEX_BLOCK
 from twinpool.engine.layers.decoder import ForwardContext, LayerPlace
-from twinpool.engine.layers.mixers.head_attention import store
 from twinpool.engine.layers.norm import rms_norm
 from twinpool.engine.layers.rope import RopeTable, rotate
 from twinpool.engine.tensors.row_exact_linear import HeadLinear, RowExactLinear
@@ -72,9 +72,12 @@ class MLAShape:
         return self.plain_dim + self.rope_dim
 
 
-def latent_buffer(layers: int, shape: MLAShape, dtype: torch.dtype) -> BufferSpec:
-    """Declare buffer ``latent`` of `layers` layers, whole on every rank."""
-    return BufferSpec("latent", layers, (shape.entry_dim,), dtype)
+def latent_buffers(
+    layers: int, shape: MLAShape, dtype: torch.dtype, codes: torch.dtype | None
+) -> tuple[BufferSpec, ...]:
+    """Declare buffer ``latent`` of `layers` layers, whole on every rank; quantised to `codes` with its scales, or, for
+    None, kept in `dtype`."""
+    return with_scales((BufferSpec("latent", layers, (shape.entry_dim,), dtype),), codes)
 
 
 def halves(weight: Tensor, first: int, count: int) -> Tensor:
@@ -110,7 +113,7 @@ class MLA:
 
     def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> Tensor:
         shape, rows = self._shape, len(h_mh)
-        plan, latents = ctx.plans[self._place.pool], ctx.buffers(self._place)["latent"]
+        plan, buffers = ctx.plans[self._place.pool], ctx.buffers(self._place)
         down = ctx.linear(h_mh, self._down)
         low, latent, key = torch.split(down, [self._low, shape.rank, shape.rope_dim], dim=-1)
         if self._q_norm_r is None or self._q_up is None:
@@ -121,14 +124,15 @@ class MLA:
         plain, turning = torch.split(q, [shape.plain_dim, shape.rope_dim], dim=-1)
         turned = rotate(torch.cat((turning, key.unsqueeze(1)), dim=1), *ctx.rope(self._rope))
         entries = torch.cat((rms_norm(latent, self._norm_l, _NORM_EPS), turned[:, -1]), dim=-1)
-        store(latents, entries[: ctx.count], plan)
+        store(buffers, "latent", entries[: ctx.count], plan)
         absorbed = ctx.linear(plain.reshape(rows, -1), self._absorb).view(rows, self._heads, shape.rank)
         queries = torch.cat((absorbed, turned[:, :-1]), dim=-1)[: ctx.count]
+        latents, scales, attention = buffers["latent"], scales_of(buffers, "latent"), ctx.attention.latent
         if self._selector is None:
-            out = ctx.attention.latent.attend(queries, latents, plan, shape.scale, shape.rank)
+            out = attention.attend(queries, latents, plan, shape.scale, shape.rank, scales)
         else:
             selection = self._selector(h_mh, low, ctx)
-            out = ctx.attention.latent.attend_selected(queries, latents, plan, selection, shape.scale, shape.rank)
+            out = attention.attend_selected(queries, latents, plan, selection, shape.scale, shape.rank, scales)
         return ctx.linear(ctx.linear(ctx.padded(out.reshape(ctx.count, -1)), self._expand), self._out)
 
     @property
