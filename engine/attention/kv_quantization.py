@@ -69,8 +69,8 @@ def scales_of(buffers: Mapping[str, Tensor], name: str) -> Tensor | None:
 
 def kv_scales(buffers: Mapping[str, Tensor]) -> KVScales | None:
     """The scales of buffers ``k`` and ``v``, or None where they aren't quantised."""
-    keys, values = scales_of(buffers, "k"), scales_of(buffers, "v")
-    return None if keys is None or values is None else KVScales(keys, values)
+    keys = buffers.get("k" + _SCALE)
+    return None if keys is None else KVScales(keys, buffers["v" + _SCALE])
 
 
 def quantise(entries: Tensor, codes: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Quantised keys and values: the definition, the kernels that read them, and the same bits in any chunks, batch, pages."""
+"""Quantised keys and values: the definition, the kernels that read them, and the same bits in any batch and chunks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from twinpool.engine.attention.torch_backend.native_attention import NativeAttention
 
 from tests.engine.harness import Bench, MakeCheckpoint
 from tests.engine.native import BUILDS, kernels_or_skip
@@ -21,7 +20,7 @@ from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import Role
 from twinpool.engine.attention.attention_backend import ScoreOptions
 from twinpool.engine.attention.kv_quantization import KVScales, dequantise, quantise, with_scales
-from twinpool.engine.attention.torch_backend.torch_attention import TorchAttention
+from twinpool.engine.attention.torch_backend.torch_attention import NativeAttention, TorchAttention
 from twinpool.engine.models.registry import read_model
 from twinpool.engine.runner.kernel_choice import refused_state
 from twinpool.engine.tensors.row_exact_linear import FAST, Numerics

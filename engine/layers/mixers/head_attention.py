@@ -77,15 +77,18 @@ class HeadAttention:
 
     def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> Tensor:
         plan, buffers = ctx.plans[self._place.pool], ctx.buffers(self._place)
-        q = self._queries(ctx.linear(h_mh, self._qkv), ctx, plan, buffers)
-        out = ctx.attention.attend(q, buffers["k"], buffers["v"], plan, self._scores, kv_scales(buffers))
+        scales = kv_scales(buffers)
+        q = self._queries(ctx.linear(h_mh, self._qkv), ctx, plan, buffers, quantised=scales is not None)
+        out = ctx.attention.attend(q, buffers["k"], buffers["v"], plan, self._scores, scales)
         return ctx.linear(ctx.padded(out.reshape(ctx.count, -1)), self._out)
 
-    def _queries(self, qkv_mn: Tensor, ctx: ForwardContext, plan: AttentionPlan, buffers: LayerBuffers) -> Tensor:
+    def _queries(
+        self, qkv_mn: Tensor, ctx: ForwardContext, plan: AttentionPlan, buffers: LayerBuffers, *, quantised: bool
+    ) -> Tensor:
         """Norm and rotate queries and keys, store keys and values; returns the queries, [T, heads, head_dim]."""
         turns = ctx.rope(self._rope) if self._rope is not None else None
         norm_nd, eps = (self._qk_norm_nd if self._eps is not None else None), self._eps or 0.0
-        k_pages, v_pages, quantised = buffers["k"], buffers["v"], kv_scales(buffers) is not None
+        k_pages, v_pages = buffers["k"], buffers["v"]
         kernels = native_for(qkv_mn)
         if kernels is not None and turns is not None:
             slots_t, muted_t = plan.slots_t, plan.muted_t
