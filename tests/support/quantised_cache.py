@@ -37,7 +37,7 @@ def rounded(entries: Tensor, kv_dtype: str) -> Tensor:
     return ((nearest_float8(within) if kv_dtype == "fp8" else within.round()) * scale).float()
 
 
-class RoundedCache(DynamicCache):
+class RoundedCache(DynamicCache):  # type: ignore[misc]
     """A cache whose keys and values are rounded before anything reads them, those of their own step too; of a latent
     model, whose cache has latents and the part with rope in these places, both with one scale."""
 
@@ -53,7 +53,8 @@ class RoundedCache(DynamicCache):
             key_states, value_states = both.tensor_split([key_states.shape[-1]], -1)
         else:
             key_states, value_states = (rounded(each, self._kv_dtype) for each in (key_states, value_states))
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        stored: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return stored
 
 
 class RoundedOracle(Oracle):
