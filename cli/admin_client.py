@@ -112,12 +112,6 @@ class AdminClient:
         """Have all books recounted; returns ``{"ok", "workers": [{"name", "checked", "violations"}]}``."""
         return self.call("POST", "/cluster/check")
 
-    def undrain(self, target: str) -> list[dict[str, Any]]:
-        """Undrain a worker or a node; returns a row for each worker concerned, with its ``outcome``."""
-        answer = self.call("POST", f"/cluster/undrain/{urllib.parse.quote(target, safe='')}")
-        rows: list[dict[str, Any]] = answer.get("workers", [])
-        return rows
-
     def rows(self) -> list[dict[str, Any]]:
         """Return the router's row for each worker, with all keys."""
         rows: list[dict[str, Any]] = self.call("GET", "/cluster/status")["workers"]

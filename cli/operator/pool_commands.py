@@ -65,7 +65,7 @@ def undrained(operator: AdminClient, target: str) -> tuple[list[OrderedWorker], 
     """Undrain a worker or a node; returns the workers that are to serve again, and a line for each that couldn't be
     told. Raises `CommandRefused` and `ClusterNotFound`."""
     workers, refused = [], []
-    for row in operator.undrain(target):
+    for row in operator.call("POST", f"/cluster/undrain/{quoted(target)}").get("workers", []):
         outcome = row.get("outcome", "admits again")
         if row["state"] == "unreachable":
             refused.append(f"{row['name']} {outcome}")

@@ -29,7 +29,6 @@ from twinpool.cluster.controller.stream_lines import SettingsOrders, SupervisorL
 from twinpool.cluster.dashboard.cluster_frames import EventKind
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.errors import ConfigError, WireError
-from twinpool.contracts.ids import WorkerName
 from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyReport
 from twinpool.contracts.messages.calls import (
     CHANGE_POOLS,
@@ -54,13 +53,9 @@ from twinpool.contracts.messages.leases import Departure, DepartureAnswer, Lease
 from twinpool.contracts.messages.pool_changes import (
     AddWorkers,
     ChangedWorkers,
-    CordonNode,
-    DrainWorkers,
     OperatorChange,
-    RestartWorker,
     ScalePools,
     SetRole,
-    UncordonNode,
     UndrainWorkers,
 )
 from twinpool.contracts.messages.quota import QuotaClaims, QuotaSlices
@@ -167,7 +162,7 @@ class ControllerService:
     async def change_pools(self, change: OperatorChange) -> ChangedWorkers:
         """Make one operator's change; what the controller refuses is refused with its words."""
         try:
-            workers, done = self._change(change)
+            workers, done = self._core.pools.make(change)
         except (ConfigError, ValueError) as error:
             raise CallRefused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from None
         start = frozenset(name for name in workers if self._core.table.rows[name].stays)
@@ -175,33 +170,6 @@ class ControllerService:
         if done:
             self._note(done, holds=isinstance(change, AddWorkers | ScalePools | UndrainWorkers | SetRole))
         return ChangedWorkers(workers, start, frozenset(workers) - start)
-
-    def _change(self, change: OperatorChange) -> tuple[tuple[WorkerName, ...], str]:
-        """Make a change; returns the workers that it concerns, and what an operator has done in words, empty where none
-        has. Raises `ConfigError` and `ValueError`."""
-        pools = self._core.pools
-        match change:
-            case SetRole():
-                pools.change_role(change.name, change.role, empty=change.empty)
-                return (), f"an operator has {change.name} become a {change.role} worker"
-            case DrainWorkers():
-                return pools.drain(change.target, change.keep), f"an operator drains {change.target}"
-            case UndrainWorkers():
-                return pools.undrain(change.target), f"an operator has undrained {change.target}"
-            case AddWorkers():
-                workers = pools.add_some(change.role, change.count, change.node)
-                return workers, f"an operator has added {', '.join(workers)}" if change.by_operator else ""
-            case ScalePools():
-                sizes = ", ".join(f"{role} to {count}" for role, count in change.counts.items())
-                return pools.scale(change.counts, empty=change.empty), f"an operator has scaled {sizes}"
-            case RestartWorker():
-                pools.restart(change.name)
-                return (), f"an operator restarts {change.name}"
-            case CordonNode():
-                return pools.cordon(change.node), f"an operator has cordoned {change.node}"
-            case UncordonNode():
-                pools.uncordon(change.node)
-                return (), f"an operator has uncordoned {change.node}"
 
     def _note(self, done: str, *, holds: bool) -> None:
         """Have what an operator has done seen. `holds`: the autoscaler leaves the pools alone after it."""

@@ -14,6 +14,17 @@ from twinpool.cluster.controller.wanted_worker import WantedWorker, WorkerEvent,
 from twinpool.cluster.processes.restart_policy import RestartHistory
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import PAIR, Incarnation, Role, WorkerName
+from twinpool.contracts.messages.pool_changes import (
+    AddWorkers,
+    CordonNode,
+    DrainWorkers,
+    OperatorChange,
+    RestartWorker,
+    ScalePools,
+    SetRole,
+    UncordonNode,
+    UndrainWorkers,
+)
 
 MAX_WORKERS = 4096
 """The most rows of the table, those of workers that have left included."""
@@ -148,6 +159,32 @@ class PoolOperations:
         self._check_room([Occupant(name, role, only=row.only)], without=[row])
         row.becomes, row.drains = role, True
         self._table.saved(row)
+
+    def make(self, change: OperatorChange) -> tuple[tuple[WorkerName, ...], str]:
+        """Make an operator's change; returns the workers that it concerns, and what an operator has done in words,
+        empty where none has. Raises `ConfigError` and `ValueError`."""
+        match change:
+            case SetRole():
+                self.change_role(change.name, change.role, empty=change.empty)
+                return (), f"an operator has {change.name} become a {change.role} worker"
+            case DrainWorkers():
+                return self.drain(change.target, change.keep), f"an operator drains {change.target}"
+            case UndrainWorkers():
+                return self.undrain(change.target), f"an operator has undrained {change.target}"
+            case AddWorkers():
+                workers = self.add_some(change.role, change.count, change.node)
+                return workers, f"an operator has added {', '.join(workers)}" if change.by_operator else ""
+            case ScalePools():
+                sizes = ", ".join(f"{role} to {count}" for role, count in change.counts.items())
+                return self.scale(change.counts, empty=change.empty), f"an operator has scaled {sizes}"
+            case RestartWorker():
+                self.restart(change.name)
+                return (), f"an operator restarts {change.name}"
+            case CordonNode():
+                return self.cordon(change.node), f"an operator has cordoned {change.node}"
+            case UncordonNode():
+                self.uncordon(change.node)
+                return (), f"an operator has uncordoned {change.node}"
 
     # ------------------------------------------------------------ drains and cordons
 

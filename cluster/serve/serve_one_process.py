@@ -17,7 +17,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import TextIO, TypeVar
@@ -42,7 +42,13 @@ from twinpool.contracts.config.setting_effects import routers_digest
 from twinpool.contracts.errors import RequestError, TwinpoolError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import SessionId
-from twinpool.contracts.messages.pool_changes import ChangedWorkers, PoolChange
+from twinpool.contracts.messages.pool_changes import (
+    ChangedWorkers,
+    DrainWorkers,
+    OperatorChange,
+    SetRole,
+    UndrainWorkers,
+)
 from twinpool.contracts.messages.request_record import RequestRecord
 from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.router_report import RouterIdentity, RouterReport
@@ -163,26 +169,23 @@ class LocalDirectory:
     def port(self, record: WorkerRecord) -> LocalWorkerClient:
         return LocalWorkerClient(self._workers[record.name][1])
 
-    async def change_role(self, name: WorkerName, role: Role, *, empty: bool = False) -> None:
-        raise RequestError(f"{name} can't become a {role} worker: in one process no worker is started again")
-
-    async def drain(self, target: str, keep: Iterable[Role] = ()) -> tuple[WorkerName, ...]:
-        """Tell no worker: the router drains workers by their clients, and without restarts there is nothing to cordon.
-
-        Raises `RequestError` for an unknown name.
-        """
-        self._find(target)
-        return ()
-
-    async def undrain(self, target: str) -> tuple[WorkerName, ...]:
-        if gone := [record.name for record, host in self._find(target) if host.ended is not None]:
-            raise RequestError(f"{' and '.join(gone)} has left: in one process no worker is started again")
-        return ()
-
-    async def change_pools(self, change: PoolChange) -> ChangedWorkers:
-        raise RequestError(
-            "in one process no worker is started or stopped by itself: serve with a transfer.plane other than local"
-        )
+    async def change_pools(self, change: OperatorChange) -> ChangedWorkers:
+        """Refuse what needs restarts. A drain tells no worker: the router drains workers by their clients, and without
+        restarts there is nothing to cordon. Raises `RequestError`, also for an unknown name."""
+        match change:
+            case DrainWorkers(target):
+                self._find(target)
+            case UndrainWorkers(target):
+                if gone := [record.name for record, host in self._find(target) if host.ended is not None]:
+                    raise RequestError(f"{' and '.join(gone)} has left: in one process no worker is started again")
+            case SetRole(name, role):
+                raise RequestError(f"{name} can't become a {role} worker: in one process no worker is started again")
+            case _:
+                raise RequestError(
+                    "in one process no worker is started or stopped by itself: serve with a transfer.plane other than "
+                    "local"
+                )
+        return ChangedWorkers()
 
     async def change_settings(self, change: SettingsChange) -> SettingsAnswer:
         raise RequestError(

@@ -7,11 +7,10 @@ process. The interfaces are here so that the router, the hosts and the workers d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from twinpool.contracts.ids import Role, WorkerName
-from twinpool.contracts.messages.pool_changes import ChangedWorkers, PoolChange
+from twinpool.contracts.messages.pool_changes import ChangedWorkers, OperatorChange
 from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.settings_change import SettingsAnswer, SettingsChange
 from twinpool.contracts.messages.stream_frames import StreamEnd
@@ -58,26 +57,14 @@ class WorkerDirectory(Protocol):
 
     def port(self, record: WorkerRecord) -> WorkerClient: ...
 
-    async def change_role(self, name: WorkerName, role: Role, *, empty: bool = False) -> None:
-        """Have the controller drain a worker and start it in another role. `empty`: the role that it has may be left
-        without a worker.
+    async def change_pools(self, change: OperatorChange) -> ChangedWorkers:
+        """Have the controller make an operator's change of workers, pools or nodes; returns the workers that are
+        started or told to leave.
 
         Raises `RequestError`, with the reason, where the controller refuses, and `ConnectionError` where it doesn't
         answer.
         """
 
-    async def drain(self, target: str, keep: Iterable[Role] = ()) -> tuple[WorkerName, ...]:
-        """Have the controller tell a worker to leave, or cordon a node and tell all workers on it; returns the workers
-        that were told. `keep`: roles that mustn't be left without a worker. Raises as `change_role` does."""
-
-    async def undrain(self, target: str) -> tuple[WorkerName, ...]:
-        """Have the controller take back the drain of a worker or a node; returns the workers that had left and are
-        started again. Raises as `change_role` does."""
-
-    async def change_pools(self, change: PoolChange) -> ChangedWorkers:
-        """Have the controller add, scale or restart workers, or cordon a node; returns the workers that are started or
-        told to leave. Raises as `change_role` does."""
-
     async def change_settings(self, change: SettingsChange) -> SettingsAnswer:
-        """Have the supervisor change the cluster's settings, or say what that would do. Raises as `change_role`
+        """Have the supervisor change the cluster's settings, or say what that would do. Raises as `change_pools`
         does."""

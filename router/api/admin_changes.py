@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs, unquote
@@ -53,10 +53,13 @@ from twinpool.contracts.messages.pool_changes import (
     AddWorkers,
     ChangedWorkers,
     CordonNode,
+    DrainWorkers,
     PoolChange,
     RestartWorker,
     ScalePools,
+    SetRole,
     UncordonNode,
+    UndrainWorkers,
 )
 from twinpool.contracts.messages.settings_change import MAX_SETTINGS_BYTES, SettingsAnswer, SettingsChange
 from twinpool.contracts.messages.worker_status import WorkerStatus
@@ -111,7 +114,7 @@ async def _drain(service: RouterService, exchange: HttpExchange) -> None:
         entry.request_drain(service.clock.now())
     # The controller knows what other routers have ordered; without it the workers hear of the order all the same.
     keep = () if asked(exchange, "force") else service.core.workers.needed
-    unheard = await _ask_controller(service, target, drain=True, keep=keep)
+    unheard = await _ask_controller(service, target, DrainWorkers(target.name, tuple(keep)))
     if isinstance(unheard, ApiError):
         for entry in ready:
             entry.cancel_drain()
@@ -170,7 +173,7 @@ async def _undrain(service: RouterService, exchange: HttpExchange) -> None:
     if not draining and not gone and not target.is_node:
         return await exchange.fail(conflict(f"{target.name} is not draining; it is {target.entries[0].status.state}"))
     lines = [_line(e.status, "starts again") for e in gone]
-    unheard = await _ask_controller(service, target, drain=False)
+    unheard = await _ask_controller(service, target, UndrainWorkers(target.name))
     if isinstance(unheard, ApiError):
         return await exchange.fail(unheard)
     for entry in draining:
@@ -181,17 +184,16 @@ async def _undrain(service: RouterService, exchange: HttpExchange) -> None:
 
 
 async def _ask_controller(
-    service: RouterService, target: DrainTarget, *, drain: bool, keep: Iterable[Role] = ()
+    service: RouterService, target: DrainTarget, change: DrainWorkers | UndrainWorkers
 ) -> str | ApiError:
     """Order a drain or undrain from the controller.
 
     Returns an empty string once the controller has taken the order; the reason when it can't be reached and the workers
     can still be told directly; an `ApiError` when the controller refuses, or the order can't be done without it.
     """
-    directory = service.worker_links.directory
     try:
         async with asyncio.timeout(ANSWER_DEADLINE_S):
-            await (directory.drain(target.name, keep) if drain else directory.undrain(target.name))
+            await service.worker_links.directory.change_pools(change)
     except RequestError as error:
         if target.entries:
             return conflict(str(error))
@@ -248,7 +250,7 @@ async def _role(service: RouterService, exchange: HttpExchange) -> None:
     entry.request_drain(service.clock.now())
     try:
         async with asyncio.timeout(ANSWER_DEADLINE_S):
-            await service.worker_links.directory.change_role(entry.record.name, Role(wanted), empty=force)
+            await service.worker_links.directory.change_pools(SetRole(entry.record.name, Role(wanted), empty=force))
     except RequestError as error:
         entry.cancel_drain()
         return await exchange.fail(conflict(str(error)))

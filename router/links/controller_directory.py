@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from twinpool.contracts.cluster_secret import cluster_secret
 from twinpool.contracts.credentials.certificate_files import CertificateFiles
 from twinpool.contracts.errors import ConfigError, RequestError
-from twinpool.contracts.ids import Role, WorkerName
 from twinpool.contracts.interfaces.discovery import WorkerClient
 from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts, LatencyReport
 from twinpool.contracts.messages.calls import (
@@ -29,11 +28,7 @@ from twinpool.contracts.messages.calls import (
 from twinpool.contracts.messages.cluster_view import ClusterView, ControlPlane, WatchRequest
 from twinpool.contracts.messages.pool_changes import (
     ChangedWorkers,
-    DrainWorkers,
     OperatorChange,
-    PoolChange,
-    SetRole,
-    UndrainWorkers,
 )
 from twinpool.contracts.messages.quota import QuotaClaim, QuotaClaims, QuotaSlice
 from twinpool.contracts.messages.request_record import (
@@ -113,21 +108,8 @@ class ControllerDirectory:
     def port(self, record: WorkerRecord) -> WorkerClient:
         return GrpcWorkerClient(record, self._link_timeout_s, self._certificate)
 
-    async def change_role(self, name: WorkerName, role: Role, *, empty: bool = False) -> None:
-        """Have the controller drain a worker and start it in another role.
-
-        Raises `RequestError` where the controller refuses, `ConnectionError` where it doesn't answer.
-        """
-        await self._change(SetRole(name, role, empty))
-
-    async def drain(self, target: str, keep: Iterable[Role] = ()) -> tuple[WorkerName, ...]:
-        return (await self._change(DrainWorkers(target, tuple(keep)))).names
-
-    async def undrain(self, target: str) -> tuple[WorkerName, ...]:
-        return (await self._change(UndrainWorkers(target))).names
-
-    async def change_pools(self, change: PoolChange) -> ChangedWorkers:
-        return await self._change(change)
+    async def change_pools(self, change: OperatorChange) -> ChangedWorkers:
+        return await self._operate(CHANGE_POOLS, change)
 
     async def change_settings(self, change: SettingsChange) -> SettingsAnswer:
         return await self._operate(CHANGE_SETTINGS, change)
@@ -174,11 +156,9 @@ class ControllerDirectory:
         """Return whether a controller tells of its workers now."""
         return self._watched is not None
 
-    async def _change(self, change: OperatorChange) -> ChangedWorkers:
-        return await self._operate(CHANGE_POOLS, change)
-
     async def _operate(self, call: Call[RequestT, AnswerT], request: RequestT) -> AnswerT:
-        """Make an operator's call of the controller, on a connection of its own. Raises as `change_role` does."""
+        """Make an operator's call of the controller, on a connection of its own. Raises `RequestError` where it is
+        refused, `ConnectionError` where no controller answers."""
         timeout_s = COMMAND_TIMEOUT_S + 1.0
         try:
             return await call_leader(

@@ -33,6 +33,7 @@ from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import Worker
 from twinpool.contracts.messages.calls import WATCH, WORKER_STATUS, Empty
 from twinpool.contracts.messages.cluster_view import WatchRequest
+from twinpool.contracts.messages.pool_changes import DrainWorkers
 from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL
 from twinpool.contracts.messages.worker_events import Done, Event
@@ -196,7 +197,7 @@ def test_router_worker_and_controller_find_each_other_with_certificates(secured:
                 await asyncio.sleep(0.001)
         session.close()
         await link.aclose()
-        assert await directory.drain(NAME) == (NAME,)
+        assert (await directory.change_pools(DrainWorkers(NAME))).names == (NAME,)
         unwatch()
         await keeper.close()
         assert not lost

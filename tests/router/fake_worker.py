@@ -10,14 +10,21 @@ from __future__ import annotations
 import asyncio
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from twinpool.contracts.errors import ErrorKind, RequestError
 from twinpool.contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
 from twinpool.contracts.messages.fingerprint import PROTOCOL, Fingerprint
 from twinpool.contracts.messages.kept_answers import Attach, Attached, Detach
-from twinpool.contracts.messages.pool_changes import ChangedWorkers, PoolChange
+from twinpool.contracts.messages.pool_changes import (
+    ChangedWorkers,
+    DrainWorkers,
+    OperatorChange,
+    PoolChange,
+    SetRole,
+    UndrainWorkers,
+)
 from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, InvalidatePrefix, Submit
 from twinpool.contracts.messages.settings_change import ChangedSetting, SettingsAnswer, SettingsChange
 from twinpool.contracts.messages.stream_frames import StreamEnd
@@ -422,29 +429,25 @@ class FakeCluster:
             raise RequestError(f"no worker or node is named {target!r}")
         return found
 
-    async def drain(self, target: str, keep: Iterable[Role] = ()) -> tuple[WorkerName, ...]:
-        found = self.named(target)
-        self.kept = tuple(keep)
-        if self.refuses:
-            raise RequestError(self.refuses)
-        self.told.append(("drain", target))
-        return tuple(w.name for w in found if w.state == "ready")
-
-    async def undrain(self, target: str) -> tuple[WorkerName, ...]:
-        found = self.named(target)
-        self.told.append(("undrain", target))
-        back = [w for w in found if w.state == "left" or not w.alive]
-        for worker in back:
-            self.restart(worker.name)
-        return tuple(w.name for w in back)
-
-    async def change_role(self, name: WorkerName, role: Role, *, empty: bool = False) -> None:
-        self.named(name)
-        self.told.append((role, name))
-        if empty:
-            self.told.append(("empty", name))
-
-    async def change_pools(self, change: PoolChange) -> ChangedWorkers:
+    async def change_pools(self, change: OperatorChange) -> ChangedWorkers:
+        match change:
+            case DrainWorkers(target, keep):
+                found = self.named(target)
+                self.kept = keep
+                if self.refuses:
+                    raise RequestError(self.refuses)
+                self.told.append(("drain", target))
+                return ChangedWorkers(tuple(w.name for w in found if w.state == "ready"))
+            case UndrainWorkers(target):
+                back = [w for w in self.named(target) if w.state == "left" or not w.alive]
+                self.told.append(("undrain", target))
+                for worker in back:
+                    self.restart(worker.name)
+                return ChangedWorkers(tuple(w.name for w in back))
+            case SetRole(name, role, empty):
+                self.named(name)
+                self.told += [(role, name), *([("empty", name)] if empty else [])]
+                return ChangedWorkers()
         if self.away:
             raise ConnectionError("the controller is away")
         self.changes.append(change)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ from twinpool.contracts.ids import Incarnation, RequestId, Role, WorkerName
 from twinpool.contracts.interfaces.discovery import WorkerClient
 from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.leases import LeaseGrant
-from twinpool.contracts.messages.pool_changes import ChangedWorkers, PoolChange
+from twinpool.contracts.messages.pool_changes import ChangedWorkers, OperatorChange
 from twinpool.contracts.messages.router_commands import Cancel, Command
 from twinpool.contracts.messages.settings_change import SettingsAnswer, SettingsChange
 from twinpool.contracts.messages.stream_frames import StreamEnd
@@ -200,15 +200,7 @@ class _Table:
     def port(self, record: WorkerRecord) -> WorkerClient:
         return GrpcWorkerClient(record)
 
-    async def change_role(self, name: WorkerName, role: Role, *, empty: bool = False) -> None: ...
-
-    async def drain(self, target: str, keep: Iterable[Role] = ()) -> tuple[WorkerName, ...]:
-        return ()
-
-    async def undrain(self, target: str) -> tuple[WorkerName, ...]:
-        return ()
-
-    async def change_pools(self, change: PoolChange) -> ChangedWorkers:
+    async def change_pools(self, change: OperatorChange) -> ChangedWorkers:
         return ChangedWorkers()
 
     async def change_settings(self, change: SettingsChange) -> SettingsAnswer:

@@ -45,6 +45,7 @@ from twinpool.contracts.messages.kv_events import (
     encode_batch,
 )
 from twinpool.contracts.messages.leases import LeaseGrant
+from twinpool.contracts.messages.pool_changes import OperatorChange, SetRole
 from twinpool.contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSlice
 from twinpool.contracts.messages.request_record import MAX_RECORD_BYTES, FoundRecords, RequestRecord
 from twinpool.contracts.messages.stream_frames import StreamEnd
@@ -244,8 +245,9 @@ class Brain:
         self.heard.append((*said, closed))
         return closed
 
-    def change_role(self, *said: Any, empty: bool) -> None:
-        self.heard.append((*said, empty))
+    def make(self, change: OperatorChange) -> tuple[tuple[WorkerName, ...], str]:
+        self.heard.append(change)
+        return (), ""
 
     @property
     def pools(self) -> Brain:
@@ -347,8 +349,8 @@ async def test_every_field_of_the_controllers_table_reaches_a_router() -> None:
         core.service.tell("10.0.0.1:7", 3, ("10.0.0.2:7", "10.0.0.3:7"))
         await eventually(lambda: directory.control_plane() is not None)
         assert directory.control_plane() == ControlPlane("10.0.0.1:7", 3, ("10.0.0.2:7", "10.0.0.3:7"), away=False)
-        await directory.change_role(record.name, Role.PREFILL, empty=True)
-        assert core.heard == [(record.name, Role.PREFILL, True)]
+        await directory.change_pools(SetRole(record.name, Role.PREFILL, empty=True))
+        assert core.heard == [SetRole(record.name, Role.PREFILL, empty=True)]
         stop()
         await asyncio.sleep(0)
 

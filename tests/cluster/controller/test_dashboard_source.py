@@ -24,7 +24,7 @@ from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.calls import REPORT_ROUTER
 from twinpool.contracts.messages.latency_shape import BUCKETS
-from twinpool.contracts.messages.pool_changes import AddWorkers
+from twinpool.contracts.messages.pool_changes import AddWorkers, DrainWorkers
 from twinpool.contracts.messages.router_report import (
     COUNTERS,
     MAX_BREAKERS,
@@ -113,7 +113,7 @@ async def test_a_frame_has_what_workers_routers_and_operators_have_told(site: Si
         assert frame["totals"] == REPORT.counters
         assert frame["routers"][0]["open_breakers"] == ["decode-0"]
         assert await directory.dashboard.report(REPORT) == 1.0, "sooner, while somebody watches"
-        await directory.drain("decode-0")
+        await directory.change_pools(DrainWorkers("decode-0"))
         await directory.change_pools(AddWorkers(Role.DECODE, 1))
         frame = await frame_where(frames, lambda one: len(one["workers"]) == 2)
         texts = [event["text"] for event in frame["events"]]

@@ -28,7 +28,7 @@ from twinpool.contracts.errors import RequestError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.calls import CHANGE_POOLS, LEASE_QUOTA, REGISTER, RENEW, Call
 from twinpool.contracts.messages.cluster_view import ControlPlane
-from twinpool.contracts.messages.pool_changes import AddWorkers
+from twinpool.contracts.messages.pool_changes import AddWorkers, UndrainWorkers
 from twinpool.contracts.messages.quota import QuotaClaims
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord
 from twinpool.contracts.wire import controller_turns
@@ -440,7 +440,7 @@ def test_the_supervisors_calls_and_a_routers_find_the_leader(
         await seen.wait()
         assert directory.control_plane() == ControlPlane(two.servers[1].endpoint, 4, ("h:1",))
         with pytest.raises(RequestError, match="not draining"):
-            await directory.undrain(NAME)
+            await directory.change_pools(UndrainWorkers(NAME))
         unwatch()
 
     asyncio.run(asyncio.wait_for(route(), WAIT_S))

@@ -11,6 +11,7 @@ from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.interfaces.discovery import WorkerClient, WorkerDirectory
+from twinpool.contracts.messages.pool_changes import UndrainWorkers
 from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Done, Event
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
@@ -131,11 +132,11 @@ def test_a_node_of_which_any_worker_has_left_is_not_undrained_as_if_all_were_the
         host.start()
 
     async def talk() -> None:
-        assert await directory.undrain("node") == ()
+        assert (await directory.change_pools(UndrainWorkers("node"))).names == ()
         assert hosts[gone].stop(WAIT_S)
         with pytest.raises(RequestError, match=f"^{names[gone]} has left"):
-            await directory.undrain("node")
-        assert await directory.undrain(names[1 - gone]) == ()
+            await directory.change_pools(UndrainWorkers("node"))
+        assert (await directory.change_pools(UndrainWorkers(names[1 - gone]))).names == ()
 
     asyncio.run(talk())
     assert hosts[1 - gone].stop(WAIT_S)

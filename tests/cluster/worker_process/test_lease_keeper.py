@@ -24,6 +24,7 @@ from twinpool.contracts.messages.calls import REGISTER, WATCH
 from twinpool.contracts.messages.cluster_view import WatchRequest
 from twinpool.contracts.messages.fingerprint import Fingerprint
 from twinpool.contracts.messages.leases import LeaseGrant, Renewal
+from twinpool.contracts.messages.pool_changes import DrainWorkers, UndrainWorkers
 from twinpool.contracts.messages.worker_status import EndedWorker, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from twinpool.contracts.wire.grpc_calls import CallChannel
 from twinpool.contracts.wire.grpc_channels import channel_options
@@ -523,7 +524,7 @@ def test_a_worker_registers_though_the_environment_names_a_proxy(wired: Wired, m
         await keeper.start(WAIT_S)
         assert keeper.lease.held
         directory = ControllerDirectory(wired.server.endpoint)
-        assert await directory.drain(NAME) == (NAME,)
+        assert (await directory.change_pools(DrainWorkers(NAME))).names == (NAME,)
         await keeper.leave()
 
     asyncio.run(asyncio.wait_for(life(), 2 * WAIT_S))
@@ -567,13 +568,13 @@ def test_drain_and_undrain_of_a_node_over_the_wire(wired: Wired) -> None:
         views: list[tuple[WorkerView, ...]] = []
         unwatch = directory.watch(views.append)
         with pytest.raises(RequestError, match="no worker or node is named 'elsewhere'; nodes: n"):
-            await directory.drain("elsewhere")
+            await directory.change_pools(DrainWorkers("elsewhere"))
         with pytest.raises(RequestError, match=r"n has the last [a-z]+ worker that stays"):
-            await directory.drain("n", [Role.PREFILL, Role.DECODE])
-        assert await directory.drain("n") == (NAME,)
+            await directory.change_pools(DrainWorkers("n", (Role.PREFILL, Role.DECODE)))
+        assert (await directory.change_pools(DrainWorkers("n"))).names == (NAME,)
         await until_so(lambda: bool(views) and views[-1][0].cordoned)
         await keeper.leave()
-        assert await directory.undrain("n") == (NAME,)
+        assert (await directory.change_pools(UndrainWorkers("n"))).names == (NAME,)
         await until_so(lambda: not views[-1][0].cordoned)
         unwatch()
 

@@ -7,7 +7,6 @@ import os
 import platform
 import threading
 import types
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -19,7 +18,16 @@ from twinpool.contracts.build_id import build_id
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Role, WorkerName
-from twinpool.contracts.messages.pool_changes import AddWorkers, CordonNode, RestartWorker, ScalePools, UncordonNode
+from twinpool.contracts.messages.pool_changes import (
+    AddWorkers,
+    ChangedWorkers,
+    CordonNode,
+    OperatorChange,
+    RestartWorker,
+    ScalePools,
+    UncordonNode,
+    UndrainWorkers,
+)
 from twinpool.contracts.messages.router_report import RouterReport
 from twinpool.contracts.messages.settings_change import SettingsChange
 from twinpool.router.openai.request_fields import CHAT, CHAT_OTHERS, COMPLETION, GENERATE_OTHERS
@@ -664,21 +672,19 @@ def test_the_last_of_two_orders_about_a_worker_is_what_it_does(server: Server, m
     """The controller takes its time over a drain; the undrain that comes meanwhile is told to nobody before it."""
     told: list[str] = []
     gate: list[asyncio.Event] = []
-    drain, undrain = server.cluster.drain, server.cluster.undrain
+    change_pools = server.cluster.change_pools
 
-    async def late(target: str, keep: Iterable[Role] = ()) -> tuple[WorkerName, ...]:
-        names = await drain(target, keep)
+    async def change(change: OperatorChange) -> ChangedWorkers:
+        if isinstance(change, UndrainWorkers):
+            told.append("undrain")
+            return await change_pools(change)
+        changed = await change_pools(change)
         told.append("drain")
         gate.append(asyncio.Event())
         await gate[0].wait()
-        return names
+        return changed
 
-    async def at_once(target: str) -> tuple[WorkerName, ...]:
-        told.append("undrain")
-        return await undrain(target)
-
-    monkeypatch.setattr(server.cluster, "drain", late)
-    monkeypatch.setattr(server.cluster, "undrain", at_once)
+    monkeypatch.setattr(server.cluster, "change_pools", change)
     orders = [threading.Thread(target=operate, args=(server, f"{order}/decode-0")) for order in ("drain", "undrain")]
     orders[0].start()
     server.wait_until(lambda: bool(gate))

@@ -19,6 +19,7 @@ from tests.router.http_server import demo_spec, eventually
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Incarnation, RequestId, Role, RoomId
+from twinpool.contracts.messages.pool_changes import DrainWorkers
 from twinpool.contracts.messages.router_commands import Cancel, PeerRef, Submit
 from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Done, Event, LegReport, PromptScores, Tokens
@@ -198,12 +199,12 @@ async def test_a_command_waits_for_a_controller_that_is_started_again() -> None:
 
     nobody = await asyncio.start_server(refuse, "127.0.0.1", 0)
     port = nobody.sockets[0].getsockname()[1]
-    command = asyncio.create_task(ControllerDirectory(f"127.0.0.1:{port}").drain("decode-0"))
+    command = asyncio.create_task(ControllerDirectory(f"127.0.0.1:{port}").change_pools(DrainWorkers("decode-0")))
     await refused.wait()
     nobody.close()
     await nobody.wait_closed()
     controller, _, _ = await start_controller(FakeCluster(), port)
-    assert await command == ("decode-0",)
+    assert (await command).names == ("decode-0",)
     await controller.stop(0)
 
 
