@@ -14,7 +14,6 @@ import logging
 import os
 import ssl
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +22,8 @@ import hypothesis
 import pytest
 from httpx._transports import default as httpx_transports
 from xdist.scheduler import LoadScopeScheduling
+
+from tests.support.thorough_marks import LISTS, mark_by_lists, mark_later_parameters, stale_patterns
 
 # An example may take as long as a busy machine makes it: what is too slow is `timeout`'s to say.
 hypothesis.settings.register_profile("any machine", deadline=None)
@@ -98,32 +99,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark what tests/thorough.txt and tests/soak.txt name, before marks choose what runs."""
-    for mark in LISTS:
-        patterns = listed_for(mark, item.nodeid.partition("::")[0])
-        if naming := [pattern for pattern in patterns if fnmatchcase(item.nodeid, pattern)]:
-            NAMING[mark].update(naming)
-            item.add_marker(mark)
+    """Before marks choose what runs."""
+    mark_by_lists(item)
 
 
 SOAK = Path(__file__).with_name("soak")
-LISTS = ("thorough", "soak")
-"""Marks whose tests are listed in a file of that name: left to `make test-all`, left to `make soak`."""
-NAMING: dict[str, set[str]] = {mark: set() for mark in LISTS}
-"""Patterns of each list that have named a test of this session."""
-
-
-@functools.cache
-def listed(mark: str) -> tuple[str, ...]:
-    """Patterns of the tests that get `mark` by its list."""
-    lines = (line.strip() for line in Path(__file__).with_name(f"{mark}.txt").read_text().splitlines())
-    return tuple(line for line in lines if line and not line.startswith("#"))
-
-
-@functools.cache
-def listed_for(mark: str, file: str) -> tuple[str, ...]:
-    """Those of them that may name a test of `file`: there are ten thousand tests, and hundreds of patterns."""
-    return tuple(pattern for pattern in listed(mark) if fnmatchcase(file, pattern.partition("::")[0]))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -137,10 +117,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"tests/soak has soaks only: mark {', '.join(stray)}")
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         for mark in LISTS:
-            if stale := [pattern for pattern in listed(mark) if pattern not in NAMING[mark]]:
+            if stale := stale_patterns(mark):
                 raise pytest.UsageError(
                     f"tests/{mark}.txt names no test by: {', '.join(stale)}; take it out, or mend it"
                 )
+    mark_later_parameters(items)
     yield
     if config.getoption("tx", None) or hasattr(config, "workerinput"):
         items.sort(key=lambda item: not item.nodeid.startswith((WHOLE, KERNELS)))

@@ -290,6 +290,7 @@ STAGES = ("arrived", "prefetching", "admitted", "loading", "launched", "ahead", 
 
 
 @pytest.mark.slow
+@pytest.mark.every_parameter
 @pytest.mark.parametrize("stage", STAGES)
 def test_b2_whoever_leaves_at_any_stage_leaves_nothing_behind(stage: str) -> None:
     for seed in range(4):

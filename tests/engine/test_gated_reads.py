@@ -147,6 +147,7 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.slow
+@pytest.mark.every_parameter
 @pytest.mark.parametrize("name", STATE)
 def test_a1_each_layer_reads_its_own_state_from_the_doors_of_its_own_step(
     laziest: Callable[[str], Laziest], name: str
@@ -197,6 +198,7 @@ def views_of(bench: Bench, pool: str) -> list[Mapping[str, Tensor]]:
 
 
 @pytest.mark.slow
+@pytest.mark.every_parameter
 @pytest.mark.parametrize("name", STATE)
 def test_a1_no_layer_reads_state_of_a_prompt_before_its_late_loads(
     laziest: Callable[[str], Laziest], name: str

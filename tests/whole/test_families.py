@@ -23,7 +23,7 @@ from tests.support.family_scenes import (
 from tests.support.model_families import FAMILIES
 
 PLANES = ("shm", "zmq")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.every_parameter]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

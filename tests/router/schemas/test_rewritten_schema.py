@@ -267,6 +267,7 @@ HOSTILE: dict[str, Schema] = {
 
 
 @pytest.mark.slow
+@pytest.mark.every_parameter
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_clients_schema_takes_much_work(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted: ways that are joined, values in them, derivatives, items that are described, and characters
