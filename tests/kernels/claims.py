@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
-import os
 import re
-import subprocess
 import sys
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,30 +15,10 @@ import torch
 
 from tests.kernels.ordered_dot import use_ordered_dot
 
-ROOT = Path(__file__).resolve().parents[2]
-
-Said = dict[str, Any]
-"""One script's JSON: from a claim to null or the traceback of its failure, or from a kernel to what is in its code."""
-
 
 def names(script: str) -> list[str]:
     """The claims of a script of this folder."""
     return re.findall(r"^def (claim_\w+)", Path(__file__).with_name(script).read_text(), re.MULTILINE)
-
-
-def run_script(script: Path, cache: Path, claims: Collection[str] = ()) -> Said:
-    """The JSON that a script of this folder prints: one that compiles for a GPU, by its name, or one for the
-    interpreter. `cache`: an empty folder for what is compiled. `claims`: those that are tried; none: all of them."""
-    assert importlib.util.find_spec("triton"), "triton is missing: install the development requirements"
-    interpreted = "0" if script.name.startswith("compiled") else "1"
-    environment = {**os.environ, "TRITON_INTERPRET": interpreted, "TRITON_CACHE_DIR": str(cache)}
-    done = subprocess.run(
-        [sys.executable, str(script), *claims], cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=800, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    out: Said = json.loads(done.stdout)
-    return out
 
 
 def quicken_interpreter() -> None:
@@ -109,7 +86,7 @@ def answer(namespace: Mapping[str, Any]) -> None:
     torch.set_num_threads(1)
     use_ordered_dot()
     quicken_interpreter()
-    verdicts: Said = {}
+    verdicts = dict[str, str | None]()
     for name, claim in list(namespace.items()):
         if name.startswith("claim_") and (name in sys.argv or len(sys.argv) == 1):
             try:

@@ -1,5 +1,5 @@
-"""What the scripts of this folder say, each run once a session in a process of its own, as many at a time as there are
-cores: most of the time of these tests is theirs.
+"""What the scripts of this folder say, each run once a session in a process of its own (`forked_scripts.py`), as many
+at a time as there are cores: most of the time of these tests is theirs.
 
 A test names its script by the marker `runs`, and a claim of it by its parameter. From the first test that asks on, all
 scripts that the session's tests will ask for are on their way, with those claims alone.
@@ -8,13 +8,14 @@ scripts that the session's tests will ask for are on their way, with those claim
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.kernels.claims import Said, run_script
+from tests.kernels.forked_scripts import Said, ScriptFailed, run_scripts
 
 PATIENCE_S = 900
 
@@ -37,13 +38,40 @@ def scripts(
             if (parameters := getattr(item, "callspec", None)) is not None and "claim" in parameters.params:
                 claims.append(parameters.params["claim"])
     others = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) - 1
-    pool = ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) - others))
-    runs = {
-        name: pool.submit(run_script, Path(__file__).with_name(name), tmp_path_factory.mktemp("triton"), claims)
-        for name, claims in wanted.items()
-    }
-    yield lambda name: runs[name].result()
-    pool.shutdown(cancel_futures=True)
+    at_once = max(1, len(os.sched_getaffinity(0)) - others)
+    runs = {name: Future[Said]() for name in wanted}
+    over = threading.Event()
+    with ThreadPoolExecutor(at_once) as pool:
+        for interpreted in (True, False):
+            names = [name for name in wanted if name.startswith("compiled") != interpreted]
+            for mine in filter(None, (names[first::at_once] for first in range(at_once))):
+                group = {name: runs[name] for name in mine}
+                pool.submit(_run, group, wanted, tmp_path_factory.mktemp("triton"), interpreted, over)
+        yield lambda name: runs[name].result()
+        over.set()
+        pool.shutdown(cancel_futures=True)
+
+
+def _run(
+    runs: Mapping[str, Future[Said]],
+    claims: Mapping[str, list[str]],
+    cache: Path,
+    interpreted: bool,
+    over: threading.Event,
+) -> None:
+    """Run these scripts one after the other until it is `over`; what a script doesn't say fails whoever asks for it."""
+    try:
+        for name, said in run_scripts({name: claims[name] for name in runs}, cache, interpreted=interpreted):
+            if isinstance(said, ScriptFailed):
+                runs[name].set_exception(said)
+            else:
+                runs[name].set_result(said)
+            if over.is_set():
+                return
+    finally:
+        for name, run in runs.items():
+            if not run.done():
+                run.set_exception(ScriptFailed(f"{name} was not run: the process that runs the scripts has ended"))
 
 
 @pytest.fixture

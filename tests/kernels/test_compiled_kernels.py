@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.claims import ROOT, Said
+from tests.kernels.forked_scripts import ROOT, Said
 
 PACKAGES = ("cache", "engine", "transfer", "worker", "prefill", "decode", "colocate")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels.claims import Said, names
+from tests.kernels.claims import names
+from tests.kernels.forked_scripts import Said
 
 SCRIPT = "interpreted_experts.py"
 

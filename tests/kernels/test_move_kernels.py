@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from tests.kernels.claims import ROOT, Said, names
+from tests.kernels.claims import names
+from tests.kernels.forked_scripts import ROOT, Said
 
 SCRIPT = "interpreted_moves.py"
 

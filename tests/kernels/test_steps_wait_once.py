@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels.claims import Said
+from tests.kernels.forked_scripts import Said
 from tests.support.model_families import FAMILIES
 
 SCRIPT = "fake_steps.py"
