@@ -19,7 +19,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
 PATIENCE_S = 800
 """What a script may take."""
 PRELOADED = ("torch", "triton", "tests.engine.harness", "tests.support.model_families")
@@ -71,14 +72,15 @@ def _run(script: Path, claims: Collection[str]) -> tuple[int, str, str]:
 
 def main() -> None:
     """For each argument, ``SCRIPT:CLAIM,CLAIM``, print a line of JSON when it has ended."""
-    asked = [(Path(__file__).with_name(name), claims) for name, _, claims in (w.partition(":") for w in sys.argv[1:])]
-    texts = [script.read_text() for script, _ in asked]
+    asked = [
+        (name, claims.split(",") if claims else []) for name, _, claims in (w.partition(":") for w in sys.argv[1:])
+    ]
+    texts = [(FOLDER / name).read_text() for name, _ in asked]
     for module in PRELOADED:
         if len([text for text in texts if module in text]) > 1:
             importlib.import_module(module)
-    for script, claims in asked:
-        said = _run(script, [claim for claim in claims.split(",") if claim])
-        print(json.dumps([script.name, *said]), flush=True)
+    for name, claims in asked:
+        print(json.dumps([name, *_run(FOLDER / name, claims)]), flush=True)
 
 
 if __name__ == "__main__":
