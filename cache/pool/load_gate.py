@@ -92,7 +92,7 @@ class LoadGate:
 
     def enter(self, pool: str) -> GatePass:
         """Return the pass of a step that is being launched; `pool` is the name of this gate's pool."""
-        waits = {layer: pending for layer in range(len(self)) if (pending := self.pending(layer))}
+        waits = {layer: rest for layer, loads in enumerate(self._pending) if loads and (rest := self.pending(layer))}
         opens = None if self.opened is None else partial(self.opened, pool)
         return GatePass({(pool, layer): loads for layer, loads in waits.items()}, self._layers, waits, opens)
 

@@ -92,6 +92,8 @@ class StepShape:
     """[T]: the absolute position of each query."""
     offsets: np.ndarray[Any, np.dtype[np.int32]]
     """[B+1]: where each sequence's queries begin on the packed axis; the last entry is T."""
+    ends: np.ndarray[Any, np.dtype[np.int32]]
+    """[B]: the position behind each sequence's last query."""
 
     @staticmethod
     def of(starts: Sequence[int], counts: Sequence[int]) -> StepShape:
@@ -100,15 +102,10 @@ class StepShape:
         np.cumsum(many, out=offsets[1:])
         sequences = np.arange(len(many))
         if offsets[-1] == len(many):  # one each, as in decode
-            return StepShape(first, many, sequences, first.astype(np.int64), offsets)
+            return StepShape(first, many, sequences, first.astype(np.int64), offsets, first + many)
         sequences = np.repeat(sequences, many)
         positions = np.arange(offsets[-1], dtype=np.int64) + (first - offsets[:-1])[sequences]
-        return StepShape(first, many, sequences, positions, offsets)
-
-    @property
-    def ends(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """[B]: the position behind each sequence's last query."""
-        return self.starts + self.counts
+        return StepShape(first, many, sequences, positions, offsets, first + many)
 
 
 def make_plan(

@@ -33,15 +33,15 @@ class GpuKernels:
     Triton; else the vendor's library multiplies (``engine.numerics: fast``). `part`: as `PART`, a multiple of
     `BLOCK_K`."""
 
-    wide_norms = True
+    wide_norms, dtypes = True, _DTYPES
 
     def __init__(self, *, products: bool = True, part: int = PART) -> None:
         self._products, self._part = products, part
         self._interpreted = bool(triton.knobs.runtime.interpret)
+        self.devices = ("cuda", "cpu") if self._interpreted else ("cuda",)
 
-    def knows(self, x: Tensor) -> bool:
-        """Whether these kernels compute with tensors of this device and dtype."""
-        return (x.is_cuda or self._interpreted) and x.dtype in _DTYPES
+    def begin(self) -> None:
+        """Nothing: what these kernels launch is the same on every thread."""
 
     def multiplies(self, dtype: torch.dtype) -> bool:
         """Whether products of this dtype are these kernels'."""

@@ -55,14 +55,15 @@ class ForwardContext:
     doors: Mapping[str, GateDoor]
     """The doors of the load gates of all pools, by name."""
     ranks: TensorParallelGroup = ALONE
-    passed: Callable[[], None] = lambda: None
-    """To be called after each layer of the model: what it writes of the state is written, or on its way there."""
+    passed: Callable[[], None] | None = None
+    """To be called, if any, after each layer of the model: what it writes of the state is written, or on its way
+    there."""
     scratch: dict[Any, Any] = field(default_factory=dict)
     """Values that a layer leaves for later layers of the same step, such as selections."""
 
     def linear(self, x_mk: Tensor, linear: RowExactLinear) -> Tensor:
         """Compute a product of padded rows; summed over ranks where each rank has a part of it."""
-        out = self.numerics.linear(x_mk, linear)
+        out = self.numerics.linear(x_mk, linear) if self.numerics.tiled else linear.product(x_mk)
         return self.sum(out) if linear.partial else out
 
     def sum(self, x: Tensor) -> Tensor:
@@ -150,7 +151,8 @@ class Decoder:
                 self.prepare(tokens_m, x_mh, ctx)
             for layer in self.layers:
                 x_mh = layer(x_mh, ctx)
-                ctx.passed()
+                if ctx.passed is not None:
+                    ctx.passed()
         return x_mh
 
     def logits(self, x_nh: Tensor, numerics: Numerics) -> Tensor:

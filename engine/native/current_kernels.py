@@ -33,6 +33,8 @@ def available(level: str = MACHINE) -> NativeKernels:
 def using(kernels: LayerKernels | None) -> Iterator[None]:
     """Let this thread's layers compute with these kernels (None: with torch's operations alone) inside the context."""
     before, _current.kernels = _current.kernels, kernels
+    if kernels is not None:
+        kernels.begin()
     try:
         yield
     finally:
@@ -46,7 +48,9 @@ def in_use() -> bool:
 def kernels_for(x: Tensor) -> LayerKernels | None:
     """Return the kernels in use if they compute with tensors of this device and dtype, else None."""
     kernels = _current.kernels
-    return kernels if kernels is not None and kernels.knows(x) else None
+    if kernels is None or x.dtype not in kernels.dtypes or x.device.type not in kernels.devices:
+        return None
+    return kernels
 
 
 def native_for(x: Tensor) -> NativeKernels | None:

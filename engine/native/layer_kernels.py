@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import torch
@@ -18,8 +18,16 @@ class LayerKernels(Protocol):
     wide_norms: bool
     """Whether norms know weights of float32 beside states of another dtype."""
 
-    def knows(self, x: Tensor) -> bool:
-        """Whether these kernels compute with tensors of this device and dtype."""
+    @property
+    def devices(self) -> Collection[str]:
+        """The types of devices whose tensors these kernels compute with."""
+
+    @property
+    def dtypes(self) -> Collection[torch.dtype]:
+        """The dtypes of those tensors."""
+
+    def begin(self) -> None:
+        """Get ready to compute on this thread."""
 
     def multiplies(self, dtype: torch.dtype) -> bool:
         """Whether products of this dtype are these kernels'."""

@@ -1,6 +1,6 @@
 """The compiled C++ kernels as functions on tensors.
 
-All tensors are on the CPU, in float32 or bfloat16. The kernels run on as many threads as torch does.
+All tensors are on the CPU, in float32 or bfloat16.
 """
 
 from __future__ import annotations
@@ -88,10 +88,17 @@ _SIGNATURES = {
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
 
 
+class _Threads(threading.local):
+    threads = 0
+    """The number that was set for this thread; 0: none yet."""
+
+
 class NativeKernels:
-    """The kernels of one loaded library."""
+    """The kernels of one loaded library. They run on as many threads as torch does, once `begin` was called on the
+    thread that calls them."""
 
     wide_norms = False
+    devices, dtypes = ("cpu",), tuple(_NAMES)
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._set_threads: Callable[[int], None] = library.set_threads
@@ -99,23 +106,27 @@ class NativeKernels:
         self._pack_codes = library.pack_codes
         self._pack_codes.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_long, ctypes.c_int]
         self._pack_codes.restype = None
-        self._local = threading.local()
-        self._functions: dict[tuple[str, torch.dtype], Any] = {}
+        self._local = _Threads()
+        self.functions: dict[tuple[str, torch.dtype], Any] = {}
+        """The library's functions, by name and dtype."""
         for dtype, suffix in _NAMES.items():
             for name, types in _SIGNATURES.items():
                 function = getattr(library, f"{name}_{suffix}", None)
                 if function is not None:
                     function.argtypes = [_TYPES[letter] for letter in types]
                     function.restype = ctypes.c_long if name in {"packed_elements", "block_rows"} else None
-                    self._functions[name, dtype] = function
+                    self.functions[name, dtype] = function
 
-    def knows(self, x: Tensor) -> bool:
-        """Whether these kernels compute with tensors of this device and dtype."""
-        return x.device.type == "cpu" and x.dtype in _NAMES
+    def begin(self) -> None:
+        """Have this thread's calls run on as many threads as torch's operations do."""
+        threads = torch.get_num_threads()
+        if self._local.threads != threads:
+            self._set_threads(threads)
+            self._local.threads = threads
 
     def multiplies(self, dtype: torch.dtype) -> bool:
         """Whether products of this dtype are compiled in, which takes instructions that a processor may lack."""
-        return ("product", dtype) in self._functions
+        return ("product", dtype) in self.functions
 
     def packed(self, weight_nk: Tensor, bias_n: Tensor | None) -> PackedWeight:
         return PackedWeight(self, weight_nk, bias_n)
@@ -139,7 +150,7 @@ class NativeKernels:
         out = torch.empty(x.shape, dtype=x.dtype)
         rows = x.numel() // width if width else 0
         stride = x.stride(0) if x.dim() == 2 else width
-        self._call("rms_norm", x.dtype)(
+        self.functions["rms_norm", x.dtype](
             x.data_ptr(), stride, weight.data_ptr(), weight.numel() // width, out.data_ptr(), rows, width, eps
         )
         return out
@@ -158,7 +169,7 @@ class NativeKernels:
         gate_up_mn = gate_up_mn.contiguous()
         rows, width = gate_up_mn.shape[0], gate_up_mn.shape[1] // 2
         out = torch.empty(rows, width, dtype=gate_up_mn.dtype)
-        self._call("silu_product", out.dtype)(gate_up_mn.data_ptr(), out.data_ptr(), rows, width)
+        self.functions["silu_product", out.dtype](gate_up_mn.data_ptr(), out.data_ptr(), rows, width)
         return out
 
     def rope_and_store(
@@ -186,7 +197,7 @@ class NativeKernels:
         q_thd = torch.empty(tokens, heads, dim, dtype=qkv_mn.dtype)
         shape = _Heads(tokens, heads, kv_heads, dim, eps)
         cos, sin = cos.contiguous(), sin.contiguous()
-        self._call("rope_and_store", qkv_mn.dtype)(
+        self.functions["rope_and_store", qkv_mn.dtype](
             ctypes.addressof(shape),
             qkv_mn.data_ptr(),
             qkv_mn.stride(0),
@@ -224,7 +235,7 @@ class NativeKernels:
         stored = 0 if scales is None else _STORED[k_pages.dtype]
         pages = _Pages(k_pages.data_ptr(), v_pages.data_ptr(), k_scales, v_scales, stored)
         out = q_thd.new_empty(*q_thd.shape[:2], shape.value_dim)
-        self._call("attend", q_thd.dtype)(
+        self.functions["attend", q_thd.dtype](
             ctypes.addressof(shape),
             starts_b.shape[0],
             q_thd.data_ptr(),
@@ -238,14 +249,6 @@ class NativeKernels:
         )
         return out
 
-    def _call(self, name: str, dtype: torch.dtype) -> Any:
-        """Return the function, after setting the calling thread's number of compute threads to torch's."""
-        threads = torch.get_num_threads()
-        if getattr(self._local, "threads", 0) != threads:
-            self._set_threads(threads)
-            self._local.threads = threads
-        return self._functions[name, dtype]
-
 
 class PackedWeight:
     """A weight [n, k] and its bias, packed in the order in which the kernels read them."""
@@ -254,9 +257,9 @@ class PackedWeight:
         self._kernels = kernels
         self._n, self._k = weight_nk.shape
         weight_nk = weight_nk.contiguous()
-        function = kernels._call("packed_elements", weight_nk.dtype)
+        function = kernels.functions["packed_elements", weight_nk.dtype]
         self._packed = _huge_pages(function(self._n, self._k), weight_nk.dtype)
-        kernels._call("pack", weight_nk.dtype)(weight_nk.data_ptr(), self._packed.data_ptr(), self._n, self._k)
+        kernels.functions["pack", weight_nk.dtype](weight_nk.data_ptr(), self._packed.data_ptr(), self._n, self._k)
         self._bias = None if bias_n is None else _by_panel(bias_n.float()).flatten()
 
     def __call__(self, x_mk: Tensor) -> Tensor:
@@ -265,7 +268,7 @@ class PackedWeight:
             x_mk = x_mk.contiguous()
         rows = x_mk.shape[0]
         out = torch.empty(rows, self._n, dtype=x_mk.dtype)
-        self._kernels._call("product", x_mk.dtype)(
+        self._kernels.functions["product", x_mk.dtype](
             x_mk.data_ptr(),
             x_mk.stride(0),
             self._packed.data_ptr(),
@@ -329,7 +332,7 @@ class PackedBlocks:
         if x_mk.stride(1) != 1:
             x_mk = x_mk.contiguous()
         blocks = self._blocks()
-        self._kernels._call("block_product", x_mk.dtype)(
+        self._kernels.functions["block_product", x_mk.dtype](
             ctypes.addressof(blocks),
             x_mk.data_ptr(),
             x_mk.stride(0),
@@ -345,7 +348,7 @@ class PackedBlocks:
         rows_m = rows_m.contiguous()
         out = torch.empty(len(rows_m), self._k, dtype=self._dtype)
         blocks = self._blocks()
-        found = self._kernels._call("block_rows", out.dtype)(
+        found = self._kernels.functions["block_rows", out.dtype](
             ctypes.addressof(blocks), rows_m.data_ptr(), len(rows_m), out.data_ptr()
         )
         if not found:

@@ -19,6 +19,7 @@ import weakref
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import sub
 from typing import NamedTuple
 
 import numpy as np
@@ -55,10 +56,7 @@ class DeviceRows:
         shape = (_FIRST_ROWS, _FIRST_ENTRIES)
         self.tensors = [torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(tensors)]
         """[rows, entries] int32 each."""
-
-    @property
-    def on_cpu(self) -> bool:
-        return self.tensors[0].is_cpu
+        self.on_cpu = self.tensors[0].is_cpu
 
     # ------------------------------------------------------------ planning
 
@@ -158,7 +156,8 @@ class PlannedTables:
     @property
     def width(self) -> int:
         """The most entries that a sequence's table is read for."""
-        return max(stop - first for first, stop in zip(self.firsts, self.stops, strict=True))
+        widest: int = max(map(sub, self.stops, self.firsts))
+        return widest
 
 
 class DeviceBlockTables:
@@ -170,15 +169,12 @@ class DeviceBlockTables:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._rows = DeviceRows(device, 2)
+        self.on_cpu = self._rows.on_cpu
         self._planned = self._applied = 0
         self._fresh_at = np.zeros(0, dtype=np.int64)
         """By row, how many releases the pool's epoch table had counted when the row was last found fresh,"""
         self._fresh_to = np.zeros(0, dtype=np.int64)
         """and up to which entry."""
-
-    @property
-    def on_cpu(self) -> bool:
-        return self._rows.on_cpu
 
     # ------------------------------------------------------------ planning
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from twinpool.cache.allocation import DeviceRow, numbers
-from twinpool.cache.device.device_port import DEVICE, Device, DeviceOp, DeviceStream, spans
+from twinpool.cache.device.device_port import DEVICE, Completion, Device, DeviceOp, DeviceStream, spans
 from twinpool.cache.device.layer_marks import LayerMarks
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from twinpool.cache.memory.pinned_memory import HostIntegers, to_device, to_host, upload
@@ -47,6 +48,7 @@ from twinpool.engine.runner.sampling.sampler import DrawnRows, Logprobs, draw_to
 from twinpool.engine.tensors.row_exact_linear import Numerics
 from twinpool.engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
 
+_FORWARD, _DRAW = (DeviceOp(name, DeviceStream.COMPUTE) for name in ("forward", "draw"))
 _LOGIT_ELEMENTS = 1 << 23
 """Logits computed at once when prompts are scored: 32 MiB in float32."""
 
@@ -103,10 +105,11 @@ class ModelRunner:
         """
         planned = self.plan(rows)
         # Sets of all pages of a batch cost more than the rest of the plan: they are made for a device that checks them.
-        reads, writes = self._named(rows) if self._device.checks else ({}, {})
-        op = DeviceOp("forward", DeviceStream.COMPUTE, reads=spans(DEVICE, reads), writes=spans(DEVICE, writes))
+        op = self._naming(rows) if self._device.checks else _FORWARD
         passages = {pool.name: self._gates[pool.name].enter(pool.name) for pool in self.spec.pools}
-        gates = {gate: loads for passage in passages.values() for gate, loads in passage.gates.items()}
+        gates: dict[tuple[str, int], Sequence[Completion]] = {}
+        for passage in passages.values():
+            gates.update(passage.gates)
         step = LaunchedStep(rows, planned)
         try:
             step.forward = self._device.submit(
@@ -133,9 +136,7 @@ class ModelRunner:
         wanted = step.draws
         if masks:
             wanted = [draw.masked(masks.get(number)) for number, draw in enumerate(wanted)]
-        step.completion = self._device.submit(
-            DeviceOp("draw", DeviceStream.COMPUTE), lambda: step.draw(self._draw(step, wanted))
-        )
+        step.completion = self._device.submit(_DRAW, lambda: step.draw(self._draw(step, wanted)))
 
     def plan(self, rows: Sequence[BatchRow]) -> PlannedStep:
         """Plan a step: what it needs of every pool, and what the device lacks of that. `context` must be called for
@@ -191,7 +192,7 @@ class ModelRunner:
         self._mute(ctx, stale_b)
         if planned.histories is not None:
             self._histories.update(planned.histories, tokens_m)
-        x_mh = self._replayed(tokens_m, ctx, planned, doors) if marks is None else None
+        x_mh = self._replayed(tokens_m, ctx, doors) if self.graphs is not None and marks is None else None
         if x_mh is None:
             x_mh = self.decoder.forward(tokens_m, ctx)
         firsts = planned.shape.offsets[:-1].tolist()
@@ -205,9 +206,7 @@ class ModelRunner:
                 replays[at] = [part.to_host() for part in self._redraw(row, x_mh[first:])]
         return ForwardResults(logits_nv, scores, replays, to_host(stale_b))
 
-    def _replayed(
-        self, tokens_m: Tensor, ctx: ForwardContext, planned: PlannedStep, doors: Mapping[str, GatePass]
-    ) -> Tensor | None:
+    def _replayed(self, tokens_m: Tensor, ctx: ForwardContext, doors: Mapping[str, GatePass]) -> Tensor | None:
         """Replay a step that was captured: as `Decoder.forward`; None where the step has to be launched by kernels."""
         if self.graphs is None or any(door.gates for door in doors.values()):
             return None
@@ -357,8 +356,8 @@ class ModelRunner:
         most = _LOGIT_ELEMENTS // self.decoder.head.shape[0]
         return redraw(row, x_th, lambda x_nh: self.decoder.logits(x_nh, self.numerics), most, triton=self._triton)
 
-    def _named(self, rows: Sequence[BatchRow]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-        """The pages and slots that a step reads, and the ones that it writes, by pool, sorted."""
+    def _naming(self, rows: Sequence[BatchRow]) -> DeviceOp:
+        """The operation of a step, with the pages and slots that it reads, and those that it writes."""
         size = self.spec.page_tokens
         reads: dict[str, set[int]] = {pool: set() for pool in self.spec.by_name}
         writes: dict[str, set[int]] = {pool: set() for pool in self.spec.by_name}
@@ -369,7 +368,8 @@ class ModelRunner:
                 end = -(-(row.start + len(row.tokens)) // size) - table.first
                 reads[pool].update(pages if state else pages[:end])
                 writes[pool].update(pages if state else pages[row.start // size - table.first : end])
-        return {p: sorted(i) for p, i in reads.items()}, {p: sorted(i) for p, i in writes.items()}
+        read, written = (spans(DEVICE, {pool: sorted(pages) for pool, pages in of.items()}) for of in (reads, writes))
+        return replace(_FORWARD, reads=read, writes=written)
 
 
 def compute_order(planned: PlannedStep) -> RunStep:

@@ -53,39 +53,22 @@ class RowExactLinear:
         """Whether the columns are a rank's part, so that the product is a part of a sum over ranks."""
         self.shape = (weight_nk.shape[0], weight_nk.shape[1])
         self.dtype, self.device = weight_nk.dtype, weight_nk.device
-        self._bias = bias_n
         self.blocks = not isinstance(weight_nk, Tensor)
         """Whether the weight is kept in blocks, and unpacked by each product."""
         self.nbytes = weight_nk.nbytes
-        self._product = _native(weight_nk, bias_n)
-        self._row_exact = self._product is not None
-        self._packed: OneDnnWeight | None = None
-        self._plain: Tensor | None = None
-        if self._product is None and not isinstance(weight_nk, Tensor):
-            self._product = BlockProduct(weight_nk, bias_n)
-        elif self._product is None:
-            assert isinstance(weight_nk, Tensor)
-            self._packed = OneDnnWeight.packed(weight_nk)
-            self._plain = weight_nk if self._packed is None else None
-
-    @property
-    def row_exact(self) -> bool:
+        native = _native(weight_nk, bias_n)
+        self.row_exact = native is not None
         """Whether rows are exact by construction, so that `probe` may leave this product out."""
-        return self._row_exact
+        self.product = native or _library_product(weight_nk, bias_n)
+        """Computes ``x @ weight.T + bias``: [m, k] gives [m, n], in the dtype of the weight."""
 
     def __call__(self, x_mk: Tensor) -> Tensor:
-        """Compute ``x @ weight.T + bias``: [m, k] gives [m, n], in the dtype of the weight."""
-        if self._product is not None:
-            return self._product(x_mk)
-        if self._packed is None:
-            assert self._plain is not None
-            return F.linear(x_mk, self._plain, self._bias)
-        return self._packed(x_mk, self._bias)
+        return self.product(x_mk)
 
     def __getitem__(self, rows_m: Tensor) -> Tensor:
         """Rows of a weight that is kept in blocks, [m] int64, unpacked: [m, k], as an embedding is looked up."""
-        assert isinstance(self._product, PackedBlocks | BlockProduct), "a weight in blocks of one layout"
-        return self._product.rows(rows_m)
+        assert isinstance(self.product, PackedBlocks | BlockProduct), "a weight in blocks of one layout"
+        return self.product.rows(rows_m)
 
 
 def _native(weight_nk: Weight, bias_n: Tensor | None) -> Product | None:
@@ -98,6 +81,19 @@ def _native(weight_nk: Weight, bias_n: Tensor | None) -> Product | None:
     return kernels.packed(weight_nk, bias_n)
 
 
+def _library_product(weight_nk: Weight, bias_n: Tensor | None) -> Product:
+    if not isinstance(weight_nk, Tensor):
+        return BlockProduct(weight_nk, bias_n)
+    packed = OneDnnWeight.packed(weight_nk)
+    if packed is not None:
+        return partial(packed, bias_n=bias_n)
+    return partial(_plain_product, weight_nk=weight_nk, bias_n=bias_n)
+
+
+def _plain_product(x_mk: Tensor, weight_nk: Tensor, bias_n: Tensor | None) -> Tensor:
+    return F.linear(x_mk, weight_nk, bias_n)
+
+
 class HeadLinear(RowExactLinear):
     """One matrix [k, n] a head, each applied to its own part of a row: [m, heads * k] gives [m, heads * n]."""
 
@@ -106,19 +102,19 @@ class HeadLinear(RowExactLinear):
         self.partial = False
         self.shape = (self.heads * n, self.heads * k)
         self.dtype, self.device = weight_hkn.dtype, weight_hkn.device
-        self._weight_hkn = weight_hkn.contiguous()
+        weight_hkn = weight_hkn.contiguous()
         kernels = kernels_for(weight_hkn)
         multiplies = kernels is not None and kernels.multiplies(self.dtype)
-        self._product = kernels.packed_heads(self._weight_hkn) if kernels is not None and multiplies else None
-        self._row_exact = self._product is not None
+        native = kernels.packed_heads(weight_hkn) if kernels is not None and multiplies else None
+        self.row_exact = native is not None
+        self.product = native or partial(_product_by_head, weight_hkn=weight_hkn)
         self.blocks, self.nbytes = False, weight_hkn.nbytes
 
-    def __call__(self, x_mk: Tensor) -> Tensor:
-        if self._product is not None:
-            return self._product(x_mk)
-        rows = len(x_mk)
-        x_hmk = x_mk.view(rows, self.heads, -1).transpose(0, 1).contiguous()
-        return torch.bmm(x_hmk, self._weight_hkn).transpose(0, 1).reshape(rows, -1)
+
+def _product_by_head(x_mk: Tensor, weight_hkn: Tensor) -> Tensor:
+    rows = len(x_mk)
+    x_hmk = x_mk.view(rows, len(weight_hkn), -1).transpose(0, 1).contiguous()
+    return torch.bmm(x_hmk, weight_hkn).transpose(0, 1).reshape(rows, -1)
 
 
 @dataclass(frozen=True)

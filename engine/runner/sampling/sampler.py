@@ -166,7 +166,7 @@ def token_logprobs(logits_nv: Tensor, tokens_n: Tensor, tops: Sequence[int]) -> 
 def _shapes(draw: TokenDraw) -> bool:
     """Whether the logits of this draw are changed before temperature."""
     p = draw.params
-    return bool(p.logit_bias or needs_history(p) or draw.mask is not None or _too_early(draw))
+    return bool(p.logit_bias or draw.mask is not None or (p.min_tokens and _too_early(draw)) or needs_history(p))
 
 
 def _too_early(draw: TokenDraw) -> bool:
