@@ -12,19 +12,16 @@ import dataclasses
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from pathlib import Path
 
 from twinpool.cluster.processes.free_port import free_port
 from twinpool.cluster.processes.run_folder import RunFiles
-from twinpool.cluster.serve.detached_state import DetachedState
 from twinpool.cluster.serve.preflight import ServePlan
 from twinpool.cluster.serve.rolling_services import ControllerServices, LocalControllers
 from twinpool.cluster.serve.router_services import Router, RouterCommand, RouterServices
 from twinpool.cluster.serve.service import ROUTER, STOP_S, PartFailed, Service, ServiceContext
 from twinpool.contracts.build_id import build_id
-from twinpool.contracts.clock import Clock
 from twinpool.contracts.cluster_secret import SECRET_VARIABLE
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.python_command import module_command
@@ -82,30 +79,20 @@ class ClusterServices:
         self,
         prepared: ServePlan,
         folder: RunFiles,
-        clock: Clock,
-        report: Callable[[str], None],
-        last_words: Callable[[str], str],
+        context: ServiceContext,
         *,
         address: str,
         secret: str,
         admin: Mapping[str, str],
         ledger: Mapping[str, str],
-        router_command: Sequence[str] = ROUTER,
-        state: DetachedState | None = None,
-        stack: ExitStack,
     ) -> None:
         """`address`: where workers reach the controllers. `secret`: the cluster's, in hex; `admin`: what the routers'
-        environment has for operators; `ledger`: what the controllers' has for the ledger's server. `state`: the
-        detached cluster's; None where services end with this process. `report`, `last_words` and `stack` as of
-        `ServiceContext`."""
-        self._prepared, self._state, self._router_command = prepared, state, router_command
-        self._context = ServiceContext(
-            folder.logs, prepared.config.cluster, clock, report, last_words, folder.owns, state, stack
-        )
+        environment has for operators; `ledger`: what the controllers' has for the ledger's server."""
+        self._prepared, self._context, self._state = prepared, context, context.state
         self._environment = dict(os.environ) | ({SECRET_VARIABLE: secret} if secret else {})
         self._admin, self._ledger_secret = admin, ledger
         self._settings = folder.logs / ".config.json"
-        kept = state.ports if state is not None else ()
+        kept = context.state.ports if context.state is not None else ()
         self._local = LocalControllers.plan(
             prepared.config.cluster, address, kept, lambda port: free_port(address, port), folder.temporary
         )
@@ -130,7 +117,7 @@ class ClusterServices:
         self._controllers.start(environment)
         self._kv_index = self._index() if index_wanted(prepared.config) else None
         routers = RouterCommand(
-            self._router_command,
+            ROUTER,
             {**self._environment, **self._admin},
             self.endpoint,
             self._settings,

@@ -35,7 +35,7 @@ from twinpool.cluster.serve.detached_state import DetachedState
 from twinpool.cluster.serve.preflight import ServePlan
 from twinpool.cluster.serve.room_reports import RoomReports
 from twinpool.cluster.serve.security_check import open_ways
-from twinpool.cluster.serve.service import ROUTER, PartFailed
+from twinpool.cluster.serve.service import PartFailed, ServiceContext
 from twinpool.cluster.serve.shutdown_signal import ASKED, FAILED, ShutdownSignal
 from twinpool.cluster.serve.terminal import Terminal, show_failure, summary, take_over_output, urls_of, ways_in
 from twinpool.cluster.worker_process.worker_plan import WorkerPlan, node_name
@@ -77,8 +77,6 @@ class ServeCluster:
         folder: RunFiles,
         out: TextIO,
         *,
-        router_command: tuple[str, ...] = ROUTER,
-        clock: Clock | None = None,
         began: float | None = None,
         state: DetachedState | None = None,
         python: str = "",
@@ -90,8 +88,7 @@ class ServeCluster:
         self._state, self._python = state, python
         self._prepared = prepared
         self._folder = folder
-        self._router_command = router_command
-        self._clock = clock or SystemClock()
+        self._clock: Clock = SystemClock()
         self._out = out
         self._terminal = Terminal(
             self._clock, out, began, report=folder.logs / START_REPORT, verbose=prepared.options.verbose
@@ -283,19 +280,18 @@ class ServeCluster:
             state.prepared = self._prepared
             state.save()
         config = self._prepared.config
+        folder = self._folder
+        context = ServiceContext(
+            folder.logs, config.cluster, self._clock, self._terminal.line, self._words, folder.owns, state, stack
+        )
         self._services = ClusterServices(
             self._prepared,
-            self._folder,
-            self._clock,
-            self._terminal.line,
-            self._words,
+            folder,
+            context,
             address=self._address,
             secret=self._secret,
             admin={k: v for k, v in self._secrets.items() if k == "TWINPOOL_ADMIN_TOKEN"},
             ledger={k: v for k, v in self._secrets.items() if k == PASSWORD_VARIABLE},
-            router_command=self._router_command,
-            state=state,
-            stack=stack,
         )
         self._services.start()
         if state is None or not state.begun:

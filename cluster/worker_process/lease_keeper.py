@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import grpc
 from msgspec.structs import replace
@@ -176,6 +177,21 @@ class WorkerLease:
         return not self._fenced and self._until is not None and self._clock.now() < self._until
 
 
+@dataclass(frozen=True, slots=True)
+class LeaseHandlers:
+    """What a keeper calls as the controller answers, on its loop."""
+
+    on_lost: Callable[[str], None]
+    """Called once, with the reason, when the lease has ended."""
+    on_drain: Callable[[], object] = lambda: None
+    """Called at each renewal whose answer tells the worker to drain."""
+    undrains: Callable[[], int] = lambda: 0
+    """How often the worker has been undrained so far. An undrain goes to the controller first, so an answer to drain is
+    ignored when an undrain came while the renewal was under way."""
+    on_ended: Callable[[tuple[EndedWorker, ...]], object] = lambda ended: None
+    """Called, at the start and at renewals, with the incarnations of workers that have ended, where those changed."""
+
+
 class LeaseKeeper:
     """Registers one incarnation and renews its lease until the lease is lost or given back. Used on one event loop."""
 
@@ -186,22 +202,14 @@ class LeaseKeeper:
         clock: Clock,
         heartbeat_s: float,
         status: Callable[[], WorkerStatus],
-        on_lost: Callable[[str], None],
+        handlers: LeaseHandlers,
         secret: str = "",
-        on_drain: Callable[[], object] = lambda: None,
-        undrains: Callable[[], int] = lambda: 0,
-        on_ended: Callable[[tuple[EndedWorker, ...]], object] = lambda ended: None,
         certificate: CertificateFiles | None = None,
     ) -> None:
         """`controller`: its endpoint ``host:port``, or those of all controllers, with commas. `status` is called for
-        each heartbeat. `on_lost` is called once, on the loop, with the reason, when the lease has ended. `on_drain` is
-        called at each renewal whose answer tells the worker to drain. `undrains`: how often the worker has been
-        undrained so far. An undrain goes to the controller first, so an answer to drain is ignored when an undrain came
-        while the renewal was under way. `on_ended` is called, at the start and at renewals, with the incarnations of
-        workers that have ended, where those changed. `certificate`: this node's, None where the controller is called
-        without TLS."""
+        each heartbeat. `certificate`: this node's, None where the controller is called without TLS."""
         self._secret = secret
-        self._on_drain, self._undrains, self._on_ended = on_drain, undrains, on_ended
+        self._handlers = handlers
         self._ended: tuple[EndedWorker, ...] = ()
         self._certificate = certificate
         self.lease = WorkerLease(clock)
@@ -210,7 +218,6 @@ class LeaseKeeper:
         self._clock = clock
         self._heartbeat_s = heartbeat_s
         self._status = status
-        self._on_lost = on_lost
         self.failures = 0
         """Number of renewals that were not answered while the lease was still held."""
         self._channel: CallChannel | None = None
@@ -268,26 +275,26 @@ class LeaseKeeper:
         back-off would last longer than the lease.
         """
         while True:
-            sent_at, undrains, pause_s = self._clock.now(), self._undrains(), self._heartbeat_s
+            sent_at, undrains, pause_s = self._clock.now(), self._handlers.undrains(), self._heartbeat_s
             try:
                 grant = await self._ask(max(RENEWAL_TIMEOUT_S, 2 * self._heartbeat_s))
             except ConnectionError as error:
                 if not self.lease.held:
                     reason = error.reason if isinstance(error, CallFailed) else str(error)
-                    return self._on_lost(f"the controller could not be reached in time: {reason}")
+                    return self._handlers.on_lost(f"the controller could not be reached in time: {reason}")
                 self.failures += 1
                 await self._disconnect()
                 pause_s = min(pause_s, TURN_S) if self._controllers.several else pause_s
             except ConfigError as unreadable:
-                return self._on_lost(str(unreadable))
+                return self._handlers.on_lost(str(unreadable))
             else:
                 if grant.fenced:
                     self.lease.fence()
-                    return self._on_lost("the controller has ended the lease")
+                    return self._handlers.on_lost("the controller has ended the lease")
                 self.lease.granted(sent_at, grant.lease_s)
                 self._tell_ended(grant)
-                if grant.drain and self._undrains() == undrains:
-                    self._on_drain()
+                if grant.drain and self._handlers.undrains() == undrains:
+                    self._handlers.on_drain()
                 await self._open_stream(grant.stream)
                 self._pace_counters(grant.counters_s or COUNTERS_S)
                 pause_s = grant.renew_s or pause_s
@@ -340,7 +347,7 @@ class LeaseKeeper:
         self._ended_mark = grant.ended_mark
         if grant.ended != self._ended:
             self._ended = grant.ended
-            self._on_ended(grant.ended)
+            self._handlers.on_ended(grant.ended)
 
     async def leave(self, timeout_s: float = 2.0, *, closed: bool = False) -> bool:
         """Give the lease back, because this worker has left by drain. `closed`: whether it is closed, and its process

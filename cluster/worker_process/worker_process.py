@@ -32,7 +32,7 @@ from twinpool.cluster.processes.process_ids import die_with_parent
 from twinpool.cluster.processes.run_folder import log_to_file
 from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
 from twinpool.cluster.worker_process.grpc_service import LINK_TIMEOUT_S, ServiceServer, WorkerService
-from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper
+from twinpool.cluster.worker_process.lease_keeper import LeaseHandlers, LeaseKeeper
 from twinpool.cluster.worker_process.processor_use import processor_use
 from twinpool.cluster.worker_process.router_streams import RouterStreams
 from twinpool.cluster.worker_process.worker_plan import (
@@ -349,11 +349,13 @@ class WorkerProcess:
                 clock,
                 heartbeat_s,
                 lambda: use.on(host.heartbeat()),
-                self._on_lost,
+                LeaseHandlers(
+                    self._on_lost,
+                    on_drain=host.drain,
+                    undrains=lambda: host.undrains,
+                    on_ended=lambda ended: host.call(lambda worker: worker.workers_ended(ended)),
+                ),
                 plan.secret,
-                on_drain=host.drain,
-                undrains=lambda: host.undrains,
-                on_ended=lambda ended: host.call(lambda worker: worker.workers_ended(ended)),
                 certificate=certificate,
             )
             loop.run(starting.start(plan.config.cluster.lease_s), plan.config.cluster.lease_s + 5.0)

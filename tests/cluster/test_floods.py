@@ -22,7 +22,7 @@ from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_process import ControllerServer
 from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
-from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper
+from twinpool.cluster.worker_process.lease_keeper import LeaseHandlers, LeaseKeeper
 from twinpool.cluster.worker_process.worker_process import serve_worker
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.clock import ManualClock
@@ -64,7 +64,7 @@ class Scene:
         limits = WorkerLimits(1024, 2048)
         record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", self.server.endpoint, "", limits)
         self.keeper = LeaseKeeper(
-            record, self.controller.endpoint, self.clock, 0.01, self.host.heartbeat, self.lost.append
+            record, self.controller.endpoint, self.clock, 0.01, self.host.heartbeat, LeaseHandlers(self.lost.append)
         )
         self.loop.run(self.keeper.start(WAIT_S), WAIT_S)
 

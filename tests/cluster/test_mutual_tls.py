@@ -20,7 +20,7 @@ from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_process import ControllerServer
 from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
-from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper, LeaseRefused
+from twinpool.cluster.worker_process.lease_keeper import LeaseHandlers, LeaseKeeper, LeaseRefused
 from twinpool.cluster.worker_process.worker_plan import WorkerPlan
 from twinpool.cluster.worker_process.worker_process import WorkerProcess, serve_worker
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
@@ -176,9 +176,14 @@ def test_router_worker_and_controller_find_each_other_with_certificates(secured:
     async def life() -> None:
         lost: list[str] = []
         keeper = LeaseKeeper(
-            secured.record, secured.controller.endpoint, SystemClock(), 0.01, FakeWorker(incarnation=1).status,
-            lost.append, certificate=secured.files,
-        )  # fmt: skip
+            secured.record,
+            secured.controller.endpoint,
+            SystemClock(),
+            0.01,
+            FakeWorker(incarnation=1).status,
+            LeaseHandlers(lost.append),
+            certificate=secured.files,
+        )
         await keeper.start(WAIT_S)
         directory = ControllerDirectory(secured.controller.endpoint, certificate=secured.files)
         views: list[tuple[WorkerView, ...]] = []
@@ -252,9 +257,14 @@ def test_a_worker_without_a_certificate_gets_no_lease(secured: Secured, authorit
     async def life() -> None:
         for files in (None, authority.expired()):
             keeper = LeaseKeeper(
-                secured.record, secured.controller.endpoint, SystemClock(), 0.01, FakeWorker(incarnation=1).status,
-                lambda reason: None, certificate=files,
-            )  # fmt: skip
+                secured.record,
+                secured.controller.endpoint,
+                SystemClock(),
+                0.01,
+                FakeWorker(incarnation=1).status,
+                LeaseHandlers(lambda reason: None),
+                certificate=files,
+            )
             with pytest.raises(LeaseRefused, match="can't be reached"):
                 await keeper.start(0.5)
 

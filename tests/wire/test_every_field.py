@@ -29,7 +29,7 @@ from twinpool.cluster.controller.controller_table import RowChange
 from twinpool.cluster.controller.quota_ledger import QuotaLedger
 from twinpool.cluster.ranks import FollowerChannel, LeaderChannel
 from twinpool.cluster.worker_process.grpc_service import WorkerService
-from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper
+from twinpool.cluster.worker_process.lease_keeper import LeaseHandlers, LeaseKeeper
 from twinpool.cluster.worker_process.router_streams import RouterStreams
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig, FaultsConfig
@@ -292,9 +292,13 @@ async def test_every_field_of_a_workers_record_and_status_reaches_the_controller
         ]
         clock, ended = ManualClock(100.0), list[tuple[worker_status.EndedWorker, ...]]()
         keeper = LeaseKeeper(
-            record, target, clock, 0.001, lambda: status, lambda reason: lost.set(), on_drain=drains.set,
-            on_ended=ended.append,
-        )  # fmt: skip
+            record,
+            target,
+            clock,
+            0.001,
+            lambda: status,
+            LeaseHandlers(lambda reason: lost.set(), on_drain=drains.set, on_ended=ended.append),
+        )
         await keeper.start(5.0)
         await asyncio.wait_for(lost.wait(), 10)
         assert await keeper.leave(closed=True), "a plan comes"
@@ -311,9 +315,13 @@ async def test_a_grants_time_is_the_leases_and_a_fenced_one_ends_it() -> None:
         core.grants = [LeaseGrant(INCARNATION, 50.0)]
         clock, lost = ManualClock(100.0), asyncio.Event()
         keeper = LeaseKeeper(
-            full(WorkerRecord), target, clock, 3600.0, lambda: full(worker_status.WorkerStatus),
-            lambda reason: lost.set(), on_drain=lambda: None,
-        )  # fmt: skip
+            full(WorkerRecord),
+            target,
+            clock,
+            3600.0,
+            lambda: full(worker_status.WorkerStatus),
+            LeaseHandlers(lambda reason: lost.set(), on_drain=lambda: None),
+        )
         await keeper.start(5.0)
         clock.advance(48.9)
         assert keeper.lease.held

@@ -21,7 +21,7 @@ from tests.support.free_ports import free_port
 from twinpool.cluster.controller.controller_actions import ControllerAction, StartWorker
 from twinpool.cluster.controller.supervisor import ControllerClient
 from twinpool.cluster.processes.process_ids import start_time
-from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper, longest_absence_s
+from twinpool.cluster.worker_process.lease_keeper import LeaseHandlers, LeaseKeeper, longest_absence_s
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
@@ -121,7 +121,7 @@ async def _renew_through(
     lost: list[str] = []
     record = WorkerRecord(NAME, Role.DECODE, incarnation, 77, "n", "e", "c", WorkerLimits(8, 8), stream="s")
     status = WorkerStatus(NAME, Role.DECODE, "ready", 77, "n", incarnation, 1, 0, 64, 60)
-    keeper = LeaseKeeper(record, controller.endpoint, SystemClock(), 0.05, lambda: status, lost.append)
+    keeper = LeaseKeeper(record, controller.endpoint, SystemClock(), 0.05, lambda: status, LeaseHandlers(lost.append))
     await keeper.start(WAIT_S)
     for _ in range(3):
         process.kill()

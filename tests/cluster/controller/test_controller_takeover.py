@@ -21,7 +21,7 @@ from tests.support.redis_servers import LedgerServer
 from twinpool.cluster.controller.controller_actions import StartWorker
 from twinpool.cluster.controller.supervisor import ControllerAway, ControllerClient
 from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
-from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper
+from twinpool.cluster.worker_process.lease_keeper import LeaseHandlers, LeaseKeeper
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
@@ -92,7 +92,9 @@ class Site:
         self.until(lambda: self.starts)
         record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 77, "n", "e", "c", WorkerLimits(8, 8), stream="s")
         status = WorkerStatus(NAME, Role.DECODE, "ready", 77, "n", Incarnation(1), 1, 0, 64, 60)
-        self.keeper = LeaseKeeper(record, self.endpoints, SystemClock(), 0.1, lambda: status, self.lost.append)
+        self.keeper = LeaseKeeper(
+            record, self.endpoints, SystemClock(), 0.1, lambda: status, LeaseHandlers(self.lost.append)
+        )
         self.loop.run(self.keeper.start(WAIT_S), WAIT_S)
         self.directory = ControllerDirectory(self.endpoints, SILENCE_S)
 

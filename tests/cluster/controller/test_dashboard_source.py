@@ -18,7 +18,7 @@ from twinpool.cluster.controller.controller_process import ControllerServer
 from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.cluster.dashboard.cluster_frames import SAMPLE_S
 from twinpool.cluster.worker_process import lease_keeper
-from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper
+from twinpool.cluster.worker_process.lease_keeper import LeaseHandlers, LeaseKeeper
 from twinpool.contracts.clock import ManualClock, SystemClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
@@ -95,7 +95,9 @@ def keeper(site: Site, worker: FakeWorker) -> LeaseKeeper:
     record = WorkerRecord(
         WorkerName("decode-0"), Role.DECODE, Incarnation(1), 7, "n", "127.0.0.1:1", "tcp://x", WorkerLimits(64, 64)
     )
-    return LeaseKeeper(record, site.server.endpoint, SystemClock(), 0.02, worker.status, lambda reason: None)
+    return LeaseKeeper(
+        record, site.server.endpoint, SystemClock(), 0.02, worker.status, LeaseHandlers(lambda reason: None)
+    )
 
 
 @pytest.mark.asyncio
@@ -158,7 +160,9 @@ async def test_workers_say_their_counters_each_second_while_somebody_watches(
 def test_a_worker_hurries_its_counters_when_they_are_to_come_sooner() -> None:
     clock = ManualClock(100.0)
     record = WorkerRecord(WorkerName("w"), Role.DECODE, Incarnation(1), 7, "n", "", "", WorkerLimits(64, 64))
-    held = LeaseKeeper(record, "127.0.0.1:1", clock, 0.5, FakeWorker(incarnation=1).status, lambda reason: None)
+    held = LeaseKeeper(
+        record, "127.0.0.1:1", clock, 0.5, FakeWorker(incarnation=1).status, LeaseHandlers(lambda reason: None)
+    )
 
     def said(seconds: float) -> list[float]:
         """When counters are said in so many seconds, with a heartbeat each half."""

@@ -21,7 +21,7 @@ from twinpool.cluster.controller.controller_actions import StartWorker
 from twinpool.cluster.controller.controller_process import ControllerServer
 from twinpool.cluster.controller.leadership import Leadership, LedgerLeader, LedgerLost, MemoryLedger
 from twinpool.cluster.controller.supervisor import ControllerAway, ControllerClient
-from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper, LeaseRefused
+from twinpool.cluster.worker_process.lease_keeper import LeaseHandlers, LeaseKeeper, LeaseRefused
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.errors import RequestError
@@ -268,7 +268,7 @@ class TwoControllers:
             NAME, Role.DECODE, Incarnation(1), 7, "n", "127.0.0.1:1", "tcp://x", WorkerLimits(8, 8), stream="s"
         )
         worker = FakeWorker(incarnation=1)
-        return LeaseKeeper(record, self.endpoints, ManualClock(), 0.01, worker.status, lost.append)
+        return LeaseKeeper(record, self.endpoints, ManualClock(), 0.01, worker.status, LeaseHandlers(lost.append))
 
     def close(self) -> None:
         for server in self.servers:

@@ -16,7 +16,13 @@ from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_process import ControllerServer
 from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.cluster.worker_process import lease_keeper
-from twinpool.cluster.worker_process.lease_keeper import COUNTERS_S, LeaseKeeper, LeaseStream, renewal_pause_s
+from twinpool.cluster.worker_process.lease_keeper import (
+    COUNTERS_S,
+    LeaseHandlers,
+    LeaseKeeper,
+    LeaseStream,
+    renewal_pause_s,
+)
 from twinpool.contracts.clock import ManualClock, SystemClock
 from twinpool.contracts.cluster_secret import access_token
 from twinpool.contracts.config.cluster_config import ClusterConfig
@@ -52,9 +58,16 @@ class Site:
     def keeper(self, clock: Any = None) -> LeaseKeeper:
         record = WorkerRecord(NAME, Role.DECODE, ONE, 7, "n", "e", "c", WorkerLimits(8, 8), stream="s")
         return LeaseKeeper(
-            record, self.server.endpoint, clock or SystemClock(), 0.01, self.status, self.drained.append, SECRET,
-            on_drain=lambda: self.drained.append("drain"), on_ended=self.ended.append,
-        )  # fmt: skip
+            record,
+            self.server.endpoint,
+            clock or SystemClock(),
+            0.01,
+            self.status,
+            LeaseHandlers(
+                self.drained.append, on_drain=lambda: self.drained.append("drain"), on_ended=self.ended.append
+            ),
+            SECRET,
+        )
 
     def status(self) -> WorkerStatus:
         return WorkerStatus(NAME, Role.DECODE, "ready", 7, "n", ONE, 5, 6, 64, 60, counters=dict(self.counters))
@@ -250,7 +263,9 @@ def test_a_worker_renews_when_the_controller_says(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("twinpool.cluster.worker_process.lease_keeper.asyncio.sleep", sleep)
     record = WorkerRecord(NAME, Role.DECODE, ONE, 7, "n", "e", "c", WorkerLimits(8, 8))
     status = WorkerStatus(NAME, Role.DECODE, "ready", 7, "n", ONE, 0, 0, 1, 1)
-    keeper = LeaseKeeper(record, "nowhere:1", ManualClock(1.0), 0.25, lambda: status, lambda reason: None)
+    keeper = LeaseKeeper(
+        record, "nowhere:1", ManualClock(1.0), 0.25, lambda: status, LeaseHandlers(lambda reason: None)
+    )
     asyncio.run(keeper._renew())
     assert pauses == [1.5, 0.25]
 

@@ -15,7 +15,7 @@ from twinpool.cluster.controller.controller_actions import StartWorker
 from twinpool.cluster.controller.controller_process import ControllerServer
 from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.cluster.worker_process import lease_keeper as lease
-from twinpool.cluster.worker_process.lease_keeper import LeaseKeeper, LeaseRefused, WorkerLease
+from twinpool.cluster.worker_process.lease_keeper import LeaseHandlers, LeaseKeeper, LeaseRefused, WorkerLease
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.errors import RequestError
@@ -92,7 +92,7 @@ class Wired:
         )
         worker = FakeWorker(incarnation=incarnation)
         where = endpoint or self.server.endpoint
-        return LeaseKeeper(record, where, self.clock, 0.01, worker.status, on_lost, self.secret)
+        return LeaseKeeper(record, where, self.clock, 0.01, worker.status, LeaseHandlers(on_lost), self.secret)
 
     def state(self) -> str:
         return self.server.call(lambda core: core.views()[0].status.state)
@@ -178,7 +178,7 @@ def test_a_renewal_may_take_two_heartbeats_and_no_less_than_a_second(
 
     record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "e", "c", WorkerLimits(1, 1))
     keeper = LeaseKeeper(
-        record, "nowhere", ManualClock(), heartbeat_s, FakeWorker(incarnation=1).status, lambda _: None
+        record, "nowhere", ManualClock(), heartbeat_s, FakeWorker(incarnation=1).status, LeaseHandlers(lambda _: None)
     )
     answer_calls(monkeypatch, renew)
     asyncio.run(keeper._renew())
@@ -198,9 +198,13 @@ def test_an_order_to_leave_that_an_undrain_has_overtaken_is_not_obeyed(
     record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "e", "c", WorkerLimits(1, 1))
     status = FakeWorker(incarnation=1).status
     keeper = LeaseKeeper(
-        record, "nowhere", ManualClock(), 0.0, status, lambda _: None,
-        on_drain=lambda: obeyed.append("leaves"), undrains=lambda: undrains[0],
-    )  # fmt: skip
+        record,
+        "nowhere",
+        ManualClock(),
+        0.0,
+        status,
+        LeaseHandlers(lambda _: None, on_drain=lambda: obeyed.append("leaves"), undrains=lambda: undrains[0]),
+    )
     answer_calls(monkeypatch, renew)
     asyncio.run(keeper._renew())
     assert obeyed == ([] if undrained else ["leaves"])
@@ -220,9 +224,13 @@ def test_an_order_to_leave_after_an_undrain_is_obeyed(monkeypatch: pytest.Monkey
     record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "e", "c", WorkerLimits(1, 1))
     status = FakeWorker(incarnation=1).status
     keeper = LeaseKeeper(
-        record, "nowhere", ManualClock(), 0.0, status, lambda _: None,
-        on_drain=lambda: obeyed.append(asked[-1]), undrains=lambda: undrains[0],
-    )  # fmt: skip
+        record,
+        "nowhere",
+        ManualClock(),
+        0.0,
+        status,
+        LeaseHandlers(lambda _: None, on_drain=lambda: obeyed.append(asked[-1]), undrains=lambda: undrains[0]),
+    )
     answer_calls(monkeypatch, renew)
     asyncio.run(keeper._renew())
     assert obeyed == [2]
@@ -252,12 +260,21 @@ class Script:
             self.pauses.append(seconds)
             self.clock.advance(seconds)
 
+        self.on_ended: Callable[[tuple[EndedWorker, ...]], object] = self.ended.append
         answer_calls(monkeypatch, renew)
         monkeypatch.setattr("twinpool.cluster.worker_process.lease_keeper.asyncio.sleep", sleep)
         record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "e", "c", WorkerLimits(1, 1))
         self.keeper = LeaseKeeper(
-            record, "127.0.0.1:1", self.clock, 1.0, self.status, self.lost.append, on_ended=self.ended.append
+            record,
+            "127.0.0.1:1",
+            self.clock,
+            1.0,
+            self.status,
+            LeaseHandlers(self.lost.append, on_ended=self.hear),
         )
+
+    def hear(self, ended: tuple[EndedWorker, ...]) -> None:
+        self.on_ended(ended)
 
     def status(self) -> WorkerStatus:
         return replace(FakeWorker(incarnation=1).status(), counters=dict(self.counters))
@@ -281,7 +298,7 @@ def test_a_renewal_counts_from_before_it_was_sent_however_late_its_answer_is(mon
             script.clock.advance(later)
             held.append((script.clock.now(), script.keeper.lease.held))
 
-    script.keeper._on_ended = look
+    script.on_ended = look
     script.keeper._ended = (EndedWorker(NAME, Incarnation(9)),)  # So that what comes is told.
     script.run()
     assert held == [(108.0, True), (109.0, False), (110.5, False)], "10 s from 100.0 on, less a margin of a second"
