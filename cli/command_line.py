@@ -380,11 +380,25 @@ COMMANDS = command_table(
         ),
         switch("--measure", "measure the costs first, for about a minute"),
         flag("--url", "with --measure: an idle cluster (default: start one worker of each role here)", default=""),
-        flag("--model", "with --measure: the model to start, as serve takes it (demo)", default=""),
-        file_flag("--config", "with --measure: YAML file, as serve takes it"),
+        switch(
+            "--memory",
+            "show the memory of the weights of --model: a folder, a GGUF file, or a config.json without a checkpoint",
+        ),
+        flag(
+            "--cards",
+            "with --memory: the GPUs, one a rank, by name or memory (8xH100, 8x80GiB; default: a CPU)",
+            default="",
+            metavar="NxCARD",
+        ),
+        flag(
+            "--model",
+            "with --measure: the model to start, as serve takes it (demo); with --memory: its path",
+            default="",
+        ),
+        file_flag("--config", "with --measure or --memory: YAML file, as serve takes it"),
         flag(
             "--set",
-            "with --measure: set one configuration key; may be repeated",
+            "with --measure or --memory: set one configuration key; may be repeated",
             action="append",
             default=[],
             metavar="SECTION.KEY=VALUE",

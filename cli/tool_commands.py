@@ -51,7 +51,22 @@ def replay(args: argparse.Namespace) -> int:
 def plan(args: argparse.Namespace) -> int:
     from twinpool.cli.load import plan_command
 
+    if args.memory:
+        return _plan_memory(args)
+    if args.cards:
+        raise ConfigError("--cards is for plan --memory")
     return FINE if plan_command.plan(plan_command.PlanOptions.of(args), print_line, print_table) else REFUSED
+
+
+def _plan_memory(args: argparse.Namespace) -> int:
+    from twinpool.cli.load.model_memory import read_cards, show_memory
+
+    if args.trace is not None or args.measure or args.url:
+        raise ConfigError("--memory counts weights and starts nothing: leave out --trace, --measure and --url")
+    if not args.model:
+        raise ConfigError("--memory needs --model: a folder, a GGUF file, or a config.json")
+    cards = read_cards(args.cards) if args.cards else None
+    return FINE if show_memory(args.model, cards, args.config, tuple(args.set), print_line, print_table) else REFUSED
 
 
 def demo(args: argparse.Namespace) -> int:

@@ -92,9 +92,9 @@ class PlanOptions:
         if args.max_context is not None and args.max_context < 2:
             raise ConfigError("--max-context must leave room for a prompt and an answer")
         if args.trace is None and not args.measure:
-            raise ConfigError("give --trace FILE to plan for, --measure, or both")
+            raise ConfigError("give --trace FILE to plan for, --measure, or both; or --memory")
         if not args.measure and (args.url or args.model or args.config is not None or args.set):
-            raise ConfigError("--url, --model, --config and --set say what --measure measures: give it, too")
+            raise ConfigError("--url, --model, --config and --set say what --measure measures: give it, or --memory")
         if args.url and args.model:
             raise ConfigError("--url measures the cluster that runs there: leave out --model")
         low, _, high = args.token_range.partition(":")

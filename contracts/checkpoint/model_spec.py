@@ -117,6 +117,21 @@ def read_model_spec(path: Path, context: int = 0) -> ModelSpec:
         generation = _sampling_beside(path) | found.generation
     else:
         config, generation, headers = _read_folder(path)
+    return _spec(path, config, generation, headers, context)
+
+
+def spec_of_config(path: Path) -> ModelSpec:
+    """The spec of a model of which there is only a `config.json`: without tensors. Raises as `read_model_spec` does."""
+    return _spec(path.parent, JsonFields(path, _of_text(read_json(path))), {}, {}, 0)
+
+
+def _spec(
+    path: Path,
+    config: JsonFields,
+    generation: Mapping[str, object],
+    headers: Mapping[str, TensorHeader],
+    context: int,
+) -> ModelSpec:
     quantization = read_quantization(config)
     architecture, dtype = _architecture(config), _dtype(config, headers)
     eos = generation.get("eos_token_id")

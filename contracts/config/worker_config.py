@@ -16,8 +16,8 @@ class EngineConfig:
     """How a worker keeps its weights. as_stored: as the checkpoint has them, quantised ones in their blocks. dense:
     expanded to `engine.dtype`, as they always are on a GPU. int8, int4: dense ones of the products in attention and
     feed-forward layers (``…_proj``, experts) are quantised when they are loaded, with a scale for each 32 columns;
-    embeddings, heads, routers of experts, and the products of latent attention, indexers and recurrent layers'
-    inputs stay dense."""
+    embeddings, heads, routers of experts, gates of recurrent layers, indexers and the product of latent attention that
+    is absorbed into others (``kv_b_proj``) stay dense."""
     context: int = 0
     """The longest sequence that is served, prompt and answer together, in tokens; 0: the model's own. Less takes less
     memory for a request at most; more is refused unless the model's rope scaling gives it."""

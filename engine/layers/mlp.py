@@ -116,8 +116,9 @@ RoutedExperts = Callable[[Tensor, ExpertRoutes, Numerics], Tensor]
 
 
 def _torch(weights: Weights, experts: Sequence[ExpertWeights], activation: Activation) -> RoutedExperts:
-    ups = [weights.made(expert.up_nh, expert.up_bias_n) for expert in experts]
-    return TorchExperts(ups, [weights.made(expert.down_hi, expert.down_bias_h) for expert in experts], activation)
+    ups = [weights.made(expert.up_nh, bias_n=expert.up_bias_n) for expert in experts]
+    downs = [weights.made(expert.down_hi, bias_n=expert.down_bias_h) for expert in experts]
+    return TorchExperts(ups, downs, activation)
 
 
 def _triton(weights: Weights, experts: Sequence[ExpertWeights], activation: Activation) -> RoutedExperts:

@@ -79,12 +79,13 @@ class Model(ABC):
         layers = [self.layer(i, weights.scope(f"model.layers.{i}.")) for i in range(self.layers)]
         norm_h = self.norm_weight(weights, f"model.{self.norm_name}.weight", self.hidden)
         # A head of its own counts, whatever the configuration says, unless it is a copy.
-        own = weights.has(head_name) and not only_head and not weights.same(head_name, embed_name)
-        if self.tied and not own:
+        own = weights.has(head_name) and not only_head
+        tied = self.tied and not (own and not weights.same(head_name, embed_name))
+        if tied:
             head = weights.made(table)
         else:
             head = weights.linear({"lm_head": self.spec.vocab_size}, self.hidden)
-        embed = table if isinstance(table, Tensor) else head if self.tied and not own else weights.made(table)
+        embed = table if isinstance(table, Tensor) else head if tied else weights.made(table)
         return Decoder(embed, layers, partial(self.norm, weight_h=norm_h), head)
 
     def norm_weight(self, weights: Weights, name: str, size: int) -> Tensor:

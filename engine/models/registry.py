@@ -48,6 +48,17 @@ def model_for(spec: ModelSpec) -> Model:
     Raises `CheckpointError` with one line of text for an architecture that is not supported, for invalid numbers, and
     for a tensor that is missing or of the wrong shape (naming it and both shapes).
     """
+    model = unchecked_model(spec)
+    model.build(Weights.dry(spec))
+    unknown = check_keys(type(model).__name__, spec.config)
+    if (spec.config.path, unknown) not in _WARNED:
+        _WARNED.add((spec.config.path, unknown))
+        warn_of(unknown, spec.architecture, spec.config)
+    return model
+
+
+def unchecked_model(spec: ModelSpec) -> Model:
+    """Make the model of a checkpoint by its numbers alone, whatever tensors are there. Raises `CheckpointError`."""
     entry = ARCHITECTURES.get(spec.architecture)
     if entry is None:
         raise CheckpointError(
@@ -56,11 +67,6 @@ def model_for(spec: ModelSpec) -> Model:
         )
     file, _, name = entry.partition(".")
     model: Model = getattr(import_module(f"twinpool.engine.models.{file}"), name)(spec)
-    model.build(Weights.dry(spec))
-    unknown = check_keys(name, spec.config)
-    if (spec.config.path, unknown) not in _WARNED:
-        _WARNED.add((spec.config.path, unknown))
-        warn_of(unknown, spec.architecture, spec.config)
     return model
 
 

@@ -13,7 +13,7 @@ one chain of additions over the inner axis, however many rows are computed with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -115,6 +115,22 @@ def _product_by_head(x_mk: Tensor, weight_hkn: Tensor) -> Tensor:
     rows = len(x_mk)
     x_hmk = x_mk.view(rows, len(weight_hkn), -1).transpose(0, 1).contiguous()
     return torch.bmm(x_hmk, weight_hkn).transpose(0, 1).reshape(rows, -1)
+
+
+class StackedLinear(RowExactLinear):
+    """Weights [n, k] that read the same input, some dense and some in blocks, each a product of its own: [m, k] gives
+    the columns of all, [m, sum of n]."""
+
+    def __init__(self, parts: Sequence[RowExactLinear]) -> None:
+        first = parts[0]
+        self.partial, self.dtype, self.device = first.partial, first.dtype, first.device
+        self._parts = parts
+        self.shape = (sum(part.shape[0] for part in parts), first.shape[1])
+        self._row_exact = all(part.row_exact for part in parts)
+        self.blocks, self.nbytes = any(part.blocks for part in parts), sum(part.nbytes for part in parts)
+
+    def __call__(self, x_mk: Tensor) -> Tensor:
+        return torch.cat([part(x_mk) for part in self._parts], dim=-1)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ checkpoint is complete, and once from the files. Both are the same code, so ther
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -23,10 +24,18 @@ from twinpool.contracts.checkpoint.safetensors_headers import FLOATS, TensorHead
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import CheckpointError, ConfigError
 from twinpool.engine.tensors.gguf_blocks import read_gguf_tensor, read_gguf_weight
-from twinpool.engine.tensors.row_exact_linear import HeadLinear, RowExactLinear
+from twinpool.engine.tensors.row_exact_linear import HeadLinear, RowExactLinear, StackedLinear
 from twinpool.engine.tensors.shard import WHOLE, Shard, ShardAxis
 from twinpool.engine.weight_formats.block_formats import PARTS, StoredWeight, quantised_layers, read_blocks
-from twinpool.engine.weight_formats.block_weight import BlockWeight, Code, Weight, dense, quantise, stack_rows
+from twinpool.engine.weight_formats.block_weight import (
+    BlockWeight,
+    Code,
+    Weight,
+    dense,
+    like_runs,
+    quantise,
+    stack_rows,
+)
 from twinpool.engine.weight_formats.gguf_formats import GGUF_TYPES
 
 _MXFP4_GROUP = 32
@@ -34,6 +43,9 @@ _MXFP4_GROUP = 32
 _QUANTISED_BITS = {"int8": 8, "int4": 4}
 _QUANTISED_GROUP = 32
 """Columns that share a scale in weights that are quantised when they are loaded."""
+_QUANTISED_NAMES = re.compile(r"(?<!weights)_proj(_with_mqa|_qkv|_qkvz|_z)?$")
+"""The layers that are quantised when they are loaded: not the gates of recurrent layers, nor the weights of an
+indexer's heads, which are small and decide much."""
 _STORED = {
     **{"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn},
     **{"F8_E8M0": torch.float8_e8m0fnu, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64},
@@ -102,6 +114,8 @@ class _Files:
     linears: list[RowExactLinear] = field(default_factory=list)
     products: list[tuple[int, int, int]] = field(default_factory=list)
     nbytes: int = 0
+    expanded: int = 0
+    """Bytes of them of weights that are stored in blocks and expanded nonetheless."""
     triton: bool = False
     keep: str = "as_stored"
     quantised: Collection[str] = ()
@@ -184,19 +198,30 @@ class Weights:
         """Bytes of all tensors taken so far, as they are kept."""
         return self._files.nbytes
 
+    @property
+    def expanded(self) -> int:
+        """Bytes, of `nbytes`, of weights that are stored in blocks and kept dense."""
+        return self._files.expanded
+
     def weight(self, name: str, rows: int | ShardAxis, columns: int | ShardAxis) -> Weight:
         """Read the weight ``name.weight`` of a product, [rows, columns]: dense, or in blocks where it is stored so.
 
-        A rank's columns that cut through a group of blocks are expanded to a dense weight.
+        A rank's columns that `BlockWeight.part` can't give in blocks are expanded to a dense weight.
         """
-        axes = _axes((rows, columns))
-        if self._files.keep != "dense" and (of_gguf := self._gguf_blocks(f"{name}.weight", axes)) is not None:
-            return self._counted(of_gguf)
-        found = self._stored_blocks(name, axes)
+        return self.ranges(name, [rows], columns)[0]
+
+    def ranges(self, name: str, rows: Sequence[int | ShardAxis], columns: int | ShardAxis) -> list[Weight]:
+        """Read several ranges of the rows of a weight, each as `weight` does; the stored weight is read once."""
+        axes = [_axes((each, columns)) for each in rows]
+        if self._files.keep != "dense":
+            of_gguf = [part for each in axes if (part := self._gguf_blocks(f"{name}.weight", each)) is not None]
+            if of_gguf:
+                return [self._counted(part) for part in of_gguf]
+        found = self._stored_blocks(name, axes[0])
         if found is not None:
-            return self._counted(self._part(found, axes))
-        weight = self.tensor(f"{name}.weight", rows, columns)
-        return self.kept(weight, columns) if name.endswith("_proj") else weight
+            return [self._counted(self._part(found, each)) for each in axes]
+        weights = [self.tensor(f"{name}.weight", each, columns) for each in rows]
+        return [self.kept(weight, columns) for weight in weights] if _QUANTISED_NAMES.search(name) else [*weights]
 
     def stacked(self, weights: Sequence[Weight]) -> Weight:
         """One weight of the rows of several that were read before (`stack_rows`)."""
@@ -229,9 +254,12 @@ class Weights:
         """A rank's part of a whole weight, with memory of its own on this device."""
         rows, columns = (axis.here for axis in axes)
         part = whole.part(rows, columns) if self._files.keep != "dense" else None
-        if part is None:
-            return whole.expand(rows, columns, self.dtype).to(self.device)
-        return part.to(self.device)
+        return part.to(self.device) if part is not None else self._expanded(whole, axes, self.dtype)
+
+    def _expanded(self, whole: BlockWeight, axes: list[ShardAxis], dtype: torch.dtype) -> Tensor:
+        expanded = whole.expand(axes[0].here, axes[1].here, dtype).to(self.device)
+        self._files.expanded += expanded.nbytes
+        return expanded
 
     def _stored_blocks(self, name: str, axes: list[ShardAxis]) -> BlockWeight | None:
         """The whole weight of a layer in blocks; None where it is dense, or missing."""
@@ -294,8 +322,7 @@ class Weights:
             axes = _axes(shape)
             found = self._stored_blocks(name.removesuffix(".weight"), axes)
             if found is not None:
-                expanded = found.expand(axes[0].here, axes[1].here, dtype or self.dtype)
-                return dense(self._counted(expanded.to(self.device)))
+                return dense(self._counted(self._expanded(found, axes, dtype or self.dtype)))
         taken = self._take(name, _axes(shape), dtype or self.dtype, FLOATS)
         self._files.nbytes += taken.nbytes
         return taken
@@ -371,13 +398,21 @@ class Weights:
             )
         if partial and self.shard.rank:
             biases = []  # Added once, by the first rank.
-        return self.made(self.stacked(weights), torch.cat(biases) if biases else None, partial=partial)
+        return self.made(*weights, bias_n=torch.cat(biases) if biases else None, partial=partial)
 
-    def made(self, weight_nk: Weight, bias_n: Tensor | None = None, *, partial: bool = False) -> RowExactLinear:
-        """Make a product with a weight that was read before."""
-        linear = RowExactLinear(weight_nk, bias_n, partial=partial)
-        self._files.linears.append(linear)
-        return linear
+    def made(self, *weights: Weight, bias_n: Tensor | None = None, partial: bool = False) -> RowExactLinear:
+        """Make a product with the rows of weights that were read before, one below the other; `bias_n` is that of all.
+
+        Where some are dense and some in blocks, each run of like ones is a product of its own (`StackedLinear`).
+        """
+        parts: list[RowExactLinear] = []
+        first = 0
+        for weight in (self.stacked(run) for run in like_runs(weights)):
+            bias = None if bias_n is None else bias_n[first : first + weight.shape[0]]
+            parts.append(RowExactLinear(weight, bias, partial=partial))
+            first += weight.shape[0]
+        self._files.linears += parts
+        return parts[0] if len(parts) == 1 else StackedLinear(parts)
 
     def by_head(self, weight_hkn: Tensor) -> HeadLinear:
         """Make a product with one matrix [k, n] a head, of a weight that was read before."""

@@ -32,6 +32,8 @@ IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 8
 """The numbers of ggml's codebook of four bits (`kvalues_iq4nl`)."""
 _E8M0_BIAS = 127
 _E8M0_NAN = 255
+SMALLEST_GROUP = 8
+"""Columns that share a scale in the part of a rank whose columns begin within a group, at least."""
 _TILE_BYTES = 8 << 20
 """Bytes of float32 that a product in torch unpacks at once, about."""
 
@@ -171,27 +173,32 @@ class BlockWeight:
         return self.expand(slice(None), slice(None), self.dtype)
 
     def part(self, rows: slice, columns: slice) -> BlockWeight | None:
-        """A rank's part; None where the range of columns cuts through a group, or the columns were reordered.
+        """A rank's part, with the same numbers.
 
-        Where it cuts through a span alone, the part has shorter spans, of which some share a factor.
+        Where its columns begin within a group, the part has smaller groups, to whose borders they are: a scale is
+        repeated then. Where the range cuts through a span alone, the part has shorter spans, of which some share a
+        factor. None where groups would be of less than `SMALLEST_GROUP` columns, or smaller within spans, and where the
+        range cuts through columns that were reordered, or through a byte.
         """
         n, k = self.shape
         row_range, column_range = range(n)[rows], range(k)[columns]
         first, last = column_range.start, column_range.stop
-        here = slice(row_range.start, row_range.stop)
+        here, group = slice(row_range.start, row_range.stop), gcd(first, self.group)
         if len(column_range) == k:
             return self._changed(lambda _, part: part[here])
-        if first % self.group or (last % self.group and last < k) or self.order_k is not None:
+        if self.order_k is not None or group < min(SMALLEST_GROUP, self.group) or last * self.code.bits % 8:
+            return None
+        if self.span and (group < self.group or (last % group and last < k)):
             return None
         whole = self._with_spans(gcd(self.span, first, last)) if self.span else self
-        units = {name: whole.span or k for name in _BY_SPAN} | dict.fromkeys(_BY_GROUP, self.group)
+        groups, span = torch.arange(first, last, group, device=self.device) // self.group, whole.span or k
 
         def cut(name: str, part: Tensor) -> Tensor:
             if name == "codes":
                 return part[here, first * self.code.bits // 8 : last * self.code.bits // 8]
-            return part[here, first // units[name] : -(-last // units[name])]
+            return part[here][:, groups] if name in _BY_GROUP else part[here, first // span : -(-last // span)]
 
-        return whole._changed(cut)
+        return replace(whole._changed(cut), group=group)
 
     def _with_spans(self, span: int) -> BlockWeight:
         """The same with factors for shorter spans, of which several make up one of now."""
@@ -284,6 +291,22 @@ def dense(weight: Weight) -> Tensor:
 def select_rows(weight: Weight, order_n: Tensor) -> Weight:
     """Rows of a weight, in this order."""
     return weight.rows(order_n) if isinstance(weight, BlockWeight) else dense(weight)[order_n.to(weight.device)]
+
+
+def like_runs(weights: Sequence[Weight]) -> list[list[Weight]]:
+    """The weights in the order given, neighbours together that are all in blocks, or all dense: `stack_rows` keeps each
+    run as it is."""
+    runs: list[list[Weight]] = []
+    for weight in weights:
+        if runs and _like(runs[-1][0], weight):
+            runs[-1].append(weight)
+        else:
+            runs.append([weight])
+    return runs
+
+
+def _like(one: Weight, two: Weight) -> bool:
+    return isinstance(one, Tensor) is isinstance(two, Tensor) and one.dtype == two.dtype
 
 
 def stack_rows(weights: Sequence[Weight]) -> Weight:

@@ -32,9 +32,10 @@ from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import CheckpointError, ConfigError
 from twinpool.engine.models.registry import model_for
 from twinpool.engine.runner.kernel_choice import class_of
+from twinpool.engine.tensors.row_exact_linear import RowExactLinear
 from twinpool.engine.tensors.shard import Shard, ShardAxis
 from twinpool.engine.tensors.weight_loader import Weights, weights_kept
-from twinpool.engine.weight_formats.block_weight import BlockStack, BlockWeight, dense, quantise, stack_rows
+from twinpool.engine.weight_formats.block_weight import BlockStack, BlockWeight, Weight, dense, quantise, stack_rows
 
 CPU = torch.device("cpu")
 LAYER = "model.layers.1.mlp.down_proj"
@@ -98,14 +99,71 @@ def test_ranks_hold_their_parts(written: Make, layout: str) -> None:
     assert all(isinstance(part, BlockWeight) for part in rows)
 
 
-def test_a_part_that_cuts_through_a_group_is_expanded(written: Make) -> None:
-    both = written("awq")
+@pytest.mark.parametrize(("layout", "group"), [("awq", 32), ("packed-int4", 32), ("gptq-8", 32), ("nvfp4", 16)])
+def test_a_part_that_begins_within_a_group_has_smaller_groups_of_the_same_numbers(
+    written: Make, layout: str, group: int
+) -> None:
+    both = written(layout)
     n, k = tensors_of(both.plain)[f"{LAYER}.weight"].shape
     whole = dense(loader(both.stored).weight(LAYER, n, k))
-    for first, count, kept in ((0, 48, False), (16, 32, False), (32, 64, True), (32, k - 32, True)):
+    for first, count, wanted in ((0, 48, group), (16, 32, 16), (8, 48, 8), (group, 64, group), (24, k - 24, 8)):
         part = loader(both.stored).weight(LAYER, n, ShardAxis(k, first, count))
-        assert isinstance(part, BlockWeight) == kept
-        assert torch.equal(dense(part), whole[:, first : first + count])
+        assert isinstance(part, BlockWeight)
+        assert part.group == min(wanted, group)
+        assert torch.equal(part.unpack(), whole[:, first : first + count])
+        x = torch.randn(5, count, generator=torch.Generator().manual_seed(first))
+        assert torch.equal(RowExactLinear(part)(x), RowExactLinear(whole[:, first : first + count].contiguous())(x))
+
+
+def test_a_part_that_can_not_stay_in_blocks_is_expanded(written: Make) -> None:
+    for layout, first, count in (("awq", 20, 44), ("awq", 0, 33), ("gptq-ordered", 32, 64)):
+        both = written(layout)
+        n, k = tensors_of(both.plain)[f"{LAYER}.weight"].shape
+        weights = loader(both.stored)
+        part = weights.weight(LAYER, n, ShardAxis(k, first, count))
+        assert isinstance(part, Tensor)
+        assert weights.expanded == weights.nbytes == part.nbytes
+        assert torch.equal(part, dense(loader(both.stored).weight(LAYER, n, k))[:, first : first + count])
+
+
+def test_weights_of_unlike_layouts_are_products_of_their_own_side_by_side(written: Make) -> None:
+    spec = read_model_spec(written("awq").plain)
+    weights = Weights(spec, torch.float32, CPU)
+    generator = torch.Generator().manual_seed(5)
+    plain = [torch.randn(n, 96, generator=generator) for n in (5, 7, 3, 9)]
+    parts: list[Weight] = [quantise(plain[0], 4, 32), quantise(plain[1], 4, 32), plain[2], quantise(plain[3], 8, 32)]
+    bias, x = torch.randn(24, generator=generator), torch.randn(6, 96, generator=generator)
+    linear = weights.made(*parts, bias_n=bias)
+    assert (linear.shape, linear.blocks, len(weights.linears)) == ((24, 96), True, 3)
+    assert linear.nbytes == sum(part.nbytes for part in parts)
+    whole = torch.cat([dense(part) for part in parts])
+    torch.testing.assert_close(linear(x), torch.nn.functional.linear(x, whole, bias))
+
+
+MIXERS = (
+    *(("deepseek_v3", "fp8-blocks"), ("deepseek_v32", "fp8-ue8m0"), ("glm5", "packed-int4"), ("nemotron_h", "int8")),
+    *(("qwen3_next", "packed-int4-zeros"), ("qwen3_5", "fp8-blocks"), ("falcon_h1", "packed-int4")),
+)
+
+
+@pytest.mark.parametrize(("family", "layout"), MIXERS)
+def test_products_of_every_mixer_stay_in_blocks(written: Make, family: str, layout: str) -> None:
+    both = written(layout, family)
+    weights, layers = loader(both.stored), list(quantised_names(both.stored))
+    model_for(weights.spec).build(weights)
+    plain = tensors_of(both.plain)
+    absorbed = sum(plain[f"{layer}.weight"].nbytes for layer in layers if layer.endswith("kv_b_proj"))
+    assert weights.expanded == absorbed, "only a product that is absorbed into others is expanded"
+    kinds = {layer.rpartition(".")[2] for layer in layers}
+    assert kinds & {"kv_a_proj_with_mqa", "in_proj_qkvz", "in_proj_qkv", "in_proj"}
+    header = weights.spec.headers
+    dense_bytes = sum(h.end - h.begin for h in header.values() if h.dtype in {"F32", "BF16"} and len(h.shape) < 3)
+    assert weights.nbytes < dense_bytes + absorbed + 0.4 * sum(plain[f"{layer}.weight"].nbytes for layer in layers)
+    bench, oracle = Bench(both.stored), Oracle(both.plain)
+    prompts = [[(7 * i + seed) % 290 for i in range(length)] for seed, length in ((1, 5), (2, 40))]
+    for prompt, answer in zip(prompts, bench.generate_many(prompts, 6), strict=True):
+        verdict = compare(oracle, prompt, answer)
+        assert verdict.equal, verdict
 
 
 @pytest.mark.parametrize(
@@ -372,15 +430,18 @@ def test_a_dense_weight_is_quantised_to_the_nearest_numbers(bits: int, step: flo
 # ------------------------------------------------------------ engine.weights
 
 
-@pytest.mark.parametrize(("kept", "bits"), [("int8", 8), ("int4", 4)])
+@pytest.mark.parametrize(("family", "kept", "bits"), [
+    ("qwen3_moe", "int8", 8), ("qwen3_moe", "int4", 4), ("deepseek_v32", "int4", 4), ("qwen3_next", "int8", 8),
+])  # fmt: skip
 def test_dense_products_are_quantised_when_they_are_loaded(
-    tmp_path: Path, kept: Literal["int8", "int4"], bits: int
+    tmp_path: Path, family: str, kept: Literal["int8", "int4"], bits: int
 ) -> None:
-    folder, plain = FAMILIES["qwen3_moe"](tmp_path / "moe"), tmp_path / "plain"
+    folder, plain = FAMILIES[family](tmp_path / "made"), tmp_path / "plain"
     shutil.copytree(folder, plain)
     tensors = tensors_of(folder)
     for name, tensor in tensors.items():
-        if name.endswith("_proj.weight"):
+        left = ("kv_b_proj.weight", "weights_proj.weight", "in_proj_ba.weight")
+        if name.endswith(("_proj.weight", "_with_mqa.weight", "_qkvz.weight")) and not name.endswith(left):
             tensors[name] = quantise(tensor.float(), bits, 32).unpack()
     rewrite_tensors(plain, tensors)
     bench, oracle = Bench(folder, weights=kept, dtype="float32"), Oracle(plain)

@@ -19,7 +19,16 @@ from torch import Tensor
 from tests.support.family_checkpoint import rewrite_tensors, tensors_of
 
 GROUP = 32
-PRODUCTS = ("_proj.weight", "wq_b.weight", "wk.weight", "gate_proj.weight")
+PRODUCTS = (
+    "_proj.weight",
+    "_proj_with_mqa.weight",
+    "_proj_qkvz.weight",
+    "_proj_qkv.weight",
+    "wq_b.weight",
+    "wk.weight",
+)
+"""The layers that are quantised, by the ends of their names; gates of recurrent layers and the weights of an indexer's
+heads are left dense, as they are in published checkpoints."""
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column, of eight, that lies in the first, second, ... four bits of a word of AWQ."""
@@ -215,7 +224,8 @@ def quantise_folder(folder: Path, layout: str, to: Path) -> Written:
     stored: dict[str, Tensor] = {}
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors_of(folder).items():
-        if tensor.dim() != 2 or not name.endswith(PRODUCTS) or min(tensor.shape) < GROUP:
+        left = not name.endswith(PRODUCTS) or name.endswith("weights_proj.weight")
+        if left or tensor.dim() != 2 or min(tensor.shape) < GROUP:
             stored[name] = plain[name] = tensor.float()
             continue
         parts, plain[name] = write(tensor)

@@ -33,6 +33,7 @@ from twinpool.engine.layers.norm import rms_norm
 from twinpool.engine.layers.rope import RopeTable, rotate
 from twinpool.engine.tensors.row_exact_linear import HeadLinear, RowExactLinear
 from twinpool.engine.tensors.weight_loader import Weights
+from twinpool.engine.weight_formats.block_weight import Weight, select_rows
 
 _NORM_EPS = 1e-6
 """Epsilon of the norms of compressed queries, latents and index keys, whatever epsilon the model's other norms have."""
@@ -80,13 +81,16 @@ def latent_buffers(
     return with_scales((BufferSpec("latent", layers, (shape.entry_dim,), dtype),), codes)
 
 
-def halves(weight: Tensor, first: int, count: int) -> Tensor:
-    """Reorder `count` dimensions of axis 0 from `first` on, from neighbouring pairs to two halves.
+def halves(size: int, first: int, count: int, heads: int = 1) -> Tensor:
+    """The order of each head's `size` dimensions, [heads * size] int64, in which `count` of them from `first` on are
+    two halves where they were neighbouring pairs.
 
-    Applied to the weights once; then the rotation by halves serves both kinds of rope.
+    Applied to the rows of weights once; then the rotation by halves serves both kinds of rope.
     """
-    turning = weight[first : first + count]
-    return torch.cat((weight[:first], turning[0::2], turning[1::2], weight[first + count :]))
+    order = torch.arange(size)
+    turning = order[first : first + count]
+    of_one = torch.cat((order[:first], turning[0::2], turning[1::2], order[first + count :]))
+    return (torch.arange(heads).unsqueeze(1) * size + of_one).flatten()
 
 
 class MLA:
@@ -143,29 +147,36 @@ class MLA:
     def _queries(self, weights: Weights) -> tuple[RowExactLinear, Tensor | None, RowExactLinear | None]:
         """The product that reads the layer's input; the norm and up product of compressed queries, or None twice."""
         shape = self._shape
-        key_value, key_bias = _taken(weights, "kv_a_proj_with_mqa", shape.entry_dim, shape.hidden, bias=shape.bias)
-        key_value, key_bias = self._sorted(key_value, shape.rank), self._sorted(key_bias, shape.rank)
+        key_value = self._sorted(weights.weight("kv_a_proj_with_mqa", shape.entry_dim, shape.hidden), shape.rank)
         if shape.q_rank is None:
             q = self._by_head(weights, "q_proj", shape.hidden)
-            no_bias = key_bias.new_zeros(len(q))
-            return self._made(weights, (q, key_value), (no_bias, key_bias)), None, None
-        low, low_bias = _taken(weights, "q_a_proj", shape.q_rank, shape.hidden, bias=shape.bias)
-        down = self._made(weights, (low, key_value), (low_bias, key_bias))
+            return weights.made(q, key_value, bias_n=self._down_bias(weights, "", q.shape[0])), None, None
+        low = weights.weight("q_a_proj", shape.q_rank, shape.hidden)
+        down = weights.made(low, key_value, bias_n=self._down_bias(weights, "q_a_proj.bias", shape.q_rank))
         norm = weights.tensor("q_a_layernorm.weight", shape.q_rank)
         return down, norm, weights.made(self._by_head(weights, "q_b_proj", shape.q_rank))
 
-    def _made(self, weights: Weights, parts: tuple[Tensor, ...], biases: tuple[Tensor, ...]) -> RowExactLinear:
-        return weights.made(torch.cat(parts), torch.cat(biases) if self._shape.bias else None)
+    def _down_bias(self, weights: Weights, name: str, rows: int) -> Tensor | None:
+        """The bias of the product that reads the layer's input; without a `name` zeros for the queries' rows."""
+        if not self._shape.bias:
+            return None
+        key_value = weights.tensor("kv_a_proj_with_mqa.bias", self._shape.entry_dim)
+        if self._shape.interleaved:
+            key_value = key_value[halves(self._shape.entry_dim, self._shape.rank, self._shape.rope_dim)]
+        return torch.cat((weights.tensor(name, rows) if name else key_value.new_zeros(rows), key_value))
 
-    def _by_head(self, weights: Weights, name: str, columns: int) -> Tensor:
+    def _by_head(self, weights: Weights, name: str, columns: int) -> Weight:
         """The weight of this rank's queries, [heads * q_dim, columns]."""
         shape = self._shape
-        weight = weights.tensor(f"{name}.weight", weights.shard.axis(shape.heads, shape.q_dim, "heads"), columns)
-        by_head = weight.view(self._heads, shape.q_dim, columns).transpose(0, 1)
-        return self._sorted(by_head, shape.plain_dim).transpose(0, 1).reshape(-1, columns)
+        rows = weights.shard.axis(shape.heads, shape.q_dim, "heads")
+        return self._sorted(weights.weight(name, rows, columns), shape.plain_dim, self._heads)
 
-    def _sorted(self, weight: Tensor, first: int) -> Tensor:
-        return halves(weight, first, self._shape.rope_dim) if self._shape.interleaved else weight
+    def _sorted(self, weight: Weight, first: int, heads: int = 1) -> Weight:
+        """A weight whose rows with rope, from `first` of each head on, are two halves."""
+        if not self._shape.interleaved:
+            return weight
+        order = halves(weight.shape[0] // heads, first, self._shape.rope_dim, heads)
+        return select_rows(weight, order)
 
     def _head_matrices(self, weights: Weights) -> tuple[HeadLinear, HeadLinear]:
         """The matrices from a head's plain query to a query of latents, and from a weighted latent to its value."""
@@ -174,12 +185,6 @@ class MLA:
         both = weights.tensor("kv_b_proj.weight", rows, shape.rank).view(self._heads, -1, shape.rank)
         keys_hpr, values_hvr = torch.split(both, [shape.plain_dim, shape.value_dim], dim=1)
         return weights.by_head(keys_hpr), weights.by_head(values_hvr.transpose(1, 2))
-
-
-def _taken(weights: Weights, name: str, rows: int, columns: int, *, bias: bool) -> tuple[Tensor, Tensor]:
-    """Read a weight and its bias; zeros where it has no bias."""
-    weight = weights.tensor(f"{name}.weight", rows, columns)
-    return weight, weights.tensor(f"{name}.bias", rows) if bias else weight.new_zeros(rows)
 
 
 @dataclass(frozen=True)
@@ -215,16 +220,16 @@ class DSAIndexer:
     def __init__(self, weights: Weights, place: LayerPlace, rope: RopeTable, shape: IndexShape) -> None:
         """`place.layer` counts only the layers that have index keys."""
         self._place, self._rope, self._shape = place, rope, shape
-        keys = weights.tensor("wk.weight", shape.dim, shape.hidden)
-        scores = weights.tensor("weights_proj.weight", shape.heads, shape.hidden)
+        keys = weights.weight("wk", shape.dim, shape.hidden)
+        scores = weights.weight("weights_proj", shape.heads, shape.hidden)
         norm, bias = weights.tensor("k_norm.weight", shape.dim), weights.tensor("k_norm.bias", shape.dim)
-        queries = weights.tensor("wq_b.weight", shape.heads * shape.dim, shape.q_rank)
+        queries = weights.weight("wq_b", shape.heads * shape.dim, shape.q_rank)
         if shape.interleaved:
-            keys, norm, bias = (halves(each, 0, shape.rope_dim) for each in (keys, norm, bias))
-            by_head = queries.view(shape.heads, shape.dim, shape.q_rank).transpose(0, 1)
-            queries = halves(by_head, 0, shape.rope_dim).transpose(0, 1).reshape(-1, shape.q_rank)
+            order = halves(shape.dim, 0, shape.rope_dim)
+            keys, norm, bias = select_rows(keys, order), norm[order], bias[order]
+            queries = select_rows(queries, halves(shape.dim, 0, shape.rope_dim, shape.heads))
         self._norm_d, self._bias_d = norm, bias
-        self._keys_weights = weights.made(torch.cat((keys, scores)))
+        self._keys_weights = weights.made(keys, scores)
         self._queries = weights.made(queries)
         self._scale = shape.dim**-0.5 * shape.heads**-0.5
         weights.products.extend((batch, shape.dim, INDEX_BLOCK) for batch in (1, 5))

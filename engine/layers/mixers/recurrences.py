@@ -22,6 +22,7 @@ from twinpool.engine.layers.decoder import ForwardContext, LayerPlace
 from twinpool.engine.layers.norm import rms_norm, sigmoid, silu, softplus, square_sum
 from twinpool.engine.tensors.shard import Shard, ShardAxis
 from twinpool.engine.tensors.weight_loader import Weights
+from twinpool.engine.weight_formats.block_weight import Weight, select_rows
 
 
 def conv_buffer(
@@ -103,19 +104,19 @@ def delta_buffers(layers: int, shape: DeltaShape, dtype: torch.dtype, shard: Sha
     return (*convs, *scan_buffers(layers, heads, groups, shape.key_dim, shape.value_dim, delta=True, shard=shard))
 
 
-Projection = Callable[[Weights, DeltaShape], list[Tensor]]
+Projection = Callable[[Weights, DeltaShape], list[Weight]]
 """Reads this rank's weights of queries, keys, values, output gates, write strengths and decays: [rows, hidden] each."""
 
 
-def separate(weights: Weights, shape: DeltaShape) -> list[Tensor]:
+def separate(weights: Weights, shape: DeltaShape) -> list[Weight]:
     """The projection of Qwen3.5: ``in_proj_qkv`` (all queries, keys, then values), ``in_proj_z``, ``_b`` and ``_a``."""
     z, b = _axes(shape, weights.shard)[2], weights.shard.axis(shape.value_heads)
-    parts = [weights.tensor("in_proj_qkv.weight", part, shape.hidden) for part in _conv_parts(shape, weights.shard)]
-    parts.append(weights.tensor("in_proj_z.weight", z, shape.hidden))
-    return parts + [weights.tensor(f"in_proj_{name}.weight", b, shape.hidden) for name in "ba"]
+    parts = weights.ranges("in_proj_qkv", _conv_parts(shape, weights.shard), shape.hidden)
+    parts.append(weights.weight("in_proj_z", z, shape.hidden))
+    return parts + [weights.weight(f"in_proj_{name}", b, shape.hidden) for name in "ba"]
 
 
-def grouped(weights: Weights, shape: DeltaShape) -> list[Tensor]:
+def grouped(weights: Weights, shape: DeltaShape) -> list[Weight]:
     """The projection of Qwen3-Next: ``in_proj_qkvz`` and ``in_proj_ba``, with the rows of a key head together."""
     group, shard = shape.group, weights.shard
     widths = [shape.key_dim, shape.key_dim, group * shape.value_dim, group * shape.value_dim]
@@ -124,14 +125,19 @@ def grouped(weights: Weights, shape: DeltaShape) -> list[Tensor]:
     first = values.start - keys.start * group
     heads = slice(first, first + len(values))
 
-    def read(name: str, widths: list[int]) -> list[Tensor]:
-        rows = weights.tensor(name, shard.axis(shape.key_heads, sum(widths)), shape.hidden)
-        return list(torch.split(rows.view(len(keys), -1, shape.hidden), widths, dim=1))
+    def rows(widths: list[int]) -> list[Tensor]:
+        """The rows of each part among those of this rank's key heads, [key heads, width] each."""
+        return list(torch.split(torch.arange(len(keys) * sum(widths)).view(len(keys), -1), widths, dim=1))
 
-    q, k, v, z = read("in_proj_qkvz.weight", widths)
-    b, a = read("in_proj_ba.weight", [group, group])
-    by_head = [part.reshape(len(keys) * group, -1, shape.hidden)[heads] for part in (v, z, b, a)]
-    return [part.reshape(-1, shape.hidden) for part in (q, k, *by_head)]
+    def of_values(rows: Tensor) -> Tensor:
+        return rows.reshape(len(keys) * group, -1)[heads]
+
+    q, k, v, z = rows(widths)
+    b, a = rows([group, group])
+    qkvz = weights.weight("in_proj_qkvz", shard.axis(shape.key_heads, sum(widths)), shape.hidden)
+    ba = weights.weight("in_proj_ba", shard.axis(shape.key_heads, 2 * group), shape.hidden)
+    parts = [select_rows(qkvz, part.flatten()) for part in (q, k, of_values(v), of_values(z))]
+    return parts + [select_rows(ba, of_values(part).flatten()) for part in (b, a)]
 
 
 class GatedDelta:
@@ -142,8 +148,8 @@ class GatedDelta:
     ) -> None:
         self._place, self._shape, self._eps = place, shape, eps
         parts = projection(weights, shape)
-        self._widths = [len(part) for part in parts]
-        self._in = weights.made(torch.cat(parts))
+        self._widths = [part.shape[0] for part in parts]
+        self._in = weights.made(*parts)
         conv = weights.scope("conv1d.")
         self._conv = CausalConv(conv, place, _DELTA_CONVS, _conv_parts(shape, weights.shard), shape.kernel, bias=False)
         heads = weights.shard.axis(shape.value_heads)
@@ -246,11 +252,11 @@ class Mamba2:
         times = shard.axis(shape.heads)
         rows = _ranges([heads, heads, groups, groups, times])
         self._widths = [part.count for part in rows]
-        weight_nk = torch.cat([weights.tensor("in_proj.weight", part, shape.hidden) for part in rows])
         bias_n = torch.cat([weights.tensor("in_proj.bias", part) for part in rows]) if shape.in_bias else None
-        self._in = weights.made(weight_nk, bias_n)
-        parts = zip(shape.multipliers, self._widths, strict=True)
-        self._scale_n = torch.cat([weight_nk.new_full((width,), factor) for factor, width in parts])
+        self._in = weights.made(*weights.ranges("in_proj", rows, shape.hidden), bias_n=bias_n)
+        ones_n = torch.ones(sum(self._widths), dtype=weights.dtype, device=weights.device)
+        parts = zip(torch.split(ones_n, self._widths), shape.multipliers, strict=True)
+        self._scale_n = torch.cat([ones * factor for ones, factor in parts])
         self._scaled = any(factor != 1.0 for factor in shape.multipliers)
         channels = _ranges([heads, groups, groups])
         conv = weights.scope("conv1d.")

@@ -1,0 +1,117 @@
+"""`twinpool plan --memory`: the weights of published models from their `config.json` alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.model_families import FAMILIES
+from tests.support.quantised_checkpoints import quantise_folder
+from twinpool.cli import command_line
+from twinpool.cli import commands as cli
+from twinpool.cli.load.model_memory import count_weights
+from twinpool.cluster.serve.preflight import weight_bytes
+from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec, spec_of_config
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.errors import CheckpointError
+from twinpool.engine.models.planned_headers import asked_of, planned_spec
+
+CONFIGS = Path(__file__).parents[2] / "support" / "published_configs"
+ON_CPU = config_from_dict({"engine": {"device": "cpu"}})
+
+
+def spec_with(folder: Path, name: str, **changes: object) -> ModelSpec:
+    """The spec of a published `config.json` with some keys changed."""
+    values = json.loads((CONFIGS / f"{name}.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(values))
+    return spec_of_config(folder / "config.json")
+
+
+def stored(spec: ModelSpec) -> int:
+    return sum(header.end for header in planned_spec(spec, asked_of(spec)).headers.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "parameters", "nbytes"), [
+    # The model card: 116.83 billion, and a checkpoint of 60.8 GiB.
+    ("gpt-oss-120b", 116.83e9, 60.8 * 2**30),
+    # DeepSeek-V3's 671.03 billion, and an indexer in each of 61 layers: 64 queries of 128 from 1,536, a key of 128
+    # and 64 weights from 7,168 (and two vectors of 128). A byte each, two for embeddings, heads and routers; scales.
+    ("deepseek-v3.2", 671.03e9 + 61 * (64 * 128 * 1536 + (128 + 64) * 7168 + 256), 674e9),
+])  # fmt: skip
+def test_published_models_have_their_published_sizes(name: str, parameters: float, nbytes: float) -> None:
+    spec = spec_of_config(CONFIGS / f"{name}.json")
+    asked = asked_of(spec)
+    assert asked.parameters == pytest.approx(parameters, rel=1e-4)
+    headers = planned_spec(spec, asked).headers
+    assert sum(header.end for header in headers.values()) == pytest.approx(nbytes, rel=2e-3)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "gpt-oss-120b"])
+def test_a_cpu_holds_the_bytes_of_the_files_within_five_percent(tmp_path: Path, name: str) -> None:
+    small = {"num_hidden_layers": 4, "n_routed_experts": 16, "num_local_experts": 8}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2} if name == "gpt-oss-120b" else {}
+    spec = spec_with(tmp_path, name, **small, **kinds)
+    planned = planned_spec(spec, asked_of(spec))
+    assert weight_bytes(planned, ON_CPU) == pytest.approx(stored(spec), rel=0.05)
+    expanded = weight_bytes(planned, config_from_dict({"engine": {"device": "cuda"}}))
+    assert expanded == pytest.approx(2 * asked_of(spec).parameters, rel=0.01)
+    of_a_card = count_weights(spec, ON_CPU, 8, gpu=True)
+    assert of_a_card.stored == stored(spec)
+    assert of_a_card.packed < of_a_card.held < 0.65 * expanded, "embeddings, half of such a small model, are on each"
+
+
+def test_headers_that_are_planned_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    folder = FAMILIES["deepseek_v32"](tmp_path / "made", published=True)
+    written = quantise_folder(folder, "fp8-blocks", tmp_path / "written").stored
+    there = read_model_spec(written)
+    config = json.loads((written / "config.json").read_text())
+    names = [name for name, header in there.headers.items() if header.dtype == "F32" and len(header.shape) == 2]
+    config["quantization_config"]["modules_to_not_convert"] = [name.removesuffix(".weight") for name in names]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = spec_of_config(tmp_path / "config.json")
+    planned = planned_spec(spec, asked_of(spec)).headers
+    assert {name: (h.dtype, h.shape) for name, h in planned.items()} == {
+        name: (h.dtype, h.shape)
+        for name, h in there.headers.items()
+        if not name.startswith(f"model.layers.{there.layers}.")  # It predicts a second token.
+    }
+
+
+def test_a_method_that_only_tensors_tell_of_is_refused_by_name(tmp_path: Path) -> None:
+    spec = spec_with(tmp_path, "deepseek-v3.2", quantization_config={"quant_method": "awq", "bits": 4})
+    with pytest.raises(CheckpointError, match="quantised by 'awq' are stored is told by their tensors alone"):
+        planned_spec(replace(spec, layers=1), asked_of(replace(spec, layers=1)))
+
+
+def run(*words: str) -> int:
+    return cli.run(command_line.parser().parse_args(["plan", "--memory", *words]))
+
+
+def test_the_command_says_what_is_stored_and_what_is_held(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = spec_with(tmp_path, "deepseek-v3.2", num_hidden_layers=4, n_routed_experts=16)
+    assert (asked_of(spec).parameters, stored(spec)) == (4595572752, 6451623712)
+    model = str(tmp_path / "config.json")
+    assert run("--model", model, "--cards", "8x5GiB") == 0
+    said = capsys.readouterr().out
+    assert "DeepseekV32ForCausalLM, fp8: 4.6 billion parameters, 6.0 GiB as stored" in said
+    assert "expanded, as a GPU holds them today" in said
+    assert "GiB a card left" in said
+    assert run("--model", model, "--cards", "2x2GiB") == 1, "more than a card has"
+    assert "GiB a card too much" in capsys.readouterr().out
+    assert run("--model", model) == 0
+    assert "on a CPU a worker holds 6." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "text"), [
+    (["--model", "x", "--cards", "8xB999"], "--cards takes a number of H100 or H200"),
+    (["--model", "x", "--cards", "0xH100"], "--cards takes"),
+    ([], "--memory needs --model"), (["--model", "x", "--measure"], "leave out --trace"),
+    (["--model", "no/such/folder"], "does not exist"),
+])  # fmt: skip
+def test_bad_flags_are_refused(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*words) in {1, 2}
+    assert text in capsys.readouterr().err
