@@ -33,8 +33,7 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import Role
 from twinpool.contracts.messages.cluster_view import ControlPlane
-from twinpool.contracts.messages.latency_shape import BOUNDS_S, BUCKETS, LatencyShape
-from twinpool.contracts.messages.router_report import COUNTERS, RouterReport
+from twinpool.contracts.messages.router_report import BOUNDS_S, BUCKETS, COUNTERS, LatencyShape, RouterReport
 from twinpool.router.api.app import create_app
 from twinpool.router.api.router_server import RouterServer
 from twinpool.router.main import listen
@@ -79,7 +78,7 @@ def traffic(prefill: int, seed: int) -> TrafficShape:
 
 
 def shape_of(gaps: GapHistogram) -> list[int]:
-    """The counts of a histogram in the buckets of `contracts.messages.latency_shape`."""
+    """The counts of a histogram in the buckets of `contracts.messages.router_report`."""
     buckets = np.searchsorted(BOUNDS_S, MIDDLES_S)
     return [int(n) for n in np.bincount(buckets, gaps.counts, minlength=BUCKETS)]
 

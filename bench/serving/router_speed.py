@@ -41,8 +41,7 @@ from bench.common.bench_report import figure_table, flag_parser, headline, write
 from bench.common.child_server import ROOT, child, first_line, free_port, wait_ready
 from twinpool.contracts.ids import Incarnation, RequestId, RoomId
 from twinpool.contracts.messages.router_commands import Submit
-from twinpool.contracts.messages.stream_frames import StreamOpening
-from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL
+from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamOpening
 from twinpool.contracts.messages.worker_events import Done, Event
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.contracts.wire.frame_connection import FrameConnection

@@ -41,7 +41,7 @@ from twinpool.cache.storage.io_queue import IoQueue
 from twinpool.cache.storage.page_store import PageStore, RankPageStore
 from twinpool.cache.tiers.kv_event_publisher import KVEventRecorder
 from twinpool.contracts.config.cache_config import CacheConfig
-from twinpool.contracts.credentials.curve_file import CurvePair
+from twinpool.contracts.credentials.certificate_files import CurvePair
 
 _log = logging.getLogger("twinpool.cache")
 

@@ -42,7 +42,7 @@ from twinpool.cache.prefix_cache.token_prefix import token_ids
 from twinpool.cache.prefix_cache.tree_node import IN_TREE, Tier, TreeNode
 from twinpool.contracts.block_hash import KEY_BYTES
 from twinpool.contracts.config.cache_config import EventsConfig
-from twinpool.contracts.credentials.curve_file import CurvePair
+from twinpool.contracts.credentials.certificate_files import CurvePair
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.messages.kv_events import END, TRUTH, BlockRemoved, BlockStored, KvEvent, encode_batch
 from twinpool.contracts.messages.kv_events import EventMedium as Medium

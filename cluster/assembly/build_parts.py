@@ -36,7 +36,7 @@ from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.cluster_secret import SECRET_VARIABLE
 from twinpool.contracts.config.cluster_config import Config, section_of
-from twinpool.contracts.credentials.curve_file import read_curve_pair
+from twinpool.contracts.credentials.certificate_files import read_curve_pair
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import PAIR, Role, WorkerName
 from twinpool.contracts.messages.rank_orders import AwaitReady, BindArenas

@@ -18,8 +18,7 @@ from twinpool.contracts.errors import WireError
 from twinpool.contracts.messages.calls import CALLS_VERSION
 from twinpool.contracts.messages.leases import RENEWAL_BYTES, SILENCE_S, UNREAD_BYTES, LeaseGrant, Renewal
 from twinpool.contracts.messages.stream_frames import StreamOpening
-from twinpool.contracts.wire.frame_connection import FrameConnection
-from twinpool.contracts.wire.frame_listener import FrameListener
+from twinpool.contracts.wire.frame_connection import FrameConnection, FrameListener
 from twinpool.contracts.wire.message_codec import decode, encode
 
 log = logging.getLogger("twinpool.controller")

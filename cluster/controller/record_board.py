@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from twinpool.contracts.messages.record_ring import RecordRing, in_order
-from twinpool.contracts.messages.request_record import MAX_RECENT, RequestRecord
+from twinpool.contracts.messages.request_record import MAX_RECENT, RecordRing, RequestRecord, in_order
 
 MAX_RECORDS = 2_000
 MAX_BYTES = 32 * 1024**2

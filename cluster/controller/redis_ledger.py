@@ -19,8 +19,7 @@ import redis
 from twinpool.cluster.controller.leadership import LedgerLeader, LedgerLost
 from twinpool.contracts.config.ledger_place import NO_SENTINEL, without_password
 from twinpool.contracts.errors import ConfigError
-from twinpool.contracts.wire.redis_connection import RedisAccess, open_redis
-from twinpool.contracts.wire.tls_diagnosis import tls_trouble
+from twinpool.contracts.wire.redis_connection import RedisAccess, open_redis, tls_trouble
 
 SETTING = "cluster.ledger"
 TIMEOUT_S = 1.0

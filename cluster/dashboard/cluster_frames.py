@@ -37,9 +37,8 @@ from twinpool.contracts.damage import DamageSite
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyTarget
 from twinpool.contracts.messages.cluster_view import ControlPlane
-from twinpool.contracts.messages.latency_shape import percentile
 from twinpool.contracts.messages.request_record import RequestRecord
-from twinpool.contracts.messages.router_report import RouterReport
+from twinpool.contracts.messages.router_report import RouterReport, percentile
 from twinpool.contracts.messages.worker_status import CPU_SECONDS
 from twinpool.router.verification.damage_totals import DamageTotals
 

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.autoscaler_messages import AutoscalerView
-from twinpool.contracts.messages.latency_shape import BUCKETS, added, grown
 from twinpool.contracts.messages.request_record import RequestRecord
-from twinpool.contracts.messages.router_report import COUNTERS, RouterReport
+from twinpool.contracts.messages.router_report import BUCKETS, COUNTERS, RouterReport, added, grown
 from twinpool.contracts.messages.worker_status import CPU_SECONDS, GPU_UTILIZATION, WorkerView
 
 LINK_BYTES = "link_bytes:"
@@ -255,7 +254,7 @@ SILENT_S = 15.0
 
 
 class Latencies(NamedTuple):
-    """Counts of seconds by bucket (`contracts.messages.latency_shape`)."""
+    """Counts of seconds by bucket (`contracts.messages.router_report`)."""
 
     first_tokens: list[int]
     output_tokens: list[int]

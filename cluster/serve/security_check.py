@@ -11,7 +11,7 @@ from typing import Any
 
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.security_config import FILES, SecurityConfig
-from twinpool.contracts.credentials.curve_file import read_curve_pair
+from twinpool.contracts.credentials.certificate_files import read_curve_pair
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.key_file import read_key_file
 

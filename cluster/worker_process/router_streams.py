@@ -23,11 +23,9 @@ from twinpool.contracts.credentials.node_tls import NodeTls
 from twinpool.contracts.errors import WireError
 from twinpool.contracts.ids import Incarnation
 from twinpool.contracts.interfaces.worker_interface import SessionId
-from twinpool.contracts.messages.stream_frames import StreamEnd
-from twinpool.contracts.messages.stream_protocol import refusal
+from twinpool.contracts.messages.stream_frames import StreamEnd, refusal
 from twinpool.contracts.messages.worker_events import Event
-from twinpool.contracts.wire.frame_connection import FrameConnection
-from twinpool.contracts.wire.frame_listener import FrameListener
+from twinpool.contracts.wire.frame_connection import FrameConnection, FrameListener
 from twinpool.contracts.wire.stream_codec import (
     COMMANDS_BYTES,
     decode_commands,

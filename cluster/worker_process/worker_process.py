@@ -54,7 +54,7 @@ from twinpool.contracts.errors import ConfigError, TwinpoolError
 from twinpool.contracts.ids import Incarnation, WorkerName
 from twinpool.contracts.interfaces.worker_interface import Worker
 from twinpool.contracts.messages.rank_orders import LeaveRole
-from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL
+from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL
 from twinpool.contracts.messages.worker_status import WorkerRecord
 from twinpool.contracts.signal_listener import SignalListener
 from twinpool.transfer.net.fault_injection import via_proxy

@@ -1,8 +1,15 @@
-"""What a router tells the controller of itself, for the dashboard: its counts, and what it has under way."""
+"""What a router tells the controller of itself, for the dashboard: its counts, and what it has under way.
+
+Latencies are histograms of seconds that can be added up (`LatencyShape`): quarter octaves, from which any percentile
+can be read within 19 %. `/metrics` has few buckets, as monitoring systems want them; these are for showing percentiles
+of the latest seconds.
+"""
 
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 from msgspec import Meta, field
@@ -10,7 +17,60 @@ from msgspec.structs import replace
 
 from twinpool.contracts.errors import WireError
 from twinpool.contracts.message_types import NAME_CHARS, SOME, Finite, Message, Name, Uint32, Uint64
-from twinpool.contracts.messages.latency_shape import BUCKETS
+
+FIRST_S = 0.00025
+OCTAVES = 19
+STEPS = 4
+"""Buckets in which seconds double."""
+BOUNDS_S = tuple(FIRST_S * 2 ** (i / STEPS) for i in range(OCTAVES * STEPS + 1))
+"""Upper bounds of the buckets, each included, from 0.25 ms to 131 s; one more bucket has what is longer."""
+BUCKETS = len(BOUNDS_S) + 1
+
+
+class LatencyShape:
+    """Counts of seconds by bucket."""
+
+    __slots__ = ("counts",)
+
+    def __init__(self) -> None:
+        self.counts = [0] * BUCKETS
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
+
+
+def added(histograms: Iterable[Sequence[int]]) -> list[int]:
+    """The sum of histograms, bucket by bucket."""
+    out = [0] * BUCKETS
+    for counts in histograms:
+        for bucket, count in enumerate(counts):
+            if count:
+                out[bucket] += count
+    return out
+
+
+def grown(later: Sequence[int], earlier: Sequence[int]) -> list[int]:
+    """What has come to a histogram between two moments; a bucket that has shrunk, as after a restart, counts as 0."""
+    return [max(0, b - a) for a, b in zip(earlier, later, strict=True)]
+
+
+def percentile(counts: Sequence[int], share: float) -> float | None:
+    """The seconds that `share` (0 to 1) of the values don't exceed, within their bucket by proportion; None without
+    values. What is longer than the last bound counts as the last bound."""
+    total = sum(counts)
+    if not total:
+        return None
+    wanted, below = max(share * total, 1e-9), 0
+    for bucket, count in enumerate(counts):
+        if count and below + count >= wanted:
+            if bucket >= len(BOUNDS_S):
+                break
+            high = BOUNDS_S[bucket]
+            low = BOUNDS_S[bucket - 1] if bucket else 0.0
+            return low + (high - low) * (wanted - below) / count
+        below += count
+    return BOUNDS_S[-1]
+
 
 COUNTERS = (
     "requests_submitted",
@@ -39,7 +99,7 @@ COUNTERS = (
 MAX_BREAKERS = 64
 """Workers whose open circuit breakers a report names at most."""
 Histogram = Annotated[tuple[Uint64, ...], Meta(max_length=BUCKETS)]
-"""A count for each bucket of `contracts.messages.latency_shape`; empty: nothing is told."""
+"""A count for each bucket of `LatencyShape`; empty: nothing is told."""
 Seconds = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 
 
@@ -76,7 +136,7 @@ class RouterReport(Message, frozen=True):
     counters: Annotated[dict[str, Uint64], SOME] = field(default_factory=dict)
     """By the names in `COUNTERS`."""
     first_tokens: Histogram = ()
-    """Times from arrival to the first token, a count for each bucket of `contracts.messages.latency_shape`."""
+    """Times from arrival to the first token, a count for each bucket of `LatencyShape`."""
     gaps: Histogram = ()
     """Times between deliveries of an answer's tokens, likewise."""
     open_breakers: Annotated[tuple[Name, ...], Meta(max_length=MAX_BREAKERS)] = ()

@@ -40,7 +40,7 @@ class WorkerRecord(Message, frozen=True):
     build: str = ""
     """The build that it runs (`contracts.build_id`); empty in one process, and of builds that don't say."""
     stream_protocol: Uint32 = 0
-    """Version of its messages with routers (`contracts.messages.stream_protocol`); 0: of builds that don't say."""
+    """Version of its messages with routers (`contracts.messages.stream_frames`); 0: of builds that don't say."""
 
 
 class WorkerView(Message, frozen=True):

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from twinpool.contracts.credentials.certificate_files import NODE_NAME, CertificateFiles
-from twinpool.contracts.credentials.reread_files import RereadFiles
+from twinpool.contracts.credentials.node_tls import RereadFiles
 from twinpool.contracts.errors import ConfigError
 
 ChannelOptions = list[tuple[str, int]]

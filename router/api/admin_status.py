@@ -37,8 +37,7 @@ from twinpool.contracts.build_id import build_id
 from twinpool.contracts.ids import Role
 from twinpool.contracts.message_types import as_dict
 from twinpool.contracts.messages.autoscaler_messages import AutoscalerView
-from twinpool.contracts.messages.record_ring import in_order
-from twinpool.contracts.messages.request_record import ID_CHARS
+from twinpool.contracts.messages.request_record import ID_CHARS, in_order
 from twinpool.contracts.messages.router_report import RouterReport
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerStatus, WorkerView
 from twinpool.router.api.http_exchange import HttpExchange

@@ -26,7 +26,7 @@ from typing import Any
 
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.credentials.certificate_files import CertificateFiles
-from twinpool.contracts.credentials.reread_files import RereadFiles
+from twinpool.contracts.credentials.node_tls import RereadFiles
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.wire.socket_acceptor import SocketAcceptor
 from twinpool.router.api.http_protocol import BoundedHttpProtocol

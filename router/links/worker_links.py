@@ -21,8 +21,7 @@ from twinpool.contracts.errors import WireError
 from twinpool.contracts.ids import Incarnation
 from twinpool.contracts.interfaces.discovery import WorkerClient, WorkerDirectory, WorkerSession
 from twinpool.contracts.messages.router_commands import Command
-from twinpool.contracts.messages.stream_frames import StreamEnd, StreamOpening
-from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL, refusal
+from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamEnd, StreamOpening, refusal
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
 from twinpool.contracts.wire.frame_connection import FrameConnection

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from prometheus_client.core import HistogramMetricFamily
 
 from twinpool.contracts.ids import RequestId, Role
-from twinpool.contracts.messages.latency_shape import BOUNDS_S, LatencyShape
+from twinpool.contracts.messages.router_report import BOUNDS_S, LatencyShape
 from twinpool.contracts.messages.worker_events import LegReport
 from twinpool.router.anthropic.messages_request import IGNORED as ANTHROPICS
 from twinpool.router.openai.choice_output import ChoiceOutput

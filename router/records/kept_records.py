@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from twinpool.contracts.clock import Clock
-from twinpool.contracts.messages.record_ring import RecordRing, in_order
-from twinpool.contracts.messages.request_record import RecordEvent, RecordSpan, RequestRecord
+from twinpool.contracts.messages.request_record import RecordEvent, RecordRing, RecordSpan, RequestRecord, in_order
 from twinpool.router.openai.api_errors import ApiError
 from twinpool.router.openai.choice_output import ChoiceOutput
 from twinpool.router.openai.request_headers import TraceContext

@@ -11,7 +11,7 @@ from prometheus_client.core import Metric
 
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config
-from twinpool.contracts.messages.record_ring import RecordRing
+from twinpool.contracts.messages.request_record import RecordRing
 from twinpool.router.openai.api_errors import ApiError
 from twinpool.router.openai.choice_output import ChoiceOutput
 from twinpool.router.openai.request_headers import TraceContext

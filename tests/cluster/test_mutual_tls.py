@@ -34,11 +34,10 @@ from twinpool.contracts.interfaces.worker_interface import Worker
 from twinpool.contracts.messages.calls import WATCH, WORKER_STATUS, Empty
 from twinpool.contracts.messages.cluster_view import WatchRequest
 from twinpool.contracts.messages.pool_changes import DrainWorkers
-from twinpool.contracts.messages.stream_frames import StreamEnd
-from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL
+from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamEnd
 from twinpool.contracts.messages.worker_events import Done, Event
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerView
-from twinpool.contracts.wire import frame_listener
+from twinpool.contracts.wire import frame_connection
 from twinpool.contracts.wire.grpc_channels import open_channel
 from twinpool.contracts.wire.message_codec import encode
 from twinpool.router.links.controller_directory import ControllerDirectory
@@ -236,8 +235,8 @@ def test_who_is_no_node_has_no_stream(secured: Secured, authority: TestAuthority
 
 
 def test_handshakes_that_never_end_make_room_and_are_closed(secured: Secured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frame_listener, "STRANGERS", 4)
-    monkeypatch.setattr(frame_listener, "HANDSHAKE_S", 1000.0)
+    monkeypatch.setattr(frame_connection, "STRANGERS", 4)
+    monkeypatch.setattr(frame_connection, "HANDSHAKE_S", 1000.0)
 
     async def life() -> None:
         silent = [await RawStream.connect(secured.stream) for _ in range(12)]

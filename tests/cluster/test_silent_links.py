@@ -13,8 +13,7 @@ from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
 from twinpool.cluster.worker_process.worker_process import serve_worker
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
-from twinpool.contracts.messages.stream_frames import StreamEnd
-from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL
+from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamEnd
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord
 from twinpool.contracts.wire.grpc_channels import channel_options

@@ -11,8 +11,7 @@ import pytest
 from tests.support.certificates import NAMES, TestAuthority
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.config.security_config import FILES, SecurityConfig
-from twinpool.contracts.credentials.certificate_files import CertificateFiles
-from twinpool.contracts.credentials.curve_file import read_curve_pair, read_curve_public
+from twinpool.contracts.credentials.certificate_files import CertificateFiles, read_curve_pair, read_curve_public
 from twinpool.contracts.credentials.mint_certificates import new_authority, new_node, write_private
 from twinpool.contracts.errors import ConfigError
 

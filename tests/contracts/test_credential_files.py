@@ -20,8 +20,7 @@ from cryptography.x509.oid import NameOID
 from tests.support.certificates import NAMES, TestAuthority
 from twinpool.contracts.credentials.certificate_files import CertificateFiles
 from twinpool.contracts.credentials.mint_certificates import Authority, new_authority, new_node, write_private
-from twinpool.contracts.credentials.node_tls import NodeTls
-from twinpool.contracts.credentials.reread_files import RereadFiles
+from twinpool.contracts.credentials.node_tls import NodeTls, RereadFiles
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.key_file import ApiKey, KeyFile, TenantLimits, read_key_file, write_key_file
 

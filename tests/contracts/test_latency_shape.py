@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from twinpool.contracts.messages.latency_shape import BOUNDS_S, BUCKETS, STEPS, LatencyShape, added, grown, percentile
+from twinpool.contracts.messages.router_report import BOUNDS_S, BUCKETS, STEPS, LatencyShape, added, grown, percentile
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.99])

@@ -6,15 +6,16 @@ import pytest
 from msgspec.structs import replace
 
 from twinpool.contracts.ids import Role
-from twinpool.contracts.messages.record_ring import RecordRing, in_order
 from twinpool.contracts.messages.request_record import (
     ANSWER_PREFIXES,
     RUNNING,
     PlacementChoice,
     RecordEvent,
+    RecordRing,
     RecordSpan,
     RequestRecord,
     WorkerCandidate,
+    in_order,
 )
 
 BARE = RequestRecord("r1-0", "r1", "c1", "router", "model", "", 10.0, 2.0, 0.5, "stop")

@@ -9,7 +9,7 @@ import pytest
 from docs import simulated_dashboard
 from docs.simulated_dashboard import SimulatedCluster, SimulatedDashboard
 from twinpool.contracts.clock import ManualClock
-from twinpool.contracts.messages.latency_shape import percentile
+from twinpool.contracts.messages.router_report import percentile
 
 PAST_S = 180.0
 

@@ -88,7 +88,7 @@ TARGETS = (
     "transfer/planes/notice_inbox.py", "transfer/net/sealed_stream.py", "cluster/assembly/node_shares.py",
     "cluster/serve/memory_fit.py", "contracts/config/plane_choice.py", "cache/memory/head_slices.py",
     "cache/device/layer_marks.py", "cache/device/cpu_device.py", "contracts/wire/frame_connection.py",
-    "contracts/wire/frame_listener.py", "contracts/wire/socket_acceptor.py", "contracts/credentials/node_tls.py",
+    "contracts/wire/socket_acceptor.py", "contracts/credentials/node_tls.py",
     "contracts/credentials/certificate_check.py", "contracts/credentials/certificate_files.py",
     "contracts/key_file.py", "contracts/cluster_secret.py", "cluster/worker_process/router_streams.py",
     "router/links/worker_links.py", "router/api/http_protocol.py", "router/api/listeners.py",

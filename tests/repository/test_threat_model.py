@@ -29,7 +29,7 @@ OPENS = re.compile(
     r"HTTPServer\(|socketserver|(?:in)?secure_channel\(|memfd_create\(_|\.connect\((?:endpoint|self)"
 )
 HELPERS = {
-    "contracts/credentials/curve_file.py": "keys alone",
+    "contracts/credentials/certificate_files.py": "keys alone",
     "router/service/open_answers.py": "a stream's choices, no socket",
     "router/openai/response_stream.py": "a stream's choices, no socket",
 }

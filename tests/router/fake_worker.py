@@ -27,8 +27,7 @@ from twinpool.contracts.messages.pool_changes import (
 )
 from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, InvalidatePrefix, Submit
 from twinpool.contracts.messages.settings_change import ChangedSetting, SettingsAnswer, SettingsChange
-from twinpool.contracts.messages.stream_frames import StreamEnd
-from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL
+from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamEnd
 from twinpool.contracts.messages.worker_events import Audited, Done, Event, LegReport, PromptScores, Tokens
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob

@@ -34,8 +34,7 @@ from twinpool.contracts.messages.leases import LeaseGrant
 from twinpool.contracts.messages.pool_changes import ChangedWorkers, OperatorChange
 from twinpool.contracts.messages.router_commands import Cancel, Command
 from twinpool.contracts.messages.settings_change import SettingsAnswer, SettingsChange
-from twinpool.contracts.messages.stream_frames import StreamEnd
-from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL
+from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamEnd
 from twinpool.contracts.messages.worker_events import Done, Event, Tokens
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
 from twinpool.contracts.wire.stream_codec import FRAME_COMMANDS

@@ -12,8 +12,7 @@ import msgspec
 from twinpool.contracts.credentials.certificate_files import NODE_NAME
 from twinpool.contracts.ids import Incarnation
 from twinpool.contracts.messages.router_commands import Command
-from twinpool.contracts.messages.stream_frames import RouterFrame, StreamOpening, WorkerFrame
-from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL
+from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, RouterFrame, StreamOpening, WorkerFrame
 from twinpool.contracts.messages.worker_events import Event
 
 WAIT_S = 20.0

@@ -25,13 +25,11 @@ from twinpool.contracts.message_types import Message
 from twinpool.contracts.messages.calls import WATCH, WORKER_STATUS, Empty
 from twinpool.contracts.messages.cluster_view import ClusterView, WatchRequest
 from twinpool.contracts.messages.router_commands import Cancel, Command, Submit
-from twinpool.contracts.messages.stream_frames import RouterFrame
-from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL
+from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, RouterFrame
 from twinpool.contracts.messages.worker_events import Done, Event, LegReport, Tokens
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.contracts.wire.frame_connection import FrameConnection
-from twinpool.contracts.wire.frame_listener import FrameListener
+from twinpool.contracts.wire.frame_connection import FrameConnection, FrameListener
 from twinpool.contracts.wire.grpc_calls import CallHandlers, Handler, handle_call, handle_subscription
 from twinpool.contracts.wire.grpc_channels import server_options
 from twinpool.contracts.wire.stream_codec import COMMANDS_BYTES, encode_events

@@ -11,9 +11,8 @@ import pytest
 
 from tests.support.certificates import TestAuthority
 from twinpool.contracts.credentials.node_tls import NodeTls
-from twinpool.contracts.wire import frame_listener
-from twinpool.contracts.wire.frame_connection import FrameConnection
-from twinpool.contracts.wire.frame_listener import FrameListener
+from twinpool.contracts.wire import frame_connection
+from twinpool.contracts.wire.frame_connection import FrameConnection, FrameListener
 
 WAIT_S = 5.0
 """Less than a handshake may take."""
@@ -75,7 +74,7 @@ async def cut(caller: socket.socket) -> bool:
 def test_the_oldest_stranger_is_cut_for_one_too_many_and_who_was_admitted_is_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(frame_listener, "STRANGERS", 3)
+    monkeypatch.setattr(frame_connection, "STRANGERS", 3)
 
     async def life() -> None:
         scene = Scene()
@@ -121,7 +120,7 @@ def test_closing_cuts_strangers_leaves_who_was_admitted_and_gives_the_port_back(
 def test_a_caller_that_never_ends_its_handshake_delays_no_closing_and_nobodys_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frame_listener, "STRANGERS", 1)
+    monkeypatch.setattr(frame_connection, "STRANGERS", 1)
 
     async def life() -> None:
         scene = Scene(NodeTls(TestAuthority(tmp_path).node()))

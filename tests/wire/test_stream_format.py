@@ -21,8 +21,7 @@ from twinpool.contracts.ids import Incarnation, RequestId, RoomId
 from twinpool.contracts.key_file import TENANT_CHARS
 from twinpool.contracts.message_types import Message
 from twinpool.contracts.messages.router_commands import Cancel, Command, PeerRef, Submit
-from twinpool.contracts.messages.stream_frames import StreamEnd, StreamOpening
-from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL
+from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamEnd, StreamOpening
 from twinpool.contracts.messages.worker_events import Done, Event, Tokens
 from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
 from twinpool.contracts.wire.stream_codec import (

@@ -14,7 +14,7 @@ import zmq.auth
 from twinpool.cache.tiers.kv_event_publisher import KVEventLog, KVEventPublisher, _Answer
 from twinpool.contracts.clock import ManualClock, SystemClock
 from twinpool.contracts.config.cache_config import EventsConfig
-from twinpool.contracts.credentials.curve_file import CurvePair, read_curve_pair
+from twinpool.contracts.credentials.certificate_files import CurvePair, read_curve_pair
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.messages.kv_events import END, BlockRemoved, BlockStored, EventMedium, KvEvent, decode_batch
 from twinpool.router.kv_indexer.kv_event_subscriber import KVEventSubscriber

@@ -23,9 +23,9 @@ from twinpool.contracts.clock import ManualClock, SystemClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.calls import REPORT_ROUTER
-from twinpool.contracts.messages.latency_shape import BUCKETS
 from twinpool.contracts.messages.pool_changes import AddWorkers, DrainWorkers
 from twinpool.contracts.messages.router_report import (
+    BUCKETS,
     COUNTERS,
     MAX_BREAKERS,
     RouterIdentity,

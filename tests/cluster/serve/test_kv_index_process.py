@@ -27,7 +27,7 @@ from twinpool.contracts.block_hash import block_hashes
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.config.cache_config import EventsConfig
 from twinpool.contracts.config.load_config import config_from_dict
-from twinpool.contracts.credentials.curve_file import read_curve_pair
+from twinpool.contracts.credentials.certificate_files import read_curve_pair
 from twinpool.contracts.messages.kv_events import BlockStored, EventMedium
 from twinpool.router.kv_indexer.holder_table import KVIndexReader
 from twinpool.router.kv_indexer.kv_event_subscriber import KVEventSubscriber

@@ -16,9 +16,9 @@ from twinpool.cluster.worker_process.router_streams import RouterStreams
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.cluster_secret import access_token
 from twinpool.contracts.ids import RequestId
-from twinpool.contracts.messages import stream_protocol
+from twinpool.contracts.messages import stream_frames
 from twinpool.contracts.messages.worker_events import Event, Tokens
-from twinpool.contracts.wire import frame_listener
+from twinpool.contracts.wire import frame_connection
 from twinpool.contracts.wire.frame_connection import OPENING_BYTES
 from twinpool.contracts.wire.stream_codec import COMMANDS_BYTES, FrameWriter
 
@@ -84,8 +84,8 @@ def test_a_router_of_an_older_protocol_is_refused_with_what_to_do(
     served: Served, told: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Version 0: of a build that tells none."""
-    monkeypatch.setattr(stream_protocol, "OLDEST", 2)
-    monkeypatch.setattr(stream_protocol, "STREAM_PROTOCOL", 3)
+    monkeypatch.setattr(stream_frames, "OLDEST", 2)
+    monkeypatch.setattr(stream_frames, "STREAM_PROTOCOL", 3)
 
     async def talk(protocol: int) -> str:
         stream = await RawStream.connect(served.server.stream)
@@ -287,7 +287,7 @@ def test_routers_are_bounded_and_one_that_leaves_makes_room(served: Served, monk
 def test_who_says_nothing_makes_room_for_others_and_no_router_is_cut(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frame_listener, "STRANGERS", 4)
+    monkeypatch.setattr(frame_connection, "STRANGERS", 4)
 
     async def talk() -> None:
         router = await RawStream.open(served.server.stream, 3)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.router.http_server import eventually
 from twinpool.contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
-from twinpool.contracts.messages import stream_protocol
+from twinpool.contracts.messages import stream_frames
 from twinpool.contracts.messages.router_commands import Cancel, PeerRef, Submit
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from twinpool.contracts.sampling_params import SamplingParams
@@ -45,9 +45,9 @@ def test_a_worker_that_is_too_old_isnt_even_connected_to(told: int) -> None:
 
 
 def test_versions_that_both_know_are_talked() -> None:
-    assert stream_protocol.refusal("a worker", stream_protocol.OLDEST) == ""
-    assert stream_protocol.refusal("a worker", stream_protocol.STREAM_PROTOCOL + 5) == ""
-    assert stream_protocol.OLDEST <= stream_protocol.STREAM_PROTOCOL
+    assert stream_frames.refusal("a worker", stream_frames.OLDEST) == ""
+    assert stream_frames.refusal("a worker", stream_frames.STREAM_PROTOCOL + 5) == ""
+    assert stream_frames.OLDEST <= stream_frames.STREAM_PROTOCOL
 
 
 def test_a_record_carries_the_version_over_the_wire() -> None:

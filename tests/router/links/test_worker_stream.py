@@ -10,8 +10,7 @@ import pytest
 
 from twinpool.contracts.ids import Incarnation, RequestId, Role, WorkerName
 from twinpool.contracts.messages.router_commands import Cancel, Command
-from twinpool.contracts.messages.stream_frames import StreamEnd, StreamOpening
-from twinpool.contracts.messages.stream_protocol import STREAM_PROTOCOL
+from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamEnd, StreamOpening
 from twinpool.contracts.messages.worker_events import Event, MigrationPaused
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord
 from twinpool.contracts.wire.frame_connection import HEAD_BYTES

@@ -11,7 +11,7 @@ import pytest
 from tests.router.http_server import DEMO
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role, WorkerName
-from twinpool.contracts.messages.latency_shape import percentile
+from twinpool.contracts.messages.router_report import percentile
 from twinpool.contracts.messages.worker_events import Done, LegReport
 from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
 from twinpool.router.metrics import request_tally

@@ -11,8 +11,7 @@ import pytest
 from tests.wire.instances import full
 from twinpool.cluster.controller.record_board import ASK_S, MAX_ASKS, RecordBoard, TooManyAsks
 from twinpool.contracts.clock import ManualClock
-from twinpool.contracts.messages.record_ring import RecordRing
-from twinpool.contracts.messages.request_record import FoundRecords, RequestRecord
+from twinpool.contracts.messages.request_record import FoundRecords, RecordRing, RequestRecord
 from twinpool.router.records.kept_records import KeptRecords
 from twinpool.router.records.make_record import RecordDraft
 from twinpool.router.records.record_reports import REPORT_S, WAITING_REPORTS, RecordReports
