@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.support.checkpoints import Oracle, compare, make_checkpoint
-from tests.support.served_cluster import Answer, Serving, complete, serving, until
+from tests.support.served_cluster import COMES_BACK_S, Answer, Serving, complete, serving, until
 
 pytestmark = pytest.mark.slow
 
@@ -94,7 +94,7 @@ def test_d5_a_worker_killed_under_load_costs_no_answer_and_comes_back(scene: Sce
         assert len(answer.tokens) == 90
         assert compare(scene.oracle, prompt, answer.tokens).equal
     assert cluster.metric("twinpool_replays_total") > replays, "the kill was to strike in the middle"
-    until(lambda: cluster.status()["colocated-1"]["state"] == "ready", "colocated-1 to come back")
+    until(lambda: cluster.status()["colocated-1"]["state"] == "ready", "colocated-1 to come back", pause_s=COMES_BACK_S)
     assert cluster.status()["colocated-1"]["incarnation"] > before["incarnation"]
 
 
@@ -110,4 +110,4 @@ def test_d1_a_worker_drains_under_load_without_a_failed_request(scene: Scene) ->
     assert (role.returncode, "it has both roles" in role.stderr) == (1, True), role.stderr
     back = cluster.twinpool("undrain", "colocated-1")
     assert back.returncode == 0, back.stderr
-    until(lambda: cluster.status()["colocated-1"]["state"] == "ready", "colocated-1 to be back")
+    until(lambda: cluster.status()["colocated-1"]["state"] == "ready", "colocated-1 to be back", pause_s=COMES_BACK_S)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.support.checkpoints import Oracle, compare, make_checkpoint
-from tests.support.served_cluster import complete, serving, until
+from tests.support.served_cluster import COMES_BACK_S, complete, serving, until
 
 pytestmark = pytest.mark.slow
 COUNT = 40
@@ -46,7 +46,7 @@ def test_requests_are_answered_while_prefill_is_dead_by_decode_and_afterwards_by
         asyncio.run(under_load())
         assert cluster.metric("twinpool_requests_failed_total") == 0
         assert cluster.metric("twinpool_local_prompts_total", reason="no_prefill") > 0
-        until(lambda: cluster.status()["prefill-0"]["state"] == "ready", "prefill-0 to come back")
+        until(lambda: cluster.status()["prefill-0"]["state"] == "ready", "prefill-0 to come back", pause_s=COMES_BACK_S)
         # The last prefill worker may leave without force, and the cluster is well without it.
         left = cluster.twinpool("drain", "prefill-0")
         assert left.returncode == 0, left.stderr

@@ -17,7 +17,17 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.served_cluster import READY, ROOT, Serving, environment, family, own_packages, serving, until
+from tests.support.served_cluster import (
+    COMES_BACK_S,
+    READY,
+    ROOT,
+    Serving,
+    environment,
+    family,
+    own_packages,
+    serving,
+    until,
+)
 
 PAGES = ["README.md", "docs/using.md", "docs/operating/watch.md"]
 PAGES += [f"docs/using/{name}.md" for name in ("coming-back", "other-apis", "structured-output", "tools")]
@@ -173,7 +183,11 @@ def test_a_request_that_comes_while_all_workers_are_down_is_answered(demo: Servi
     for worker in demo.status().values():
         os.kill(worker["pid"], signal.SIGKILL)
     assert len(demo.complete("It was a fine morning", max_tokens=8).tokens) == 8
-    until(lambda: {w["state"] for w in demo.status().values()} == {"ready"}, "both workers to be back")
+    until(
+        lambda: {w["state"] for w in demo.status().values()} == {"ready"},
+        "both workers to be back",
+        pause_s=COMES_BACK_S,
+    )
     assert {w["incarnation"] for w in demo.status().values()} == {2}
     told = [line for line in demo.lines if "died" in line]
     assert any("decode-0 died (killed, signal 9); restarting, incarnation 2" in line for line in told)

@@ -20,7 +20,7 @@ import pytest
 
 from tests.support.checkpoints import Oracle, compare, make_checkpoint
 from tests.support.killed_workers import Failover, Load
-from tests.support.served_cluster import Answer, Serving, complete, family, serving, until
+from tests.support.served_cluster import COMES_BACK_S, Answer, Serving, complete, family, serving, until
 
 
 @dataclass
@@ -160,7 +160,7 @@ def test_d5_a_worker_killed_under_load_costs_no_answer_and_comes_back(scene: Sce
         assert len(answer.tokens) == 40
         assert compare(scene.oracle, prompt, answer.tokens).equal
     assert cluster.metric("twinpool_replays_total") > replays, "the kill was to strike in the middle"
-    until(lambda: cluster.status()[victim]["state"] == "ready", f"{victim} to come back")
+    until(lambda: cluster.status()[victim]["state"] == "ready", f"{victim} to come back", pause_s=COMES_BACK_S)
     after = cluster.status()[victim]
     assert after["incarnation"] > before["incarnation"]
     assert after["pid"] != before["pid"]

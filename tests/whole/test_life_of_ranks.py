@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.support.checkpoints import Oracle, compare, make_checkpoint
-from tests.support.served_cluster import Serving, family, serving, until
+from tests.support.served_cluster import COMES_BACK_S, Serving, family, serving, until
 
 
 def _ranks(cluster: Serving) -> list[psutil.Process]:
@@ -44,7 +44,12 @@ def test_a_worker_of_two_ranks_answers_as_the_oracle_and_comes_back_whole_when_a
         until(
             lambda: cluster.status()["prefill-0"]["incarnation"] > before["prefill-0"]["incarnation"], "a new one", 120
         )
-        until(lambda: cluster.status()["prefill-0"]["state"] == "ready", "prefill-0 to come back", 120)
+        until(
+            lambda: cluster.status()["prefill-0"]["state"] == "ready",
+            "prefill-0 to come back",
+            120,
+            pause_s=COMES_BACK_S,
+        )
         assert any("prefill-0" in line and "rank 1" in line for line in cluster.lines), cluster.lines
         assert not psutil.pid_exists(before["prefill-0"]["pid"])
         assert len(_ranks(cluster)) == 3

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.support.resuming_clients import Events, ids_of, never, read, routers_of, server_of
-from tests.support.served_cluster import Serving, serving, until
+from tests.support.served_cluster import COMES_BACK_S, Serving, serving, until
 
 COMPLETION = {
     "prompt": "It was a fine morning, and", "max_tokens": 48, "stream": True, "ignore_eos": True,
@@ -237,7 +237,11 @@ def test_an_answer_whose_decode_worker_died_with_its_router_is_drawn_again(clust
     without_usage = [[e for e in events if b'"usage":{' not in e] for events in (first.whole + rest.whole, again.whole)]
     assert b"".join(without_usage[0]) == b"".join(without_usage[1]), "the time of its creation came with the id"
     routers_know_the_workers(cluster)
-    until(lambda: all(w["state"] == "ready" for w in cluster.status().values()), "the worker to be back")
+    until(
+        lambda: all(w["state"] == "ready" for w in cluster.status().values()),
+        "the worker to be back",
+        pause_s=COMES_BACK_S,
+    )
 
 
 def running(cluster: Serving) -> dict[str, int]:
@@ -268,4 +272,8 @@ def test_a_migrated_answer_is_found_where_it_went(cluster: Serving) -> None:
     assert rest.ended
     assert shape(first.whole + rest.whole) == shape(calm)
     routers_know_the_workers(cluster)
-    until(lambda: all(w["state"] == "ready" for w in cluster.status().values()), "the worker to be back")
+    until(
+        lambda: all(w["state"] == "ready" for w in cluster.status().values()),
+        "the worker to be back",
+        pause_s=COMES_BACK_S,
+    )
