@@ -124,13 +124,14 @@ class StackedLinear(RowExactLinear):
     def __init__(self, parts: Sequence[RowExactLinear]) -> None:
         first = parts[0]
         self.partial, self.dtype, self.device = first.partial, first.dtype, first.device
-        self._parts = parts
         self.shape = (sum(part.shape[0] for part in parts), first.shape[1])
-        self._row_exact = all(part.row_exact for part in parts)
+        self.row_exact = all(part.row_exact for part in parts)
+        self.product = partial(_products, parts=[part.product for part in parts])
         self.blocks, self.nbytes = any(part.blocks for part in parts), sum(part.nbytes for part in parts)
 
-    def __call__(self, x_mk: Tensor) -> Tensor:
-        return torch.cat([part(x_mk) for part in self._parts], dim=-1)
+
+def _products(x_mk: Tensor, parts: Sequence[Product]) -> Tensor:
+    return torch.cat([product(x_mk) for product in parts], dim=-1)
 
 
 @dataclass(frozen=True)
