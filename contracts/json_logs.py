@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from twinpool.contracts.outside_data import compact_json
+from twinpool.contracts.compact_json import compact_json
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "fields", "color_message"}
 

@@ -1,14 +1,9 @@
-"""JSON and YAML from outside, and the JSON of answers and logs.
-
-Readers of what comes from outside: either text is read, or a `ValueError` says why not.
+"""Readers of JSON and YAML from outside: either text is read, or a `ValueError` says why not.
 
 The parsers go one call deeper for each list and object, and end with `RecursionError`, which is no `ValueError`; YAML's
 has errors of its own, and a date such as 2026-99-99 ends it with one that isn't among them. What is nested nearly as
 deep is read and then breaks whoever walks through it or writes it again with less of the stack left. So nesting has a
 bound of its own, far above what anybody writes and far below what the stack takes.
-
-What is written (`compact_json`, by orjson) is without whitespace and in ASCII alone, as many clients take some
-characters beyond it for the end of a line (U+0085, U+2028), and would cut an event of a stream there.
 """
 
 from __future__ import annotations
@@ -16,8 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from typing import Any
-
-import orjson
 
 MAX_NESTED = 128
 """Lists and objects within each other."""
@@ -66,17 +59,3 @@ def _too_deep(tree: object) -> bool:
         ]
         level = list({id(child): child for child in inner}.values())  # YAML can name one part many times.
     return bool(level)
-
-
-def compact_json(tree: object, default: Callable[[Any], object] | None = None) -> str:
-    """Return `tree` as JSON. `default` makes something of what JSON has no form for.
-
-    Raises `TypeError` for what has no form, where there is no `default`.
-    """
-    try:
-        written = orjson.dumps(tree, default)
-        if written.isascii():
-            return written.decode()
-    except TypeError:  # Lone surrogates, long integers, keys that aren't text: json can write these.
-        pass
-    return json.dumps(tree, default=default, separators=(",", ":"))

@@ -21,10 +21,10 @@ from twinpool.cluster.dashboard.cluster_frames import SAMPLE_S, ClusterFrames, C
 from twinpool.cluster.dashboard.frame_rows import SHOWN, WorkerSample
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.clock import Clock
+from twinpool.contracts.compact_json import compact_json
 from twinpool.contracts.errors import TwinpoolError
 from twinpool.contracts.messages.cluster_view import ControlPlane
 from twinpool.contracts.messages.router_report import RouterReport, bare
-from twinpool.contracts.outside_data import compact_json
 
 log = logging.getLogger("twinpool.dashboard")
 

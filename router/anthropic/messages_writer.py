@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from twinpool.contracts.outside_data import compact_json, read_json
+from twinpool.contracts.compact_json import compact_json
+from twinpool.contracts.outside_data import read_json
 from twinpool.router.openai.api_errors import ApiError
 from twinpool.router.openai.choice_output import ChoiceOutput, OutputDelta
 from twinpool.router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, ReasoningPart, joined

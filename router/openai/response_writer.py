@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from twinpool.contracts.outside_data import compact_json
+from twinpool.contracts.compact_json import compact_json
 from twinpool.contracts.sampling_params import TokenLogprob
 from twinpool.router.openai.api_errors import ApiError
 from twinpool.router.openai.choice_output import ChoiceOutput, OutputDelta

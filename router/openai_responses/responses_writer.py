@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from twinpool.contracts.outside_data import compact_json
+from twinpool.contracts.compact_json import compact_json
 from twinpool.router.openai.api_errors import ApiError
 from twinpool.router.openai.choice_output import ChoiceOutput, OutputDelta
 from twinpool.router.openai.parse_request import GenerateRequest

@@ -16,6 +16,7 @@ from twinpool.cluster.controller.leadership import MemoryLedger
 from twinpool.cluster.dashboard.cluster_frames import COLUMNS, KEPT_S, SAMPLE_S, ClusterFrames, ClusterState, EventKind
 from twinpool.cluster.dashboard.frame_rows import MAX_LINKS, MAX_ROUTERS, RouterTotals, WorkerSample
 from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.compact_json import compact_json
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.damage import COUNTERS as DAMAGE_COUNTERS
@@ -23,7 +24,6 @@ from twinpool.contracts.ids import Role
 from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, PoolSizing
 from twinpool.contracts.messages.router_report import BOUNDS_S, BUCKETS, COUNTERS, RouterReport
 from twinpool.contracts.messages.worker_status import WorkerView
-from twinpool.contracts.outside_data import compact_json
 
 WALL = 1_700_000_000.0
 
