@@ -16,8 +16,8 @@ from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.messages.cluster_view import ControlPlane
 from twinpool.router.api.http_protocol import ClientConnections
+from twinpool.router.links.controller_port import ControllerPorts
 from twinpool.router.metrics.worker_metrics import index_metrics
-from twinpool.router.service.controller_ports import ControllerPorts
 from twinpool.router.service.router_service import RouterService
 from twinpool.router.tracing.otlp_exporter import TraceExporter
 

@@ -36,9 +36,9 @@ from twinpool.contracts.messages.cluster_view import ControlPlane
 from twinpool.contracts.messages.router_report import BOUNDS_S, BUCKETS, COUNTERS, LatencyShape, RouterReport
 from twinpool.router.api.app import create_app
 from twinpool.router.api.router_server import RouterServer
+from twinpool.router.links.controller_port import ControllerPorts
 from twinpool.router.main import listen
 from twinpool.router.records.make_record import RecordDraft, make_record
-from twinpool.router.service.controller_ports import ControllerPorts
 from twinpool.router.service.router_service import RouterService
 from twinpool.sim.scale.cluster_model import ClusterModel
 from twinpool.sim.scale.cluster_plan import ClusterPlan, DecodePool, PrefillPool
@@ -189,7 +189,7 @@ class SimulatedCluster:
 
 
 class SimulatedDashboard:
-    """Implements `router.service.dashboard_source.DashboardSource` over a simulated cluster, which goes on as the clock
+    """Implements `router.links.controller_port.DashboardSource` over a simulated cluster, which goes on as the clock
     does. It begins with a quarter of an hour that has passed, at whose end a decode worker drains."""
 
     def __init__(self, cluster: SimulatedCluster, clock: Clock) -> None:

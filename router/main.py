@@ -32,7 +32,7 @@ from twinpool.router.api.http_protocol import raise_descriptor_limit
 from twinpool.router.api.listeners import Predecessor
 from twinpool.router.api.router_server import LIVE_CONNECTIONS, AdminListener, RouterListeners, RouterServer
 from twinpool.router.links.controller_directory import ControllerDirectory
-from twinpool.router.service.controller_ports import ControllerPorts
+from twinpool.router.links.controller_port import ControllerPorts
 from twinpool.router.service.router_service import RouterService
 from twinpool.router.state.router_log import log
 from twinpool.router.tokenizer_pool.tokenizer_process import map_large_buffers

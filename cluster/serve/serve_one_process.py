@@ -58,8 +58,8 @@ from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerStatus, WorkerView
 from twinpool.router.api.app import create_admin_app, create_app
 from twinpool.router.api.router_server import AdminListener, RouterListeners, RouterServer
+from twinpool.router.links.controller_port import ControllerPorts
 from twinpool.router.main import listen, listen_for_operators
-from twinpool.router.service.controller_ports import ControllerPorts
 from twinpool.router.service.router_service import RouterService
 
 T = TypeVar("T")
@@ -261,7 +261,7 @@ TICK_S = 0.1
 
 
 class LocalDashboard:
-    """Implements `router.service.dashboard_source.DashboardSource` over the workers of this process; on the router's
+    """Implements `router.links.controller_port.DashboardSource` over the workers of this process; on the router's
     loop."""
 
     def __init__(self, directory: LocalDirectory, name: str, clock: Clock) -> None:

@@ -1,10 +1,10 @@
-"""The controller's table of workers, watched over gRPC."""
+"""The controller over gRPC: its table of workers, watched; its dashboard; what this router asks and tells it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -18,12 +18,17 @@ from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, Late
 from twinpool.contracts.messages.calls import (
     CHANGE_POOLS,
     CHANGE_SETTINGS,
+    DASHBOARD_PAST,
     FIND_RECORDS,
     LEASE_QUOTA,
+    LIST_ROUTERS,
     REPORT_LATENCY,
     REPORT_RECORDS,
+    REPORT_ROUTER,
     WATCH,
+    WATCH_DASHBOARD,
     Call,
+    Empty,
 )
 from twinpool.contracts.messages.cluster_view import ClusterView, ControlPlane, WatchRequest
 from twinpool.contracts.messages.pool_changes import (
@@ -38,11 +43,11 @@ from twinpool.contracts.messages.request_record import (
     RecordReport,
     RequestRecord,
 )
+from twinpool.contracts.messages.router_report import RouterReport
 from twinpool.contracts.messages.settings_change import SettingsAnswer, SettingsChange
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
 from twinpool.contracts.wire.controller_turns import ControllerTurns, call_leader
 from twinpool.contracts.wire.grpc_calls import CallChannel, CallFailed
-from twinpool.router.links.controller_dashboard import ControllerDashboard
 from twinpool.router.links.grpc_worker import LINK_TIMEOUT_S, GrpcWorkerClient
 from twinpool.router.state.router_log import log
 
@@ -55,6 +60,31 @@ FIND_TIMEOUT_S = 4.0
 """Seconds for the controller to look for a request, at other routers where need be."""
 LEASE_TIMEOUT_S = 1.0
 """Seconds for which a request waits for its tenant's slice at most; then the controller counts as away."""
+DASHBOARD_TIMEOUT_S = 2.0
+"""Seconds that a call about the dashboard waits for the controller."""
+
+
+class ControllerDashboard:
+    """Implements `router.links.controller_port.DashboardSource` over the connection to the controller."""
+
+    def __init__(self, leader: Callable[[], CallChannel]) -> None:
+        """`leader` returns the connection to the controller, and raises `ConnectionError` while it is away."""
+        self._leader = leader
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        async with aclosing(self._leader().subscribe(WATCH_DASHBOARD, Empty())) as frames:
+            async for frame in frames:
+                yield frame.json
+        raise ConnectionError("the controller closed the stream")
+
+    async def past(self) -> bytes:
+        return (await self._leader().call(DASHBOARD_PAST, Empty(), DASHBOARD_TIMEOUT_S)).json
+
+    async def routers(self) -> list[RouterReport]:
+        return list((await self._leader().call(LIST_ROUTERS, Empty(), DASHBOARD_TIMEOUT_S)).routers)
+
+    async def report(self, report: RouterReport) -> float:
+        return (await self._leader().call(REPORT_ROUTER, report, DASHBOARD_TIMEOUT_S)).next_s
 
 
 class ControllerDirectory:

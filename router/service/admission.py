@@ -1,15 +1,17 @@
 """Admission: what requests may ask for, and what is booked for those that were let in.
 
 A router has room for `router.max_queue` choices that have not ended, or that requests ask for; a tenant has the limits
-of its key (`router.security.tenant_accounts`); a request has its time, its first token's, and the tokens of its
-answers. Bodies that are being received have a budget of their own (`BodyBuffer`).
+of its key (`router.security.tenant_accounts`), slices of which a router leases from the controller (`QuotaLeases`); a
+request has its time, its first token's, and the tokens of its answers. Bodies that are being received have a budget of
+their own (`BodyBuffer`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,18 +21,24 @@ from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.ids import Role
 from twinpool.contracts.key_file import TenantLimits
+from twinpool.contracts.messages.quota import QuotaClaim
+from twinpool.router.links.controller_port import QuotaLessor
 from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
 from twinpool.router.openai.api_errors import BufferFull, QueueFull
 from twinpool.router.openai.parse_request import GenerateRequest
 from twinpool.router.openai.request_headers import SLO_HEADER
 from twinpool.router.security.api_keys import ApiKeys
 from twinpool.router.security.tenant_accounts import TenantAccounts
-from twinpool.router.service.quota_leases import QuotaLeases
+from twinpool.router.state.router_log import log
 from twinpool.router.state.worker_table import WorkerTable
 from twinpool.router.tokenizer_pool.prepare_request import too_long
 
 _MILLISECONDS = re.compile(r"0*[1-9][0-9]{0,8}", re.ASCII)
 NO_LIMITS = TenantLimits()
+TRIES = 3
+"""Claims that one request waits for; others of its tenant may take what each brings."""
+AWAY_RETRY_S = 1.0
+"""Seconds until a controller that was away is asked for slices again."""
 
 
 class BodyBuffer:
@@ -51,6 +59,93 @@ class BodyBuffer:
         self.held -= size
 
 
+class QuotaLeases:
+    """The leases of tenants' quotas: claims slices of the controller, before requests that need them and while they are
+    used.
+
+    One call is under way at a time, for all tenants that need one. A request that lacks a slice waits for it; where no
+    answer comes the controller counts as away, and nobody waits until it has answered again.
+    """
+
+    def __init__(self, accounts: TenantAccounts, lessor: QuotaLessor, name: str, clock: Clock) -> None:
+        """`name`: of this start of the router."""
+        self._accounts, self._lessor, self._name, self._clock = accounts, lessor, name, clock
+        self._call: asyncio.Task[None] | None = None
+        self._waiting: dict[asyncio.Task[object], tuple[str, int, int]] = {}
+        """Tenant, choices and tokens of each request that waits for a slice."""
+        self._retry_at = 0.0
+
+    async def ensure(self, tenant: str, limits: TenantLimits, choices: int, prompt_tokens: int) -> None:
+        """Have slices here for a request, if the tenant may make it; the caller looks whether they are."""
+        asked = tenant, limits, choices, prompt_tokens
+        if not self._accounts.lacks(*asked, self._clock.now()):
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        self._accounts.wait_for(tenant, choices, prompt_tokens)
+        self._waiting[task] = (tenant, choices, prompt_tokens)
+        try:
+            for _ in range(TRIES):
+                if self._call is not None:  # Its claims may have been made before this request came.
+                    await asyncio.shield(self._call)
+                if not self._accounts.lacks(*asked, self._clock.now()) or (call := self._begin()) is None:
+                    return
+                await asyncio.shield(call)
+        finally:
+            del self._waiting[task]
+            self._accounts.wait_for(tenant, choices, prompt_tokens, -1)
+
+    def tick(self) -> None:
+        """Claim what is due; to be called every 100 ms or so."""
+        if self._call is None and (not self._accounts.alone or self._clock.now() >= self._retry_at):
+            self._begin()
+
+    def check(self) -> list[str]:
+        """Recount what waits for slices; returns a sentence for each disagreement."""
+        wanted: dict[str, Counter[str]] = {}
+        for tenant, choices, tokens in self._waiting.values():
+            wanted.setdefault(tenant, Counter()).update(requests=1, tokens=tokens, concurrent=choices)
+        counted = self._accounts.waiting
+        found = [
+            f"requests of {tenant} wait for {dict(+wanted.get(tenant, Counter()))}, {dict(counted.get(tenant, {}))} "
+            "is claimed for them"
+            for tenant in sorted(wanted.keys() | counted.keys())
+            if +wanted.get(tenant, Counter()) != counted.get(tenant, Counter())
+        ]
+        ended = sum(task.done() for task in self._waiting)
+        return [*found, f"{ended} requests have ended and still wait for a slice"] if ended else found
+
+    def close(self) -> None:
+        if self._call is not None:
+            self._call.cancel()
+
+    def _begin(self) -> asyncio.Task[None] | None:
+        """Make the claims that are to be made, unless some are under way; returns the call, None where none is to be
+        made."""
+        if self._call is None and (claims := self._accounts.claims(self._clock.now())):
+            self._call = asyncio.get_running_loop().create_task(self._claim(claims))
+            self._call.add_done_callback(self._done)
+        return self._call
+
+    def _done(self, call: asyncio.Task[None]) -> None:
+        self._call = None
+
+    async def _claim(self, claims: Sequence[QuotaClaim]) -> None:
+        was_alone = self._accounts.alone
+        try:
+            slices = await self._lessor.lease_quota(self._name, claims)
+        except ConnectionError as error:
+            now = self._clock.now()
+            self._retry_at = now + AWAY_RETRY_S
+            self._accounts.go_alone(now)
+            if not was_alone:
+                log("quotas alone", reason=str(error))
+            return
+        self._accounts.granted(claims, slices, self._clock.now())
+        if was_alone:
+            log("quotas leased again")
+
+
 class Admission:
     """The admission of one router's requests, on its event loop."""
 
@@ -63,15 +158,15 @@ class Admission:
         tenants: TenantAccounts,
         metrics: PrometheusMetrics,
         clock: Clock,
+        quotas: QuotaLeases | None = None,
     ) -> None:
-        """`keys_file`: the file of clients' keys; empty: nobody needs one. Raises `ConfigError` where it can't be
-        read."""
+        """`keys_file`: the file of clients' keys; empty: nobody needs one. `quotas`: leases slices of tenants' limits;
+        None: they are this router's alone. Raises `ConfigError` where the file can't be read."""
         self._spec, self._config, self._workers, self._metrics, self._clock = spec, config, workers, metrics, clock
         self.keys = ApiKeys(Path(keys_file)) if keys_file else None
         """None: nobody needs a key."""
         self.tenants = tenants
-        self.quotas: QuotaLeases | None = None
-        """Leases slices of tenants' limits; None: they are this router's alone."""
+        self._quotas = quotas
         self.max_choices = config.max_queue
         self.choices = 0
         """Places of choices that have begun."""
@@ -119,8 +214,8 @@ class Admission:
 
     async def lease(self, tenant: str, choices: int, prompt_tokens: int) -> None:
         """Have slices of a tenant's limits for so much, where they hold for several routers together."""
-        if self.quotas is not None and self.keys is not None:
-            await self.quotas.ensure(tenant, self.allowed(tenant), choices, prompt_tokens)
+        if self._quotas is not None and self.keys is not None:
+            await self._quotas.ensure(tenant, self.allowed(tenant), choices, prompt_tokens)
 
     def check_tenant(self, tenant: str, choices: int = 1, prompt_tokens: int = 1) -> None:
         """Raise `TenantLimited` where a tenant may not ask for so much now; by default the least. Books nothing."""

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.errors import TwinpoolError
-from twinpool.router.service.dashboard_source import DashboardSource
+from twinpool.router.links.controller_port import DashboardSource
 from twinpool.router.state.router_log import log
 
 MAX_VIEWERS = 64

@@ -35,6 +35,7 @@ from twinpool.router.core.router_actions import DeliverScores, DeliverTokens, En
 from twinpool.router.core.router_core import RouterCore
 from twinpool.router.core.routing_policies import local_prefill
 from twinpool.router.kv_indexer.holder_table import KVIndexReader
+from twinpool.router.links.controller_port import NO_CONTROLLER, ControllerPorts
 from twinpool.router.links.worker_links import WorkerLinks
 from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
 from twinpool.router.metrics.worker_metrics import index_metrics
@@ -59,7 +60,6 @@ from twinpool.router.service.answer_claims import (
     usable,
 )
 from twinpool.router.service.controller_calls import ControllerCalls
-from twinpool.router.service.controller_ports import NO_CONTROLLER, ControllerPorts
 from twinpool.router.service.open_answers import OpenAnswers, OpenedRequest, RequestTimes
 from twinpool.router.service.record_keeping import RecordKeeping
 from twinpool.router.state.prefill_queue import TenantWeight
@@ -185,9 +185,15 @@ class RouterService:
             self.metrics.sources.append(lambda: index_metrics(index, self.clock))
         keys_file = config.security.keys_file
         self.admission = Admission(
-            self.spec, config.router, keys_file, self.core.workers, tenants, self.metrics, self.clock
+            self.spec,
+            config.router,
+            keys_file,
+            self.core.workers,
+            tenants,
+            self.metrics,
+            self.clock,
+            self.controller.quotas,
         )
-        self.admission.quotas = self.controller.quotas
 
     def _answer(
         self,

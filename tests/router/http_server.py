@@ -26,11 +26,8 @@ from twinpool.contracts.interfaces.discovery import WorkerDirectory
 from twinpool.router.api.app import create_admin_app, create_app
 from twinpool.router.api.listeners import Predecessor
 from twinpool.router.api.router_server import AdminListener, RouterListeners, RouterServer
+from twinpool.router.links.controller_port import ControllerPorts, DashboardSource, QuotaLessor, RecordListener
 from twinpool.router.main import listen, listen_at
-from twinpool.router.records.record_reports import RecordListener
-from twinpool.router.service.controller_ports import ControllerPorts
-from twinpool.router.service.dashboard_source import DashboardSource
-from twinpool.router.service.quota_leases import QuotaLessor
 from twinpool.router.service.router_service import RouterService
 from twinpool.router.tracing.otlp_exporter import SpanSender
 

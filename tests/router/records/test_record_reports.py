@@ -12,9 +12,10 @@ from tests.wire.instances import full
 from twinpool.cluster.controller.record_board import ASK_S, MAX_ASKS, RecordBoard, TooManyAsks
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.messages.request_record import FoundRecords, RecordRing, RequestRecord
+from twinpool.router.links.controller_port import REPORT_S
 from twinpool.router.records.kept_records import KeptRecords
 from twinpool.router.records.make_record import RecordDraft
-from twinpool.router.records.record_reports import REPORT_S, WAITING_REPORTS, RecordReports
+from twinpool.router.service.record_keeping import WAITING_REPORTS, RecordReports
 
 
 def record(request_id: str, **changes: Any) -> RequestRecord:
@@ -30,7 +31,7 @@ def draft(number: int, *, outcome: str = "stop", attempts: int = 1, first_s: flo
 
 
 class Listener:
-    """A controller that may be away. Implements `router.records.record_reports.RecordListener`."""
+    """A controller that may be away. Implements `router.links.controller_port.RecordListener`."""
 
     def __init__(self) -> None:
         self.heard: list[list[str]] = []
@@ -67,7 +68,7 @@ class Scene:
 
     async def tick(self) -> None:
         self.clock.advance(REPORT_S)
-        self.reports.tick()
+        self.reports.calls.tick()
         for _ in range(5):
             await asyncio.sleep(0)
 
@@ -126,14 +127,14 @@ async def test_a_router_answers_about_any_request_that_it_keeps_by_every_id_that
 
 @pytest.mark.asyncio
 async def test_reports_and_answers_have_so_many_bytes_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twinpool.router.records.record_reports.REPORT_BYTES", 2 * draft(1).nbytes)
+    monkeypatch.setattr("twinpool.router.service.record_keeping.REPORT_BYTES", 2 * draft(1).nbytes)
     scene = Scene(most=4)
     for number in range(4):
         scene.end(draft(number, outcome="worker"))
     await scene.tick()
     assert scene.listener.heard == [["r0-0", "r1-0"]]
     assert scene.reports.left_out == 2
-    monkeypatch.setattr("twinpool.router.records.record_reports.REPORT_BYTES", 1)
+    monkeypatch.setattr("twinpool.router.service.record_keeping.REPORT_BYTES", 1)
     scene.listener.ask(7, "r1")
     await scene.tick()
     assert scene.listener.answers == [(7, [])]

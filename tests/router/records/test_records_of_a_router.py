@@ -136,7 +136,7 @@ def test_without_kept_records_only_what_runs_is_known() -> None:
 
 
 class Controller:
-    """Implements `router.records.record_reports.RecordListener`."""
+    """Implements `router.links.controller_port.RecordListener`."""
 
     def __init__(self) -> None:
         self.found = FoundRecords((), 0.0, 0, 0)

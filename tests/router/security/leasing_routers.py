@@ -1,4 +1,4 @@
-"""Routers that lease tenants' quotas of a ledger, without a wire: what `router.service.quota_leases` does, by hand."""
+"""Routers that lease tenants' quotas of a ledger, without a wire: what `router.service.admission` does, by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUMBERS = itertools.count()
 
 
 class LedgerLessor:
-    """A controller in this process, which may be away. Implements `router.service.quota_leases.QuotaLessor`."""
+    """A controller in this process, which may be away. Implements `router.links.controller_port.QuotaLessor`."""
 
     def __init__(self) -> None:
         self.ledger = QuotaLedger(SystemClock())

@@ -9,7 +9,7 @@ from twinpool.contracts.messages.router_report import RouterReport
 
 
 class FakeDashboard:
-    """Implements `router.service.dashboard_source.DashboardSource`."""
+    """Implements `router.links.controller_port.DashboardSource`."""
 
     def __init__(self) -> None:
         self.reports: list[RouterReport] = []

@@ -17,10 +17,10 @@ from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, Late
 from twinpool.contracts.messages.quota import QuotaClaim, QuotaSlice
 from twinpool.contracts.messages.router_report import RouterReport
 from twinpool.router.core.router_core import RouterCore
+from twinpool.router.links.controller_port import ControllerPorts
 from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
 from twinpool.router.security.tenant_accounts import TenantAccounts
 from twinpool.router.service.controller_calls import ControllerCalls
-from twinpool.router.service.controller_ports import ControllerPorts
 from twinpool.router.service.dashboard_relay import NoViewer
 
 

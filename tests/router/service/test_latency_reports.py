@@ -24,9 +24,10 @@ from twinpool.contracts.messages.pool_changes import AddWorkers, ChangedWorkers,
 from twinpool.router.core.router_actions import RouterCounts
 from twinpool.router.core.router_core import RouterCore
 from twinpool.router.links.controller_directory import ControllerDirectory
+from twinpool.router.links.controller_port import REPORT_S
 from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
 from twinpool.router.openai.choice_output import ChoiceOutput
-from twinpool.router.service.latency_reports import REPORT_S, LatencyReports
+from twinpool.router.service.controller_calls import LatencyReports
 
 CONFIG = Config(autoscaling=AutoscalingConfig(enabled=True, ttft_target_s=2.0, itl_target_s=0.5))
 VIEW = AutoscalerView(
@@ -35,7 +36,7 @@ VIEW = AutoscalerView(
 
 
 class Listener:
-    """A controller that may be away. Implements `router.service.latency_reports.LatencyListener`."""
+    """A controller that may be away. Implements `router.links.controller_port.LatencyListener`."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, LatencyCounts]] = []
@@ -74,13 +75,13 @@ def test_late_is_what_came_after_its_target_and_what_never_came() -> None:
 async def test_a_report_goes_out_every_second_and_one_at_a_time() -> None:
     scene = Scene()
     for _ in range(3):
-        scene.reports.tick()
+        scene.reports.calls.tick()
     await eventually(lambda: scene.reports.view == VIEW)
     assert [name for name, _ in scene.listener.heard] == ["router-1"]
     await asyncio.sleep(0)
     scene.listener.away = True
     scene.clock.advance(REPORT_S)
-    scene.reports.tick()
+    scene.reports.calls.tick()
     await eventually(lambda: len(scene.listener.heard) == 2)
     assert scene.reports.view == VIEW, "a controller that is away leaves what it told last"
 

@@ -13,13 +13,13 @@ from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.key_file import TenantLimits
 from twinpool.contracts.messages.quota import QuotaClaim, QuotaSlice
 from twinpool.router.security.tenant_accounts import TenantAccounts, TenantLimited
-from twinpool.router.service.quota_leases import AWAY_RETRY_S, QuotaLeases
+from twinpool.router.service.admission import AWAY_RETRY_S, QuotaLeases
 
 LIMITS = TenantLimits(requests_per_minute=80, concurrent=40)
 
 
 class SlowLessor:
-    """A controller that answers when it is told to. Implements `router.service.quota_leases.QuotaLessor`."""
+    """A controller that answers when it is told to. Implements `router.links.controller_port.QuotaLessor`."""
 
     def __init__(self, clock: ManualClock) -> None:
         self.ledger = QuotaLedger(clock)

@@ -13,8 +13,9 @@ from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.messages.router_report import COUNTERS, UNNAMED, RouterReport
 from twinpool.router.core.router_core import RouterCore
+from twinpool.router.links.controller_port import REPORT_S
 from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
-from twinpool.router.service.router_reports import MAX_S, MIN_S, RETRY_S, RouterReports
+from twinpool.router.service.controller_calls import MAX_PAUSE_S, MIN_PAUSE_S, RouterReports
 
 
 class Source(FakeDashboard):
@@ -44,15 +45,15 @@ class Scene:
     async def tick(self) -> bool:
         """Whether a tick made a report."""
         before = len(self.source.reports)
-        self.reports.tick()
-        await eventually(lambda: not self.reports._calls.busy)
+        self.reports.calls.tick()
+        await eventually(lambda: not self.reports.calls.busy)
         return len(self.source.reports) > before
 
 
 @pytest.mark.asyncio
 async def test_reports_come_as_often_as_they_are_asked_for_within_bounds() -> None:
     scene = Scene()
-    for asked, waited in ((1.0, 1.0), (5.0, 5.0), (0.0, MIN_S), (1e9, MAX_S)):
+    for asked, waited in ((1.0, 1.0), (5.0, 5.0), (0.0, MIN_PAUSE_S), (1e9, MAX_PAUSE_S)):
         scene.source.pause_s = asked
         assert await scene.tick()
         scene.clock.advance(waited - 0.01)
@@ -67,14 +68,14 @@ async def test_a_controller_that_is_away_is_tried_again_and_a_viewer_hurries_the
     scene.source.away = True
     assert await scene.tick()
     assert not await scene.tick()
-    scene.clock.advance(RETRY_S)
+    scene.clock.advance(REPORT_S)
     scene.source.away, scene.source.pause_s = False, 5.0
     assert await scene.tick()
     assert not await scene.tick()
     scene.reports.seen_by(2)
     assert await scene.tick()
     assert scene.source.reports[-1].viewers == 2
-    scene.reports.close()
+    scene.reports.calls.close()
 
 
 @pytest.mark.asyncio
@@ -82,11 +83,11 @@ async def test_a_viewer_that_comes_while_a_report_is_under_way_is_told_with_the_
     scene = Scene()
     scene.source.pause_s = 5.0
     scene.source.answers.clear()
-    scene.reports.tick()
+    scene.reports.calls.tick()
     await eventually(lambda: bool(scene.source.reports))
     scene.reports.seen_by(1)
     scene.source.answers.set()
-    await eventually(lambda: not scene.reports._calls.busy)
+    await eventually(lambda: not scene.reports.calls.busy)
     assert await scene.tick()
     assert [report.viewers for report in scene.source.reports] == [0, 1]
     assert not await scene.tick(), "from then on as often as it is asked for"

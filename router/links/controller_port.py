@@ -1,0 +1,135 @@
+"""What a router has of the controller besides its workers: ports, each of which it can do without, and its reports.
+
+A report (`ReportCalls`) tells what was counted since the router's start, so that one whose answer was lost costs
+nothing. One of a kind is under way at a time, a second after the last unless it says otherwise. While the controller is
+away the log says so once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts
+from twinpool.contracts.messages.cluster_view import ControlPlane
+from twinpool.contracts.messages.quota import QuotaClaim, QuotaSlice
+from twinpool.contracts.messages.request_record import FoundRecords, RequestRecord
+from twinpool.contracts.messages.router_report import UNNAMED, RouterIdentity, RouterReport
+from twinpool.router.state.router_log import log
+
+REPORT_S = 1.0
+"""Seconds between two reports."""
+
+
+class QuotaLessor(Protocol):
+    """The controller, as it leases quotas."""
+
+    async def lease_quota(self, router: str, claims: Sequence[QuotaClaim]) -> Sequence[QuotaSlice]:
+        """Return a slice for each claim, in order. Raises `ConnectionError` where the controller doesn't answer."""
+
+
+class LatencyListener(Protocol):
+    """The controller, as it hears for its autoscaler what requests meet."""
+
+    async def report_latency(self, router: str, counts: LatencyCounts) -> AutoscalerView:
+        """Raises `ConnectionError` where the controller doesn't answer."""
+
+
+class RecordListener(Protocol):
+    """The controller, as it hears of requests and is asked for them. Its calls raise `ConnectionError` where it doesn't
+    answer."""
+
+    async def report_records(
+        self, router: str, records: Sequence[RequestRecord], answers: Sequence[tuple[int, Sequence[RequestRecord]]]
+    ) -> None: ...
+
+    async def find_records(self, request_id: str, recent: int = 0) -> FoundRecords:
+        """The records of a request; with an empty id the latest `recent` ones."""
+
+    def on_record_ask(self, answer: Callable[[int, str], None]) -> None:
+        """Have `answer` called with the number and the id of each request that the controller looks for."""
+
+
+class DashboardSource(Protocol):
+    """The dashboard of the whole cluster, of the controller or of this process. All four raise `ConnectionError` where
+    the controller doesn't answer."""
+
+    def frames(self) -> AsyncIterator[bytes]:
+        """Frames as JSON, about one a second, from now on; the latest alone where they aren't awaited in time."""
+
+    async def past(self) -> bytes:
+        """The last minutes as JSON."""
+
+    async def routers(self) -> list[RouterReport]:
+        """The routers that are there, without their counts."""
+
+    async def report(self, report: RouterReport) -> float:
+        """Tell what a router has counted; returns the seconds until it is to tell again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerPorts:
+    """The ports that one router has."""
+
+    lessor: QuotaLessor | None = None
+    """Leases tenants' limits; None: they are this router's alone."""
+    reporter: LatencyListener | None = None
+    """Is told what requests meet, for the autoscaler."""
+    recorder: RecordListener | None = None
+    """Is told of requests, and asks for them."""
+    dashboard: DashboardSource | None = None
+    """Has the dashboard's numbers."""
+    control_plane: Callable[[], ControlPlane | None] = lambda: None
+    """Returns what is known of the controllers; None where there is one that nobody replaces."""
+    reachable: Callable[[], bool] | None = None
+    """Returns whether a controller answers."""
+    identity: RouterIdentity = UNNAMED
+    """Who this router is, as the controller is told."""
+
+
+NO_CONTROLLER = ControllerPorts()
+
+
+class ReportCalls:
+    """The calls of one kind of report, on an event loop."""
+
+    def __init__(self, clock: Clock, away: str, begin: Callable[[], Awaitable[None] | None]) -> None:
+        """`away`: what the log says when a report isn't taken. `begin` makes a report's call, which raises
+        `ConnectionError` where the controller doesn't answer; None: there is nothing to report."""
+        self._clock, self._words, self._begin, self._away = clock, away, begin, False
+        self._call: asyncio.Task[None] | None = None
+        self.next = clock.now()
+        """When the next report is due, in seconds of the clock."""
+
+    @property
+    def busy(self) -> bool:
+        return self._call is not None
+
+    def tick(self) -> None:
+        """Report if it is time; to be called every 100 ms or so."""
+        now = self._clock.now()
+        if not self.busy and now >= self.next and (report := self._begin()) is not None:
+            self.next = now + REPORT_S
+            self._call = asyncio.get_running_loop().create_task(self._make(report))
+            self._call.add_done_callback(self._done)
+
+    def close(self) -> None:
+        """Give up the call that is under way."""
+        if self._call is not None:
+            self._call.cancel()
+
+    async def _make(self, report: Awaitable[None]) -> None:
+        try:
+            await report
+        except ConnectionError as error:
+            if not self._away:
+                log(self._words, reason=str(error))
+            self._away = True
+        else:
+            self._away = False
+
+    def _done(self, call: asyncio.Task[None]) -> None:
+        self._call = None
