@@ -52,7 +52,7 @@ from twinpool.contracts.errors import ConfigError, TwinpoolError
 from twinpool.contracts.json_logs import log_to_stream
 from twinpool.contracts.signal_listener import SignalListener
 from twinpool.contracts.wire.controller_turns import NOT_LEADING
-from twinpool.contracts.wire.grpc_calls import Admission, Admit, CallRefused
+from twinpool.contracts.wire.grpc_calls import Admit, CallRefused, IncomingCall
 
 T = TypeVar("T")
 CALL_TIMEOUT_S = 10.0
@@ -61,7 +61,7 @@ CALL_TIMEOUT_S = 10.0
 def admit_while(leads: Callable[[], bool]) -> Admit:
     """Refuse all calls as UNAVAILABLE while this controller doesn't lead: callers then try the next one."""
 
-    def admit(call: Admission) -> None:
+    def admit(call: IncomingCall) -> None:
         if not leads():
             raise CallRefused(grpc.StatusCode.UNAVAILABLE, NOT_LEADING)
 

@@ -40,7 +40,7 @@ from twinpool.contracts.messages.cluster_view import ControlPlane
 from twinpool.contracts.messages.request_record import RequestRecord
 from twinpool.contracts.messages.router_report import RouterReport, percentile
 from twinpool.contracts.messages.worker_status import CPU_SECONDS
-from twinpool.router.verification.damage_totals import DamageTotals
+from twinpool.router.state.worker_table import DamageTotals
 
 KEPT = 200
 TEXT_CHARS = 400

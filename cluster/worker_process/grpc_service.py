@@ -29,7 +29,7 @@ from twinpool.contracts.messages.calls import (
     WORKER_STATUS,
     Empty,
 )
-from twinpool.contracts.wire.grpc_calls import Admission, Admit, CallHandlers, CallRefused, Handler, handle_call
+from twinpool.contracts.wire.grpc_calls import Admit, CallHandlers, CallRefused, Handler, IncomingCall, handle_call
 from twinpool.contracts.wire.grpc_channels import add_port, server_options
 
 log = logging.getLogger("twinpool.service")
@@ -59,7 +59,7 @@ class WorkerService:
             handle_call(UNDRAIN_WORKER, answered(self._host.undrain)),
         ]
 
-    def admit(self, call: Admission) -> None:
+    def admit(self, call: IncomingCall) -> None:
         """Refuse calls that are for another incarnation of this worker."""
         meant = call.metadata.get(INCARNATION_KEY, str(self._incarnation))
         if meant != str(self._incarnation):
@@ -82,7 +82,7 @@ class WorkerService:
 def admit_by_token(secret: str) -> Admit:
     """Refuse calls without the cluster's token."""
 
-    def admit(call: Admission) -> None:
+    def admit(call: IncomingCall) -> None:
         if not admits(secret, call.metadata.items()):
             log.warning("a call without the cluster's token was refused", extra={"method": call.path})
             raise CallRefused(grpc.StatusCode.UNAUTHENTICATED, "this call lacks the cluster's token")

@@ -202,14 +202,14 @@ class CallRefused(TwinpoolError):
         self.code = code
 
 
-class Admission(NamedTuple):
+class IncomingCall(NamedTuple):
     """A call, before anything of it is read."""
 
     path: str
     metadata: dict[str, str]
 
 
-Admit = Callable[[Admission], None]
+Admit = Callable[[IncomingCall], None]
 """Raises `CallRefused` for a call that isn't to be served."""
 Handler = tuple[str, "grpc.RpcMethodHandler[Any, Any]"]
 
@@ -287,7 +287,7 @@ class CallHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         metadata = {key: value if isinstance(value, str) else value.decode(errors="replace") for key, value in given}
         try:
             for admit in self._admit:
-                admit(Admission(call.method, metadata))
+                admit(IncomingCall(call.method, metadata))
         except CallRefused as error:
             return _refusal(error)
         found = self._handlers.get(call.method)

@@ -47,9 +47,8 @@ from twinpool.router.kv_indexer.prefix_indexes import PrefixIndexes
 from twinpool.router.migration.migrations import Migrations
 from twinpool.router.state.request_journal import JournalKind
 from twinpool.router.state.routed_request import AttemptCost, AttemptLeg, RoutedRequest
-from twinpool.router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
+from twinpool.router.state.worker_table import DamageTotals, WorkerEntry, WorkerKey, WorkerTable
 from twinpool.router.verification.audits import Audits
-from twinpool.router.verification.damage_totals import DamageTotals
 
 Leave = Cancel | Detach
 """What takes a request off a worker."""
@@ -97,7 +96,7 @@ class RouterCore:
             send=lambda worker, command: self._actions.append(SendCommand(worker, command)),
             replay=lambda r, reason: self._retry(r, AttemptFailure(reason, cost=AttemptCost.REFUSAL)),
         )
-        self.asks = AnswerLookups(clock, self.workers, mint_room, config.resume_wait_s)
+        self.lookups = AnswerLookups(clock, self.workers, mint_room, config.resume_wait_s)
         self._actions: list[RouterAction] = []
 
     def serving(self, role: Role) -> list[WorkerEntry]:
@@ -105,14 +104,14 @@ class RouterCore:
 
     def take_actions(self) -> list[RouterAction]:
         actions, self._actions = self._actions, []
-        audits, asks = self.audits, self.asks
+        audits, lookups = self.audits, self.lookups
         if audits.commands or audits.findings or audits.ended:  # Seldom, and this is called for each frame of events.
             actions += [SendCommand(worker, command) for worker, command in audits.take_commands()]
             actions += audits.take_findings()
             actions += audits.take_ended()
-        if asks.commands or asks.ended:
-            actions += [SendCommand(worker, command) for worker, command in asks.take_commands()]
-            actions += asks.take_ended()
+        if lookups.commands or lookups.ended:
+            actions += [SendCommand(worker, command) for worker, command in lookups.take_commands()]
+            actions += lookups.take_ended()
         return actions
 
     def check(self) -> list[str]:
@@ -133,14 +132,14 @@ class RouterCore:
         for entry in ended:
             self._lose(entry, "the controller no longer sees it")
             self.workers.gone(entry)
-        self.asks.on_view()
+        self.lookups.on_view()
         self._place(self.requests.queued.values())
 
     def on_linked(self, key: WorkerKey) -> None:
         entry = self.workers.get(key)
         if entry is not None:
             entry.linked = True
-            self.asks.on_linked()
+            self.lookups.on_linked()
             self._place(self.requests.queued.values())
 
     def on_unlinked(self, key: WorkerKey, reason: str, *, left: bool = False) -> None:
@@ -162,7 +161,7 @@ class RouterCore:
     def _lose(self, entry: WorkerEntry, reason: str, *, left: bool = False) -> None:
         entry.linked = False
         self.audits.lost(entry.key)
-        self.asks.lost(entry.key)
+        self.lookups.lost(entry.key)
         left = left or entry.status.state == "left"
         for r in self.requests.those(entry.requests):
             if self.migrations.lost(r, entry.key, reason):
@@ -222,7 +221,7 @@ class RouterCore:
     def adopt(self, request: RoutedRequest, found: FoundAnswer) -> None:
         """Go on with a request that a decode worker has kept, and that was restored from it (`RoutedRequest.restore`).
         Where the worker has it no more, the next attempt goes on from its tokens."""
-        since = self.asks.release(found.worker, request.id)
+        since = self.lookups.release(found.worker, request.id)
         entry = self.workers.get(found.worker)
         request.numerics = found.numerics
         if entry is None or not entry.linked or not found.answer.running:
@@ -281,7 +280,7 @@ class RouterCore:
             self._finish_if_complete(r)
         self.migrations.tick()
         self.audits.tick()
-        self.asks.tick()
+        self.lookups.tick()
 
     def _place(self, requests: Iterable[RoutedRequest]) -> None:
         """Send to workers the requests whose back-off is over and for which there is a pair of workers."""
@@ -326,9 +325,9 @@ class RouterCore:
             self.counts.late_events += not self.audits.on_event(worker, event)
             return
         if isinstance(event, Attached):
-            self.counts.late_events += not self.asks.on_event(worker, event)
+            self.counts.late_events += not self.lookups.on_event(worker, event)
             return
-        if r is None and self.asks.hold(worker, event):
+        if r is None and self.lookups.hold(worker, event):
             return
         if self.migrations.on_event(r, worker, event):
             self.progress.advanced()

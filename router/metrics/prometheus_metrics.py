@@ -21,9 +21,8 @@ from twinpool.router.metrics.request_tally import RequestTally
 from twinpool.router.metrics.scrapes import Scrapes
 from twinpool.router.metrics.vllm_aliases import VllmAliases
 from twinpool.router.metrics.worker_metrics import tier_metrics, worker_metrics
-from twinpool.router.state.worker_table import WorkerEntry
+from twinpool.router.state.worker_table import DamageTotals, WorkerEntry
 from twinpool.router.verification.audits import AuditResult, Audits
-from twinpool.router.verification.damage_totals import DamageTotals
 from twinpool.router.verification.stream_watch import FlagReason, StreamWatch
 
 

@@ -155,7 +155,7 @@ class AnswerClaims:
         waiter = asyncio.get_running_loop().create_future()
         claim = self.take_over(identity, turn)
         if claim is None:
-            ask = self._core.asks.begin(identity.key, identity.body, choices)
+            ask = self._core.lookups.begin(identity.key, identity.body, choices)
             claim = self._claims[identity.key] = self._asks[ask] = AnswerClaim(identity, ask, turn)
         elif claim.waiter is not None and not claim.waiter.done():
             claim.waiter.set_exception(Superseded(SUPERSEDED))
@@ -164,7 +164,7 @@ class AnswerClaims:
         if claim.ask not in self._asks:  # It was found, and the one who waited has yet to hear of it.
             waiter.set_result(None)
         claim.waiter, claim.turn = waiter, turn
-        self._core.asks.wants(claim.ask, True)
+        self._core.lookups.wants(claim.ask, True)
         if on_gone is not None:
             on_gone(waiter.cancel)
         act()
@@ -218,7 +218,7 @@ class AnswerClaims:
     def give_up(self, claim: AnswerClaim) -> None:
         """Leave what was found to its workers: the answer doesn't begin here."""
         for found in claim.found.values():
-            self._core.asks.give_up(found.worker, (found.answer,))
+            self._core.lookups.give_up(found.worker, (found.answer,))
         claim.found = {}
         self._drop(claim)
 
@@ -230,8 +230,8 @@ class AnswerClaims:
             if claim.stream is not None and claim.stream.over
         ]
         asked = set(map(id, self._asks.values()))
-        if self._core.asks.held and all(claim.stream is not None for claim in self._claims.values()):
-            found.append(f"events of {self._core.asks.held} requests are held for nobody")
+        if self._core.lookups.held and all(claim.stream is not None for claim in self._claims.values()):
+            found.append(f"events of {self._core.lookups.held} requests are held for nobody")
         return found + [
             f"the answer {claim.identity.answer_id} is claimed by nobody"
             for claim in self._claims.values()
@@ -243,7 +243,7 @@ class AnswerClaims:
         if claim.waiter is not waiter:
             return
         claim.waiter = None
-        self._core.asks.wants(claim.ask, False)
+        self._core.lookups.wants(claim.ask, False)
         if claim.ask not in self._asks:
             self.give_up(claim)
 

@@ -197,7 +197,7 @@ class OpenAnswers:
                 self._place_later()
         except BaseException:
             for left in found.values():
-                self._core.asks.give_up(left.worker, (left.answer,))
+                self._core.lookups.give_up(left.worker, (left.answer,))
             self._abandon(stream)
             raise
 

@@ -392,7 +392,7 @@ class RouterService:
         fit = usable(claim, request, prompts)
         for index, found in claim.found.items():
             if index not in fit:
-                self.core.asks.give_up(found.worker, (found.answer,))
+                self.core.lookups.give_up(found.worker, (found.answer,))
         claim.found = fit
         said = [found.answer.created for found in fit.values()] + ([headers.seen.created] if headers.seen else [])
         return KeyedRequest(identity, headers, claim, said[0] if said else int(time.time()))

@@ -82,17 +82,17 @@ class SimClaims:
         for question, claim in self._claims.items():
             if claim.ask.number == ask.number:
                 self._claims[question] = SimClaim(ask, request_id, seen)
-                self._core.asks.wants(question, True)
+                self._core.lookups.wants(question, True)
                 return
         name = name_of(ask)
-        self._claims[self._core.asks.begin(name.key, name.body, 1)] = SimClaim(ask, request_id, seen)
+        self._claims[self._core.lookups.begin(name.key, name.body, 1)] = SimClaim(ask, request_id, seen)
 
     def leave(self, request_id: RequestId) -> bool:
         """The client leaves while its answer is looked for; returns whether it is."""
         mine = [name for name, claim in self._claims.items() if claim.request_id == request_id]
         for name in mine:
             self._claims[name].left = True
-            self._core.asks.wants(name, False)
+            self._core.lookups.wants(name, False)
         return bool(mine)
 
     def ended(self, action: LookupEnded) -> SimClaim | RestoredAnswer | None:
@@ -101,7 +101,7 @@ class SimClaims:
         claim, found = self._claims.pop(action.ask), action.found.get(0)
         if claim.left:
             if found is not None:
-                self._core.asks.give_up(found.worker, (found.answer,))
+                self._core.lookups.give_up(found.worker, (found.answer,))
             return None
         if found is None:
             self._seen[claim.request_id] = claim.seen
@@ -121,9 +121,9 @@ class SimClaims:
         self._core.adopt(request, action.found[0])
 
     def check(self) -> list[str]:
-        if self._claims or not self._core.asks.held:
+        if self._claims or not self._core.lookups.held:
             return []
-        return [f"events of {self._core.asks.held} requests are held for nobody"]
+        return [f"events of {self._core.lookups.held} requests are held for nobody"]
 
     def rest(
         self, request_id: RequestId, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]

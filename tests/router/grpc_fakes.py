@@ -27,11 +27,11 @@ from twinpool.contracts.messages.pool_changes import ChangedWorkers, DrainWorker
 from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerStatus, WorkerView
 from twinpool.contracts.wire.grpc_calls import (
-    Admission,
     Admit,
     CallHandlers,
     CallRefused,
     Handler,
+    IncomingCall,
     handle_call,
     handle_subscription,
 )
@@ -119,7 +119,7 @@ class WorkerFake:
             handle_call(UNDRAIN_WORKER, undrain),
         ]
 
-    def admit(self, call: Admission) -> None:
+    def admit(self, call: IncomingCall) -> None:
         given = call.metadata.get(INCARNATION_KEY)
         if given != str(self.worker.incarnation) and not self.worker.hangs:
             text = f"this is incarnation {self.worker.incarnation}, the call is for {given}"

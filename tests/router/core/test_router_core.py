@@ -744,13 +744,13 @@ def test_an_answer_that_is_gone_on_with_has_all_that_its_worker_said_since_it_wa
     answer = expected(request.prompt, request.sampling)
     worker = stage.key("decode-1")
     kept = KeptAnswer(request.id, 3, 0, 7, 3, 6, 60.0, tuple(answer[:2]), running=True, started=True)
-    ask = stage.core.asks.begin("k", "b", 1)
+    ask = stage.core.lookups.begin("k", "b", 1)
     stage.core.on_view(stage.cluster.views())
     stage.core.on_event(worker, Attached(ask, 0, answers=(kept,)))
     stage.core.on_event(stage.key("decode-0"), Attached(ask, 0))
     stage.core.on_event(worker, Tokens(request.id, 3, 5, tuple(answer[2:4])))
     stage.core.on_event(worker, Tokens(request.id, 3, 7, tuple(answer[4:5])))
-    assert stage.core.asks.held == 1
+    assert stage.core.lookups.held == 1
     (found,) = [one.found[0] for one in stage.core.take_actions() if isinstance(one, LookupEnded)]
     if lost:
         stage.core.on_unlinked(worker, "cut")
@@ -758,7 +758,7 @@ def test_an_answer_that_is_gone_on_with_has_all_that_its_worker_said_since_it_wa
     stage.requests[request.id], stage.out[request.id], stage.logprobs[request.id] = request, answer[:2], []
     stage.core.adopt(request, found)
     stage.play()
-    assert stage.core.asks.held == 0
+    assert stage.core.lookups.held == 0
     if lost:
         assert request.attempt == 4, "a number that no worker has seen of it"
         stage.finish()

@@ -223,18 +223,18 @@ async def test_who_was_superseded_and_is_cancelled_before_it_hears_of_it_takes_n
     come(earlier_goes)
     with pytest.raises(asyncio.CancelledError):
         await tasks[0]
-    ((holder, asked),) = core.asks.take_commands()
+    ((holder, asked),) = core.lookups.take_commands()
     assert isinstance(asked, Attach)
-    core.asks.on_event(holder, Attached(asked.request_id, 0, contested=3))
-    assert core.asks.take_commands() == [(holder, structs.replace(asked, seen=3))], "somebody waits for it"
+    core.lookups.on_event(holder, Attached(asked.request_id, 0, contested=3))
+    assert core.lookups.take_commands() == [(holder, structs.replace(asked, seen=3))], "somebody waits for it"
     kept = KeptAnswer(RequestId("r"), 0, 0, 7, 3, 20, 60.0, (4, 5), (), None, running=True, started=True)
-    core.asks.on_event(holder, Attached(asked.request_id, 0, answers=(kept,)))
-    (ended,) = core.asks.take_ended()
+    core.lookups.on_event(holder, Attached(asked.request_id, 0, answers=(kept,)))
+    (ended,) = core.lookups.take_ended()
     claims.on_ended(ended)
-    assert core.asks.take_commands() == [], "nothing is given up"
+    assert core.lookups.take_commands() == [], "nothing is given up"
     claim = await tasks[1]
     assert [found.answer for found in claim.found.values()] == [kept]
-    assert (core.asks.held, len(claims), claims.asking) == (1, 1, 0)
+    assert (core.lookups.held, len(claims), claims.asking) == (1, 1, 0)
 
 
 @contextmanager

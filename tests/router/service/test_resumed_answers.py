@@ -149,7 +149,7 @@ def test_a_running_answer_that_does_not_fit_its_request_is_left_to_its_worker_an
     worker.attached = lambda ask: Attached(ask.request_id, 0, answers=(replace(one, **changes),))
     told = server.post(PATH, BODY, **keyed("another")).json()
     assert told["choices"][0]["token_ids"] == answer
-    assert server.call(lambda: server.service.core.asks.held) == 0
+    assert server.call(lambda: server.service.core.lookups.held) == 0
     server.wait_until(lambda: [d.request_id for d in worker.detached] == ["kept-0"])
 
 
@@ -168,7 +168,7 @@ def test_found_choices_are_left_to_their_workers_where_one_of_them_can_not_go_on
 
     monkeypatch.setattr(server.service.answers, "catch_up", fails)
     assert server.post(PATH, {**BODY, "n": 3}, **keyed("three")).status_code == 500
-    assert server.call(lambda: server.service.core.asks.held) == 0
+    assert server.call(lambda: server.service.core.lookups.held) == 0
     server.wait_until(lambda: sorted(d.request_id for d in worker.detached) == ["kept-0", "kept-1", "kept-2"])
 
 
@@ -256,7 +256,7 @@ def test_b2_hundreds_of_keys_leave_nothing(server: Server) -> None:
             assert response.status_code in (200, 422)
             if number % 3:
                 response.read()
-    server.wait_until(lambda: not len(server.service.claims) and not server.service.core.asks.held)
+    server.wait_until(lambda: not len(server.service.claims) and not server.service.core.lookups.held)
 
 
 def test_an_identity_is_of_all_that_is_asked_and_of_the_secret() -> None:

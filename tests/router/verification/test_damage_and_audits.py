@@ -20,8 +20,8 @@ from twinpool.contracts.messages.worker_events import Audited, AuditEnd, Event
 from twinpool.contracts.messages.worker_status import WorkerStatus
 from twinpool.contracts.sampling_params import SamplingParams, TokenDifference
 from twinpool.contracts.wire.stream_codec import FrameWriter, decode_commands, decode_events, encode_events
+from twinpool.router.state.worker_table import DamageTotals
 from twinpool.router.verification.audits import PREFIX
-from twinpool.router.verification.damage_totals import DamageTotals
 
 
 def status(name: str, incarnation: int, **counters: float) -> WorkerStatus:
