@@ -1,5 +1,7 @@
 """The commands `twinpool keys` and `twinpool certs`: API keys in a key file, and the certificates and CURVE keys of a
 cluster of one's own.
+
+What makes and reads keys and certificates is imported when it is needed, as every command imports this module.
 """
 
 from __future__ import annotations
@@ -12,22 +14,16 @@ import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-
-import zmq.auth
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from twinpool.cli.command_output import FINE, REFUSED, print_table
-from twinpool.contracts.credentials.certificate_check import read_certificates
-from twinpool.contracts.credentials.certificate_files import CertificateFiles
-from twinpool.contracts.credentials.mint_certificates import (
-    Authority,
-    new_authority,
-    new_node,
-    read_authority,
-    write_private,
-)
 from twinpool.contracts.errors import ConfigError
-from twinpool.contracts.key_file import ApiKey, KeyFile, check_tenant, mint_key, read_key_file, write_key_file
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from twinpool.contracts.credentials.mint_certificates import Authority
+    from twinpool.contracts.key_file import ApiKey
 
 _SPAN = re.compile(r"(\d{1,5})([dhm])")
 _UNITS = {"d": timedelta(days=1), "h": timedelta(hours=1), "m": timedelta(minutes=1)}
@@ -38,6 +34,8 @@ def new_key(path: Path, tenant: str, expires: str = "") -> str:
 
     `expires`: after how long, as 90d, 12h or 30m; empty: never. Raises `ConfigError`.
     """
+    from twinpool.contracts.key_file import KeyFile, check_tenant, mint_key, read_key_file, write_key_file
+
     check_tenant(tenant)
     now = datetime.now(UTC)
     ends = (now + _span(expires)).isoformat(timespec="seconds") if expires else ""
@@ -49,6 +47,8 @@ def new_key(path: Path, tenant: str, expires: str = "") -> str:
 
 def revoke_key(path: Path, key_id: str) -> str:
     """Take a key out of the file; returns its id. Raises `ConfigError` where there is none with that id."""
+    from twinpool.contracts.key_file import read_key_file, write_key_file
+
     content = read_key_file(path)
     kept = tuple(key for key in content.keys if key.id != key_id)
     if len(kept) == len(content.keys):
@@ -59,6 +59,10 @@ def revoke_key(path: Path, key_id: str) -> str:
 
 def list_keys(path: Path) -> Table:
     """Return the keys of the file, with what their tenants may ask for."""
+    from rich.table import Table
+
+    from twinpool.contracts.key_file import read_key_file
+
     content = read_key_file(path)
     shown = Table("id", "tenant", "created", "expires", "requests/min", "tokens/min", "at a time", "priority", "models")
     for key in content.keys:
@@ -96,6 +100,10 @@ def new_certificates(folder: Path, hosts: Sequence[str], days: float) -> list[st
 
     All files but `ca.pem` are for their owner alone. Raises `ConfigError` where the folder has an authority already.
     """
+    import zmq.auth
+
+    from twinpool.contracts.credentials.mint_certificates import new_authority, write_private
+
     _check_days(days)
     if (folder / CA).exists() or (folder / CA_KEY).exists():
         raise ConfigError(
@@ -122,6 +130,8 @@ def new_certificates(folder: Path, hosts: Sequence[str], days: float) -> list[st
 
 def renew_certificate(folder: Path, hosts: Sequence[str], days: float) -> list[str]:
     """Replace the node's certificate by one of the folder's authority; returns what was done. Raises `ConfigError`."""
+    from twinpool.contracts.credentials.mint_certificates import read_authority
+
     _check_days(days)
     authority = read_authority(folder / CA, folder / CA_KEY)
     _write_node(folder, _node(authority, hosts, days))
@@ -130,6 +140,11 @@ def renew_certificate(folder: Path, hosts: Sequence[str], days: float) -> list[s
 
 def check_certificates(folder: Path) -> tuple[Table, bool]:
     """Return a table of the folder's certificates, and whether all of them can be used now."""
+    from rich.table import Table
+
+    from twinpool.contracts.credentials.certificate_check import read_certificates
+    from twinpool.contracts.credentials.certificate_files import CertificateFiles
+
     shown, good = Table("file", "names", "valid until", "state"), True
     node = CertificateFiles(folder / NODE, folder / NODE_KEY, folder / CA, (NODE, NODE_KEY, CA))
     for name in (CA, NODE):
@@ -149,10 +164,14 @@ def check_certificates(folder: Path) -> tuple[Table, bool]:
 
 
 def _node(authority: Authority, hosts: Sequence[str], days: float) -> tuple[bytes, bytes]:
+    from twinpool.contracts.credentials.mint_certificates import new_node
+
     return new_node(authority, [*hosts, socket.gethostname(), *LOCAL], datetime.now(UTC), days)
 
 
 def _write_node(folder: Path, node: tuple[bytes, bytes]) -> None:
+    from twinpool.contracts.credentials.mint_certificates import write_private
+
     certificate, key = node
     # The key first: whoever reads between the two finds a pair that doesn't match, and keeps what it has.
     write_private(folder / NODE_KEY, key)

@@ -31,7 +31,7 @@ from rich.table import Table
 from bench.common.bench_report import figure_table, flag_parser, headline, write_report
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.sim.scale.cluster_model import ClusterModel
-from twinpool.sim.scale.cluster_plan import ClusterPlan, DecodePool, LatencyTarget, PrefillPool
+from twinpool.sim.scale.cluster_plan import AnswerTarget, ClusterPlan, DecodePool, PrefillPool
 from twinpool.sim.scale.scale_figures import RunReport
 from twinpool.sim.scale.traffic import TrafficBurst, TrafficShape, drawn, read_trace, shape_of
 
@@ -94,7 +94,7 @@ def _rss_mib() -> float:
 
 def planned(args: argparse.Namespace, prefill: int, decode: int, **sections: Any) -> ClusterPlan:
     config = {"router": {"max_queue": 100_000, **sections.pop("router", {})}, **sections}
-    target = LatencyTarget(args.ttft, args.tpot)
+    target = AnswerTarget(args.ttft, args.tpot)
     return ClusterPlan(PrefillPool(prefill), DecodePool(decode), target=target, config=config_from_dict(config))
 
 

@@ -32,7 +32,7 @@ from bench.common.load_client import LengthRange, synthetic
 from twinpool.cli.load.open_loop import Ask, Content, OpenLoop, asks_of
 from twinpool.cli.load.openai_client import Endpoint, EndpointError, Outcome, stream
 from twinpool.cli.load.replay_figures import LATE_S, ReplayFigures, figures_of, record_of
-from twinpool.sim.scale.cluster_plan import LatencyTarget
+from twinpool.sim.scale.cluster_plan import AnswerTarget
 from twinpool.sim.scale.traffic import read_trace
 
 _CALIBRATION_WORDS = 256
@@ -109,7 +109,7 @@ class Target:
         self.cpu_s += time.process_time() - cpu
         self.outcomes += loop.outcomes
 
-    def figures(self, slo: LatencyTarget) -> ReplayFigures:
+    def figures(self, slo: AnswerTarget) -> ReplayFigures:
         return figures_of(self.outcomes, slo, self.wall_s, self.cpu_s, counts_prompts=False, exact=True)
 
 
@@ -272,7 +272,7 @@ def main(argv: list[str] | None = None) -> int:
     except (EndpointError, ValueError, OSError) as error:
         print(f"bench.serve: {error}", file=sys.stderr)
         return 2
-    slo = LatencyTarget(args.slo_ttft_ms / 1e3, args.slo_tpot_ms / 1e3)
+    slo = AnswerTarget(args.slo_ttft_ms / 1e3, args.slo_tpot_ms / 1e3)
     sides = {target.name: target.figures(slo) for target in targets}
     Console().print(table(sides))
     for name, side in sides.items():

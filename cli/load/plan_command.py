@@ -16,7 +16,7 @@ from twinpool.cli.load.measure_costs import CostSource, measure_costs
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ConfigError
 from twinpool.sim.scale.cluster_model import ClusterModel
-from twinpool.sim.scale.cluster_plan import ClusterPlan, LatencyTarget, MeasuredCosts, read_costs
+from twinpool.sim.scale.cluster_plan import AnswerTarget, ClusterPlan, MeasuredCosts, read_costs
 from twinpool.sim.scale.scale_command import PoolPrediction, PoolSearch
 from twinpool.sim.scale.traffic import TraceLine, read_trace, replayed, scaled_block
 
@@ -32,7 +32,7 @@ class PlannedLoad:
     """A load, and what is wanted of it."""
 
     lines: Sequence[TraceLine]
-    target: LatencyTarget
+    target: AnswerTarget
     speed: float = 1.0
     scale_lengths: float = 1.0
     max_context: int | None = None
@@ -67,7 +67,7 @@ class PlanOptions:
     """What the command line says."""
 
     trace: Path | None
-    target: LatencyTarget
+    target: AnswerTarget
     share: float
     costs: Path
     source: CostSource | None
@@ -105,7 +105,7 @@ class PlanOptions:
             tokens = int(low), int(high)
             source = CostSource(args.url, args.model or "demo", args.config, tuple(args.set), tokens)
         return cls(
-            args.trace, LatencyTarget.read(args.slo), args.share, args.costs, source, args.speed, args.limit,
+            args.trace, AnswerTarget.read(args.slo), args.share, args.costs, source, args.speed, args.limit,
             args.scale_lengths, args.max_context, args.max_workers, args.policy, args.json,
         )  # fmt: skip
 

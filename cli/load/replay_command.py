@@ -31,7 +31,7 @@ from twinpool.cli.load.replay_figures import (
 )
 from twinpool.contracts.errors import ConfigError, TwinpoolError
 from twinpool.contracts.outside_data import read_json
-from twinpool.sim.scale.cluster_plan import LatencyTarget
+from twinpool.sim.scale.cluster_plan import AnswerTarget
 from twinpool.sim.scale.traffic import TraceLine, read_trace
 
 KEY_VARIABLE = "TWINPOOL_API_KEY"
@@ -50,7 +50,7 @@ class ReplayOptions:
 
     trace: Path
     url: str
-    target: LatencyTarget
+    target: AnswerTarget
     model: str = ""
     speed: float = 1.0
     limit: int | None = None
@@ -95,7 +95,7 @@ class ReplayOptions:
             check_plots()
         names = set(cls.__dataclass_fields__) - {"target", "token_range"}
         given = {name: getattr(args, name) for name in names}
-        return cls(target=LatencyTarget.read(args.slo), token_range=(int(low), int(high)), **given)
+        return cls(target=AnswerTarget.read(args.slo), token_range=(int(low), int(high)), **given)
 
     def headers(self) -> list[list[tuple[str, str]]]:
         """The headers of requests, to be taken in turn: a set for each key. Raises `ConfigError`."""

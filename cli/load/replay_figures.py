@@ -15,7 +15,7 @@ import numpy as np
 from twinpool.cli.load.open_loop import OpenLoop
 from twinpool.cli.load.openai_client import Outcome
 from twinpool.contracts.errors import ConfigError
-from twinpool.sim.scale.cluster_plan import LatencyTarget
+from twinpool.sim.scale.cluster_plan import AnswerTarget
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -25,7 +25,7 @@ LATE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Latencies:
+class LatencySummary:
     """Percentiles of one figure, in seconds; all 0 where nothing was measured."""
 
     count: int
@@ -35,7 +35,7 @@ class Latencies:
     p99: float
 
     @classmethod
-    def of(cls, seconds: Iterable[float]) -> Latencies:
+    def of(cls, seconds: Iterable[float]) -> LatencySummary:
         values = np.fromiter(seconds, dtype=np.float64)
         if not len(values):
             return cls(0, 0.0, 0.0, 0.0, 0.0)
@@ -45,7 +45,7 @@ class Latencies:
 
 @dataclass(frozen=True, slots=True)
 class ReplayFigures:
-    """What a run came to. Latencies are of answers that ended well."""
+    """What a run came to. LatencySummary are of answers that ended well."""
 
     sent: int
     answered: int
@@ -58,16 +58,16 @@ class ReplayFigures:
     wrong: dict[str, int]
     """Answers that ended well with counts of tokens that aren't what was asked for, or with none."""
     wall_s: float
-    ttft: Latencies
+    ttft: LatencySummary
     """To the first token, from when the request could have gone out; waiting for a place counts."""
-    itl: Latencies
+    itl: LatencySummary
     """Gaps between events that carry tokens."""
-    tpot: Latencies
+    tpot: LatencySummary
     """Times per output token: an answer's mean after its first token, by which `--slo` judges."""
-    answer: Latencies
-    held: Latencies
+    answer: LatencySummary
+    held: LatencySummary
     """Seconds for which requests waited for a place, those that didn't among them."""
-    late: Latencies
+    late: LatencySummary
     """Seconds by which the client itself was late."""
     requests_per_s: float
     output_tokens_per_s: float
@@ -104,7 +104,7 @@ def ttft_of(outcome: Outcome) -> float:
     return outcome.ttft_s + outcome.held_s
 
 
-def is_good(outcome: Outcome, target: LatencyTarget) -> bool:
+def is_good(outcome: Outcome, target: AnswerTarget) -> bool:
     """Whether an answer came whole and kept the target."""
     if not outcome.ok or not outcome.arrivals_s:
         return False
@@ -127,7 +127,7 @@ def wrongness(outcome: Outcome, *, counts_prompts: bool, exact: bool) -> str:
 
 def figures_of(
     outcomes: Sequence[Outcome],
-    target: LatencyTarget,
+    target: AnswerTarget,
     wall_s: float,
     cpu_s: float,
     *,
@@ -153,12 +153,12 @@ def figures_of(
         notes=notes,
         wrong=dict(Counter(kind for kind in judged if kind).most_common()),
         wall_s=wall_s,
-        ttft=Latencies.of(ttft_of(outcome) for outcome in whole),
-        itl=Latencies.of(gap for outcome in whole for gap in outcome.gaps_s),
-        tpot=Latencies.of(tpot for outcome in whole if (tpot := outcome.tpot_s) is not None),
-        answer=Latencies.of(outcome.e2e_s + outcome.held_s for outcome in whole),
-        held=Latencies.of(outcome.held_s for outcome in outcomes),
-        late=Latencies.of(max(0.0, outcome.lag_s) for outcome in outcomes),
+        ttft=LatencySummary.of(ttft_of(outcome) for outcome in whole),
+        itl=LatencySummary.of(gap for outcome in whole for gap in outcome.gaps_s),
+        tpot=LatencySummary.of(tpot for outcome in whole if (tpot := outcome.tpot_s) is not None),
+        answer=LatencySummary.of(outcome.e2e_s + outcome.held_s for outcome in whole),
+        held=LatencySummary.of(outcome.held_s for outcome in outcomes),
+        late=LatencySummary.of(max(0.0, outcome.lag_s) for outcome in outcomes),
         requests_per_s=len(whole) / wall,
         output_tokens_per_s=sum(outcome.output_tokens for outcome in whole) / wall,
         input_tokens_per_s=inputs / wall,
@@ -174,7 +174,7 @@ class RecentFigures:
 
     MAX = 4096
 
-    def __init__(self, target: LatencyTarget, seconds: float = 10.0) -> None:
+    def __init__(self, target: AnswerTarget, seconds: float = 10.0) -> None:
         self._target, self.seconds = target, seconds
         self._ended: deque[tuple[float, Outcome]] = deque(maxlen=self.MAX)
         self.errors: Counter[str] = Counter()
@@ -188,19 +188,19 @@ class RecentFigures:
             self.errors[outcome.error] += 1
         self._ended.append((outcome.end_s, outcome))
 
-    def look(self, now: float) -> tuple[Latencies, Latencies, float]:
+    def look(self, now: float) -> tuple[LatencySummary, LatencySummary, float]:
         """First tokens, gaps between tokens, and answers a second, of the last `seconds` before `now`."""
         while self._ended and self._ended[0][0] < now - self.seconds:
             self._ended.popleft()
         whole = [outcome for _, outcome in self._ended if outcome.ok]
-        gaps = Latencies.of(gap for outcome in whole for gap in outcome.gaps_s)
-        return Latencies.of(ttft_of(outcome) for outcome in whole), gaps, len(whole) / self.seconds
+        gaps = LatencySummary.of(gap for outcome in whole for gap in outcome.gaps_s)
+        return LatencySummary.of(ttft_of(outcome) for outcome in whole), gaps, len(whole) / self.seconds
 
 
 _NOTE_CHARS = 100
 
 
-def _pair(latencies: Latencies) -> str:
+def _pair(latencies: LatencySummary) -> str:
     return f"{1e3 * latencies.p50:,.1f} / {1e3 * latencies.p99:,.1f} ms" if latencies.count else "-"
 
 
@@ -234,7 +234,7 @@ def live_line(loop: OpenLoop, recent: RecentFigures, total: int, now: float) -> 
     )
 
 
-def final_table(figures: ReplayFigures, target: LatencyTarget) -> RenderableType:
+def final_table(figures: ReplayFigures, target: AnswerTarget) -> RenderableType:
     """All figures of a run."""
     from rich.table import Table
 
@@ -325,7 +325,7 @@ def check_plots() -> None:
         raise ConfigError("--plots needs matplotlib: pip install 'twinpool[plots]', or leave it out") from None
 
 
-def draw_plots(folder: Path, outcomes: Sequence[Outcome], began_s: float, target: LatencyTarget) -> list[Path]:
+def draw_plots(folder: Path, outcomes: Sequence[Outcome], began_s: float, target: AnswerTarget) -> list[Path]:
     """Write `first-tokens.png`, `latencies.png` and `load.png` into `folder`; returns their paths."""
     import matplotlib
 
@@ -346,7 +346,7 @@ def draw_plots(folder: Path, outcomes: Sequence[Outcome], began_s: float, target
     return drawn
 
 
-def _first_tokens(axes: Any, whole: Sequence[Outcome], began_s: float, target: LatencyTarget) -> None:
+def _first_tokens(axes: Any, whole: Sequence[Outcome], began_s: float, target: AnswerTarget) -> None:
     axes.plot([one.due_s - began_s for one in whole], [ttft_of(one) for one in whole], ".", markersize=3)
     axes.axhline(target.ttft_s, color="tab:red", linewidth=1, label=f"target, {target.ttft_s:g} s")
     axes.set(xlabel="due, s since the start", ylabel="to the first token, s", title="First tokens")
@@ -354,7 +354,7 @@ def _first_tokens(axes: Any, whole: Sequence[Outcome], began_s: float, target: L
     axes.legend(loc="upper right")
 
 
-def _shares(axes: Any, whole: Sequence[Outcome], began_s: float, target: LatencyTarget) -> None:
+def _shares(axes: Any, whole: Sequence[Outcome], began_s: float, target: AnswerTarget) -> None:
     for label, values in (
         ("first token", [ttft_of(one) for one in whole]),
         ("time per output token (TPOT)", [at for one in whole if (at := one.tpot_s) is not None]),
@@ -363,11 +363,11 @@ def _shares(axes: Any, whole: Sequence[Outcome], began_s: float, target: Latency
         if values:
             shares = np.linspace(0, 100, _POINTS)
             axes.plot(np.percentile(values, shares), shares, label=label)
-    axes.set(xlabel="s", ylabel="% of them are quicker", xscale="log", title="Latencies")
+    axes.set(xlabel="s", ylabel="% of them are quicker", xscale="log", title="LatencySummary")
     axes.legend(loc="lower right")
 
 
-def _load(axes: Any, sent: Sequence[Outcome], began_s: float, target: LatencyTarget) -> None:
+def _load(axes: Any, sent: Sequence[Outcome], began_s: float, target: AnswerTarget) -> None:
     ends = [one.end_s for one in sent if one.end_s]
     last = max([*ends, *(one.sent_s for one in sent)], default=began_s)
     times = np.linspace(began_s, last, _POINTS)

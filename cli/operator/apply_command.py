@@ -20,8 +20,6 @@ from twinpool.cli.operator.cluster_rows import left_alone, routers_of, wanted_ma
 from twinpool.cli.operator.drain_command import check_timeout
 from twinpool.cli.operator.pool_commands import ROLES, follow, order
 from twinpool.cli.operator.rolling_restart import RollingRestart, carry_out
-from twinpool.contracts.config.load_config import read_config_file
-from twinpool.contracts.config.security_config import FILES
 from twinpool.contracts.errors import ConfigError
 
 POLL_S = 0.5
@@ -37,6 +35,9 @@ def read_settings(path: Path) -> dict[str, Any]:
 
     Raises `ConfigError` where the file can't be read; the supervisor checks the keys.
     """
+    from twinpool.contracts.config.load_config import read_config_file
+    from twinpool.contracts.config.security_config import FILES
+
     tree = read_config_file(path)
     security = tree.get("security")
     if isinstance(security, dict):

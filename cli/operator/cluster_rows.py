@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from twinpool.cli.admin_client import AdminClient, RouterAway
 from twinpool.cli.operator.drain_command import DrainProgress
-from twinpool.contracts.messages.fingerprint import REMEDIES, Fingerprint, differing
+
+if TYPE_CHECKING:
+    from twinpool.contracts.messages.fingerprint import Fingerprint
 
 Row = Mapping[str, Any]
 HOW = (
@@ -77,11 +79,15 @@ SHOWN = 60
 def apart(one: Row, other: Row) -> tuple[str, ...]:
     """In which parts the fingerprints of two workers differ, so that neither goes on with the other's requests; none
     where a row has no fingerprint, as with a router of an older build."""
+    from twinpool.contracts.messages.fingerprint import differing
+
     mine, its = _fingerprint(one), _fingerprint(other)
     return differing(mine, its) if mine is not None and its is not None else ()
 
 
 def _fingerprint(row: Row) -> Fingerprint | None:
+    from twinpool.contracts.messages.fingerprint import REMEDIES, Fingerprint
+
     told = row.get("fingerprint")
     return Fingerprint(**{part: told[part] for part in REMEDIES}) if told else None
 

@@ -78,7 +78,7 @@ class PoolState:
 WorkerKey = tuple[WorkerName, Incarnation]
 
 
-class _Point(NamedTuple):
+class _LoadAt(NamedTuple):
     at: float
     told: int
     value: float
@@ -90,17 +90,17 @@ class ToldCounter:
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self._points: dict[WorkerKey, deque[_Point]] = {}
+        self._points: dict[WorkerKey, deque[_LoadAt]] = {}
 
     def take(self, now: float, rows: Iterable[tuple[WorkerKey, int, float]]) -> float:
         """Take in each worker's number of telling (which changes when it tells) and its count; workers that aren't
         among them are forgotten. Returns how much all counts have grown since the last time."""
         grown, before, self._points = 0.0, self._points, {}
         for key, told, value in rows:
-            points = self._points[key] = before.get(key) or deque([_Point(now, told, value)])
+            points = self._points[key] = before.get(key) or deque([_LoadAt(now, told, value)])
             if points[-1].told != told:
                 grown += max(0.0, value - points[-1].value)
-                points.append(_Point(now, told, value))
+                points.append(_LoadAt(now, told, value))
             while len(points) > 2 and points[1].at <= now - self._window_s:
                 points.popleft()
         return grown

@@ -140,15 +140,15 @@ class SqliteLedger:
 
     # ------------------------------------------------------------ inside a transaction
 
-    def _next_term(self, connection: _Connection) -> Mapping[str, str]:
+    def _next_term(self, connection: _LedgerConnection) -> Mapping[str, str]:
         connection.execute("UPDATE writer SET term = term + 1")
         self._term = connection.execute("SELECT term FROM writer").fetchone()[0]
         return dict(connection.execute("SELECT key, value FROM kept ORDER BY key"))
 
-    def _holds_term(self, connection: _Connection) -> bool:
+    def _holds_term(self, connection: _LedgerConnection) -> bool:
         return bool(connection.execute("SELECT term FROM writer").fetchone()[0] == self._term)
 
-    def _check_term(self, connection: _Connection) -> None:
+    def _check_term(self, connection: _LedgerConnection) -> None:
         if not self._holds_term(connection):
             raise LedgerLost(f"another controller keeps its table in {self._path} now")
 
@@ -169,7 +169,7 @@ class SqliteLedger:
         return LedgerLeader(endpoint, host, term, left_s)
 
 
-class _Connection:
+class _LedgerConnection:
     """A connection to the file of the table, with another one attached as ``lease`` if need be; safe from any thread.
 
     What is written to the table is synced before a transaction returns; what is written to the attached file isn't, and
@@ -211,13 +211,13 @@ class _Connection:
         self._store.close()
 
 
-def _opened(path: Path, tables: Sequence[str], attached: Path | None = None) -> _Connection:
-    """A connection as of `_Connection`. Processes that make a file's first one at a time find it locked, whatever their
+def _opened(path: Path, tables: Sequence[str], attached: Path | None = None) -> _LedgerConnection:
+    """Return a connection. Processes that make a file's first one at a time find it locked, whatever their
     timeout is: tried again for `BUSY_S`."""
     pause, deadline = threading.Event(), time.monotonic() + BUSY_S
     while True:
         try:
-            return _Connection(path, tables, attached)
+            return _LedgerConnection(path, tables, attached)
         except sqlite3.OperationalError as error:
             if "locked" not in str(error) or time.monotonic() > deadline:
                 raise

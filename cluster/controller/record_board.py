@@ -27,7 +27,7 @@ class TooManyAsks(Exception):
 
 
 @dataclass(eq=False, slots=True)
-class _Ask:
+class _RecordAsk:
     routers: int
     """How many were asked."""
     answered: int = 0
@@ -50,7 +50,7 @@ class RecordBoard:
     def __init__(self, wall: Callable[[], float] = time.time) -> None:
         self.ring: RecordRing[RequestRecord] = RecordRing(MAX_RECORDS, MAX_BYTES)
         self._wall = wall
-        self._asks: dict[int, _Ask] = {}
+        self._asks: dict[int, _RecordAsk] = {}
         self._number = 0
 
     def recent(self, count: int) -> list[RequestRecord]:
@@ -83,7 +83,7 @@ class RecordBoard:
         if len(self._asks) >= MAX_ASKS:
             raise TooManyAsks(f"{MAX_ASKS} requests are looked for already; ask again")
         self._number += 1
-        ask = _Ask(0)
+        ask = _RecordAsk(0)
         self._asks[self._number] = ask
         try:
             ask.routers = ask_routers(self._number, asked)

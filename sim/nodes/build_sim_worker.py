@@ -52,7 +52,7 @@ FINGERPRINT = "simulated"
 SPINS = 2000
 
 
-class ControllerClient(Protocol):
+class LeaseHome(Protocol):
     """The controller as a worker's process sees it."""
 
     def register(self, record: WorkerRecord, answer: Callable[[LeaseGrant], None]) -> None: ...
@@ -127,7 +127,7 @@ def build(
     name: WorkerName,
     incarnation: Incarnation,
     sleep: SimSleep,
-    home: ControllerClient,
+    home: LeaseHome,
 ) -> BuiltWorker:
     """Build a worker of production parts with a `HashEngine`, over simulated planes and storage."""
     shape, config, agenda = world.shape, world.config, world.agenda

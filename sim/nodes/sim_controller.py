@@ -33,7 +33,7 @@ FOLD_S = 0.02
 
 
 class SimControl:
-    """Implements `sim.nodes.build_sim_worker.ControllerClient`."""
+    """Implements `sim.nodes.build_sim_worker.LeaseHome`."""
 
     def __init__(self, world: SimWorld) -> None:
         self.world = world

@@ -26,7 +26,7 @@ from twinpool.engine.runner.batch import BatchRow
 from twinpool.sim.fabric.sim_network import pack_events
 from twinpool.sim.fabric.step_costs import StepCosts, pairs_of
 from twinpool.sim.fabric.virtual_time import SimProcess, TimerEntry
-from twinpool.sim.nodes.build_sim_worker import IDLE_S, SPINS, BuiltWorker, ControllerClient, SimSleep, SimWorld, build
+from twinpool.sim.nodes.build_sim_worker import IDLE_S, SPINS, BuiltWorker, LeaseHome, SimSleep, SimWorld, build
 
 
 @dataclass
@@ -48,10 +48,8 @@ class SimHost:
         role: Role,
         name: WorkerName,
         incarnation: Incarnation,
-        home: ControllerClient,
-        make: Callable[
-            [SimWorld, SimProcess, Role, WorkerName, Incarnation, SimSleep, ControllerClient], BuiltWorker
-        ] = build,
+        home: LeaseHome,
+        make: Callable[[SimWorld, SimProcess, Role, WorkerName, Incarnation, SimSleep, LeaseHome], BuiltWorker] = build,
     ) -> None:
         self.world, self.process, self.home = world, process, home
         self.name, self.role, self.incarnation = name, role, incarnation

@@ -73,7 +73,7 @@ class DecodePool:
 
 
 @dataclass(frozen=True, slots=True)
-class LatencyTarget:
+class AnswerTarget:
     """What an answer must keep to be good."""
 
     ttft_s: float = 5.0
@@ -86,7 +86,7 @@ class LatencyTarget:
             raise ConfigError(f"a latency target must be above 0 seconds, got {self.ttft_s:g} and {self.tpot_s:g}")
 
     @classmethod
-    def read(cls, text: str) -> LatencyTarget:
+    def read(cls, text: str) -> AnswerTarget:
         """Read ``ttft=1.0,itl=0.05``, each in seconds, as `--slo` takes it; what is left out has its default. Raises
         `ConfigError`."""
         given: dict[str, float] = {}
@@ -111,7 +111,7 @@ class ClusterPlan:
     prefill: PrefillPool
     decode: DecodePool
     costs: StepCosts = field(default_factory=StepCosts)
-    target: LatencyTarget = field(default_factory=LatencyTarget)
+    target: AnswerTarget = field(default_factory=AnswerTarget)
     position_bytes: int = 0
     """Bytes of the state of a position, in what workers tell of what they send; 0: they tell nothing of it."""
     block_tokens: int = 512

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from twinpool.contracts.ids import Role
 from twinpool.contracts.messages.worker_events import Done
 from twinpool.router.state.routed_request import RoutedRequest
-from twinpool.sim.scale.cluster_plan import LatencyTarget
+from twinpool.sim.scale.cluster_plan import AnswerTarget
 from twinpool.sim.scale.traffic import SimRequest
 
 MIN_S, MAX_S = 1e-6, 1e5
@@ -136,7 +136,7 @@ class RunReport:
     """Of every request's times: equal runs have equal ones."""
 
 
-def summary(figures: RunFigures, target: LatencyTarget, seconds: float, since_s: float = 0.0) -> RunReport:
+def summary(figures: RunFigures, target: AnswerTarget, seconds: float, since_s: float = 0.0) -> RunReport:
     """Summarise a run of so many seconds. `since_s`: requests that came earlier aren't in quantiles and shares."""
     state = np.frombuffer(bytes(figures.state), np.uint8)
     counted = np.frombuffer(figures.arrived_s, np.float64) >= since_s

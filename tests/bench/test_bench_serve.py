@@ -12,7 +12,7 @@ import pytest
 from bench.serving import serve_load as serve
 from twinpool.cli.load.openai_client import Endpoint, Outcome
 from twinpool.cli.load.replay_figures import ReplayFigures, figures_of
-from twinpool.sim.scale.cluster_plan import LatencyTarget
+from twinpool.sim.scale.cluster_plan import AnswerTarget
 
 _spec = importlib.util.spec_from_file_location("sse_server", Path(__file__).with_name("sse_server.py"))
 assert _spec is not None
@@ -175,7 +175,7 @@ def test_ratios_are_ours_over_the_baselines_and_none_where_there_is_nothing_to_d
     def side(seconds: float, answered: bool) -> ReplayFigures:
         outcome = Outcome(0.0, 0.0, 4, 2, 3 * seconds, [seconds, 2 * seconds], completion_tokens=2)
         outcome.error = None if answered else "cut"
-        target = LatencyTarget(60.0, 60.0)
+        target = AnswerTarget(60.0, 60.0)
         return figures_of([outcome], target, 10 * seconds, 0.1, counts_prompts=False, exact=True)
 
     found = serve.ratios(side(0.5, True), side(1.0, True))
@@ -191,7 +191,7 @@ def test_tokens_of_answers_that_failed_count_nowhere() -> None:
     refused = Outcome(10, 10, 900, 3, 10.1, error="http 429")
     target = serve.Target("endpoint", Endpoint.parse("http://127.0.0.1:1"), "m", False, False, {})
     target.outcomes, target.wall_s, target.cpu_s = [cut, good, refused], 2.0, 0.1
-    side = target.figures(LatencyTarget(60.0, 60.0))
+    side = target.figures(AnswerTarget(60.0, 60.0))
     assert (side.sent, side.answered, side.good, side.errors) == (3, 1, 1, {"cut": 1, "http 429": 1})
     assert (side.requests_per_s, side.input_tokens_per_s, side.output_tokens_per_s) == (0.5, 20.0, 1.5)
     assert (side.cached_share, side.client_cores) == (0.25, 0.05)

@@ -256,7 +256,7 @@ def simulated(incarnation: int = 1) -> Iterator[Scene]:
 
 
 class _Controller:
-    """Implements `sim.nodes.build_sim_worker.ControllerClient`: every lease is granted at once."""
+    """Implements `sim.nodes.build_sim_worker.LeaseHome`: every lease is granted at once."""
 
     def __init__(self, agenda: VirtualTime) -> None:
         self._agenda, self._pids = agenda, iter(range(1, 100))

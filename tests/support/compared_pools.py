@@ -15,9 +15,9 @@ from tests.support.phased_replay import Replayed, replay_phases
 from twinpool.cli.load.open_loop import Ask
 from twinpool.cli.load.openai_client import Outcome
 from twinpool.cli.load.replay_figures import is_good, ttft_of, wrongness
-from twinpool.sim.scale.cluster_plan import LatencyTarget
+from twinpool.sim.scale.cluster_plan import AnswerTarget
 
-TARGET = LatencyTarget(ttft_s=6.0, tpot_s=0.3)
+TARGET = AnswerTarget(ttft_s=6.0, tpot_s=0.3)
 WORKERS = (
     "engine.threads=1", "cache.page_tokens=16", "prefill.chunk_tokens=32", "prefill.cache.device_tokens=8192",
     "decode.cache.device_tokens=2048", "decode.speculation=off", "faults.step_delay_s=0.1",

@@ -10,7 +10,7 @@ import pytest
 from twinpool.cli.load.open_loop import Ask, OpenLoop
 from twinpool.cli.load.openai_client import Outcome
 from twinpool.cli.load.replay_figures import RecentFigures, figures_of
-from twinpool.sim.scale.cluster_plan import LatencyTarget
+from twinpool.sim.scale.cluster_plan import AnswerTarget
 
 
 class VirtualTime:
@@ -77,7 +77,7 @@ def test_who_waits_for_a_place_is_held_and_so_are_those_behind_it() -> None:
     assert [one.sent_s - 100.0 for one in outcomes] == [0.0, 10.0, 20.0, 30.0]
     assert [one.held_s for one in outcomes] == [0.0, 9.0, 18.0, 0.0]
     assert [one.lag_s for one in outcomes] == [0.0] * 4, "none of it is the client's"
-    figures = figures_of(outcomes, LatencyTarget(10.5, 1.0), 40.0, 1.0, counts_prompts=True, exact=True)
+    figures = figures_of(outcomes, AnswerTarget(10.5, 1.0), 40.0, 1.0, counts_prompts=True, exact=True)
     assert figures.ttft.p50 == pytest.approx((10.0 + 19.0) / 2), "held time is what a client waits, too"
     assert figures.answer.mean == pytest.approx((10.0 + 19.0 + 28.0 + 10.0) / 4), "and so for the whole answer"
     assert (figures.good, figures.lagged) == (2, False)
@@ -92,14 +92,14 @@ def test_a_client_that_does_not_keep_up_is_late_by_its_own_fault() -> None:
     outcomes = played([0.0, 0.1, 0.2], 100, lambda _: 1.0, encode_s=0.5)
     assert [round(one.lag_s, 6) for one in outcomes] == [0.5, 0.9, 1.3]
     assert [one.held_s for one in outcomes] == [0.0] * 3
-    figures = figures_of(outcomes, LatencyTarget(), 3.0, 1.5, counts_prompts=True, exact=True)
+    figures = figures_of(outcomes, AnswerTarget(), 3.0, 1.5, counts_prompts=True, exact=True)
     assert figures.lagged
     assert figures.client_ceiling == pytest.approx(2.0), "3 requests took 1.5 s of a core"
     assert figures.ttft.p99 == pytest.approx(1.0), "its lateness isn't the endpoint's"
 
 
 def test_recent_figures_forget_and_count_all() -> None:
-    recent = RecentFigures(LatencyTarget(1.0, 1.0), seconds=10.0)
+    recent = RecentFigures(AnswerTarget(1.0, 1.0), seconds=10.0)
     for second in range(30):
         slow = second < 15
         recent.add(Outcome(second, second, 1, 1, second + 0.5, [second + (5.0 if slow else 0.5)], 1, 0, 1))

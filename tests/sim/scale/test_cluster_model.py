@@ -15,7 +15,7 @@ from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.sim.fabric.step_costs import StepCosts
 from twinpool.sim.scale.cluster_model import ClusterModel
-from twinpool.sim.scale.cluster_plan import ClusterPlan, DecodePool, LatencyTarget, PrefillPool
+from twinpool.sim.scale.cluster_plan import AnswerTarget, ClusterPlan, DecodePool, PrefillPool
 from twinpool.sim.scale.scale_command import ScaleOptions, simulate_scale
 from twinpool.sim.scale.scale_figures import RunReport
 from twinpool.sim.scale.traffic import SimRequest, TrafficShape, drawn, read_trace
@@ -64,7 +64,7 @@ def test_what_is_too_much_for_the_routers_is_refused_and_counted() -> None:
 
 
 def test_a_prompt_that_would_be_late_is_refused_early() -> None:
-    plan = replace(planned(), prefill=PrefillPool(1, 1 << 17), target=LatencyTarget(2.0, 0.1), refuse_late=True)
+    plan = replace(planned(), prefill=PrefillPool(1, 1 << 17), target=AnswerTarget(2.0, 0.1), refuse_late=True)
     report, model = run(plan, drawn(SHAPE))
     patient, _ = run(replace(plan, refuse_late=False), drawn(SHAPE))
     early = sum(core.counts.refused_early for core in model.cores)
