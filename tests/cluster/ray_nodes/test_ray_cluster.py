@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import stat
 import subprocess
@@ -101,3 +102,15 @@ def test_rays_processes_are_in_sessions_of_their_own() -> None:
     finally:
         child.kill()
         child.communicate()
+
+
+def test_rays_private_names_that_are_used_take_what_they_are_given() -> None:
+    """Where another Ray has moved one, this says so instead of a cluster that doesn't start, or is never drained."""
+    import ray._private.state
+    import ray._raylet
+    from ray._private.parameter import RayParams
+
+    assert "dashboard_agent_listen_port" in inspect.signature(RayParams).parameters
+    assert not set(inspect.signature(ray._private.state.state.get_draining_nodes).parameters) - {"self"}
+    store = vars(ray._raylet)["GcsClient"]
+    assert callable(store)  # It hands all names on to a client of Ray's own, which a whole cluster's tests ask.
