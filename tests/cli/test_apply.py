@@ -135,6 +135,7 @@ def test_a_role_with_one_worker_is_refused_before_anything_is_changed() -> None:
         assert cluster.orders[:2] == ["apply", "scale?decode=2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["starting", "dead", "draining"])
 def test_a_worker_that_is_on_its_way_is_waited_for_a_minute(state: str) -> None:
     with router_stub(Cluster()) as cluster:

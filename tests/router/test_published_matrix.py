@@ -280,6 +280,7 @@ def site(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         model.engine.close()
 
 
+@pytest.mark.slow
 def test_a_form_that_people_publish(site: Site) -> None:
     """All of a form in one test: what it takes to begin one is more than all that it is asked."""
     completions_are_their_tokens(site)

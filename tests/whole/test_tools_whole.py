@@ -1,5 +1,5 @@
 """Chats, messages and responses with tools over the whole way, with the clients that people use: one cluster with the
-demo model, its calls by grammar."""
+demo model in one process, as nothing here is about processes, its calls by grammar."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Person(BaseModel):
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with serving("demo", tmp_path_factory.mktemp("tools")) as found:
+    with serving("demo", tmp_path_factory.mktemp("tools"), sections={"transfer": {"plane": "local"}}) as found:
         yield found
         found.settle()
 

@@ -114,6 +114,7 @@ def test_b2_a_cancel_in_the_middle_of_a_migration_leaves_nothing_on_either_side(
     c.cancel(rid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("going", STAGES, indirect=True)
 def test_a_request_whose_target_dies_goes_on_where_it_was_and_nothing_is_computed_again(
     going: tuple[Company, RequestId], alone: list[int]
@@ -407,6 +408,7 @@ def test_finished_pages_are_copied_ahead_while_the_stream_goes_on(large: tuple[C
     assert c.run(rid) == c.run(c.submit(list(range(200)), seeded(1, 120)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["cancel", "decode-0", "decode-1"])
 def test_b2_what_is_copied_ahead_is_released_when_a_side_goes(large: tuple[Company, RequestId], who: str) -> None:
     c, rid = large

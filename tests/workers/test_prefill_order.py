@@ -161,6 +161,7 @@ def test_who_computes_what_others_wait_for_is_as_urgent_as_they_are(small: Path)
         steps.check(longs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "places"), [(8192, 2), (3072, 8)], ids=["places are short", "pages are short"])
 def test_a_prompt_that_yields_to_another_tenants_answers_as_if_it_had_not(
     small: Path, tokens: int, places: int

@@ -55,6 +55,7 @@ def received(answers: Sequence[Answer]) -> list[int]:
     return [a.progress[Role.DECODE].transfer_bytes // bytes_a_page for a in answers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [16 * 20, 16 * 20 + 5])
 def test_eight_choices_of_one_prompt_take_its_pages_once_and_a_tail_each(small: Path, length: int) -> None:
     prompt = words(1, length)
@@ -160,6 +161,7 @@ def test_when_the_first_is_refused_by_prefill_the_next_one_is_sent_it(small: Pat
         both.cancel(first, legs=(Role.DECODE,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["killed", "unlinked"])
 def test_when_prefill_is_lost_in_mid_transfer_every_answer_is_right(small: Path, end: str) -> None:
     prompt = words(10, 400)
@@ -180,6 +182,7 @@ def test_when_prefill_is_lost_in_mid_transfer_every_answer_is_right(small: Path,
         assert group.run(*rids) == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reached", [1, 8])
 def test_choices_migrate_to_another_worker_and_their_prompt_is_right_there(small: Path, reached: int) -> None:
     prompt = words(11, 200)

@@ -45,6 +45,7 @@ def told_by(model: Model, chain: list[int]) -> tuple[dict[int, int], dict[int, i
     return device, held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_it_says_what_dictionaries_say_whatever_was_added_and_removed(seed: int) -> None:
     rng = random.Random(seed)

@@ -198,6 +198,7 @@ def strictly(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", WITHIN)
 def test_a_number_within_a_field_is_taken_or_refused_by_name(server: Server, path: str) -> None:
     for fields in WITHIN[path]:

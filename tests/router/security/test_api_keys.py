@@ -126,6 +126,7 @@ def test_a_key_that_is_revoked_is_refused_and_a_new_one_taken_without_a_restart(
     assert server.post(COMPLETIONS, ASK, **bearer(other)).status_code == 200, "a file that went bad changes nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [ASK, LARGE], ids=["inline", "by a reader"])
 def test_tenants_share_no_prefix_whatever_their_salts(
     server: Server, keys: Path, secret: str, asked: dict[str, Any]

@@ -39,6 +39,7 @@ def run(plan: ClusterPlan, requests: Iterator[SimRequest], seed: int = 0) -> tup
         model.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["cache_aware", "least_loaded", "power_of_two", "round_robin", "session"])
 def test_every_request_that_is_sent_is_answered(policy: str) -> None:
     report, model = run(planned({"policy": policy}), drawn(SHAPE))
