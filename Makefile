@@ -22,7 +22,7 @@ PYTEST := $(BIN)/python -m pytest -n 3 --no-loadscope-reorder --max-worker-resta
 test: .venv/.installed-dev ## run the tests that a change needs, three at a time; ARGS="-n0 tests/cluster -k drain" for some, in order
 	@$(PYTEST) -m "not soak and not thorough" $(ARGS)
 
-test-all: .venv/.installed-dev ## run all tests but the soak, as CI does; those that `make test` leaves out are in tests/thorough.txt
+test-all: .venv/.installed-dev ## run all tests but the soak, as CI does: also all parameters of slow tests and those of tests/thorough.txt
 	@$(PYTEST) -m "not soak" $(ARGS)
 	@.ci/numerics
 
