@@ -40,7 +40,7 @@ from twinpool.decode.request import (
 )
 from twinpool.decode.request_pages import DecodePages
 from twinpool.decode.transfer_queue import TransferQueue
-from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
+from twinpool.engine.structured_output.grammar_engine import AnswerGrammar
 from twinpool.prefill.request import (
     PrefillEvent,
     PrefillPages,

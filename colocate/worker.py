@@ -39,7 +39,7 @@ from twinpool.contracts.messages import router_commands as commands
 from twinpool.decode.drafting import Drafter
 from twinpool.decode.request import DecodePhase, DecodeRequest
 from twinpool.decode.worker import DecodeWorker, Outcome
-from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
+from twinpool.engine.structured_output.grammar_engine import AnswerGrammar
 from twinpool.prefill.audit_runner import AuditRunner
 from twinpool.prefill.scheduler import ScheduledChunk
 from twinpool.prefill.step_commit import PrefillStepCommit

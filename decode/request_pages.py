@@ -21,7 +21,7 @@ from twinpool.contracts.block_hash import block_hashes
 from twinpool.contracts.config.cache_config import CacheConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.decode.request import DecodeRequest
-from twinpool.worker.request import RequestPages, finished
+from twinpool.worker.request import RequestPages, sendable_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class DecodePages(RequestPages):
         """Whether all state that the request would go on from still matches its tags, which `seal` returned."""
         allocation, spec, committed = request.held, self.manager.spec, request.committed
         wanted = due(spec, committed)
-        for pool, pages in finished(wanted, allocation, chain, ends).items():
+        for pool, pages in sendable_pages(wanted, allocation, chain, ends).items():
             firsts, stops = extents(spec, pool, wanted[pool], committed)
             now = self.manager.pools.digest(pool, pages.indices, firsts, stops)
             if now != [tag.digest for tag in pages.tags]:

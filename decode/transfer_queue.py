@@ -22,7 +22,7 @@ from twinpool.contracts.messages.router_commands import Submit
 from twinpool.contracts.messages.worker_events import LegReport
 from twinpool.decode.request import DecodeEvent, DecodePhase, DecodeRequest, PromptReceived, RequestFailed, RequestLeft
 from twinpool.decode.request_pages import DecodePages
-from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
+from twinpool.engine.structured_output.grammar_engine import AnswerGrammar
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
 from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived

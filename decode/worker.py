@@ -47,7 +47,7 @@ from twinpool.decode.retraction.memory_pressure import OutputLengths
 from twinpool.decode.scheduler import DecodeScheduler
 from twinpool.decode.step_commit import DecodeStepCommit
 from twinpool.decode.transfer_queue import TransferQueue
-from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
+from twinpool.engine.structured_output.grammar_engine import AnswerGrammar
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
 from twinpool.transfer.rooms.room_outcomes import RoomGranted, RoomReleased

@@ -32,8 +32,7 @@ from twinpool.contracts.state_table import StateTable
 from twinpool.engine.runner.batch import NONFINITE, BatchRow, KnownAnswer
 from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.runner.sampling.logits_processors import TokenMask
-from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
-from twinpool.engine.structured_output.grammar_engine import GrammarError
+from twinpool.engine.structured_output.grammar_engine import AnswerGrammar, GrammarError
 from twinpool.worker.grammar_gate import GrammarGate
 
 

@@ -32,7 +32,7 @@ from twinpool.transfer.planes.data_plane import PageNumbers
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
 from twinpool.transfer.rooms.room_outcomes import LayeredPages, RoomGranted
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
-from twinpool.worker.request import finished
+from twinpool.worker.request import sendable_pages
 from twinpool.worker.request_table import RequestTable
 
 
@@ -103,7 +103,7 @@ class PrefillHandover:
         if not self.sender.granted(room) or request.allocation is None:
             return False
         wanted = self.sender.wanted(room)
-        sealed = finished(wanted, request.allocation, request.chain, request.ends)
+        sealed = sendable_pages(wanted, request.allocation, request.chain, request.ends)
         self.sender.write(room, sealed, (computed,), request.starts)
         if request.phase is not PrefillPhase.COMPUTED:
             return False

@@ -16,7 +16,7 @@ from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.kept_answers import Attach
 from twinpool.contracts.messages.router_commands import Command, MigrationCommand, Submit
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerStatus
-from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
+from twinpool.engine.structured_output.grammar_engine import AnswerGrammar
 from twinpool.prefill.audit_runner import AuditRunner
 from twinpool.prefill.handover import Damaged, Granted, LayeredSends, Lost, PrefillHandover
 from twinpool.prefill.request import (

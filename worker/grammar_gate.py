@@ -15,8 +15,13 @@ from twinpool.contracts.ids import RequestId
 from twinpool.contracts.interfaces.worker_interface import UNOWNED, SessionId
 from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, Submit
 from twinpool.engine.runner.sampling.logits_processors import TokenMask
-from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
-from twinpool.engine.structured_output.grammar_engine import GrammarEngine, GrammarError, GrammarMatcher, StartedGrammar
+from twinpool.engine.structured_output.grammar_engine import (
+    AnswerGrammar,
+    GrammarEngine,
+    GrammarError,
+    GrammarMatcher,
+    StartedGrammar,
+)
 from twinpool.worker.request_table import AdmissionRefusal
 
 NO_GRAMMARS = "this worker can't follow a grammar: its checkpoint has no tokenizer.json"

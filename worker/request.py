@@ -18,7 +18,7 @@ from twinpool.contracts.block_hash import block_hashes
 from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.router_commands import Submit
 from twinpool.contracts.messages.worker_events import LegNote
-from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
+from twinpool.engine.structured_output.grammar_engine import AnswerGrammar
 from twinpool.transfer.rooms.room_outcomes import SendablePages
 
 
@@ -81,12 +81,12 @@ class RequestPages:
         self.reuse = False
 
 
-def portion(spec: PoolSetSpec, nbytes: int) -> dict[str, int]:
-    """Return how many pages or slots of each pool, with the heads of all ranks, make `nbytes` bytes; at least one."""
+def pages_within(spec: PoolSetSpec, nbytes: int) -> dict[str, int]:
+    """Return how many pages or slots of each pool, with the heads of all ranks, fit into `nbytes`; at least one."""
     return {pool: max(1, nbytes // spec.whole.unit_bytes(pool)) for pool in spec.by_name}
 
 
-def finished(
+def sendable_pages(
     wanted: Mapping[str, range],
     allocation: Allocation,
     chain: Sequence[bytes],

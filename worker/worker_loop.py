@@ -22,8 +22,7 @@ from twinpool.contracts.messages.router_commands import Audit, Command, Submit
 from twinpool.contracts.messages.worker_events import Audited, AuditEnd, Event
 from twinpool.contracts.messages.worker_status import CheckReport, EndedWorker, WorkerLimits, WorkerStatus
 from twinpool.engine.runner.model_runner import ModelRunner
-from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
-from twinpool.engine.structured_output.grammar_engine import GrammarEngine
+from twinpool.engine.structured_output.grammar_engine import AnswerGrammar, GrammarEngine
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
 from twinpool.worker.grammar_gate import GrammarGate
 from twinpool.worker.request_table import AdmissionRefusal, R, RequestTable

@@ -48,7 +48,7 @@ from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
 from twinpool.transfer.rooms.room_outcomes import RoomGranted, RoomReleased
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
 from twinpool.transfer.rooms.sender.sender_rooms import SenderOutcome
-from twinpool.worker.request import finished, portion
+from twinpool.worker.request import pages_within, sendable_pages
 from twinpool.worker.request_table import RequestTable
 
 
@@ -143,7 +143,7 @@ class OutgoingMigrations:
         self._advisor, self._config, self._clock = advisor, config, clock
         self._manager = pages.manager
         self._by_room: dict[RoomId, OutgoingMigration] = {}
-        self._most = portion(self._manager.spec, config.migration_chunk_bytes)
+        self._most = pages_within(self._manager.spec, config.migration_chunk_bytes)
         self._counters = {"migrated_out": 0.0, "migrated_out_bytes": 0.0, "migrations_undone": 0.0}
 
     def __len__(self) -> int:
@@ -251,7 +251,7 @@ class OutgoingMigrations:
         """Write a part of the pages that are wanted; behind the last of them, the metadata."""
         request, room = migration.request, migration.room
         wanted = self._sender.wanted(room)
-        part = finished(wanted, request.held, migration.chain, migration.ends, self._most)
+        part = sendable_pages(wanted, request.held, migration.chain, migration.ends, self._most)
         self._sender.write(room, part, (DONE,))
         unit_bytes = self._manager.spec.whole.unit_bytes
         migration.bytes += sum(len(pages.indices) * unit_bytes(pool) for pool, pages in part.items())

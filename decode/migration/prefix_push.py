@@ -37,7 +37,7 @@ from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
 from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, PromptArrived, RoomGranted, RoomReleased
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
-from twinpool.worker.request import finished, portion
+from twinpool.worker.request import pages_within, sendable_pages
 from twinpool.worker.request_table import RequestTable
 
 
@@ -86,7 +86,7 @@ class PrefixPushes:
     ) -> None:
         self._requests, self._pages, self._sender = requests, pages, sender
         self._manager, self._config, self._clock = pages.manager, config, clock
-        self._most = portion(self._manager.spec, config.decode.migration_chunk_bytes)
+        self._most = pages_within(self._manager.spec, config.decode.migration_chunk_bytes)
         self._pushes: dict[RoomId, _Push] = {}
         self.bytes = 0
 
@@ -173,7 +173,7 @@ class PrefixPushes:
 
     def _write(self, push: _Push) -> None:
         wanted = self._sender.wanted(push.room)
-        part = finished(wanted, push.allocation, push.chain, {}, self._most)
+        part = sendable_pages(wanted, push.allocation, push.chain, {}, self._most)
         self._sender.write(push.room, part, (DONE,))
         self.bytes += sum(len(f.indices) * self._manager.spec.whole.unit_bytes(p) for p, f in part.items())
         if part and any(self._sender.wanted(push.room).values()):

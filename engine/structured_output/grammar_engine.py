@@ -1,4 +1,5 @@
-"""The port to a structured-output engine: compiles grammars, follows answers, and makes token masks.
+"""The port to a structured-output engine, which compiles grammars, follows answers, and makes token masks; and the
+grammar of one answer.
 
 A matcher's state is a function of its grammar and of the tokens it has consumed. So it is never sent anywhere: whoever
 takes an answer over makes a new one from the tokens.
@@ -51,3 +52,21 @@ class GrammarEngine(Protocol):
 
     def close(self) -> None:
         """End what compiles; futures may never be done."""
+
+
+class AnswerGrammar:
+    """A matcher that is brought up to the answer's tokens whenever it is asked."""
+
+    def __init__(self, started: StartedGrammar, emitted: int) -> None:
+        """`emitted`: tokens of the answer that the grammar was started behind."""
+        self._matcher, self.first = started
+        self._consumed = emitted
+
+    def behind(self, answer: Sequence[int]) -> GrammarMatcher:
+        """Return the matcher behind all tokens of `answer`, of which there are never fewer than before. Raises
+        `GrammarError` for a token that the grammar doesn't allow."""
+        assert len(answer) >= self._consumed, "tokens of an answer are never taken back"
+        if fresh := answer[self._consumed :]:
+            self._matcher.consume(fresh)
+            self._consumed = len(answer)
+        return self._matcher

@@ -15,8 +15,7 @@ from twinpool.contracts.interfaces.worker_interface import UNOWNED, SessionId
 from twinpool.contracts.messages.kept_answers import AnswerName
 from twinpool.contracts.messages.router_commands import Audit, Cancel, Submit
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.engine.structured_output.answer_grammar import AnswerGrammar
-from twinpool.engine.structured_output.grammar_engine import GrammarError, StartedGrammar
+from twinpool.engine.structured_output.grammar_engine import AnswerGrammar, GrammarError, StartedGrammar
 from twinpool.worker.grammar_gate import GrammarGate
 from twinpool.worker.request_table import AdmissionRefusal
 

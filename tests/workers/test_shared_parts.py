@@ -20,7 +20,7 @@ from twinpool.prefill.handover import Damaged, Granted, Lost, PrefillHandover
 from twinpool.prefill.request import PrefillEvent
 from twinpool.transfer.rooms.room_outcomes import RoomGranted, RoomReleased, SendablePages
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
-from twinpool.worker.request import finished
+from twinpool.worker.request import sendable_pages
 from twinpool.worker.step_commit import split
 
 
@@ -76,7 +76,7 @@ def test_what_can_be_sent_ends_at_the_first_page_that_is_not_sealed_and_its_end_
     """A digest of the partly filled last page is no other page's, however many are still to be sealed."""
     made = allocation(sealed, 5)
     ends = {"full": 999, "state": 555}
-    found = finished({"full": range(1, 5), "state": range(4, 5)}, made, CHAIN, ends)
+    found = sendable_pages({"full": range(1, 5), "state": range(4, 5)}, made, CHAIN, ends)
     tags = [ContentTag(CHAIN[n], 100 + n) for n in range(1, sealed)]
     if sealed == 4:
         tags.append(ContentTag(CHAIN[4], 999))
@@ -84,9 +84,9 @@ def test_what_can_be_sent_ends_at_the_first_page_that_is_not_sealed_and_its_end_
     if tags:
         want["full"] = SendablePages(1, tuple(range(21, 21 + len(tags))), tuple(tags))
     assert found == want
-    limited = finished({"full": range(1, 5)}, made, CHAIN, ends, {"full": 2})
+    limited = sendable_pages({"full": range(1, 5)}, made, CHAIN, ends, {"full": 2})
     assert [len(pages.tags) for pages in limited.values()] == ([min(2, len(tags))] if tags else [])
-    assert finished({"full": range(1, 5), "state": range(4, 5)}, made, CHAIN, {}).get("state") is None
+    assert sendable_pages({"full": range(1, 5), "state": range(4, 5)}, made, CHAIN, {}).get("state") is None
 
 
 @dataclass
