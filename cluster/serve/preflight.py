@@ -304,7 +304,7 @@ def weight_bytes(spec: ModelSpec, config: Config) -> int:
     from twinpool.engine.models.registry import model_for
     from twinpool.engine.tensors.weight_loader import Weights, dtype_for, weights_kept
 
-    keep = weights_kept(config.engine, gpu=on_gpus(config))
+    keep = weights_kept(config.engine, gpu=on_gpus(config), gguf=is_gguf(spec.path))
     if spec.quantization.method or keep in {"int8", "int4"} or is_gguf(spec.path):
         weights = Weights.dry(spec, dtype_for(spec, config.engine), keep=keep)
         model_for(spec).build(weights)

@@ -344,10 +344,12 @@ def weights_line(prepared: ServePlan) -> str:
     from twinpool.engine.tensors.weight_loader import weights_kept
 
     method = prepared.spec.quantization.method or _gguf_types(prepared.spec)
-    kept = weights_kept(prepared.config.engine, gpu=on_gpus(prepared.config))
+    gguf = is_gguf(prepared.spec.path)
+    kept = weights_kept(prepared.config.engine, gpu=on_gpus(prepared.config), gguf=gguf)
     if not method and kept in {"as_stored", "dense"}:
         return ""
-    words = {"as_stored": "as stored", "dense": "expanded"}.get(kept, f"{kept}, quantised when loaded")
+    quantised = f"as stored, dense ones {kept}" if method else f"{kept}, quantised when loaded"
+    words = {"as_stored": "as stored", "dense": "expanded"}.get(kept, quantised)
     return f"{method or 'dense'}, {words}: {mib(prepared.weights)} a worker"
 
 

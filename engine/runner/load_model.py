@@ -19,6 +19,7 @@ from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.cache.pool.load_gate import LoadGate
 from twinpool.cache.pool.page_allocator import EpochTable
 from twinpool.contracts.build_id import build_id
+from twinpool.contracts.checkpoint.gguf.gguf_header import is_gguf
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.interfaces.model_images import ImageUnfit, ModelImages
@@ -123,7 +124,7 @@ def _read(
     kernels = kernels_for_config(config, device)
     shard = Shard(ranks.rank, ranks.size)
     dtype, triton = dtype_for(model.spec, config), wants_triton(config, device)
-    keep = weights_kept(config, gpu=device.type != "cpu")
+    keep = weights_kept(config, gpu=device.type != "cpu", gguf=is_gguf(model.spec.path))
     weights = Weights(model.spec, dtype, device, shard, triton=triton, keep=keep)
     try:
         with current_kernels.using(kernels):

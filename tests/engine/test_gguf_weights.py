@@ -22,11 +22,14 @@ from twinpool.cluster.serve.preflight import weight_bytes
 from twinpool.cluster.serve.terminal import weights_line
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.engine.models.registry import model_for
+from twinpool.engine.native import compile_kernels
+from twinpool.engine.native.compile_kernels import NativeUnavailable
 from twinpool.engine.runner.kernel_choice import class_of
 from twinpool.engine.tensors.row_exact_linear import RowExactLinear
 from twinpool.engine.tensors.shard import Shard
-from twinpool.engine.tensors.weight_loader import Weights
+from twinpool.engine.tensors.weight_loader import Weights, weights_kept
 from twinpool.engine.weight_formats.block_weight import BlockStack
 
 CPU = torch.device("cpu")
@@ -137,6 +140,7 @@ def test_a_mapped_image_has_the_bits_and_one_copy(files: Any, monkeypatch: pytes
 @pytest.mark.parametrize(("kind", "engine", "words"), [
     ("K_M", {}, "GGUF Q4_K, Q6_K, as stored: 1.0 MiB a worker"),
     ("K_M", {"weights": "dense"}, "GGUF Q4_K, Q6_K, expanded: 1.0 MiB a worker"),
+    ("K_M", {"attention": "torch"}, "GGUF Q4_K, Q6_K, expanded: 1.0 MiB a worker"),
     ("K_M", {"device": "cuda"}, "GGUF Q4_K, Q6_K, expanded: 1.0 MiB a worker"),
     ("Q8_0", {}, "GGUF Q8_0, as stored: 1.0 MiB a worker"), ("F16", {}, ""),
 ])  # fmt: skip
@@ -146,6 +150,18 @@ def test_serve_tells_a_files_types_and_how_they_are_kept(
     config = config_from_dict({"engine": engine})
     prepared: Any = SimpleNamespace(spec=read_model_spec(files(kind)), config=config, weights=1 << 20)
     assert weights_line(prepared) == words
+
+
+def test_where_torch_alone_computes_a_file_is_expanded(files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(Bench(files("Q8_0"), attention="torch").engine.decoder.embed_vh, torch.Tensor)
+    assert weights_kept(EngineConfig(), gpu=False, gguf=True) == "as_stored"
+    assert weights_kept(EngineConfig(attention="torch"), gpu=False) == "as_stored"
+
+    def none() -> None:
+        raise NativeUnavailable("no C++ compiler was found")
+
+    monkeypatch.setattr(compile_kernels, "find_compiler", none)
+    assert weights_kept(EngineConfig(), gpu=False, gguf=True) == "dense"
 
 
 def test_expanded_weights_are_another_numerics_class() -> None:
