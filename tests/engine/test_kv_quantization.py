@@ -14,21 +14,26 @@ from tests.engine.native import BUILDS, kernels_or_skip
 from tests.support.listed_plans import listed_plan
 from tests.support.model_families import FAMILIES
 from tests.support.quantised_cache import rounded
+from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.memory.kv_cache_spec import BufferSpec
+from twinpool.cache.memory.page_moves import describe_spec
+from twinpool.cluster.assembly.build_parts import numerics_class_of
 from twinpool.cluster.assembly.memory_plan import plan_memory, state_options
 from twinpool.contracts.config.load_config import config_from_dict
-from twinpool.contracts.ids import Role
+from twinpool.contracts.errors import ConfigError, LayoutMismatch
+from twinpool.contracts.ids import Role, WorkerName
 from twinpool.engine.attention.attention_backend import ScoreOptions
 from twinpool.engine.attention.kv_quantization import KVScales, dequantise, quantise, with_scales
 from twinpool.engine.attention.torch_backend.torch_attention import NativeAttention, TorchAttention
 from twinpool.engine.models.registry import read_model
-from twinpool.engine.runner.kernel_choice import refused_state
+from twinpool.engine.runner.kernel_choice import check_state, refused_state
 from twinpool.engine.tensors.row_exact_linear import FAST, Numerics
-from twinpool.transfer.rooms.peers import fingerprint
+from twinpool.transfer.rooms.peers import fingerprint, refuse_mismatch
+from twinpool.transfer.rooms.room_messages import Hello
 
 CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 CPU = torch.device("cpu")
-LENGTH, HEADS, KV_HEADS, DIM = 400, 6, 2, 40
+LENGTH, HEADS, KV_HEADS, DIM = 270, 6, 2, 40
 
 
 def draw(seed: int, *shape: int) -> Tensor:
@@ -95,7 +100,7 @@ class Stored:
         return TorchAttention(Numerics(16)).attend(self.q.float(), k, v, self.plan, ScoreOptions(0.1))
 
 
-@pytest.mark.parametrize("build", [None, *BUILDS])
+@pytest.mark.parametrize("build", [None, *(pytest.param(each, marks=pytest.mark.slow) for each in BUILDS)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_attention_reads_what_codes_stand_for_with_the_same_bits_in_any_company(
     kv_dtype: str, dtype: torch.dtype, build: str | None
@@ -105,13 +110,14 @@ def test_attention_reads_what_codes_stand_for_with_the_same_bits_in_any_company(
     want = stored.attend(attention)
     tolerance = 2e-5 if dtype == torch.float32 else 2**-5
     torch.testing.assert_close(want.float(), stored.plain(), rtol=tolerance, atol=tolerance)
-    for page_tokens, cuts in ((1, (0, 17, 400)), (64, (0, 64, 65, 257, 400)), (16, (0, 127, 391, 399, 400))):
+    for page_tokens, cuts in ((1, (0, 17, 270)), (64, (0, 64, 65, 257, 270)), (16, (0, 127, 261, 269, 270))):
         for first, end in pairwise(cuts):
-            rows = [(2, 5, 9), (0, first, end - first), (1, 300, 1)]
+            rows = [(2, 5, 9), (0, first, end - first), (1, 250, 1)]
             got = Stored(rows, kv_dtype, dtype, page_tokens).attend(attention)
             assert torch.equal(got[9:-1], want[first:end]), (page_tokens, first, end)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["torch", "native"])
 def test_stored_bytes_and_tokens_are_the_same_in_any_chunks(
     checkpoint: MakeCheckpoint, kv_dtype: str, attention: str
@@ -156,11 +162,19 @@ def test_scales_follow_their_heads_and_latents_have_one_a_token() -> None:
     assert with_scales((heads,), None) == (heads,)
 
 
-def test_workers_of_unlike_kv_dtypes_have_unlike_layouts(tmp_path: Path) -> None:
+def test_workers_of_unlike_kv_dtypes_refuse_each_other_by_name_and_gpus_refuse_codes(tmp_path: Path) -> None:
     model = read_model(FAMILIES["llama"](tmp_path / "model"))
-    layouts = set()
+    specs, prints, classes = {}, {}, set()
     for name in ("auto", "fp8", "int8"):
-        spec = model.pool_set(state_options(model.spec, config_from_dict({"cache": {"kv_dtype": name}}), Role.PREFILL))
-        layouts.add(fingerprint("weights", spec, "invariant:x").layout)
-        assert bool(refused_state(spec, 90)) == (name != "auto"), "no GPU reads codes"
-    assert len(layouts) == 3
+        config = config_from_dict({"cache": {"kv_dtype": name}})
+        specs[name] = model.pool_set(state_options(model.spec, config, Role.PREFILL))
+        prints[name] = fingerprint("weights", specs[name], "invariant:x")
+        classes.add(numerics_class_of(config, model.spec, CpuDevice()))
+        assert bool(refused_state(specs[name], 90)) == (name != "auto")
+    assert len({each.layout for each in prints.values()}) == len(classes) == 3
+    hello = Hello("decode-0", 1, 1, prints["int8"], describe_spec(specs["int8"]), "shm", {}, 1, 1, "boot")
+    told = r"buffers\.k\.dtype: prefill-0 has float8_e4m3fn, decode-0 has int8"
+    with pytest.raises(LayoutMismatch, match=told):
+        refuse_mismatch(WorkerName("prefill-0"), prints["fp8"], describe_spec(specs["fp8"]), "shm", hello)
+    with pytest.raises(ConfigError, match=r"cache\.kv_dtype \(k, v\) computes on CPUs; use cache\.kv_dtype=auto"):
+        check_state(specs["fp8"], CPU)

@@ -230,6 +230,15 @@ def test_float8_index_keys_are_refused_on_a_card_that_lacks_float8(tmp_path: Pat
         assert prepare(replace(options, assignments=others), 64 * GIB, old).here.plans
 
 
+def test_a_quantised_kv_cache_is_refused_on_any_card(tmp_path: Path) -> None:
+    options = ServeOptions(port=0, model=str(FAMILIES["llama"](tmp_path / "model")))
+    for codes in ("fp8", "int8"):
+        quantised = replace(options, assignments=(f"cache.kv_dtype={codes}",))
+        with pytest.raises(MemoryShort, match=r"cuda:0 .*cache\.kv_dtype \(k, v\) computes on CPUs; use .*=auto"):
+            prepare(quantised, 64 * GIB, cards(8 * GIB))
+        assert prepare(quantised, 64 * GIB).here.plans
+
+
 def test_what_the_child_that_measures_says_is_read_and_why_it_fails_is_told(tmp_path: Path) -> None:
     says = tmp_path / "python"
     says.write_text('#!/bin/sh\necho noise\necho \'[[0, "a card", 9, 5, 90, [1]], [1, "b", 9, 6, 86, []]]\'\n')
