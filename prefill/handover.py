@@ -18,8 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from twinpool.cache.allocation import NULL_PAGE
-from twinpool.cache.device.device_port import Completion, Device
-from twinpool.cache.device.layer_marks import LayerMarks, layer_groups
+from twinpool.cache.device.device_port import Completion, Device, LayerMarks, layer_groups
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from twinpool.contracts.config.worker_config import TransferConfig
 from twinpool.contracts.errors import ErrorKind

@@ -91,12 +91,13 @@ class RecordTable:
     def __init__(self, raw: np.ndarray, dtype: np.dtype, number: int) -> None:
         self._type = dtype
         self._records = raw.view(dtype)
-        self._words: RecordWords = raw.view(np.uint64).reshape(len(self._records), -1)
-        self.sums = self._words[:, 0]
+        self.words: RecordWords = raw.view(np.uint64).reshape(len(self._records), -1)
+        """The records as they lie in memory, [indices, words], the checksum first; 0 there: no record."""
+        self.sums = self.words[:, 0]
         # These factors make a record invalid at another index or in another pool, and are the same in every process.
         draw = np.random.Generator(np.random.PCG64(number))
         self._odd: RecordWords = draw.integers(
-            0, 1 << 64, self._words.shape[1], dtype=np.uint64, endpoint=False
+            0, 1 << 64, self.words.shape[1], dtype=np.uint64, endpoint=False
         ) | np.uint64(1)
 
     def write(self, indices: Sequence[int], run: SealedPage, sequence: int) -> None:
@@ -118,7 +119,7 @@ class RecordTable:
         sums = self._sums(words, at)
         # The order of these three is what `read` relies on.
         self.sums[at] = 0
-        self._words[at, 1:] = words[:, 1:]
+        self.words[at, 1:] = words[:, 1:]
         self.sums[at] = sums
 
     def _sums(self, words: RecordWords, at: np.ndarray) -> RecordWords:
@@ -134,7 +135,7 @@ class RecordTable:
     def read(self) -> tuple[list[ArenaRecord], int]:
         """Returns all valid records, by ascending index, and the number of torn records, which it clears."""
         there = self.sums.nonzero()[0]
-        words = self._words[there]
+        words = self.words[there]
         good = self._sums(words, there) == words[:, 0]
         torn = there[~good]
         self.sums[torn] = 0
@@ -201,12 +202,13 @@ class Arena:
         self._header: RecordWords = raw[: 8 * _HEADER_WORDS].view(np.uint64)
         # Behind the header and not under its checksum: the count changes with every copy.
         self._copies: RecordWords = raw[8 * _HEADER_WORDS : 8 * _HEADER_WORDS + 8].view(np.uint64)
-        self._tables: dict[str, RecordTable] = {}
+        self.tables: dict[str, RecordTable] = {}
+        """The index, by pool."""
         at = _BLOCK
         for number, pool in enumerate(layout.spec.pools):
             dtype = record_type(layout.spec.page_tokens, pool.kind)
             count = layout.counts[pool.name]
-            self._tables[pool.name] = RecordTable(raw[at : at + count * dtype.itemsize], dtype, number)
+            self.tables[pool.name] = RecordTable(raw[at : at + count * dtype.itemsize], dtype, number)
             at += _blocks(count * dtype.itemsize)
         self._index = raw[_BLOCK:at]
         self.region = torch.from_numpy(raw[at : at + layout.nbytes])
@@ -278,17 +280,17 @@ class Arena:
         is longer than `SALT_BYTES`."""
         if len(run.salt) > SALT_BYTES:
             return False
-        self._tables[pool].write(indices, run, self._sequence + 1)
+        self.tables[pool].write(indices, run, self._sequence + 1)
         self._sequence += len(indices)
         return True
 
     def drop(self, pool: str, indices: Sequence[int]) -> None:
         """Clear the records of these pages, which may be written to from now on."""
-        self._tables[pool].sums[np.asarray(indices, dtype=np.int64)] = 0
+        self.tables[pool].sums[np.asarray(indices, dtype=np.int64)] = 0
 
     def read(self, pool: str) -> tuple[list[ArenaRecord], int]:
         """Returns all valid records of a pool, by ascending index, and the number of torn records, which it clears."""
-        records, torn = self._tables[pool].read()
+        records, torn = self.tables[pool].read()
         self._sequence = max([self._sequence, *(record.sequence for record in records)])
         return records, torn
 

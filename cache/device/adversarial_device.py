@@ -36,10 +36,12 @@ from twinpool.cache.device.device_port import (
     DeviceOp,
     DeviceStream,
     GatedLoads,
+    LayerCounts,
+    LayerMark,
+    LayerMarks,
     PageSpanUse,
     RemoteWrite,
 )
-from twinpool.cache.device.layer_marks import LayerCounts, LayerMark, LayerMarks
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import UnorderedAccess
 

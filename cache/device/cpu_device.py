@@ -26,11 +26,12 @@ from twinpool.cache.device.device_port import (
     DeviceOp,
     DeviceStream,
     GatedLoads,
+    LayerCounts,
+    LayerMarks,
     PageSpanUse,
     RemoteWrite,
     UncheckedRemoteWrite,
 )
-from twinpool.cache.device.layer_marks import LayerCounts, LayerMarks
 
 
 class CpuMemory:

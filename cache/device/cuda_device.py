@@ -27,11 +27,12 @@ from twinpool.cache.device.device_port import (
     DeviceOp,
     DeviceStream,
     GatedLoads,
+    LayerCounts,
+    LayerMarks,
     PageSpanUse,
     RemoteWrite,
     UncheckedRemoteWrite,
 )
-from twinpool.cache.device.layer_marks import LayerCounts, LayerMarks
 
 _LOOK_S = 20e-6
 """Seconds between two looks at the word: short beside the transfer of a group of layers."""

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, copies
-from twinpool.cache.memory.memory_layout import BufferLayout, word_dtype
+from twinpool.cache.memory.memory_layout import BufferLayout, packed, word_dtype
 from twinpool.cache.memory.page_moves import blocks, copy_block, copy_inner_rows
 
 HeadSlice = Mapping[str, tuple[str, ...]]
@@ -81,19 +81,15 @@ def of_layers(buffers: Sequence[BufferLayout], layers: range) -> tuple[BufferLay
     return tuple(found)
 
 
-def packed_layouts(mine: Sequence[BufferSpec], theirs: Sequence[BufferSpec], page_tokens: int) -> list[BufferLayout]:
-    """The canonical layout of the heads that two ranks share: page after page, buffer by buffer, layer by layer."""
+def packed_layouts(
+    mine: Sequence[BufferSpec], theirs: Sequence[BufferSpec], page_tokens: int
+) -> tuple[BufferLayout, ...]:
+    """The canonical layout of the heads that two ranks share."""
     specs = []
     for one, other in zip(mine, theirs, strict=True):
         heads = common(one, other)
         specs.append(replace(one, shape=(len(heads), *one.shape[1:]), first_head=heads.start if one.heads else 0))
-    unit = sum(spec.layers * spec.entry_bytes(page_tokens) for spec in specs)
-    out, base = [], 0
-    for spec in specs:
-        entry = spec.entry_bytes(page_tokens)
-        out.append(BufferLayout(spec, base, entry, unit, entry))
-        base += spec.layers * entry
-    return out
+    return packed(specs, page_tokens)
 
 
 def copy_common(
@@ -134,17 +130,31 @@ def _copy_heads(
     page_tokens: int,
     layers: range | None,
 ) -> None:
-    heads = common(mine.spec, its.spec)
-    head_bytes = mine.spec.shape_bytes // mine.spec.shape[0]
-    strides = (n for b in (mine, its) for n in (b.base, b.layer_stride, b.index_stride))
-    word = word_dtype(head_bytes, *strides)
-    tokens = page_tokens if mine.spec.index is IndexSpace.TOKEN else 1
+    found = common_heads(mine, source, source_pages[0], its, target, target_pages[0], page_tokens)
     sides = []
-    for buffer, region, (count, _) in ((mine, source, source_pages), (its, target, target_pages)):
-        first = heads.start - buffer.spec.first_head
-        stack_lpw = buffer.stack(region, count, word)
-        by_head = stack_lpw.view(buffer.spec.layers, count, tokens, buffer.spec.shape[0], -1)
-        some = by_head if layers is None else by_head[layers.start : layers.stop]
-        shared = some[:, :, :, first : first + len(heads)].transpose(1, 2)
-        sides.append(shared.view(*shared.shape[:3], -1))
+    for by_head in found:
+        some = (by_head if layers is None else by_head[layers.start : layers.stop]).transpose(1, 2)
+        sides.append(some.view(*some.shape[:3], -1))
     copy_inner_rows(sides[0], source_pages[1], sides[1], target_pages[1])
+
+
+def common_heads(
+    mine: BufferLayout,
+    source: torch.Tensor,
+    source_count: int,
+    its: BufferLayout,
+    target: torch.Tensor,
+    target_count: int,
+    page_tokens: int,
+) -> list[torch.Tensor]:
+    """The heads that two ranks' shares of a buffer have in common, in both uint8 regions of so many pages (or slots):
+    two views of integers [layers, pages, tokens, heads, words]."""
+    heads, tokens = common(mine.spec, its.spec), page_tokens if mine.spec.index is IndexSpace.TOKEN else 1
+    strides = (n for b in (mine, its) for n in (b.base, b.layer_stride, b.index_stride))
+    word = word_dtype(mine.spec.shape_bytes // mine.spec.shape[0], *strides)
+    views = []
+    for buffer, region, count in ((mine, source, source_count), (its, target, target_count)):
+        by_head = buffer.stack(region, count, word).view(buffer.spec.layers, count, tokens, buffer.spec.shape[0], -1)
+        first = heads.start - buffer.spec.first_head
+        views.append(by_head[:, :, :, first : first + len(heads)])
+    return views

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -121,6 +122,17 @@ class PoolSetLayout:
         assert self.order is LayoutOrder.PAGE_FIRST, "only a page-first page is contiguous"
         start = self.buffers[pool][0].offset(0, index)
         return region[start : start + self.spec.unit_bytes(pool)]
+
+
+def packed(specs: Sequence[BufferSpec], page_tokens: int) -> tuple[BufferLayout, ...]:
+    """The canonical layout of pages with these buffers: page after page, each with its buffers and their layers in
+    order."""
+    entries = [spec.entry_bytes(page_tokens) for spec in specs]
+    bases = [0, *accumulate(spec.layers * entry for spec, entry in zip(specs, entries, strict=True))]
+    return tuple(
+        BufferLayout(spec, base, entry, bases[-1], entry)
+        for spec, base, entry in zip(specs, bases, entries, strict=False)
+    )
 
 
 def word_dtype(*nbytes: int) -> torch.dtype:

@@ -35,7 +35,7 @@ import numpy.typing as npt
 import torch
 
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
-from twinpool.cache.memory.memory_layout import BufferLayout, PoolSetLayout, word_dtype
+from twinpool.cache.memory.memory_layout import BufferLayout, PoolSetLayout, packed, word_dtype
 
 IntArray = npt.NDArray[np.int64]
 
@@ -130,12 +130,8 @@ def blocks(
 
 
 def packing(layout: PoolSetLayout, pool: str) -> tuple[BufferLayout, ...]:
-    """The canonical layout of a pool: page after page, each with its buffers and their layers in order."""
-    unit, base, out = layout.spec.unit_bytes(pool), 0, []
-    for buffer in layout.buffers[pool]:
-        out.append(BufferLayout(buffer.spec, base, buffer.entry_bytes, unit, buffer.entry_bytes))
-        base += buffer.spec.layers * buffer.entry_bytes
-    return tuple(out)
+    """The canonical layout of a pool."""
+    return packed([b.spec for b in layout.buffers[pool]], layout.spec.page_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,14 +367,14 @@ def gather(
 
 
 def scatter(
-    packed: torch.Tensor, region: torch.Tensor, layout: PoolSetLayout, pool: str, indices: Sequence[int]
+    pages: torch.Tensor, region: torch.Tensor, layout: PoolSetLayout, pool: str, indices: Sequence[int]
 ) -> None:
     """The inverse of `gather`: write canonical pages or slots [indices, unit_bytes] into `region`."""
     rows = range(len(indices))
     for block in blocks(packing(layout, pool), layout.buffers[pool]):
-        copy_block(block, _flat(packed), len(rows), rows, region, layout.counts[pool], indices)
+        copy_block(block, _flat(pages), len(rows), rows, region, layout.counts[pool], indices)
 
 
-def _flat(packed: torch.Tensor) -> torch.Tensor:
+def _flat(pages: torch.Tensor) -> torch.Tensor:
     """Canonical pages as a flat region; raises `RuntimeError` where they aren't contiguous."""
-    return packed.view(-1)
+    return pages.view(-1)

@@ -349,9 +349,10 @@ class EpochTable:
     def on(self, device: torch.device) -> torch.Tensor:
         """The table, up to date, on `device`; to be called from within an operation, always on the same stream. The
         host doesn't wait for what that stream runs."""
-        return self.host if device.type == "cpu" else self._follow(device)
+        return self.host if device.type == "cpu" else self.copy_on(device)
 
-    def _follow(self, device: torch.device) -> torch.Tensor:
+    def copy_on(self, device: torch.device) -> torch.Tensor:
+        """The table's copy on `device`, always the same one, brought up to date."""
         if self._copy is None:
             (self._copy,) = upload_packed([self.counts], device)
         elif self._bumped:

@@ -36,10 +36,11 @@ from twinpool.cache.device.device_port import (
     DeviceOp,
     DeviceStream,
     GatedLoads,
+    LayerCounts,
+    LayerMarks,
     PageSpanUse,
     RemoteWrite,
 )
-from twinpool.cache.device.layer_marks import LayerCounts, LayerMarks
 from twinpool.cache.memory.kv_cache_spec import PoolSpec, copies, groups
 from twinpool.cache.memory.memory_layout import PoolSetLayout
 from twinpool.cache.memory.page_digest import PageDigester

@@ -31,10 +31,10 @@ from functools import cache
 
 import torch
 
-from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, PoolSpec
-from twinpool.cache.memory.memory_layout import BufferLayout, PoolSetLayout, word_dtype
+from twinpool.cache.memory.head_slices import common_heads
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
+from twinpool.cache.memory.memory_layout import PoolSetLayout, packed
 from twinpool.cache.memory.page_digest import PageDigester
-from twinpool.cache.memory.page_moves import packing
 
 PARTITIONS = (1, 2, 4, 8, 16)
 """The numbers of slices, as writers may have had them, that a reader looks for."""
@@ -183,29 +183,14 @@ class ObjectSlicer:
 
     def _views(
         self, pool: str, pages: torch.Tensor, part: HeadPart, payloads: torch.Tensor
-    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    ) -> Iterable[list[torch.Tensor]]:
         """Yields the heads that pages and objects have in common, buffer by buffer: a view of the pages and one of the
         objects."""
-        theirs = {b.spec.name: b for b in packing(self._object_layout(pool, part), pool)}
-        for mine in packing(self._layout, pool):
-            its = theirs.get(mine.spec.name)
-            if its is None:
-                continue
-            head_bytes = mine.spec.shape_bytes // mine.spec.shape[0]
-            word = word_dtype(head_bytes, mine.base, mine.index_stride, its.base, its.index_stride)
-            here, there = self._by_head(pages, mine, word), self._by_head(payloads, its, word)
-            if mine.spec.heads:
-                first = max(mine.spec.first_head, its.spec.first_head)
-                end = min(b.spec.first_head + b.spec.shape[0] for b in (mine, its))
-                here = here[:, :, :, first - mine.spec.first_head : end - mine.spec.first_head]
-                there = there[:, :, :, first - its.spec.first_head : end - its.spec.first_head]
-            yield here, there
-
-    def _by_head(self, packed: torch.Tensor, buffer: BufferLayout, word: torch.dtype) -> torch.Tensor:
-        """Returns one buffer of canonical pages as integers: [pages, layers, tokens, heads, words]."""
-        tokens = self.spec.page_tokens if buffer.spec.index is IndexSpace.TOKEN else 1
-        stack = buffer.stack(packed.view(-1), len(packed), word)
-        return stack.transpose(0, 1).view(len(packed), buffer.spec.layers, tokens, buffer.spec.shape[0], -1)
+        size = self.spec.page_tokens
+        theirs = {b.spec.name: b for b in packed(self._buffers(pool, part), size)}
+        for mine in packed(self.spec.by_name[pool].buffers, size):
+            if (its := theirs.get(mine.spec.name)) is not None:
+                yield common_heads(mine, pages.view(-1), len(pages), its, payloads.view(-1), len(payloads), size)
 
     def _buffers(self, pool: str, part: HeadPart) -> tuple[BufferSpec, ...]:
         """Returns the buffers, cut to their slice, that an object of a part holds."""

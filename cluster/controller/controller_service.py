@@ -70,13 +70,7 @@ from twinpool.contracts.messages.router_report import (
 from twinpool.contracts.messages.settings_change import SettingsAnswer, SettingsChange
 from twinpool.contracts.messages.worker_status import EndedWorker, WorkerRecord, WorkerStatus, WorkerView
 from twinpool.contracts.wire.controller_turns import NOT_LEADING
-from twinpool.contracts.wire.grpc_calls import (
-    CallRefused,
-    Handler,
-    handle_call,
-    handle_exchange,
-    handle_subscription,
-)
+from twinpool.contracts.wire.grpc_calls import CallRefused, Handler, handle_call, handle_exchange, handle_subscription
 from twinpool.contracts.wire.message_codec import encode
 
 log = logging.getLogger("twinpool.controller")

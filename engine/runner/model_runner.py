@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from twinpool.cache.allocation import DeviceRow, numbers
-from twinpool.cache.device.device_port import DEVICE, Completion, Device, DeviceOp, DeviceStream, spans
-from twinpool.cache.device.layer_marks import LayerMarks
+from twinpool.cache.device.device_port import DEVICE, Completion, Device, DeviceOp, DeviceStream, LayerMarks, spans
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from twinpool.cache.memory.pinned_memory import HostIntegers, to_device, to_host, upload
 from twinpool.cache.pool.load_gate import GateDoor, GatePass, LoadGate

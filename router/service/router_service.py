@@ -68,10 +68,7 @@ from twinpool.router.state.worker_table import WorkerKey
 from twinpool.router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from twinpool.router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, TextAnswer, body_limit
 from twinpool.router.tokenizer_pool.tokenizer_pool import TokenizerPool
-from twinpool.router.tokenizer_pool.tokenizer_process import (
-    FrameKind,
-    setup_frame,
-)
+from twinpool.router.tokenizer_pool.tokenizer_process import FrameKind, setup_frame
 from twinpool.router.tracing.otlp_exporter import SpanSender
 from twinpool.router.verification.audits import AuditEnded, AuditFinding
 from twinpool.router.verification.stream_watch import StreamWatch, log_finding

@@ -19,8 +19,16 @@ from functools import partial
 import numpy as np
 
 from twinpool.cache.allocation import TableSlice
-from twinpool.cache.device.device_port import DEVICE, DONE, Completion, Device, DeviceOp, DeviceStream, spans
-from twinpool.cache.device.layer_marks import LayerMarks
+from twinpool.cache.device.device_port import (
+    DEVICE,
+    DONE,
+    Completion,
+    Device,
+    DeviceOp,
+    DeviceStream,
+    LayerMarks,
+    spans,
+)
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolKind, PoolSetSpec, PoolSpec
 from twinpool.cache.memory.memory_layout import BufferLayout
 from twinpool.cache.pool.pool_set import PoolSet

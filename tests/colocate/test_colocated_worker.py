@@ -14,8 +14,7 @@ from tests.support.worker_pair import SESSION, Answer, pair
 from tests.workers.test_pair import expect_equal, greedy, prompts
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.cpu_device import CpuDevice
-from twinpool.cache.device.device_port import Completion, DeviceOp
-from twinpool.cache.device.layer_marks import LayerMarks
+from twinpool.cache.device.device_port import Completion, DeviceOp, LayerMarks
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role

@@ -87,7 +87,7 @@ TARGETS = (
     "transfer/planes/tcp/data_listener.py", "transfer/planes/tcp/zmq_link.py", "transfer/planes/tcp/zmq_plane.py",
     "transfer/planes/notice_inbox.py", "transfer/net/sealed_stream.py", "cluster/assembly/node_shares.py",
     "cluster/serve/memory_fit.py", "contracts/config/plane_choice.py", "cache/memory/head_slices.py",
-    "cache/device/layer_marks.py", "cache/device/cpu_device.py", "contracts/wire/frame_connection.py",
+    "cache/device/device_port.py", "cache/device/cpu_device.py", "contracts/wire/frame_connection.py",
     "contracts/wire/socket_acceptor.py", "contracts/credentials/node_tls.py",
     "contracts/credentials/certificate_check.py", "contracts/credentials/certificate_files.py",
     "contracts/key_file.py", "contracts/cluster_secret.py", "cluster/worker_process/router_streams.py",

@@ -22,8 +22,7 @@ import torch
 import zmq
 
 from twinpool.cache.device.device_copies import CPU
-from twinpool.cache.device.device_port import DONE, Completion, failure
-from twinpool.cache.device.layer_marks import LayerMark
+from twinpool.cache.device.device_port import DONE, Completion, LayerMark, failure
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.pool.tp_ranks import FollowerSteps
 from twinpool.contracts.errors import LayoutMismatch

@@ -95,7 +95,7 @@ class FileBackend:
         except (FolderBusy, OSError):
             pass  # Without counts, nothing is written before the thread has counted.
         self._wanted.set()
-        self._scanner = threading.Thread(target=self._go_through_when_wanted, name="storage-scan", daemon=True)
+        self._scanner = threading.Thread(target=self._scan_when_wanted, name="storage-scan", daemon=True)
         self._scanner.start()
 
     # ------------------------------------------------------------ counting
@@ -105,15 +105,15 @@ class FileBackend:
         have. Other calls needn't wait for that."""
         return self._through.wait(timeout_s)
 
-    def _go_through_when_wanted(self) -> None:
+    def _scan_when_wanted(self) -> None:
         while not self._closing.is_set():
             self._wanted.wait()
             self._wanted.clear()
-            while not self._closing.is_set() and not self._go_through():
+            while not self._closing.is_set() and not self.scan():
                 self._closing.wait(self._timeout_s)
             self._through.set()
 
-    def _go_through(self) -> bool:
+    def scan(self) -> bool:
         """Scan every shard, holding the lock for one at a time, then evict what is over the cap; returns whether all
         of that could be done."""
         foreign = 0

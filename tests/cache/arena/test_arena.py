@@ -243,13 +243,13 @@ def test_a_record_that_was_cut_off_anywhere_is_not_believed() -> None:
     world = world_on(segment, name)
     visit(world, TOKENS)
     whole = bytes(segment)
-    table = world.arena._tables["full"]  # type: ignore[union-attr]
+    table = world.arena.tables["full"]  # type: ignore[union-attr]
     used = table.sums.nonzero()[0].tolist()
-    words = table._words.shape[1]
+    words = table.words.shape[1]
     for word in range(1, words):
         # The record of the second page up to here is another page's, as when it was just being written over.
         cut = memoryview(bytearray(whole))
-        mine = Arena(cut, layout_of(name), "world")._tables["full"]._words
+        mine = Arena(cut, layout_of(name), "world").tables["full"].words
         mine[used[1], word] ^= 0xFF
         second = world_on(cut, name, 2)
         assert second.manager.stats()["arena_records_torn"] == 1, word
@@ -257,7 +257,7 @@ def test_a_record_that_was_cut_off_anywhere_is_not_believed() -> None:
         assert second.manager.stats()["arena_pages_dropped"] == len(used) - 2, "what hangs below it has lost its place"
         assert second.check() == []
     cleared = memoryview(bytearray(whole))
-    Arena(cleared, layout_of(name), "world")._tables["full"].sums[used[1]] = 0
+    Arena(cleared, layout_of(name), "world").tables["full"].sums[used[1]] = 0
     assert world_on(cleared, name, 2).manager.stats()["arena_records_torn"] == 0
 
 
@@ -266,16 +266,16 @@ def test_a_record_in_another_place_or_of_another_pool_is_none() -> None:
     segment = segment_for(name)
     world = world_on(segment, name)
     visit(world, TOKENS)
-    tables = world.arena._tables  # type: ignore[union-attr]
-    words = tables["full"]._words
+    tables = world.arena.tables  # type: ignore[union-attr]
+    words = tables["full"].words
     (first, *_) = tables["full"].sums.nonzero()[0].tolist()
     free = next(i for i in range(1, COUNT) if not words[i, 0])
     words[free] = words[first]
     records, torn = world.arena.read("full")  # type: ignore[union-attr]
     assert torn == 1
     assert free not in {record.index for record in records}
-    moved = tables["window"]._words
-    tables["state"]._words[free] = moved[tables["window"].sums.nonzero()[0][0]]
+    moved = tables["window"].words
+    tables["state"].words[free] = moved[tables["window"].sums.nonzero()[0][0]]
     assert world.arena.read("state")[1] == 1  # type: ignore[union-attr]
 
 

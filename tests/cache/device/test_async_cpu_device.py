@@ -11,8 +11,7 @@ import torch
 
 from twinpool.cache.device.cpu_device import BESIDE, AsyncCpuDevice, CpuDevice
 from twinpool.cache.device.device_choice import make_device
-from twinpool.cache.device.device_port import DONE, DeviceOp, DeviceStream, failure
-from twinpool.cache.device.layer_marks import LayerMarks, layer_groups
+from twinpool.cache.device.device_port import DONE, DeviceOp, DeviceStream, LayerMarks, failure, layer_groups
 
 WAIT_S = 30.0
 STEP = DeviceOp("forward", DeviceStream.COMPUTE)

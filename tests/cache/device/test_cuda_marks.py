@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from twinpool.cache.device.cuda_device import CudaLayerMarks, MarkWord
-from twinpool.cache.device.layer_marks import LayerMarks, layer_groups
+from twinpool.cache.device.device_port import LayerMarks, layer_groups
 
 LAYERS = {"full": 6, "window": 3}
 

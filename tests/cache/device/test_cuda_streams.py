@@ -12,8 +12,7 @@ import torch
 from tests.support.cuda_streams import POISON, CudaStreams, Memory, Stream, stream_of
 from twinpool.cache.device.cuda_device import CudaDevice
 from twinpool.cache.device.device_copies import CudaCopies, device_copies, zeroed
-from twinpool.cache.device.device_port import Completion, DeviceOp, DeviceStream, failure
-from twinpool.cache.device.layer_marks import LayerMarks
+from twinpool.cache.device.device_port import Completion, DeviceOp, DeviceStream, LayerMarks, failure
 from twinpool.cache.pool.load_gate import LoadGate
 
 COMPUTE, LOAD, SAVE, SEND = DeviceStream.COMPUTE, DeviceStream.LOAD, DeviceStream.SAVE, DeviceStream.SEND

@@ -17,11 +17,11 @@ def test_releases_are_in_the_table_that_the_allocator_shares() -> None:
 def test_a_copy_elsewhere_changes_with_the_steps_and_not_between_them() -> None:
     table, here = EpochTable(6), torch.device("cpu")
     table.bump([4])
-    copy = table._follow(here)
+    copy = table.copy_on(here)
     assert copy.data_ptr() != table.host.data_ptr()
     assert copy.tolist() == [0, 0, 0, 0, 1, 0]
     table.bump([1, 2])
     table.bump([2, 5])
     assert copy.tolist() == [0, 0, 0, 0, 1, 0], "a step that was launched before saw no later free"
-    assert table._follow(here) is copy
+    assert table.copy_on(here) is copy
     assert copy.tolist() == table.host.tolist() == [0, 1, 2, 0, 1, 1]

@@ -10,6 +10,7 @@ from tests.support.pool_sets import pool_sets
 from twinpool.cache.device.cpu_device import AsyncCpuDevice, CpuDevice
 from twinpool.cache.device.device_port import DeviceStream
 from twinpool.cache.pool import tp_ranks
+from twinpool.cache.pool.load_gate import LoadGate
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.pool.tp_ranks import FollowerSteps
 from twinpool.contracts.messages.rank_orders import LayerCount, MarkStep
@@ -23,44 +24,55 @@ def order(step: int, *counts: dict[str, int]) -> MarkStep:
 
 
 @pytest.fixture
-def steps() -> FollowerSteps:
-    return FollowerSteps(CpuDevice(), PoolSet(SPEC, SPEC.even(4)).gates)
+def gates() -> dict[str, LoadGate]:
+    return PoolSet(SPEC, SPEC.even(4)).gates
 
 
-def reached(steps: FollowerSteps, step: int) -> list[bool]:
-    return [mark.done for mark in steps._marks[step]]
+@pytest.fixture
+def steps(gates: dict[str, LoadGate]) -> FollowerSteps:
+    return FollowerSteps(CpuDevice(), gates)
 
 
-def model(steps: FollowerSteps, seen: list[list[bool]], *taken: tuple[str, int]) -> Callable[[], None]:
-    """A step that takes these layers, and notes the marks of step 1 after each."""
+def reached(steps: FollowerSteps, step: int, groups: int = 2) -> list[bool]:
+    """Whether each mark of a step has been reached: what is written after it comes after a completion that is done."""
+    marks = [steps.written(step, group) for group in range(groups)]
+    assert all(mark is not None and mark is not steps.last for mark in marks), "marks of this step are known"
+    return [mark.done for mark in marks if mark is not None]
+
+
+def model(gates: dict[str, LoadGate], *taken: tuple[str, int], note: Callable[[], object]) -> Callable[[], None]:
+    """A step that takes these layers, and calls `note` after each."""
 
     def run() -> None:
-        passes = {pool: gate.enter(pool) for pool, gate in steps._gates.items()}
+        passes = {pool: gate.enter(pool) for pool, gate in gates.items()}
         for pool, layer in taken:
             passes[pool].layer(layer)
-            seen.append(reached(steps, 1))
+            note()
 
     return run
 
 
-def test_a7_a_step_is_through_with_a_layer_when_it_takes_the_next_one_of_its_pool(steps: FollowerSteps) -> None:
+def test_a7_a_step_is_through_with_a_layer_when_it_takes_the_next_one_of_its_pool(
+    steps: FollowerSteps, gates: dict[str, LoadGate]
+) -> None:
     seen: list[list[bool]] = []
     steps.expect(order(1, {"full": 1, "state": 0}, {"full": 2, "state": 1}, LAYERS))
-    steps.run(model(steps, seen, ("full", 0), ("state", 0), ("full", 1), ("state", 1), ("full", 2)))
+    layers = ("full", 0), ("state", 0), ("full", 1), ("state", 1), ("full", 2)
+    steps.run(model(gates, *layers, note=lambda: seen.append(reached(steps, 1, 3))))
     early, first, second = [False] * 3, [True, False, False], [True, True, False]
     assert seen == [early, early, first, first, second]
-    assert reached(steps, 1) == [True] * 3, "its last layers are through when it is over"
+    assert reached(steps, 1, 3) == [True] * 3, "its last layers are through when it is over"
 
 
-def test_marks_are_of_the_step_that_they_were_asked_for(steps: FollowerSteps) -> None:
-    seen: list[list[bool]] = []
+def test_marks_are_of_the_step_that_they_were_asked_for(steps: FollowerSteps, gates: dict[str, LoadGate]) -> None:
     steps.expect(order(1, {"full": 1, "state": 1}, LAYERS))
     steps.run(lambda: None)
     steps.expect(order(2, {"full": 1, "state": 1}, LAYERS))
     assert (reached(steps, 1), reached(steps, 2)) == ([True, True], [False, False])
     steps.run(lambda: None)
-    steps.run(model(steps, seen, ("full", 0), ("full", 1)))
-    assert (reached(steps, 2), len(steps._marks)) == ([True, True], 2)
+    steps.run(model(gates, ("full", 0), ("full", 1), note=lambda: None))
+    assert reached(steps, 2) == [True, True]
+    assert steps.written(3, 0) is None, "a step that nobody asked for marks of has none"
 
 
 def test_what_comes_after_a_step_that_was_not_ordered_yet_is_not_known(steps: FollowerSteps) -> None:
@@ -79,8 +91,8 @@ def test_marks_of_few_steps_are_kept_and_what_comes_after_an_older_one_comes_aft
     for step in (1, 2, 3):
         steps.expect(order(step, {"full": 1, "state": 1}, LAYERS))
         steps.run(lambda: None)
-    assert list(steps._marks) == [2, 3]
     assert steps.written(1, 0) is steps.last
+    assert reached(steps, 2) == reached(steps, 3) == [True, True]
 
 
 def broken() -> None:

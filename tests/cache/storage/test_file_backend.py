@@ -171,7 +171,7 @@ def test_room_that_a_busy_folder_did_not_take_back_comes_back_with_the_next_scan
     assert not any(outcome.ok for outcome in backend.write([item(1), item(2)]))
     assert backend.capacity().objects == 2, "the room is still taken"
     os.close(other[0])
-    assert backend._go_through()
+    assert backend.scan()
     assert (backend.capacity().objects, backend.capacity().used_bytes) == (0, 0)
     backend.close()
 
@@ -205,7 +205,7 @@ def test_what_is_being_written_is_counted_by_a_scan_in_the_middle(file_rig: File
 
     def scanned(file: int, parts: Sequence[Payload]) -> int:
         if len(seen) == 1:
-            assert backend._go_through()
+            assert backend.scan()
         capacity = backend.capacity()
         seen.append((capacity.objects, capacity.used_bytes))
         if fails and len(seen) == 2:
@@ -524,11 +524,11 @@ def test_a_folder_without_counts_takes_nothing_before_it_has_been_counted(
     first.close()
     (file_rig.root / "counts").unlink()
     may_go = threading.Event()
-    monkeypatch.setattr(FileBackend, "_go_through_when_wanted", lambda self: may_go.wait(60) and None)
+    monkeypatch.setattr(FileBackend, "_scan_when_wanted", lambda self: may_go.wait(60) and None)
     backend = FileBackend(file_rig.root, 1 << 30)
     assert [o.verdict for o in backend.write([item(1), item(2)])] == [ObjectVerdict.KEPT, ObjectVerdict.FAILED]
     assert read_one(backend, name(1))[0].ok
-    assert backend._go_through()
+    assert backend.scan()
     assert backend.write([item(2)])[0].ok
     assert backend.capacity().objects == 2
     may_go.set()

@@ -457,11 +457,11 @@ def test_pages_that_were_invalidated_are_not_stored_though_somebody_holds_them_s
 
 def test_pages_that_come_and_go_while_no_step_runs_are_remembered_in_bounded_memory() -> None:
     table = EpochTable(64)
-    table._follow(torch.device("cpu"))
+    table.copy_on(torch.device("cpu"))
     for turn in range(20_000):
         table.bump([turn % 64])
     assert len(table._bumped) <= 4096 + 1
-    assert table._follow(torch.device("cpu")).tolist() == table.host.tolist()
+    assert table.copy_on(torch.device("cpu")).tolist() == table.host.tolist()
 
 
 @pytest.mark.parametrize("ending", ["stopped", "released", "its time is over"])

@@ -12,8 +12,7 @@ import torch
 from tests.support.room_ends import Ends, Prompt, ends, placed
 from tests.support.stand_in_ranks import RankedSeat, headed_sets
 from twinpool.cache.device.cpu_device import AsyncCpuDevice, CpuDevice
-from twinpool.cache.device.device_port import Completion, DeviceStream
-from twinpool.cache.device.layer_marks import LayerMarks, layer_groups
+from twinpool.cache.device.device_port import Completion, DeviceStream, LayerMarks, layer_groups
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.cache.pool.tp_ranks import TPDevice
 from twinpool.contracts.messages.rank_orders import LayerCount, MarkStep

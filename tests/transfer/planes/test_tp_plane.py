@@ -7,8 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from twinpool.cache.device.device_port import DONE
-from twinpool.cache.device.layer_marks import LayerMarks
+from twinpool.cache.device.device_port import DONE, LayerMarks
 from twinpool.contracts.errors import LayoutMismatch
 from twinpool.contracts.ids import RoomId
 from twinpool.contracts.messages.rank_orders import (

@@ -10,7 +10,7 @@ import pytest
 from tests.support.pool_sets import pool_sets
 from tests.support.room_ends import Ends, Prompt, ends, placed
 from twinpool.cache.device.cpu_device import AsyncCpuDevice
-from twinpool.cache.device.layer_marks import LayerCounts, LayerMarks, layer_groups
+from twinpool.cache.device.device_port import LayerCounts, LayerMarks, layer_groups
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.contracts.errors import ErrorKind
 from twinpool.transfer.planes.data_plane import PageNumbers

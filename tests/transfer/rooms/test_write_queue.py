@@ -14,8 +14,7 @@ from tests.support.pool_sets import pool_sets
 from tests.support.room_ends import LateDevice
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.cpu_device import AsyncCpuDevice, CpuDevice
-from twinpool.cache.device.device_port import DONE, Completion
-from twinpool.cache.device.layer_marks import LayerMarks
+from twinpool.cache.device.device_port import DONE, Completion, LayerMarks
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import ErrorKind

@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from twinpool.cache.device.device_port import Completion, Device
-from twinpool.cache.device.layer_marks import LayerMarks
+from twinpool.cache.device.device_port import Completion, Device, LayerMarks
 from twinpool.cache.memory.page_digest import ContentTag
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.clock import Clock

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from twinpool.cache.device.device_port import DEVICE, Completion, Device, PageSpanUse, failure
-from twinpool.cache.device.layer_marks import LayerMark
+from twinpool.cache.device.device_port import DEVICE, Completion, Device, LayerMark, PageSpanUse, failure
 from twinpool.cache.pool.page_allocator import Pin
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.clock import Clock
