@@ -413,6 +413,26 @@ COMMANDS = command_table(
         file_flag("--json", "write the plan to a file"),
     ),
     command(
+        "convert",
+        "write a checkpoint's weights in another format, to a new folder of safetensors",
+        tool_commands.convert,
+        flag("source", "folder, GGUF file or name of a model, as serve takes it", metavar="SOURCE"),
+        flag("target", "folder to write, which must not be there", type=Path, metavar="TARGET"),
+        flag(
+            "--weights",
+            "bfloat16 (dequantised), float8 (e4m3 in blocks of 128 x 128), int8 or int4 (compressed-tensors)",
+            choices=("bfloat16", "float8", "int8", "int4"),
+            required=True,
+        ),
+        flag(
+            "--group-size",
+            "columns that share a scale in int8 and int4 (128); layers that it doesn't divide stay dense",
+            type=int,
+            choices=(32, 64, 128),
+            default=128,
+        ),
+    ),
+    command(
         "demo",
         "run a demo: serve the built-in model under load; --chaos kills, drains and moves workers",
         tool_commands.demo,

@@ -69,6 +69,19 @@ def _plan_memory(args: argparse.Namespace) -> int:
     return FINE if show_memory(args.model, cards, args.config, tuple(args.set), print_line, print_table) else REFUSED
 
 
+def convert(args: argparse.Namespace) -> int:
+    from twinpool.cluster.models import find_model
+    from twinpool.contracts.checkpoint.model_spec import read_model_spec
+    from twinpool.engine.tensors.convert_checkpoint import Conversion, check_target
+
+    target = args.target.expanduser().absolute()
+    check_target(target)  # Before anything is fetched.
+    spec = read_model_spec(find_model(args.source, print_line).path)
+    Conversion(spec, args.weights, args.group_size).write(target, print_line)
+    print_line(f"written: twinpool serve --model {args.target}")
+    return FINE
+
+
 def demo(args: argparse.Namespace) -> int:
     from twinpool.cli.load import demo_command
 

@@ -26,7 +26,7 @@ from twinpool.contracts.checkpoint.safetensors_headers import TensorHeader
 from twinpool.contracts.errors import CheckpointError
 from twinpool.engine.models.registry import unchecked_model
 from twinpool.engine.tensors.shard import ShardAxis
-from twinpool.engine.tensors.weight_loader import Weights
+from twinpool.engine.tensors.weight_loader import Weights, is_product
 from twinpool.engine.weight_formats.block_weight import Weight
 
 PLANNED = ("fp8", "mxfp4", "compressed-tensors")
@@ -34,10 +34,6 @@ PLANNED = ("fp8", "mxfp4", "compressed-tensors")
 _META = torch.device("meta")
 _MXFP4 = 32
 _WIDTH = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I32": 4, "U8": 1}
-_OF_LAYERS = re.compile(r"\.layers\.\d+\..*(_proj(_with_mqa|_qkv|_qkvz|_z)?|\.wq_b|\.wk)$")
-"""Products of layers, without routers, and gates of a row; `lm_head` isn't one."""
-_LEFT = re.compile(r"(weights_proj)$")
-"""The weights of an indexer's heads, which DeepSeek-V3.2 keeps in bfloat16."""
 
 
 @dataclass
@@ -78,7 +74,7 @@ class AskedWeights(Weights):
     def tensor(self, name: str, *shape: int | ShardAxis, dtype: torch.dtype | None = None) -> Tensor:
         full, whole = self._prefix + name, tuple(_whole(axis) for axis in shape)
         layer = full.removesuffix(".weight")
-        if layer != full and len(whole) == 2 and _OF_LAYERS.search(layer):
+        if layer != full and len(whole) == 2 and is_product(layer):
             self._asked.products[layer] = whole[0], whole[1]
         else:
             self._asked.others[full] = whole
@@ -124,7 +120,7 @@ def planned_spec(spec: ModelSpec, asked: Asked) -> ModelSpec:
         headers[f"{name}_scales"] = _header("U8", (experts, n, groups))
     said = spec.config.table("quantization_config")
     for layer, shape in asked.products.items():
-        quantised = _OF_LAYERS.search(layer) and not _LEFT.search(layer) and not _ignored(layer, said)
+        quantised = is_product(layer) and not _ignored(layer, said)
         parts = _parts(spec, shape) if quantised else None
         for part, header in (parts or {"weight": _header(dtype, shape)}).items():
             headers[f"{layer}.{part}"] = header

@@ -44,9 +44,10 @@ _MXFP4_GROUP = 32
 _QUANTISED_BITS = {"int8": 8, "int4": 4}
 _QUANTISED_GROUP = 32
 """Columns that share a scale in weights that are quantised when they are loaded."""
-_QUANTISED_NAMES = re.compile(r"(?<!weights)_proj(_with_mqa|_qkv|_qkvz|_z)?$")
-"""The layers that are quantised when they are loaded: not the gates of recurrent layers, nor the weights of an
-indexer's heads, which are small and decide much."""
+_PROJECTION = r"(?<!weights)_proj(_with_mqa|_qkv|_qkvz|_z)?$"
+_QUANTISED_NAMES = re.compile(_PROJECTION)
+"""The layers that are quantised when they are loaded: those of `is_product` but an indexer's."""
+_PRODUCTS = re.compile(rf"model\.layers\.\d+\..*({_PROJECTION}|\.wq_b$|\.wk$)")
 _STORED = {
     **{"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn},
     **{"F8_E8M0": torch.float8_e8m0fnu, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64},
@@ -61,6 +62,24 @@ _META = torch.device("meta")
 _COMPARED = 16 << 20
 """Bytes that are read at once to compare two tensors."""
 T = TypeVar("T")
+
+
+def canonical_name(name: str) -> str:
+    """The name of a tensor or layer as models ask for it, of its name in a checkpoint."""
+    for root, spellings in _ROOTS.items():
+        spelling = next((one for one in spellings if name.startswith(one)), None)
+        if spelling is not None:
+            return root + name.removeprefix(spelling)
+    return name
+
+
+def is_product(layer: str) -> bool:
+    """Whether a layer, by its canonical name, is a product that quantised checkpoints store quantised.
+
+    Not so: embeddings and heads, routers and gates of a row, and the weights of an indexer's heads, which are small and
+    decide much.
+    """
+    return _PRODUCTS.match(layer) is not None
 
 
 def _axes(shape: Sequence[int | ShardAxis]) -> list[ShardAxis]:
@@ -247,7 +266,8 @@ class Weights:
         if isinstance(columns, ShardAxis) and columns.divided and columns.count % _QUANTISED_GROUP:
             raise ConfigError(
                 f"engine.weights={self._files.keep} gives {_QUANTISED_GROUP} columns a scale, and tp={self.shard.size} "
-                f"divides {columns.whole} columns into {columns.count}: set engine.weights=as_stored, or fewer ranks"
+                f"divides {columns.whole} columns into {columns.count}: set engine.weights=as_stored, fewer ranks, or "
+                f"quantise it once (twinpool convert {self.spec.path} TARGET --weights {self._files.keep})"
             )
         quantised = quantise(weight_nk, bits, _QUANTISED_GROUP)
         self._files.nbytes += quantised.nbytes - weight_nk.nbytes
