@@ -60,8 +60,9 @@ def judge(mutant: Mutant) -> str:
         applied = command(["git", "apply", str(mutant.path)], tree)
         if applied.returncode:
             return f"DOESN'T APPLY: {applied.stderr.strip().splitlines()[0]}"
-        names = ["twinpool." + name.removesuffix(".py").replace("/", ".") for name in mutant.changes]
-        imported = command([sys.executable, "-c", "; ".join(f"import {name}" for name in names)], tree)
+        modules = [name.removesuffix(".py") for name in mutant.changes if name.endswith(".py")]  # Not C++.
+        imports = "; ".join(f"import twinpool.{name.replace('/', '.')}" for name in modules)
+        imported = command([sys.executable, "-c", imports], tree)
         if imported.returncode:
             return f"CAN'T BE IMPORTED: {imported.stderr.strip().splitlines()[-1]}"
         passed, detail = run_test(mutant, tree)
