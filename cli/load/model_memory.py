@@ -101,6 +101,8 @@ def show_memory(
     path = Path(model).expanduser()
     settings = load_config(config, assignments)
     spec = spec_of_config(path) if path.is_file() and not is_gguf(path) else read_model_spec(path)
+    if cards is not None:
+        _refuse_state(spec, settings)
     ranks = cards.count if cards is not None else 1
     found = count_weights(spec, settings, ranks, gpu=cards is not None)
     method = spec.quantization.method or "dense"
@@ -113,6 +115,16 @@ def show_memory(
         return True
     show(_table(spec, settings, found, cards))
     return found.held < cards.nbytes
+
+
+def _refuse_state(spec: ModelSpec, config: Config) -> None:
+    """Raise `ConfigError` for state that `serve` refuses on any GPU."""
+    from twinpool.cluster.assembly.memory_plan import state_options
+    from twinpool.engine.models.registry import unchecked_model
+    from twinpool.engine.runner.kernel_choice import refused_kv
+
+    if refused := refused_kv(unchecked_model(spec).pool_set(state_options(spec, config, Role.DECODE))):
+        raise ConfigError(refused)
 
 
 def _table(spec: ModelSpec, config: Config, found: WeightMemory, cards: Cards) -> Table:

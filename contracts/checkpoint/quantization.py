@@ -54,7 +54,8 @@ def _plain(fields: JsonFields, method: str) -> Quantization:
 
 def _fp8(fields: JsonFields, method: str) -> Quantization:
     fields.text("fmt", "e4m3", ("e4m3", "float8_e4m3fn"))
-    return Quantization(method, block=_block(fields.values.get("weight_block_size"), fields), note=_ACTIVATIONS)
+    block = _block(fields.values.get("weight_block_size"), fields)
+    return Quantization(method, block=block, note=_note(fields, activations=True))
 
 
 def _awq(fields: JsonFields, method: str) -> Quantization:
@@ -99,13 +100,13 @@ def _compressed(fields: JsonFields, method: str) -> Quantization:
         raise fields.refuse("compressed-tensors with transforms (rotations of activations) are not supported")
     if len(blocks) > 1:
         raise fields.refuse("blocks of several sizes in one checkpoint are not supported")
-    note = _ACTIVATIONS if activations else ""
+    note = _note(fields, activations=activations)
     return Quantization(method, groups=tuple(sorted(sizes)), block=next(iter(blocks), None), note=note)
 
 
 def _modelopt(fields: JsonFields, method: str) -> Quantization:
     fields.text("quant_algo", "FP8", ("FP8", "NVFP4", "FP8_PER_CHANNEL_PER_TOKEN"))
-    return Quantization(method, note=_ACTIVATIONS)
+    return Quantization(method, note=_note(fields, activations=True))
 
 
 _READERS = {
@@ -117,6 +118,19 @@ _READERS = {
     "modelopt": _modelopt,
 }
 _ACTIVATIONS = "quantised activations are declared; here they stay as computed, and weights alone are quantised"
+_KV_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_method")
+"""Keys that declare a KV cache with scales of the checkpoint (`k_scale`): of compressed-tensors and ModelOpt."""
+
+
+def _note(fields: JsonFields, *, activations: bool) -> str:
+    notes = [_ACTIVATIONS] if activations else []
+    notes += [
+        f"{key} declares a KV cache with scales of the checkpoint, which aren't used: keys and values are as "
+        "cache.kv_dtype says"
+        for key in _KV_KEYS
+        if fields.values.get(key)
+    ]
+    return "; ".join(notes)
 
 
 def _block(value: object, fields: JsonFields) -> tuple[int, int] | None:

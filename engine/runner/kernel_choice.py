@@ -141,16 +141,19 @@ def refused_state(spec: PoolSetSpec, capability: int) -> str:
 
 
 def refused_kv(spec: PoolSetSpec) -> str:
-    """Why Triton's kernels can't read the keys, values or latents of such state, in words; empty where they can."""
+    """Why neither a GPU nor Triton's kernels take the keys, values or latents of such state, in words; empty where they
+    do."""
     names = quantised_buffers(spec)
-    return f"cache.kv_dtype ({', '.join(names)}) computes on CPUs; use cache.kv_dtype=auto with GPUs" if names else ""
+    told = "computes on CPUs; use cache.kv_dtype=auto with GPUs and Triton's kernels"
+    return f"cache.kv_dtype ({', '.join(names)}) {told}" if names else ""
 
 
-def check_state(spec: PoolSetSpec, device: torch.device) -> None:
-    """Raise `ConfigError` where Triton's kernels on `device` can't keep such state."""
-    if refused := refused_kv(spec):
+def check_state(spec: PoolSetSpec, device: torch.device, *, triton: bool) -> None:
+    """Raise `ConfigError` where `device` can't keep such state, with Triton's kernels or without."""
+    gpu = device.type == "cuda"
+    if (gpu or triton) and (refused := refused_kv(spec)):
         raise ConfigError(f"{device}: {refused}")
-    if device.type == "cuda":
+    if gpu and triton:
         major, minor = torch.cuda.get_device_capability(device)
         if refused := refused_state(spec, 10 * major + minor):
             raise ConfigError(f"{device}: {refused}")

@@ -196,8 +196,7 @@ def load_engine(
     """
     torch_device = device.torch_device
     triton = wants_triton(config, torch_device)
-    if triton:
-        check_state(spec, torch_device)
+    check_state(spec, torch_device, triton=triton)
     loaded = (kept or KeptModel()).get(model, config, torch_device, ranks)
     decoder, numerics = loaded.decoder, loaded.numerics
     attention = attention_for(config, numerics, torch_device, decoder.kernels)

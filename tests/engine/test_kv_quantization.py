@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from twinpool.contracts.ids import Role, WorkerName
 from twinpool.engine.attention.attention_backend import ScoreOptions
 from twinpool.engine.attention.kv_quantization import KVScales, dequantise, quantise, with_scales
 from twinpool.engine.attention.torch_backend.torch_attention import NativeAttention, TorchAttention
+from twinpool.engine.models.model_base import StateOptions
 from twinpool.engine.models.registry import read_model
 from twinpool.engine.runner.kernel_choice import check_state, refused_state
 from twinpool.engine.tensors.row_exact_linear import FAST, Numerics
@@ -139,7 +141,11 @@ def test_stored_bytes_and_tokens_are_the_same_in_any_chunks(
 
 
 def test_a_worker_holds_almost_twice_the_positions_in_the_same_memory(tmp_path: Path, kv_dtype: str) -> None:
-    """Heads of 64: a key takes 66 bytes instead of 128, and of MLA's 24 numbers here 26 instead of 48."""
+    """Heads of 64: a key takes 66 bytes instead of 128; of MLA, whose rows have 24 numbers here, 26 instead of 48."""
+    latents = read_model(FAMILIES["deepseek_v3"](tmp_path / "latents", dtype="bfloat16"))
+    options = StateOptions(torch.bfloat16, 16)
+    coded = replace(options, kv_codes=CODES[kv_dtype])
+    assert latents.pool_set(coded).page_bytes / latents.pool_set(options).page_bytes == 26 / 48
     model = read_model(FAMILIES["llama"](tmp_path / "model", dtype="bfloat16", head_dim=64))
     found = {}
     for name in ("auto", kv_dtype):
@@ -177,4 +183,7 @@ def test_workers_of_unlike_kv_dtypes_refuse_each_other_by_name_and_gpus_refuse_c
     with pytest.raises(LayoutMismatch, match=told):
         refuse_mismatch(WorkerName("prefill-0"), prints["fp8"], describe_spec(specs["fp8"]), "shm", hello)
     with pytest.raises(ConfigError, match=r"cache\.kv_dtype \(k, v\) computes on CPUs; use cache\.kv_dtype=auto"):
-        check_state(specs["fp8"], CPU)
+        check_state(specs["fp8"], CPU, triton=True)
+    with pytest.raises(ConfigError, match=r"cuda: cache\.kv_dtype \(k, v\) computes on CPUs"):
+        check_state(specs["fp8"], torch.device("cuda"), triton=False)
+    check_state(specs["fp8"], CPU, triton=False)

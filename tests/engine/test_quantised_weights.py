@@ -397,6 +397,24 @@ def test_a_method_that_is_not_known_is_refused_by_its_name(
     assert text in str(caught.value)
 
 
+@pytest.mark.parametrize(("said", "keys"), [
+    ({"quant_method": "awq", "bits": 4}, []),
+    ({"quant_method": "fp8"}, ["activations"]),
+    ({"quant_method": "compressed-tensors", "format": "float-quantized", "kv_cache_scheme": None}, []),
+    ({"quant_method": "compressed-tensors", "format": "float-quantized",
+      "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, ["kv_cache_scheme"]),
+    ({"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, ["activations", "kv_cache_quant_algo"]),
+])  # fmt: skip
+def test_what_a_checkpoint_declares_and_is_not_done_is_told_by_name(
+    written: Make, tmp_path: Path, said: dict[str, object], keys: list[str]
+) -> None:
+    folder = changed(written("awq"), tmp_path / "other", lambda tensors: None)
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": said}
+    (folder / "config.json").write_text(json.dumps(config))
+    told = " ".join(read_model_spec(folder).warnings)
+    assert [key for key in ("activations", "kv_cache_scheme", "kv_cache_quant_algo") if key in told] == keys
+
+
 # ------------------------------------------------------------ the value itself
 
 

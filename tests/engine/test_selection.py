@@ -16,6 +16,7 @@ from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.engine.attention.attention_backend import IndexKeys
 from twinpool.engine.attention.attention_plan import AttentionPlan
+from twinpool.engine.attention.kv_quantization import dequantise, quantise
 from twinpool.engine.attention.torch_backend.torch_attention import TorchAttention
 from twinpool.engine.attention.torch_backend.torch_latent import best, sum_of_heads
 from twinpool.engine.models.model_base import StateOptions
@@ -93,6 +94,21 @@ def test_sparse_attention_is_a_softmax_over_what_was_selected() -> None:
     out = LATENT.attend_selected(step.q, step.pages, step.plan, found, 0.3, value_dim)
     for row, sequence, position in step.queries:
         entries = step.keys[sequence][: position + 1].double()
+        if position >= TOP_K:
+            entries = entries[step.best(row, sequence, position)]
+        weights = (0.3 * step.q[row].double() @ entries.T).softmax(-1)
+        torch.testing.assert_close(out[row].double(), weights @ entries[:, :value_dim], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_sparse_attention_to_codes_reads_what_they_stand_for(codes: torch.dtype) -> None:
+    step, value_dim = Step(), 8
+    found = LATENT.select(step.q, step.weights, IndexKeys(step.pages), step.plan, TOP_K)
+    pages, scales = quantise(step.pages.nan_to_num(100.0), codes)
+    scales[step.pages.isnan().any(-1)] = torch.nan
+    out = LATENT.attend_selected(step.q, pages, step.plan, found, 0.3, value_dim, scales.unsqueeze(-1))
+    for row, sequence, position in step.queries:
+        entries = dequantise(*quantise(step.keys[sequence][: position + 1], codes)).double()
         if position >= TOP_K:
             entries = entries[step.best(row, sequence, position)]
         weights = (0.3 * step.q[row].double() @ entries.T).softmax(-1)

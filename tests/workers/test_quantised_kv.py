@@ -61,7 +61,8 @@ def _one_thread() -> Iterator[None]:
     ("name", "kv_dtype", "plane"),
     [
         ("llama", "fp8", "shm"), ("llama", "int8", "zmq"), ("gemma3", "fp8", "zmq"), ("deepseek_v3", "int8", "shm"),
-        ("deepseek_v3", "fp8", "zmq"), ("qwen3_next", "fp8", "shm"),
+        ("deepseek_v3", "fp8", "zmq"), ("deepseek_v32", "fp8", "shm"), ("gpt_oss", "int8", "shm"),
+        ("qwen3_next", "fp8", "shm"),
     ],
 )  # fmt: skip
 def test_answers_are_the_definitions_and_hand_overs_are_what_is_due(

@@ -236,6 +236,9 @@ def test_a_quantised_kv_cache_is_refused_on_any_card(tmp_path: Path) -> None:
         quantised = replace(options, assignments=(f"cache.kv_dtype={codes}",))
         with pytest.raises(MemoryShort, match=r"cuda:0 .*cache\.kv_dtype \(k, v\) computes on CPUs; use .*=auto"):
             prepare(quantised, 64 * GIB, cards(8 * GIB))
+        by_torch = replace(quantised, assignments=(*quantised.assignments, "engine.attention=torch"))
+        with pytest.raises(MemoryShort, match=r"cache\.kv_dtype \(k, v\) computes on CPUs"):
+            prepare(by_torch, 64 * GIB, cards(8 * GIB))
         assert prepare(quantised, 64 * GIB).here.plans
 
 
