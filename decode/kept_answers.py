@@ -24,7 +24,7 @@ AnswerKey = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _KeptEntry:
     name: AnswerName
     answer: KeptAnswer
     until: float
@@ -43,7 +43,7 @@ class KeptAnswers:
             config.kept_answer_bytes,
         )
         self._clock = clock
-        self._kept: dict[AnswerKey, _Kept] = {}
+        self._kept: dict[AnswerKey, _KeptEntry] = {}
         self.nbytes = 0
         """The estimated memory of all."""
         self.forgotten = 0
@@ -65,7 +65,7 @@ class KeptAnswers:
         if not self.room(unowned) or nbytes > self._max_bytes:
             self.forgotten += 1
             return
-        self._kept[name.key, name.index] = _Kept(name, answer, now + self._seconds, now + answer.left_s, nbytes)
+        self._kept[name.key, name.index] = _KeptEntry(name, answer, now + self._seconds, now + answer.left_s, nbytes)
         self.nbytes += nbytes
         while self.nbytes > self._max_bytes:
             self._forget_oldest()

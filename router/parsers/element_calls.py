@@ -50,7 +50,7 @@ class ElementMarks:
     """What models write behind the name and behind each value."""
 
 
-class _State(StrEnum):
+class _ElementState(StrEnum):
     OUTSIDE = "outside"
     NAME = "in a name"
     BETWEEN = "between parameters"
@@ -68,7 +68,7 @@ class ElementCalls(SteppedParser):
         self._content = ContentAround()
         self._raw = ""
         """The text of a call whose name isn't told."""
-        self._state = _State.OUTSIDE
+        self._state = _ElementState.OUTSIDE
         self._name = self._key = ""
         self._first = True
         self._text: list[str] | None = None
@@ -78,9 +78,9 @@ class ElementCalls(SteppedParser):
 
     def finish(self) -> list[AnswerPart]:
         parts: list[AnswerPart] = []
-        if self._state in (_State.OUTSIDE, _State.NAME):
+        if self._state in (_ElementState.OUTSIDE, _ElementState.NAME):
             self._content.take(self._raw + self._held, parts)
-        elif self._state is _State.VALUE and self._text is None:
+        elif self._state is _ElementState.VALUE and self._text is None:
             self._pass_on(self._held, parts)
         self._held = self._raw = ""
         self._content.finish(parts)
@@ -89,21 +89,21 @@ class ElementCalls(SteppedParser):
     def _step(self, parts: list[AnswerPart]) -> bool:
         marks = self._marks
         match self._state:
-            case _State.OUTSIDE:
+            case _ElementState.OUTSIDE:
                 return self._outside(parts)
-            case _State.NAME:
+            case _ElementState.NAME:
                 return self._read_name(parts)
-            case _State.BETWEEN:
+            case _ElementState.BETWEEN:
                 found = self._after((marks.parameter, marks.call_end))
                 if found == marks.call_end:
                     parts.append(ArgumentsPart("{}" if self._first else "}"))
-                    self._state = _State.OUTSIDE
+                    self._state = _ElementState.OUTSIDE
                 elif found:
-                    self._state = _State.KEY
+                    self._state = _ElementState.KEY
                 return bool(found)
-            case _State.KEY:
+            case _ElementState.KEY:
                 return self._read_key()
-            case _State.ATTRIBUTE:
+            case _ElementState.ATTRIBUTE:
                 return self._read_attribute(parts)
             case _:
                 return self._read_value(parts)
@@ -124,7 +124,7 @@ class ElementCalls(SteppedParser):
         if mark != end and behind.startswith(marks.call):
             self._raw = self._held[: len(self._held) - len(behind) + len(marks.call)]
             self._held = behind[len(marks.call) :]
-            self._state = _State.NAME
+            self._state = _ElementState.NAME
             return True
         if mark == begin and marks.call.startswith(behind):
             return False
@@ -143,12 +143,12 @@ class ElementCalls(SteppedParser):
         name = self._held[:at].strip(SPACE)
         if not name or "<" in name:
             self._content.take(self._raw, parts)
-            self._raw, self._state = "", _State.OUTSIDE
+            self._raw, self._state = "", _ElementState.OUTSIDE
             return True
         self._held = self._held[at + len(mark) if marks.name_end else at :]
         self._content.called()
         parts.append(CallPart(name))
-        self._name, self._first, self._raw, self._state = name, True, "", _State.BETWEEN
+        self._name, self._first, self._raw, self._state = name, True, "", _ElementState.BETWEEN
         return True
 
     def _after(self, marks: tuple[str, ...]) -> str:
@@ -159,7 +159,7 @@ class ElementCalls(SteppedParser):
     def _read_key(self) -> bool:
         key, mark, behind = cut_at(self._held, (self._marks.key_end,))
         if mark:
-            self._key, self._held, self._state = key.strip(SPACE), behind, _State.ATTRIBUTE
+            self._key, self._held, self._state = key.strip(SPACE), behind, _ElementState.ATTRIBUTE
         return bool(mark)
 
     def _read_attribute(self, parts: list[AnswerPart]) -> bool:
@@ -168,7 +168,7 @@ class ElementCalls(SteppedParser):
             return False
         self._begin_value(self._held[:at].strip(SPACE), parts)
         self._held = self._held[at + len(self._marks.value) :]
-        self._state = _State.VALUE
+        self._state = _ElementState.VALUE
         return True
 
     def _begin_value(self, attribute: str, parts: list[AnswerPart]) -> None:
@@ -194,7 +194,7 @@ class ElementCalls(SteppedParser):
         self._pass_on(self._held[:at].removesuffix("\n"), parts)
         self._held = self._held[at + len(end) :]
         parts.append(ArgumentsPart('"' if self._text is None else _as_json("".join(self._text))))
-        self._state = _State.BETWEEN
+        self._state = _ElementState.BETWEEN
         return True
 
     def _pass_on(self, text: str, parts: list[AnswerPart]) -> None:

@@ -40,7 +40,7 @@ _NO_TOOLS = ("assistant", "user", "all")
 """Recipients that aren't tools: results of tools are addressed so."""
 
 
-class _State(StrEnum):
+class _MessageState(StrEnum):
     BEGIN = "at the beginning of the answer"
     OUTSIDE = "between messages"
     HEADER = "in a header"
@@ -55,7 +55,7 @@ class HarmonyMessages(SteppedParser):
         apart from content."""
         super().__init__()
         self._tools, self._reasoning = bool(types), reasoning
-        self._state = _State.BEGIN
+        self._state = _MessageState.BEGIN
         self._kind: type[ContentPart | ReasoningPart | ArgumentsPart] = ContentPart
         self._told: set[type] = set()
         """The kinds of text of which there was some."""
@@ -65,29 +65,29 @@ class HarmonyMessages(SteppedParser):
     def finish(self) -> list[AnswerPart]:
         parts: list[AnswerPart] = []
         # A header that breaks off says nothing.
-        if self._state is not _State.HEADER:
+        if self._state is not _MessageState.HEADER:
             self._tell(self._held, parts)
         self._held = ""
         return parts
 
     def _step(self, parts: list[AnswerPart]) -> bool:
         match self._state:
-            case _State.BEGIN:
+            case _MessageState.BEGIN:
                 return self._begin()
-            case _State.OUTSIDE:
+            case _MessageState.OUTSIDE:
                 before, mark, self._held = cut_at(self._held, HARMONY_MARKS)
                 self._tell(before, parts)
                 if mark in (START, CHANNEL):
-                    self._held, self._state = mark + self._held, _State.HEADER
+                    self._held, self._state = mark + self._held, _MessageState.HEADER
                 return bool(mark)
-            case _State.HEADER:
+            case _MessageState.HEADER:
                 return self._read_header(parts)
-            case _State.TEXT:
+            case _MessageState.TEXT:
                 text, mark, behind = cut_at(self._held, (*ENDS, START))
                 self._tell(text, parts)
                 self._held = START + behind if mark == START else behind
                 if mark:
-                    self._state, self._kind, self._first = _State.OUTSIDE, ContentPart, True
+                    self._state, self._kind, self._first = _MessageState.OUTSIDE, ContentPart, True
                 return bool(mark)
 
     def _begin(self) -> bool:
@@ -95,11 +95,11 @@ class HarmonyMessages(SteppedParser):
         text = self._held.lstrip(SPACE)
         signs = (START, CHANNEL, MESSAGE, _TO)
         if any(text.startswith(sign) for sign in signs):
-            self._held, self._state = text, _State.HEADER
+            self._held, self._state = text, _MessageState.HEADER
             return True
         if any(sign.startswith(text) for sign in signs):
             return False
-        self._state = _State.OUTSIDE
+        self._state = _MessageState.OUTSIDE
         return True
 
     def _read_header(self, parts: list[AnswerPart]) -> bool:
@@ -107,9 +107,9 @@ class HarmonyMessages(SteppedParser):
         header, mark, behind = cut_at(self._held.removeprefix(START), (MESSAGE, *ENDS, START))
         if not mark:
             return False
-        self._held, self._state = behind, _State.TEXT
+        self._held, self._state = behind, _MessageState.TEXT
         if mark != MESSAGE:
-            self._held, self._state = START + behind if mark == START else behind, _State.OUTSIDE
+            self._held, self._state = START + behind if mark == START else behind, _MessageState.OUTSIDE
             return True
         self._first = True
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)

@@ -27,7 +27,7 @@ _ARGUMENTS = ("arguments", "parameters")
 _SPACE = " \t\r\n"
 
 
-class _State(StrEnum):
+class _ObjectState(StrEnum):
     BEGIN = "before the object"
     KEY = "before a key, or the end"
     IN_KEY = "in a key"
@@ -47,7 +47,7 @@ class CallObject:
     def __init__(self) -> None:
         self.raw: list[str] = []
         """All characters so far."""
-        self._state = _State.BEGIN
+        self._state = _ObjectState.BEGIN
         self._key = ""
         self._value: list[str] = []
         self._depth = 0
@@ -59,12 +59,12 @@ class CallObject:
 
     @property
     def done(self) -> bool:
-        return self._state is _State.DONE
+        return self._state is _ObjectState.DONE
 
     @property
     def broken(self) -> bool:
         """Whether this is no call, or one without a name or arguments that are an object."""
-        return self._state is _State.BROKEN
+        return self._state is _ObjectState.BROKEN
 
     @property
     def told(self) -> bool:
@@ -78,60 +78,60 @@ class CallObject:
         for used, char in enumerate(text, 1):
             self.raw.append(char)
             self._read(char, parts)
-            if self._state in (_State.DONE, _State.BROKEN):
+            if self._state in (_ObjectState.DONE, _ObjectState.BROKEN):
                 return used, parts
         return len(text), parts
 
     def _read(self, char: str, parts: list[AnswerPart]) -> None:
         state = self._state
-        if state is _State.IN_KEY:
+        if state is _ObjectState.IN_KEY:
             if self._in_string(char):
                 return
-            self._state = _State.COLON
+            self._state = _ObjectState.COLON
             self._key = self._decoded()
-        elif state is _State.IN_TEXT:
+        elif state is _ObjectState.IN_TEXT:
             if not self._in_string(char):
                 self._end_text(parts)
-        elif state is _State.IN_NEST:
+        elif state is _ObjectState.IN_NEST:
             self._read_nest(char, parts)
-        elif state is _State.IN_WORD and char not in ",}" + _SPACE:
+        elif state is _ObjectState.IN_WORD and char not in ",}" + _SPACE:
             self._value.append(char)
         elif char in _SPACE:
-            if state is _State.IN_WORD:
-                self._state = _State.COMMA
+            if state is _ObjectState.IN_WORD:
+                self._state = _ObjectState.COMMA
         else:
             self._read_mark(char, parts)
 
     def _read_mark(self, char: str, parts: list[AnswerPart]) -> None:
-        state = _State.COMMA if self._state is _State.IN_WORD else self._state
-        if state is _State.BEGIN and char == "{":
-            self._state = _State.KEY
-        elif state is _State.KEY and char == '"':
-            self._begin_string(_State.IN_KEY)
-        elif state is _State.COLON and char == ":":
-            self._state = _State.VALUE
-        elif state is _State.COMMA and char == ",":
-            self._state = _State.KEY
-        elif state in (_State.COMMA, _State.KEY) and char == "}":
-            self._state = _State.DONE if self._named else _State.BROKEN
+        state = _ObjectState.COMMA if self._state is _ObjectState.IN_WORD else self._state
+        if state is _ObjectState.BEGIN and char == "{":
+            self._state = _ObjectState.KEY
+        elif state is _ObjectState.KEY and char == '"':
+            self._begin_string(_ObjectState.IN_KEY)
+        elif state is _ObjectState.COLON and char == ":":
+            self._state = _ObjectState.VALUE
+        elif state is _ObjectState.COMMA and char == ",":
+            self._state = _ObjectState.KEY
+        elif state in (_ObjectState.COMMA, _ObjectState.KEY) and char == "}":
+            self._state = _ObjectState.DONE if self._named else _ObjectState.BROKEN
             if self.done and not self._argued:
                 parts.append(ArgumentsPart("{}"))
-        elif state is _State.VALUE:
+        elif state is _ObjectState.VALUE:
             self._begin_value(char, parts)
         else:
-            self._state = _State.BROKEN
+            self._state = _ObjectState.BROKEN
 
     def _begin_value(self, char: str, parts: list[AnswerPart]) -> None:
         arguments = self._key in _ARGUMENTS and not self._argued
         if char == '"':
-            self._begin_string(_State.IN_TEXT)
+            self._begin_string(_ObjectState.IN_TEXT)
         elif char in "{[" and (char == "{" or not arguments):
-            self._state, self._depth, self._quoted, self._arguing = _State.IN_NEST, 0, False, arguments
+            self._state, self._depth, self._quoted, self._arguing = _ObjectState.IN_NEST, 0, False, arguments
             self._read_nest(char, parts)
         elif self._key == "name" or arguments:
-            self._state = _State.BROKEN
+            self._state = _ObjectState.BROKEN
         else:
-            self._state, self._value = _State.IN_WORD, [char]
+            self._state, self._value = _ObjectState.IN_WORD, [char]
 
     def _read_nest(self, char: str, parts: list[AnswerPart]) -> None:
         if self._quoted:
@@ -150,7 +150,7 @@ class CallObject:
         if self._arguing:
             self._argue(char, parts)
         if self._depth == 0 and not self._quoted:
-            self._state = _State.COMMA
+            self._state = _ObjectState.COMMA
 
     def _argue(self, text: str, parts: list[AnswerPart]) -> None:
         self._argued = True
@@ -160,13 +160,13 @@ class CallObject:
             self._early.append(text)
 
     def _end_text(self, parts: list[AnswerPart]) -> None:
-        self._state = _State.COMMA
+        self._state = _ObjectState.COMMA
         text = self._decoded()
-        if self._state is _State.BROKEN:
+        if self._state is _ObjectState.BROKEN:
             return
         if self._key == "name" and not self._named:
             if not text:
-                self._state = _State.BROKEN
+                self._state = _ObjectState.BROKEN
                 return
             self._named = True
             parts.append(CallPart(text))
@@ -174,7 +174,7 @@ class CallObject:
         elif self._key in _ARGUMENTS and not self._argued:
             self._argue(text, parts)
 
-    def _begin_string(self, state: _State) -> None:
+    def _begin_string(self, state: _ObjectState) -> None:
         self._state, self._value, self._escaped = state, [], False
 
     def _in_string(self, char: str) -> bool:
@@ -192,7 +192,7 @@ class CallObject:
         try:
             return str(json.loads(f'"{"".join(self._value)}"', strict=False))
         except ValueError:
-            self._state = _State.BROKEN
+            self._state = _ObjectState.BROKEN
             return ""
 
 

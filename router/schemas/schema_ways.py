@@ -600,18 +600,18 @@ def _of_types(value: Any) -> Ways:
 
 def _of_values(values: list[Any]) -> Ways:
     told = {canonical(value): value for value in values}
-    fact = ("values", tuple((text, _Kept(value)) for text, value in told.items()))
+    fact = ("values", tuple((text, _HashableValue(value)) for text, value in told.items()))
     return [Way(frozenset(map(type_of, values)), (fact,))] if values else []
 
 
-class _Kept:
+class _HashableValue:
     """A value within a fact, which must be hashable; it is known by its canonical text beside it."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Kept)
+        return isinstance(other, _HashableValue)
 
     def __hash__(self) -> int:
         return 0
