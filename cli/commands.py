@@ -1,8 +1,8 @@
 """The `twinpool` command: runs one of the commands of `cli.command_line`, with its signals and its exit code.
 
 `serve` and `up` start a cluster, `doctor` looks before they do, `controller` is one of its controllers, and `sim` runs
-simulated clusters. The other commands ask a cluster's router. Each subcommand imports what it needs when it runs, and
-this module itself nothing: a signal that comes meanwhile has to be handled first.
+simulated clusters. The other commands ask a cluster's router. Each command imports what is heavy when it runs, and this
+module itself nothing: a signal that comes meanwhile has to be handled first.
 Exit codes: 0 fine, and whenever `serve`, `demo` or `controller` was asked to end; 1 a violation or refusal, 2 usage, 3
 no cluster, 130 after a Ctrl-C that came before a command had done its work.
 """

@@ -45,7 +45,7 @@ class LatencySummary:
 
 @dataclass(frozen=True, slots=True)
 class ReplayFigures:
-    """What a run came to. LatencySummary are of answers that ended well."""
+    """What a run came to. Latencies are of answers that ended well."""
 
     sent: int
     answered: int
@@ -363,7 +363,7 @@ def _shares(axes: Any, whole: Sequence[Outcome], began_s: float, target: AnswerT
         if values:
             shares = np.linspace(0, 100, _POINTS)
             axes.plot(np.percentile(values, shares), shares, label=label)
-    axes.set(xlabel="s", ylabel="% of them are quicker", xscale="log", title="LatencySummary")
+    axes.set(xlabel="s", ylabel="% of them are quicker", xscale="log", title="Latencies")
     axes.legend(loc="lower right")
 
 

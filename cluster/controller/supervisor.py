@@ -168,7 +168,6 @@ class Supervisor:
 
 
 T = TypeVar("T")
-log = logging.getLogger("twinpool.supervisor")
 
 RETRY_S = 0.2
 """Seconds between two attempts to reach a controller that is away."""

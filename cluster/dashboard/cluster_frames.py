@@ -39,8 +39,7 @@ from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, Late
 from twinpool.contracts.messages.cluster_view import ControlPlane
 from twinpool.contracts.messages.request_record import RequestRecord
 from twinpool.contracts.messages.router_report import RouterReport, percentile
-from twinpool.contracts.messages.worker_status import CPU_SECONDS
-from twinpool.router.state.worker_table import DamageTotals
+from twinpool.contracts.messages.worker_status import CPU_SECONDS, DamageTotals
 
 KEPT = 200
 TEXT_CHARS = 400

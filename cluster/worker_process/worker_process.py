@@ -295,8 +295,6 @@ class HangFault:
             threading.Event().wait()
 
 
-log = logging.getLogger("twinpool.worker")
-
 FLUSH_S = 2.0
 """Seconds that open streams may take to deliver their last frames when a worker leaves."""
 CLOSE_S = 10.0

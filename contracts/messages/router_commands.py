@@ -1,7 +1,7 @@
 """Commands: the messages from a router to workers, as frozen values.
 
 Each leg of a request gets one `Submit`; both are alike but for `peer`. How they travel between processes is said by
-`contracts.message_types` and `contracts.wire.stream_frames`; in one process they are passed as they are.
+`contracts.message_types` and `contracts.messages.stream_frames`; in one process they are passed as they are.
 """
 
 from __future__ import annotations

@@ -33,9 +33,9 @@ def available(level: str = MACHINE) -> NativeKernels:
 def using(kernels: LayerKernels | None) -> Iterator[None]:
     """Let this thread's layers compute with these kernels (None: with torch's operations alone) inside the context."""
     before, _current.kernels = _current.kernels, kernels
-    if kernels is not None:
-        kernels.begin()
     try:
+        if kernels is not None:
+            kernels.begin()
         yield
     finally:
         _current.kernels = before

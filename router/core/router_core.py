@@ -26,7 +26,7 @@ from twinpool.contracts.ids import RequestId, Role, RoomId, room_of
 from twinpool.contracts.messages.kept_answers import Attached, Detach
 from twinpool.contracts.messages.router_commands import Cancel, PeerRef, Submit
 from twinpool.contracts.messages.worker_events import Audited, Done, Event, LegReport, PromptScores, Tokens
-from twinpool.contracts.messages.worker_status import WorkerStatus, WorkerView
+from twinpool.contracts.messages.worker_status import DamageTotals, WorkerStatus, WorkerView
 from twinpool.contracts.sampling_params import TokenLogprob
 from twinpool.router.core.answer_lookups import AnswerLookups, FoundAnswer
 from twinpool.router.core.failover import AttemptFailure, Fail, Failover, Finish, Retry
@@ -47,7 +47,7 @@ from twinpool.router.kv_indexer.prefix_indexes import PrefixIndexes
 from twinpool.router.migration.migrations import Migrations
 from twinpool.router.state.request_journal import JournalKind
 from twinpool.router.state.routed_request import AttemptCost, AttemptLeg, RoutedRequest
-from twinpool.router.state.worker_table import DamageTotals, WorkerEntry, WorkerKey, WorkerTable
+from twinpool.router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
 from twinpool.router.verification.audits import Audits
 
 Leave = Cancel | Detach

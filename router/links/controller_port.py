@@ -1,16 +1,16 @@
 """What a router has of the controller besides its workers: ports, each of which it can do without, and its reports.
 
-A report (`ReportCalls`) tells what was counted since the router's start, so that one whose answer was lost costs
-nothing. One of a kind is under way at a time, a second after the last unless it says otherwise. While the controller is
-away the log says so once.
+Of reports (`ReportCalls`) one of a kind is under way at a time, a second after the last unless it says otherwise. Those
+that count tell what was counted since the router's start, so that one whose answer was lost costs nothing; records that
+were in a lost one are counted as left out. While the controller is away the log says so once.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts
@@ -96,7 +96,7 @@ NO_CONTROLLER = ControllerPorts()
 class ReportCalls:
     """The calls of one kind of report, on an event loop."""
 
-    def __init__(self, clock: Clock, away: str, begin: Callable[[], Awaitable[None] | None]) -> None:
+    def __init__(self, clock: Clock, away: str, begin: Callable[[], Coroutine[Any, Any, None] | None]) -> None:
         """`away`: what the log says when a report isn't taken. `begin` makes a report's call, which raises
         `ConnectionError` where the controller doesn't answer; None: there is nothing to report."""
         self._clock, self._words, self._begin, self._away = clock, away, begin, False
@@ -110,26 +110,29 @@ class ReportCalls:
 
     def tick(self) -> None:
         """Report if it is time; to be called every 100 ms or so."""
-        now = self._clock.now()
-        if not self.busy and now >= self.next and (report := self._begin()) is not None:
-            self.next = now + REPORT_S
-            self._call = asyncio.get_running_loop().create_task(self._make(report))
-            self._call.add_done_callback(self._done)
+        now, due = self._clock.now(), self.next
+        if self.busy or now < due:
+            return
+        self.next = now + REPORT_S
+        report = self._begin()
+        if report is None:
+            self.next = due
+            return
+        self._call = asyncio.get_running_loop().create_task(report)
+        self._call.add_done_callback(self._done)
 
     def close(self) -> None:
         """Give up the call that is under way."""
         if self._call is not None:
             self._call.cancel()
 
-    async def _make(self, report: Awaitable[None]) -> None:
-        try:
-            await report
-        except ConnectionError as error:
-            if not self._away:
-                log(self._words, reason=str(error))
-            self._away = True
-        else:
-            self._away = False
-
     def _done(self, call: asyncio.Task[None]) -> None:
         self._call = None
+        if call.cancelled():
+            return
+        error = call.exception()
+        if error is not None and not isinstance(error, ConnectionError):
+            raise error  # The event loop logs it.
+        if error is not None and not self._away:
+            log(self._words, reason=str(error))
+        self._away = error is not None

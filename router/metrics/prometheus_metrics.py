@@ -15,13 +15,14 @@ from prometheus_client.process_collector import ProcessCollector
 from twinpool.contracts.build_id import build_id, package_version
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.damage import DamageSite
+from twinpool.contracts.messages.worker_status import DamageTotals
 from twinpool.router.core.router_core import RouterCore
 from twinpool.router.core.routing_policies import LocalReason
 from twinpool.router.metrics.request_tally import RequestTally
 from twinpool.router.metrics.scrapes import Scrapes
 from twinpool.router.metrics.vllm_aliases import VllmAliases
 from twinpool.router.metrics.worker_metrics import tier_metrics, worker_metrics
-from twinpool.router.state.worker_table import DamageTotals, WorkerEntry
+from twinpool.router.state.worker_table import WorkerEntry
 from twinpool.router.verification.audits import AuditResult, Audits
 from twinpool.router.verification.stream_watch import FlagReason, StreamWatch
 

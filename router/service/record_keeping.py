@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -66,7 +66,7 @@ class RecordReports:
             del self._waiting[next((key for key, one in self._waiting.items() if not one.notable), first)]
             self.left_out += 1
 
-    def _begin(self) -> Awaitable[None] | None:
+    def _begin(self) -> Coroutine[Any, Any, None] | None:
         return self._report(self._take()) if self._waiting else None
 
     def close(self) -> None:

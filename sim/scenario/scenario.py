@@ -1,6 +1,6 @@
 """The plan that a seed stands for: a cluster, its clients' requests, and faults.
 
-A plan is a value, separate from its run. So a failing plan can be made smaller (`sim.scenario.shrink`) and run again,
+A plan is a value, separate from its run. So a failing plan can be made smaller (`twinpool sim --shrink`) and run again,
 and draws of a run (delays, say) come from another random stream than the draws of its plan.
 """
 

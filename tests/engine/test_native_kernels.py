@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -87,7 +88,31 @@ def test_threads_do_not_change_a_bit_of_a_product(kernels: NativeKernels) -> Non
     x, packed = draw(1, 40, 96), PackedWeight(kernels, draw(2, 300, 96), None)
     want = packed(x)
     torch.set_num_threads(2)
-    assert torch.equal(packed(x), want)
+    with current_kernels.using(kernels):
+        assert torch.equal(packed(x), want)
+
+
+def test_the_kernels_take_torchs_number_of_threads_on_each_thread_that_uses_them(
+    kernels: NativeKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(kernels, "_set_threads", told.append)
+
+    def use(count: int) -> None:
+        torch.set_num_threads(count)
+        with current_kernels.using(kernels):
+            assert current_kernels.in_use()
+        assert not current_kernels.in_use()
+
+    def use_some() -> None:
+        for count in (3, 3, 1):
+            use(count)
+
+    for _ in range(2):
+        thread = threading.Thread(target=use_some)
+        thread.start()
+        thread.join(timeout=60)
+    assert told == [3, 1] * 2
 
 
 @pytest.mark.parametrize("width", [18, 51, 64, 1000])
@@ -170,7 +195,8 @@ def test_attention_is_the_twins_and_the_same_bits_in_any_company(kernels: Native
             got = attended(attention, [(2, 5, 9), (0, first, end - first), (1, 300, 1)], dtype, page_tokens)
             assert torch.equal(got[9:-1], want[first:end]), (page_tokens, first, end)
     torch.set_num_threads(2)
-    assert torch.equal(attended(attention, [(1, 100, 200), (0, 0, 400)], dtype, 16)[200:], want)
+    with current_kernels.using(kernels):
+        assert torch.equal(attended(attention, [(1, 100, 200), (0, 0, 400)], dtype, 16)[200:], want)
 
 
 def test_without_a_compiler_torch_computes_alone_and_says_so_once(

@@ -17,10 +17,9 @@ from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Incarnation, RequestId, Role, WorkerName
 from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, InvalidatePrefix
 from twinpool.contracts.messages.worker_events import Audited, AuditEnd, Event
-from twinpool.contracts.messages.worker_status import WorkerStatus
+from twinpool.contracts.messages.worker_status import DamageTotals, WorkerStatus
 from twinpool.contracts.sampling_params import SamplingParams, TokenDifference
 from twinpool.contracts.wire.stream_codec import FrameWriter, decode_commands, decode_events, encode_events
-from twinpool.router.state.worker_table import DamageTotals
 from twinpool.router.verification.audits import PREFIX
 
 
