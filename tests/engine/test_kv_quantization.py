@@ -141,11 +141,11 @@ def test_stored_bytes_and_tokens_are_the_same_in_any_chunks(
 
 
 def test_a_worker_holds_almost_twice_the_positions_in_the_same_memory(tmp_path: Path, kv_dtype: str) -> None:
-    """Heads of 64: a key takes 66 bytes instead of 128; of MLA, whose rows have 24 numbers here, 26 instead of 48."""
+    """Heads of 64: a key takes 66 bytes instead of 128; of MLA, whose rows have 40 numbers here, 42 instead of 80."""
     latents = read_model(FAMILIES["deepseek_v3"](tmp_path / "latents", dtype="bfloat16"))
     options = StateOptions(torch.bfloat16, 16)
     coded = replace(options, kv_codes=CODES[kv_dtype])
-    assert latents.pool_set(coded).page_bytes / latents.pool_set(options).page_bytes == 26 / 48
+    assert latents.pool_set(coded).page_bytes / latents.pool_set(options).page_bytes == 42 / 80
     model = read_model(FAMILIES["llama"](tmp_path / "model", dtype="bfloat16", head_dim=64))
     found = {}
     for name in ("auto", kv_dtype):

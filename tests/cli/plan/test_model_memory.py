@@ -102,7 +102,7 @@ def test_the_command_says_what_is_stored_and_what_is_held(tmp_path: Path, capsys
     assert "GiB a card left" in said
     assert run("--model", model, "--cards", "2x2GiB") == 1, "more than a card has"
     assert "GiB a card too much" in capsys.readouterr().out
-    assert run("--model", model, "--cards", "8x5GiB", "--set", "cache.kv_dtype=fp8") == 1, "serve refuses it, too"
+    assert run("--model", model, "--cards", "8x5GiB", "--set", "cache.kv_dtype=fp8") == 2, "serve refuses it, too"
     assert "cache.kv_dtype (latent) computes on CPUs" in capsys.readouterr().err
     assert run("--model", model) == 0
     assert "on a CPU a worker holds 6." in capsys.readouterr().out
