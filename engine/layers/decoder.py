@@ -125,6 +125,7 @@ class Decoder:
     """The norm of the last layer's output, before the head."""
     head: RowExactLinear
     embed_scale: float | None = None
+    """What rows of the embedding are multiplied with; the product is rounded to their dtype, the factor isn't."""
     logits_scale: float = 1.0
     logits_softcap: float = 0.0
     """Logits are squeezed to plus or minus this by a hyperbolic tangent; 0: not at all."""
@@ -132,10 +133,6 @@ class Decoder:
     """The kernels that layers use; None: torch's operations alone."""
     prepare: Callable[[Tensor, Tensor, ForwardContext], None] | None = None
     """Called first with tokens [M] and embeddings [M, hidden]; leaves further inputs of layers in the scratch."""
-
-    def __post_init__(self) -> None:
-        if self.embed_scale is not None:
-            self.embed_scale = float(torch.tensor(self.embed_scale, dtype=self.dtype))  # as transformers rounds it
 
     @property
     def dtype(self) -> torch.dtype:

@@ -98,7 +98,7 @@ class Gemma(WindowModel):
 
     def build(self, weights: Weights) -> Decoder:
         decoder = super().build(weights)
-        decoder.embed_scale = self.hidden**0.5
+        decoder.embed_scale = float(torch.tensor(self.hidden**0.5, dtype=decoder.dtype))  # Rounded, as in transformers.
         decoder.logits_softcap = self.logits_softcap
         return decoder
 

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from tests.support.model_families import FAMILIES
 from twinpool.cache.memory.kv_cache_spec import PoolKind
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.errors import CheckpointError
+from twinpool.engine.layers.decoder import ForwardContext
 from twinpool.engine.layers.moe.experts import ExpertSizes, interleaved_expert
 from twinpool.engine.models.registry import read_model
 from twinpool.engine.tensors.shard import Shard
@@ -116,6 +117,25 @@ def test_a_rank_reads_its_part_of_packed_experts_though_it_ends_within_a_group(f
     for half in (0, 1):
         rows = [dense(part.up_nh).chunk(2)[half] for part in parts]
         assert torch.equal(torch.cat(rows), dense(whole.up_nh).chunk(2)[half])
+
+
+@pytest.mark.slow
+@pytest.mark.every_parameter
+@pytest.mark.parametrize(("name", "options"), [
+    ("gemma3", {"hidden_size": 96}), ("gemma4", {"hidden_size": 96}), ("falcon_h1", {"embedding_multiplier": 5.657})
+])  # fmt: skip
+def test_the_factor_of_an_embedding_in_bfloat16_is_rounded_where_transformers_rounds_it(
+    family: Family, oracle_of: MakeOracle, name: str, options: dict[str, Any]
+) -> None:
+    """Gemma's is, Falcon-H1's isn't; neither number here is one of bfloat16."""
+    folder, tokens, given = family(name=name, dtype="bfloat16", **options), torch.arange(300), []
+    oracle = oracle_of(folder)
+    seen = oracle.model.model.layers[0].register_forward_pre_hook(lambda _, args: given.append(args[0][0]))
+    oracle.logits(tokens.tolist())
+    seen.remove()
+    decoder, nothing = Bench(folder).engine.decoder, cast(ForwardContext, None)
+    decoder.layers, decoder.prepare = [], None
+    assert torch.equal(decoder.forward(tokens, nothing), given[0]), "what the first layer is given"
 
 
 def test_what_published_gemma_3_leaves_out_is_known(family: Family, tmp_path: Path) -> None:
