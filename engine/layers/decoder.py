@@ -140,10 +140,10 @@ class Decoder:
 
     def forward(self, tokens_m: Tensor, ctx: ForwardContext) -> Tensor:
         """Compute a step's tokens ([M] int64) and write their state; returns the last layer's output, [M, hidden]."""
-        x_mh = self.embed_vh[tokens_m]
-        if self.embed_scale is not None:
-            x_mh = x_mh * self.embed_scale
         with using(self.kernels):
+            x_mh = self.embed_vh[tokens_m]
+            if self.embed_scale is not None:
+                x_mh = x_mh * self.embed_scale
             if self.prepare is not None:
                 self.prepare(tokens_m, x_mh, ctx)
             for layer in self.layers:

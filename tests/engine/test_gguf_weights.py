@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.engine.harness import Bench
 from tests.engine.test_model_image import Images
@@ -26,6 +27,8 @@ from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.engine.models.registry import model_for
 from twinpool.engine.native import compile_kernels
 from twinpool.engine.native.compile_kernels import NativeUnavailable
+from twinpool.engine.native.current_kernels import in_use
+from twinpool.engine.native.native_kernels import PackedBlocks
 from twinpool.engine.runner.kernel_choice import class_of
 from twinpool.engine.tensors.row_exact_linear import RowExactLinear
 from twinpool.engine.tensors.shard import Shard
@@ -70,6 +73,21 @@ def test_a_model_in_bfloat16_has_the_same_bits_in_any_chunks(files: Any) -> None
     bench = Bench(files("K_M", tied=True))
     assert bench.engine.decoder.dtype == torch.bfloat16
     assert torch.equal(bench.forced(prompt, CHUNKS), bench.forced(prompt, (1, 30, 18)))
+
+
+def test_an_embedding_in_blocks_is_looked_up_on_as_many_threads_as_all_else(
+    files: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels learn the number of threads at the beginning of `using`, each thread that calls them for itself."""
+    inside, rows = [], PackedBlocks.rows
+
+    def noted(product: PackedBlocks, rows_m: Tensor) -> Tensor:
+        inside.append(in_use())
+        return rows(product, rows_m)
+
+    monkeypatch.setattr(PackedBlocks, "rows", noted)
+    Bench(files("Q8_0")).forced([1, 2, 3], [3])
+    assert inside == [True]
 
 
 def loaded(file: Path, *, keep: str = "as_stored", shard: Shard | None = None) -> Weights:
