@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -32,11 +33,11 @@ def read_gguf_tensor(file: int, header: GgufTensor, axes: Sequence[ShardAxis], d
     rows, *columns = axes
     width = 1 if not columns else columns[0].whole
     read = torch.empty(rows.count, columns[0].count if columns else 1, dtype=dtype)
-    for first, bytes_nb in _pieces(file, header, rows, width):
-        values_nk = _dequantised(header, bytes_nb, width)
+    for piece in _pieces(file, header, rows, width):
+        values_nk = _dequantised(header, piece.bytes_nb, width)
         if header.added:
             values_nk = values_nk - header.added
-        read[first : first + len(values_nk)] = values_nk[:, columns[0].here] if columns else values_nk
+        read[piece.first : piece.first + len(values_nk)] = values_nk[:, columns[0].here] if columns else values_nk
     return read.reshape([axis.count for axis in axes])
 
 
@@ -53,8 +54,9 @@ def read_gguf_weight(
         whole = read_gguf_blocks(header.dtype, torch.empty(rows.count, size, dtype=torch.uint8, device=device), dtype)
         return whole.part(slice(None), columns.here)
     parts: list[BlockWeight] = []
-    for _, bytes_nb in _pieces(file, header, rows, columns.whole):
-        part = read_gguf_blocks(header.dtype, bytes_nb, dtype).part(slice(None), columns.here)
+    for piece in _pieces(file, header, rows, columns.whole):
+        found = read_gguf_blocks(header.dtype, piece.bytes_nb, dtype, piece.file_rows_n)
+        part = found.part(slice(None), columns.here)
         if part is None:
             return None
         parts.append(part.to(device))
@@ -63,21 +65,33 @@ def read_gguf_weight(
     return stacked
 
 
-def _pieces(file: int, header: GgufTensor, rows: ShardAxis, width: int) -> Iterator[tuple[int, Tensor]]:
-    """The bytes of the asked rows, uint8 [some rows, bytes of a row], piece by piece in the checkpoint's order; each
-    with the number of its first row, counted from the first that is asked for."""
+@dataclass(frozen=True)
+class _RowPiece:
+    """Some rows of a tensor, in the checkpoint's order."""
+
+    first: int
+    """Of the piece's rows, counted from the first row that is asked for."""
+    file_rows_n: Tensor
+    """[rows] int64: which rows of the file's tensor they are."""
+    bytes_nb: Tensor
+    """uint8 [rows, bytes of a row]."""
+
+
+def _pieces(file: int, header: GgufTensor, rows: ShardAxis, width: int) -> Iterator[_RowPiece]:
+    """The asked rows, piece by piece in the checkpoint's order."""
     # Whole heads, where their rows are interleaved.
     unit = header.interleaved or 1
-    first, last = rows.first // unit * unit, -(-(rows.first + rows.count) // unit) * unit
+    start, stop = rows.first // unit * unit, -(-(rows.first + rows.count) // unit) * unit
     step = max(_PIECE_VALUES // (unit * max(width, 1)), 1) * unit
-    for begin in range(first, last, step):
-        end = min(begin + step, last)
-        bytes_nb = _rows(file, header, begin, end)
+    for begin in range(start, stop, step):
+        end = min(begin + step, stop)
+        bytes_nb, file_rows_n = _rows(file, header, begin, end), torch.arange(begin, end)
         if header.interleaved:
-            heads = bytes_nb.view(-1, unit // 2, 2, bytes_nb.shape[1])
-            bytes_nb = heads.transpose(1, 2).reshape(end - begin, -1)
-        here = slice(max(begin, rows.first), min(end, rows.first + rows.count))
-        yield here.start - rows.first, bytes_nb[here.start - begin : here.stop - begin]
+            order_n = torch.arange(end - begin).view(-1, unit // 2, 2).transpose(1, 2).flatten()
+            bytes_nb, file_rows_n = bytes_nb[order_n], file_rows_n[order_n]
+        first, last = max(begin, rows.first), min(end, rows.first + rows.count)
+        here = slice(first - begin, last - begin)
+        yield _RowPiece(first - rows.first, file_rows_n[here], bytes_nb[here])
 
 
 def _row_bytes(header: GgufTensor) -> int:

@@ -71,10 +71,11 @@ class _BlockType:
         return self.span or self.group
 
 
-def read_gguf_blocks(kind: str, rows: Tensor, dtype: torch.dtype) -> BlockWeight:
+def read_gguf_blocks(kind: str, rows: Tensor, dtype: torch.dtype, file_rows_n: Tensor | None = None) -> BlockWeight:
     """The weight [n, k] whose rows these are in a file: uint8 [n, bytes of a row], of a type of `GGUF_TYPES`.
 
-    `dtype` is the one to compute in. Raises `CheckpointError` for a scale that is no finite number.
+    `dtype` is the one to compute in. `file_rows_n`: which rows of the file's tensor they are, [n] int64; None: its
+    first ones. Raises `CheckpointError` for a scale that is no finite number, which names its row in the file.
     """
     form = GGUF_TYPES[kind]
     parts = dict(form.read(_BlockBytes(rows.view(len(rows), -1, form.nbytes))))
@@ -85,6 +86,7 @@ def read_gguf_blocks(kind: str, rows: Tensor, dtype: torch.dtype) -> BlockWeight
         bad = ~torch.isfinite(part)
         if bool(bad.any()):
             row, block = (int(i) for i in bad.nonzero()[0])
+            row = row if file_rows_n is None else int(file_rows_n[row])
             raise CheckpointError(f"block {block} of row {row} of {kind} has a scale that is no finite number")
     codes = pack_codes(parts.pop("codes"), form.code)
     return BlockWeight(

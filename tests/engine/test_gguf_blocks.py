@@ -194,6 +194,19 @@ def test_a_scale_that_is_no_number_is_refused(tmp_path: Path, kind: str, at: int
         kept(written(tmp_path, kind, bytes(content)), whole(ROWS), whole(WIDTH))
 
 
+@pytest.mark.parametrize("interleaved", [0, 6])
+@pytest.mark.parametrize("values", [WIDTH, 1 << 22])
+def test_the_row_of_a_bad_scale_is_the_files_for_any_piece_and_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: int, interleaved: int
+) -> None:
+    """Also where a head's rows lie in another order: row 3 of the file is the checkpoint's row 4, of heads of six."""
+    monkeypatch.setattr(gguf_blocks, "_PIECE_VALUES", values)
+    content, row_size = bytearray(content_of("Q8_0")), WIDTH // 32 * TYPES["Q8_0"][2]
+    content[3 * row_size : 3 * row_size + 2] = half(float("nan"))
+    with pytest.raises(CheckpointError, match="block 0 of row 3 of Q8_0"):
+        kept(written(tmp_path, "Q8_0", bytes(content), interleaved), ShardAxis(ROWS, 2, 4), whole(WIDTH))
+
+
 def test_a_file_that_has_become_shorter_is_refused(tmp_path: Path) -> None:
     header = written(tmp_path, "Q8_0", content_of("Q8_0"))
     os.truncate(header.file, header.end - 1)
