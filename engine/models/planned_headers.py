@@ -26,7 +26,7 @@ from twinpool.contracts.checkpoint.safetensors_headers import TensorHeader
 from twinpool.contracts.errors import CheckpointError
 from twinpool.engine.models.registry import unchecked_model
 from twinpool.engine.tensors.shard import ShardAxis
-from twinpool.engine.tensors.weight_loader import Weights, is_product
+from twinpool.engine.tensors.weight_loader import LoadFiles, Weights, is_product
 from twinpool.engine.weight_formats.block_weight import Weight
 
 PLANNED = ("fp8", "mxfp4", "compressed-tensors")
@@ -55,12 +55,12 @@ class Asked:
 class AskedWeights(Weights):
     """Weights that are all there, on the meta device, and are written down as they are asked for."""
 
-    def __init__(self, spec: ModelSpec, asked: Asked, prefix: str = "") -> None:
-        super().__init__(spec, torch.float32, _META, prefix=prefix)
+    def __init__(self, spec: ModelSpec, asked: Asked, prefix: str = "", files: LoadFiles | None = None) -> None:
+        super().__init__(spec, torch.float32, _META, prefix=prefix, files=files)
         self._asked = asked
 
     def scope(self, prefix: str) -> AskedWeights:
-        return AskedWeights(self.spec, self._asked, self._prefix + prefix)
+        return AskedWeights(self.spec, self._asked, self._prefix + prefix, self._files)
 
     def has(self, name: str) -> bool:
         """Of what a checkpoint may have or not: the experts of gpt-oss in MXFP4."""

@@ -133,7 +133,7 @@ def _same_bytes(one: TensorHeader, two: TensorHeader) -> bool:
 
 
 @dataclass
-class _Files:
+class LoadFiles:
     """The state that all scopes of one load share."""
 
     open: dict[Path, Any] = field(default_factory=dict)
@@ -185,13 +185,13 @@ class Weights:
         triton: bool = False,
         keep: str = "as_stored",
         prefix: str = "",
-        files: _Files | None = None,
+        files: LoadFiles | None = None,
     ) -> None:
         """`triton`: layers compute with Triton's kernels where they have any. `keep`: the setting
         `engine.weights`."""
         self.spec, self.dtype, self.device, self.shard = spec, dtype, device, shard
         self._prefix = prefix
-        self._files = files or _Files(triton=triton, keep=keep, quantised=quantised_layers(spec.headers))
+        self._files = files or LoadFiles(triton=triton, keep=keep, quantised=quantised_layers(spec.headers))
 
     @classmethod
     def dry(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +16,12 @@ from twinpool.cli import commands as cli
 from twinpool.cli.load.model_memory import count_weights
 from twinpool.cluster.serve.preflight import weight_bytes
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec, spec_of_config
+from twinpool.contracts.checkpoint.safetensors_headers import TensorHeader
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import CheckpointError
 from twinpool.engine.models.planned_headers import asked_of, planned_spec
+from twinpool.engine.tensors import weight_loader
+from twinpool.engine.weight_formats.block_formats import quantised_layers
 
 CONFIGS = Path(__file__).parents[2] / "support" / "published_configs"
 ON_CPU = config_from_dict({"engine": {"device": "cpu"}})
@@ -85,6 +89,22 @@ def test_a_method_that_only_tensors_tell_of_is_refused_by_name(tmp_path: Path) -
     spec = spec_with(tmp_path, "deepseek-v3.2", quantization_config={"quant_method": "awq", "bits": 4})
     with pytest.raises(CheckpointError, match="quantised by 'awq' are stored is told by their tensors alone"):
         planned_spec(replace(spec, layers=1), asked_of(replace(spec, layers=1)))
+
+
+def test_a_folder_of_many_experts_has_its_headers_gone_through_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each expert is a scope of its own, and a published folder has tens of thousands of headers."""
+    spec = read_model_spec(FAMILIES["deepseek_v32"](tmp_path / "made", published=True))
+    searches: list[int] = []
+
+    def counted(headers: Mapping[str, TensorHeader]) -> frozenset[str]:
+        searches.append(len(headers))
+        return quantised_layers(headers)
+
+    monkeypatch.setattr(weight_loader, "quantised_layers", counted)
+    assert asked_of(spec).parameters > 0
+    assert searches == [len(spec.headers)]
 
 
 def run(*words: str) -> int:
