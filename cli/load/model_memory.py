@@ -67,8 +67,9 @@ def count_weights(spec: ModelSpec, config: Config, ranks: int, *, gpu: bool) -> 
     numbers of ranks that don't divide it."""
     from twinpool.engine.models.planned_headers import asked_of, planned_spec
     from twinpool.engine.models.registry import unchecked_model
+    from twinpool.engine.runner.kernel_choice import weights_kept
     from twinpool.engine.tensors.shard import Shard
-    from twinpool.engine.tensors.weight_loader import Weights, dtype_for, weights_kept
+    from twinpool.engine.tensors.weight_loader import Weights, dtype_for
 
     asked = asked_of(spec)
     spec = spec if spec.headers else planned_spec(spec, asked)

@@ -32,6 +32,7 @@ from twinpool.cache.storage.tp_page_store import TPPageStore
 from twinpool.cluster.arena.arena_client import ArenaProvider
 from twinpool.cluster.assembly.memory_plan import state_options, stride
 from twinpool.cluster.ranks import LeaderChannel, RankGroup
+from twinpool.contracts.checkpoint.gguf.gguf_header import is_gguf
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.cluster_secret import SECRET_VARIABLE
@@ -126,9 +127,11 @@ def streams_beside(config: Config, size: int) -> tuple[DeviceStream, ...]:
 
 
 def numerics_class_of(config: Config, spec: ModelSpec, device: Device) -> str:
-    """The class of kernels, processor and dtypes that results depend on, whatever `engine.numerics` says."""
+    """The class of kernels, processor, dtypes and kept weights that results depend on, whatever `engine.numerics`
+    says."""
     kept = "" if config.cache.kv_dtype == "auto" else f"/kv-{config.cache.kv_dtype}"
-    return class_of(config.engine, dtype_for(spec, config.engine), device.torch_device) + kept
+    dtype, gguf = dtype_for(spec, config.engine), is_gguf(spec.path)
+    return class_of(config.engine, dtype, device.torch_device, gguf) + kept
 
 
 def curve_keys_for(host: str) -> CurveKeys | None:

@@ -302,7 +302,8 @@ def weight_bytes(spec: ModelSpec, config: Config) -> int:
     """Bytes of one worker's weights as it keeps them (`engine.weights`): of folders of dense ones estimated from the
     size of the files, of quantised ones and of GGUF files counted."""
     from twinpool.engine.models.registry import model_for
-    from twinpool.engine.tensors.weight_loader import Weights, dtype_for, weights_kept
+    from twinpool.engine.runner.kernel_choice import weights_kept
+    from twinpool.engine.tensors.weight_loader import Weights, dtype_for
 
     keep = weights_kept(config.engine, gpu=on_gpus(config), gguf=is_gguf(spec.path))
     if spec.quantization.method or keep in {"int8", "int4"} or is_gguf(spec.path):

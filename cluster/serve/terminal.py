@@ -341,7 +341,7 @@ def model_line(prepared: ServePlan) -> str:
 def weights_line(prepared: ServePlan) -> str:
     """The quantisation of the checkpoint, how its weights are kept, and their bytes; empty for dense weights that stay
     so."""
-    from twinpool.engine.tensors.weight_loader import weights_kept
+    from twinpool.engine.runner.kernel_choice import weights_kept
 
     method = prepared.spec.quantization.method or _gguf_types(prepared.spec)
     gguf = is_gguf(prepared.spec.path)

@@ -107,15 +107,6 @@ def find_compiler() -> Compiler:
     )
 
 
-def compiler_found() -> bool:
-    """Whether the kernels can be compiled here, as far as that can be told without doing it."""
-    try:
-        find_compiler()
-    except NativeUnavailable:
-        return False
-    return True
-
-
 def _processor() -> str:
     """The processor that code is compiled for: its lines of /proc/cpuinfo that tell models apart."""
     try:

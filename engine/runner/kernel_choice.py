@@ -22,6 +22,7 @@ from twinpool.engine.runner.numerics_class import code_digest, numerics_class
 from twinpool.engine.tensors.row_exact_linear import Numerics
 
 log = logging.getLogger(__name__)
+_CPU = torch.device("cpu")
 _FLOAT8_CAPABILITY = 89
 """The least compute capability, times 10, for which Triton compiles float8 (e4m3)."""
 
@@ -67,12 +68,34 @@ def kernels_name(config: EngineConfig, device: torch.device) -> str:
     return "native"
 
 
+def weights_kept(config: EngineConfig, *, gpu: bool, gguf: bool = False, torch_alone: bool | None = None) -> str:
+    """How weights are kept: `engine.weights`; on a GPU expanded, since no kernel there reads blocks. Raises
+    `ConfigError`.
+
+    Those of a GGUF file are expanded too where torch alone computes, whether by configuration or because the C++
+    kernels can't be compiled or loaded in this process: unpacked in torch's operations, a step would take many times as
+    long as in bfloat16. `torch_alone` says so; None: it is found out, and the kernels are compiled where they haven't
+    been on this machine.
+    """
+    if not gpu and gguf and config.weights == "as_stored":
+        alone = kernels_name(config, _CPU) == "torch" if torch_alone is None else torch_alone
+        return "dense" if alone else "as_stored"
+    if not gpu or config.weights == "dense":
+        return config.weights
+    if config.weights != "as_stored":
+        raise ConfigError(f"engine.weights={config.weights} is for CPUs: set engine.weights=as_stored")
+    return "dense"
+
+
 @cache
-def class_of(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> str:
+def class_of(config: EngineConfig, dtype: torch.dtype, device: torch.device, gguf: bool = False) -> str:
     """The numerics class of an engine of this process that computes in `dtype`: of machine and libraries
-    (`engine.runner.numerics_class`), of Triton where it computes, and of this build's code."""
-    kept = "" if config.weights == "as_stored" else f"/weights-{config.weights}"
-    return f"{_class_of_kernels(config, dtype, device)}/code-{code_digest()}{kept}"
+    (`engine.runner.numerics_class`), of Triton where it computes, of this build's code, and of how a CPU keeps
+    weights (`weights_kept`; `gguf`: the checkpoint is a GGUF file), since expanded ones are rounded."""
+    # On a GPU all are expanded, and the class tells GPUs from CPUs.
+    kept = weights_kept(config, gpu=False, gguf=gguf) if device.type == "cpu" else "as_stored"
+    suffix = "" if kept == "as_stored" else f"/weights-{kept}"
+    return f"{_class_of_kernels(config, dtype, device)}/code-{code_digest()}{suffix}"
 
 
 def _class_of_kernels(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> str:

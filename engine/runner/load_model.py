@@ -27,13 +27,20 @@ from twinpool.contracts.messages.rank_order_codec import OrderChannel
 from twinpool.engine.layers.decoder import Decoder
 from twinpool.engine.models.model_base import Model
 from twinpool.engine.native import current_kernels
-from twinpool.engine.runner.kernel_choice import attention_for, check_state, class_of, kernels_for_config, wants_triton
+from twinpool.engine.runner.kernel_choice import (
+    attention_for,
+    check_state,
+    class_of,
+    kernels_for_config,
+    wants_triton,
+    weights_kept,
+)
 from twinpool.engine.runner.model_image import image_of, model_of
 from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.tensors.row_exact_linear import FAST, Numerics, probe
 from twinpool.engine.tensors.shard import Shard
 from twinpool.engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
-from twinpool.engine.tensors.weight_loader import Weights, dtype_for, weights_kept
+from twinpool.engine.tensors.weight_loader import Weights, dtype_for
 
 log = logging.getLogger("twinpool.engine")
 
@@ -124,7 +131,8 @@ def _read(
     kernels = kernels_for_config(config, device)
     shard = Shard(ranks.rank, ranks.size)
     dtype, triton = dtype_for(model.spec, config), wants_triton(config, device)
-    keep = weights_kept(config, gpu=device.type != "cpu", gguf=is_gguf(model.spec.path))
+    gpu, gguf = device.type != "cpu", is_gguf(model.spec.path)
+    keep = weights_kept(config, gpu=gpu, gguf=gguf, torch_alone=kernels is None)
     weights = Weights(model.spec, dtype, device, shard, triton=triton, keep=keep)
     try:
         with current_kernels.using(kernels):
@@ -145,7 +153,8 @@ def _shared(
 ) -> tuple[Decoder, Numerics]:
     """Map the model's image; where this process is the first to load it, write that. A model that can't be shared is
     this process's own, unless sharing is required."""
-    named = f"{build_id()} {class_of(config, dtype_for(model.spec, config), device)} {key!r}"
+    computed_by = class_of(config, dtype_for(model.spec, config), device, is_gguf(model.spec.path))
+    named = f"{build_id()} {computed_by} {key!r}"
     digest = hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
     kernels = kernels_for_config(config, device)
     try:

@@ -23,7 +23,6 @@ from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.checkpoint.safetensors_headers import FLOATS, TensorHeader
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import CheckpointError, ConfigError
-from twinpool.engine.native.compile_kernels import compiler_found
 from twinpool.engine.tensors.gguf_blocks import read_gguf_tensor, read_gguf_weight
 from twinpool.engine.tensors.row_exact_linear import HeadLinear, RowExactLinear, StackedLinear
 from twinpool.engine.tensors.shard import WHOLE, Shard, ShardAxis
@@ -94,22 +93,6 @@ def dtype_for(spec: ModelSpec, config: EngineConfig) -> torch.dtype:
     """
     name = spec.dtype if config.dtype == "auto" else config.dtype
     return torch.bfloat16 if name == "bfloat16" else torch.float32
-
-
-def weights_kept(config: EngineConfig, *, gpu: bool, gguf: bool = False) -> str:
-    """How weights are kept: `engine.weights`; on a GPU expanded, since no kernel there reads blocks. Raises
-    `ConfigError`.
-
-    Those of a GGUF file are expanded too where torch alone computes: unpacked in its operations, a step would take many
-    times as long as in bfloat16.
-    """
-    if gguf and config.weights == "as_stored" and (config.attention == "torch" or not compiler_found()):
-        return "dense"
-    if not gpu or config.weights == "dense":
-        return config.weights
-    if config.weights != "as_stored":
-        raise ConfigError(f"engine.weights={config.weights} is for CPUs: set engine.weights=as_stored")
-    return "dense"
 
 
 @lru_cache(maxsize=64)

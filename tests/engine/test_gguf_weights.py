@@ -25,14 +25,14 @@ from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.engine.models.registry import model_for
-from twinpool.engine.native import compile_kernels
+from twinpool.engine.native import current_kernels
 from twinpool.engine.native.compile_kernels import NativeUnavailable
 from twinpool.engine.native.current_kernels import in_use
 from twinpool.engine.native.native_kernels import PackedBlocks
-from twinpool.engine.runner.kernel_choice import class_of
+from twinpool.engine.runner.kernel_choice import class_of, weights_kept
 from twinpool.engine.tensors.row_exact_linear import RowExactLinear
 from twinpool.engine.tensors.shard import Shard
-from twinpool.engine.tensors.weight_loader import Weights, weights_kept
+from twinpool.engine.tensors.weight_loader import Weights
 from twinpool.engine.weight_formats.block_weight import BlockStack
 
 CPU = torch.device("cpu")
@@ -170,16 +170,34 @@ def test_serve_tells_a_files_types_and_how_they_are_kept(
     assert weights_line(prepared) == words
 
 
+def no_kernels(level: str = "") -> None:
+    raise NativeUnavailable("g++ failed")
+
+
 def test_where_torch_alone_computes_a_file_is_expanded(files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(Bench(files("Q8_0"), attention="torch").engine.decoder.embed_vh, torch.Tensor)
     assert weights_kept(EngineConfig(), gpu=False, gguf=True) == "as_stored"
     assert weights_kept(EngineConfig(attention="torch"), gpu=False) == "as_stored"
-
-    def none() -> None:
-        raise NativeUnavailable("no C++ compiler was found")
-
-    monkeypatch.setattr(compile_kernels, "find_compiler", none)
+    spec = read_model_spec(files("Q8_0"))
+    config, planned = config_from_dict({}), weight_bytes(spec, config_from_dict({"engine": {"weights": "dense"}}))
+    assert weight_bytes(spec, config) < planned
+    monkeypatch.setattr(current_kernels, "load_library", no_kernels)
     assert weights_kept(EngineConfig(), gpu=False, gguf=True) == "dense"
+    assert weight_bytes(spec, config) == planned
+    assert isinstance(Bench(files("Q8_0")).engine.decoder.embed_vh, torch.Tensor)
+
+
+def test_a_file_that_torch_alone_expands_is_of_the_class_of_expanded_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def named(weights: str, *, gguf: bool) -> str:
+        class_of.cache_clear()
+        config = config_from_dict({"engine": {"weights": weights}}).engine
+        return class_of(config, torch.bfloat16, CPU, gguf)
+
+    assert named("as_stored", gguf=True) == named("as_stored", gguf=False) != named("dense", gguf=True)
+    monkeypatch.setattr(current_kernels, "load_library", no_kernels)
+    assert named("as_stored", gguf=True) == named("dense", gguf=True)
+    assert named("as_stored", gguf=True) != named("as_stored", gguf=False), "a folder's blocks stay"
+    class_of.cache_clear()
 
 
 def test_expanded_weights_are_another_numerics_class() -> None:

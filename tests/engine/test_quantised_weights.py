@@ -31,10 +31,10 @@ from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import CheckpointError, ConfigError
 from twinpool.engine.models.registry import model_for
-from twinpool.engine.runner.kernel_choice import class_of
+from twinpool.engine.runner.kernel_choice import class_of, weights_kept
 from twinpool.engine.tensors.row_exact_linear import RowExactLinear
 from twinpool.engine.tensors.shard import Shard, ShardAxis
-from twinpool.engine.tensors.weight_loader import Weights, weights_kept
+from twinpool.engine.tensors.weight_loader import Weights
 from twinpool.engine.weight_formats.block_weight import BlockStack, BlockWeight, Weight, dense, quantise, stack_rows
 
 CPU = torch.device("cpu")
