@@ -1,4 +1,5 @@
-"""The choice of kernels (torch, C++ or Triton) by configuration and device, and the numerics class that follows."""
+"""The choice of kernels (torch, C++ or Triton) and of how weights are kept, by configuration and device, and the
+numerics class that follows."""
 
 from __future__ import annotations
 
