@@ -75,7 +75,7 @@ def count_weights(spec: ModelSpec, config: Config, ranks: int, *, gpu: bool) -> 
     spec = spec if spec.headers else planned_spec(spec, asked)
 
     def held(keep: str) -> int:
-        weights = Weights.dry(spec, dtype_for(spec, config.engine), Shard(0, ranks), keep)
+        weights = Weights.dry(spec, dtype_for(spec, config.engine), Shard(0, ranks), keep, gpu=gpu)
         unchecked_model(spec).build(weights)
         return weights.nbytes
 

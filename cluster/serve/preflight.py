@@ -299,21 +299,16 @@ def divides(config: Config, spec: ModelSpec, size: int) -> str:
 
 
 def weight_bytes(spec: ModelSpec, config: Config) -> int:
-    """Bytes of one worker's weights as it keeps them (`engine.weights`): of folders of dense ones estimated from the
-    size of the files, of quantised ones and of GGUF files counted."""
-    from twinpool.engine.models.registry import model_for
+    """Bytes of one worker's weights as it keeps them (`engine.weights`), counted from the headers."""
+    from twinpool.engine.models.registry import unchecked_model
     from twinpool.engine.runner.kernel_choice import weights_kept
     from twinpool.engine.tensors.weight_loader import Weights, dtype_for
 
-    keep = weights_kept(config.engine, gpu=on_gpus(config), gguf=is_gguf(spec.path))
-    if spec.quantization.method or keep in {"int8", "int4"} or is_gguf(spec.path):
-        weights = Weights.dry(spec, dtype_for(spec, config.engine), keep=keep)
-        model_for(spec).build(weights)
-        return weights.nbytes
-
-    width = dtype_for(spec, config.engine).itemsize
-    stored = sum(path.stat().st_size for path in spec.path.glob("*.safetensors"))
-    return stored * width // (4 if spec.dtype == "float32" else 2)
+    gpu = on_gpus(config)
+    keep = weights_kept(config.engine, gpu=gpu, gguf=is_gguf(spec.path))
+    weights = Weights.dry(spec, dtype_for(spec, config.engine), keep=keep, gpu=gpu)
+    unchecked_model(spec).build(weights)
+    return weights.nbytes
 
 
 def with_settings(options: ServeOptions, config: Config) -> ServeOptions:

@@ -82,7 +82,7 @@ class Model(ABC):
         own = weights.has(head_name) and not only_head
         tied = self.tied and not (own and not weights.same(head_name, embed_name))
         if tied:
-            head = weights.made(table)
+            head = weights.tied_head(table)
         else:
             head = weights.linear({"lm_head": self.spec.vocab_size}, self.hidden)
         embed = table if isinstance(table, Tensor) else head if tied else weights.made(table)

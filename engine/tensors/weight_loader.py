@@ -126,6 +126,8 @@ class LoadFiles:
     expanded: int = 0
     """Bytes of them of weights that are stored in blocks and expanded nonetheless."""
     triton: bool = False
+    gpu: bool = False
+    """Whether weights are for a GPU, though it may be the meta device that they are built on."""
     keep: str = "as_stored"
     quantised: Collection[str] = ()
     """The layers of which a weight is stored in blocks, by their full names."""
@@ -174,14 +176,24 @@ class Weights:
         `engine.weights`."""
         self.spec, self.dtype, self.device, self.shard = spec, dtype, device, shard
         self._prefix = prefix
-        self._files = files or LoadFiles(triton=triton, keep=keep, quantised=quantised_layers(spec.headers))
+        gpu = device.type not in ("cpu", "meta")
+        self._files = files or LoadFiles(triton=triton, gpu=gpu, keep=keep, quantised=quantised_layers(spec.headers))
 
     @classmethod
     def dry(
-        cls, spec: ModelSpec, dtype: torch.dtype = torch.float32, shard: Shard = WHOLE, keep: str = "as_stored"
+        cls,
+        spec: ModelSpec,
+        dtype: torch.dtype = torch.float32,
+        shard: Shard = WHOLE,
+        keep: str = "as_stored",
+        *,
+        gpu: bool = False,
     ) -> Weights:
-        """Weights on the meta device: shapes are checked, nothing is read."""
-        return cls(spec, dtype, _META, shard, keep=keep)
+        """Weights on the meta device: shapes are checked, nothing is read. Bytes are counted as a CPU, or a `gpu`,
+        would hold them."""
+        weights = cls(spec, dtype, _META, shard, keep=keep)
+        weights._files.gpu = gpu
+        return weights
 
     def scope(self, prefix: str) -> Weights:
         """The tensors whose names begin with `prefix`, e.g. ``model.layers.3.``, below this scope."""
@@ -423,6 +435,15 @@ class Weights:
             first += weight.shape[0]
         self._files.linears += parts
         return parts[0] if len(parts) == 1 else StackedLinear(parts)
+
+    def tied_head(self, table: Weight) -> RowExactLinear:
+        """Make the head of a model whose weight is its embedding `table` [vocab, hidden].
+
+        CPUs pack a dense one for products, and look up rows of the plain one: both are in memory, and counted.
+        """
+        if isinstance(table, Tensor) and not self._files.gpu:
+            self._files.nbytes += table.nbytes
+        return self.made(table)
 
     def by_head(self, weight_hkn: Tensor) -> HeadLinear:
         """Make a product with one matrix [k, n] a head, of a weight that was read before."""

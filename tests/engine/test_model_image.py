@@ -17,6 +17,9 @@ from torch import Tensor
 from tests.engine.harness import Bench, MakeCheckpoint
 from tests.support.checkpoints import VOCAB
 from tests.support.model_families import FAMILIES
+from twinpool.cluster.serve.preflight import weight_bytes
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import CheckpointError, ConfigError
 from twinpool.contracts.interfaces.model_images import ImageUnfit, WritableImage
 from twinpool.engine.runner import load_model
@@ -110,6 +113,8 @@ def test_an_image_has_each_weight_once_and_a_mapped_model_has_none_of_its_own(ch
     assert begin <= mapped.data_ptr() < begin + len(image)
     read = Bench(checkpoint("llama", tied=True), share_weights="off").engine.decoder
     weights = read.embed_vh.nbytes + sum(p.stat().st_size for p in checkpoint("llama", tied=True).glob("*.safetensors"))
+    planned = weight_bytes(read_model_spec(checkpoint("llama", tied=True)), config_from_dict({}))
+    assert planned == pytest.approx(weights, rel=0.01), "memory is planned for both"
     assert weights < len(image) < 1.25 * weights  # The head is the embedding, packed. Panels are padded.
 
 
