@@ -3,7 +3,8 @@
 // A group of columns of a panel of 32 outputs is unpacked to float32 into a buffer of the first cache, and then
 // multiplied with all rows; so many rows cost one unpacking, and one row the reading of its codes. An element of the
 // result is one chain of fused multiply-adds over k from first to last, as in gemm.h with the unpacked weight in
-// float32: the bits are the same. Between groups the sums lie in memory, which changes none.
+// float32: the bits are the same. Between groups the sums lie in memory, which changes none; those of more rows than a
+// thread has room for are computed one part after the other, each with an unpacking of its own.
 //
 // In a panel codes lie column after column: of eight bits 32 bytes; of four 16 bytes, whose low halves are the first 16
 // outputs and whose high ones are the others. Codes of five and six bits are so many columns of four, each with the
@@ -305,7 +306,15 @@ inline void add_rows(int rows, const float *x, long row_stride, long step_stride
 
 constexpr long MOST_COLUMNS = 128;  // of float32 that are unpacked at once: 16 KiB
 constexpr long FEW_ROWS = 4;
+constexpr long SUM_BLOCKS = 256;  // of MOST_ROWS rows whose sums lie in memory at once: 448 KiB
 constexpr long KEPT_BYTES = 4 << 20;  // of a thread's rows of inputs between two products
+
+// A thread's room for the sums of so many rows and the unpacked columns of a panel; one for all codes and dtypes.
+static float *thread_room() {
+    static thread_local Buffer<float> room;
+    room.resize(SUM_BLOCKS * MOST_ROWS * PANEL + MOST_COLUMNS * PANEL);
+    return room.data();
+}
 
 template <typename T>
 inline void put_sums(const float *sums, const Blocks &b, long panel, const float *bias, T *out) {
@@ -361,23 +370,25 @@ void block_product(const Blocks &b, const T *x, long x_stride, const float *bias
             return;
         }
         each(panels, chunk, [&](long panel) {
-            static thread_local Buffer<float> sums, unpacked;
-            sums.resize(blocks * MOST_ROWS * PANEL);
-            unpacked.resize(MOST_COLUMNS * PANEL);
-            memset(sums.data(), 0, blocks * MOST_ROWS * PANEL * sizeof(float));
-            for (long first = 0; first < b.k;) {
-                const long group = first / b.group;
-                const long last = std::min({first + MOST_COLUMNS, (group + 1) * b.group, b.k});
-                unpack_group<CODE>(b, panel, group, first, last, unpacked.data());
-                for (long block = 0; block < blocks; block++) {
-                    const int count = (int)std::min((long)MOST_ROWS, m - block * MOST_ROWS);
-                    add_rows(count, rows + block * MOST_ROWS * b.k + first * count, 1, count, unpacked.data(),
-                             last - first, sums.data() + block * MOST_ROWS * PANEL);
+            float *sums = thread_room(), *unpacked = sums + SUM_BLOCKS * MOST_ROWS * PANEL;
+            for (long begin = 0; begin < blocks; begin += SUM_BLOCKS) {
+                const long end = std::min(begin + SUM_BLOCKS, blocks);
+                memset(sums, 0, (end - begin) * MOST_ROWS * PANEL * sizeof(float));
+                for (long first = 0; first < b.k;) {
+                    const long group = first / b.group;
+                    const long last = std::min({first + MOST_COLUMNS, (group + 1) * b.group, b.k});
+                    unpack_group<CODE>(b, panel, group, first, last, unpacked);
+                    for (long block = begin; block < end; block++) {
+                        const int count = (int)std::min((long)MOST_ROWS, m - block * MOST_ROWS);
+                        add_rows(count, rows + block * MOST_ROWS * b.k + first * count, 1, count, unpacked,
+                                 last - first, sums + (block - begin) * MOST_ROWS * PANEL);
+                    }
+                    first = last;
                 }
-                first = last;
+                const long first_row = begin * MOST_ROWS, last_row = std::min(end * MOST_ROWS, m);
+                for (long row = first_row; row < last_row; row++)
+                    put_sums(sums + (row - first_row) * PANEL, b, panel, bias, out + row * out_stride);
             }
-            for (long row = 0; row < m; row++)
-                put_sums(sums.data() + row * PANEL, b, panel, bias, out + row * out_stride);
         });
     });
     kept.release(KEPT_BYTES);

@@ -147,10 +147,12 @@ def test_packed_blocks_take_what_the_file_takes(kernels: NativeKernels, kind: st
 
 
 @pytest.mark.slow
-def test_the_room_for_the_rows_of_a_long_product_is_given_back(kernels: NativeKernels) -> None:
-    """It would take as much as the inputs of the longest prefill in float32, a thread, for good."""
-    linear = PackedBlocks(kernels, gguf_weight("Q8_0", 32, 4096), None)
-    x = torch.ones(4096, 4096)
+@pytest.mark.parametrize(("rows", "k"), [(4096, 4096), (300_000, 32)], ids=["inputs", "sums"])
+def test_the_room_for_the_rows_of_a_long_product_is_given_back(kernels: NativeKernels, rows: int, k: int) -> None:
+    """It would take as much as the inputs of the longest prefill in float32, and 128 bytes for each of its rows, a
+    thread, for good."""
+    linear = PackedBlocks(kernels, gguf_weight("Q8_0", 32, k), None)
+    x = torch.ones(rows, k)
 
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -160,6 +162,15 @@ def test_the_room_for_the_rows_of_a_long_product_is_given_back(kernels: NativeKe
     for _ in range(2):
         linear(x)
     assert resident() - before < x.nbytes / 2
+
+
+def test_more_rows_than_a_thread_has_sums_for_have_the_same_bits(kernels: NativeKernels) -> None:
+    """256 blocks of 14 rows at once."""
+    blocks, bias = gguf_weight("Q4_K", 33, 256), torch.randn(33, generator=source(5))
+    x = torch.randn(3600, 256, generator=source(6))
+    want = PackedWeight(kernels, blocks.unpack(), bias)(x)
+    for rows in (3583, 3584, 3585, 3600):
+        assert torch.equal(product(kernels, blocks, bias, x[:rows]), want[:rows]), rows
 
 
 def test_columns_in_another_order_and_rows_that_lie_apart(kernels: NativeKernels) -> None:
