@@ -26,7 +26,7 @@ from twinpool.engine.native.current_kernels import kernels_for, native_for
 from twinpool.engine.native.layer_kernels import Product
 from twinpool.engine.native.native_kernels import PackedBlocks
 from twinpool.engine.tensors.onednn_weight import OneDnnWeight
-from twinpool.engine.weight_formats.block_weight import BlockProduct, Weight
+from twinpool.engine.weight_formats.block_weight import BlockProduct, BlockStack, Weight
 
 TILE_ROWS = 16
 """Rows of the fixed tile that the probe compares with."""
@@ -47,6 +47,8 @@ class RowExactLinear:
 
     heads = 1
     """How many matrices the weight is made of, each for its own part of the columns (`HeadLinear`)."""
+    heights: tuple[int, ...] = ()
+    """The rows of each part of a stack in blocks, each of which is multiplied on its own."""
 
     def __init__(self, weight_nk: Weight, bias_n: Tensor | None = None, *, partial: bool = False) -> None:
         self.partial = partial
@@ -56,6 +58,7 @@ class RowExactLinear:
         self.blocks = not isinstance(weight_nk, Tensor)
         """Whether the weight is kept in blocks, and unpacked by each product."""
         self.nbytes = weight_nk.nbytes
+        self.heights = tuple(part.shape[0] for part in weight_nk.parts) if isinstance(weight_nk, BlockStack) else ()
         native = _native(weight_nk, bias_n)
         self.row_exact = native is not None
         """Whether rows are exact by construction, so that `probe` may leave this product out."""
@@ -179,7 +182,9 @@ def probe(
     generator = torch.Generator().manual_seed(0)
     trials: list[tuple[Callable[[Tensor], Tensor], Tensor, int]] = []
     by_shape = {
-        (linear.heads, linear.shape, linear.dtype, linear.blocks): linear for linear in linears if not linear.row_exact
+        (linear.heads, linear.shape, linear.heights, linear.dtype, linear.blocks): linear
+        for linear in linears
+        if not linear.row_exact
     }
     for linear in by_shape.values():
         x = torch.randn(_PROBE_ROWS, linear.shape[1], generator=generator).to(linear.device, linear.dtype)

@@ -14,6 +14,7 @@ from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import DEVICE, Completion, DeviceOp, PageSpanUse
 from twinpool.engine.layers.norm import gelu_tanh, silu
 from twinpool.engine.tensors.row_exact_linear import TILE_ROWS, Numerics, RowExactLinear, probe, tanh
+from twinpool.engine.weight_formats.block_weight import BlockStack, quantise
 
 
 def weight(n: int = 96, k: int = 64, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -37,6 +38,18 @@ def test_the_smallest_quantum_whose_rows_are_exact_is_found(exact: int, quantum:
     found = probe([linear], [])
     assert found.quantum >= quantum  # the real library may need more
     assert found.tiled is tiled
+
+
+def test_stacks_of_one_shape_whose_parts_differ_are_probed_apart() -> None:
+    """Each part is a product of its own."""
+
+    def stack(*heights: int) -> RowExactLinear:
+        return RowExactLinear(BlockStack(tuple(quantise(weight()[:height], 8, 32) for height in heights)))
+
+    unlike, other = stack(32, 64), stack(48, 48)
+    exact = unlike.product
+    unlike.product = lambda x_mk: exact(x_mk) if len(x_mk) % 16 == 0 else exact(x_mk) + 1e-3
+    assert probe([unlike, other], []).quantum == 16
 
 
 def test_batched_products_are_probed_too(monkeypatch: pytest.MonkeyPatch) -> None:
