@@ -72,6 +72,14 @@ def canonical_name(name: str) -> str:
     return name
 
 
+def spelled_names(name: str) -> list[str]:
+    """The names that a tensor or layer may have in checkpoints, of the name that models ask for."""
+    for root, spellings in _ROOTS.items():
+        if name.startswith(root):
+            return [spelling + name.removeprefix(root) for spelling in spellings]
+    return [name]
+
+
 def is_product(layer: str) -> bool:
     """Whether a layer, by its canonical name, is a product that quantised checkpoints store quantised.
 
@@ -123,8 +131,6 @@ class LoadFiles:
     linears: list[RowExactLinear] = field(default_factory=list)
     products: list[tuple[int, int, int]] = field(default_factory=list)
     nbytes: int = 0
-    expanded: int = 0
-    """Bytes of them of weights that are stored in blocks and expanded nonetheless."""
     triton: bool = False
     gpu: bool = False
     """Whether weights are for a GPU, though it may be the meta device that they are built on."""
@@ -219,11 +225,6 @@ class Weights:
         """Bytes of all tensors taken so far, as they are kept."""
         return self._files.nbytes
 
-    @property
-    def expanded(self) -> int:
-        """Bytes, of `nbytes`, of weights that are stored in blocks and kept dense."""
-        return self._files.expanded
-
     def weight(self, name: str, rows: int | ShardAxis, columns: int | ShardAxis) -> Weight:
         """Read the weight ``name.weight`` of a product, [rows, columns]: dense, or in blocks where it is stored so.
 
@@ -279,9 +280,7 @@ class Weights:
         return part.to(self.device) if part is not None else self._expanded(whole, axes, self.dtype)
 
     def _expanded(self, whole: BlockWeight, axes: list[ShardAxis], dtype: torch.dtype) -> Tensor:
-        expanded = whole.expand(axes[0].here, axes[1].here, dtype).to(self.device)
-        self._files.expanded += expanded.nbytes
-        return expanded
+        return whole.expand(axes[0].here, axes[1].here, dtype).to(self.device)
 
     def _stored_blocks(self, name: str, axes: list[ShardAxis]) -> BlockWeight | None:
         """The whole weight of a layer in blocks; None where it is dense, or missing."""
@@ -460,11 +459,7 @@ class Weights:
 
     def _spelled(self, name: str) -> list[str]:
         """The full name of a tensor or layer, in each spelling that a checkpoint may have."""
-        full = self._prefix + name
-        for root, spellings in _ROOTS.items():
-            if full.startswith(root):
-                return [spelling + full.removeprefix(root) for spelling in spellings]
-        return [full]
+        return spelled_names(self._prefix + name)
 
     def _found(self, name: str) -> str:
         """The full name of a tensor, as this checkpoint spells it."""
