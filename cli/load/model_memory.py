@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twinpool.contracts.checkpoint.gguf.gguf_header import is_gguf
+from twinpool.contracts.checkpoint.gguf.gguf_tensors import gguf_types
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec, spec_of_config
 from twinpool.contracts.config.load_config import load_config
+from twinpool.contracts.config.plane_choice import on_gpus
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Role
 
@@ -55,11 +57,13 @@ class WeightMemory:
 
     parameters: int
     stored: int
-    """Bytes of all tensors that a model reads, as the checkpoint stores them."""
+    """Bytes of all tensors of the checkpoint, those included that no model here reads."""
     held: int
     """Bytes that the first rank holds as this version keeps weights."""
     packed: int
     """Bytes that it would hold with weights as they are stored."""
+    kinds: str
+    """The quantisation: its method, or a GGUF file's types; empty for dense weights."""
 
 
 def count_weights(spec: ModelSpec, config: Config, ranks: int, *, gpu: bool) -> WeightMemory:
@@ -79,11 +83,12 @@ def count_weights(spec: ModelSpec, config: Config, ranks: int, *, gpu: bool) -> 
         unchecked_model(spec).build(weights)
         return weights.nbytes
 
-    keep = weights_kept(config.engine, gpu=gpu)
+    kinds = spec.quantization.method or gguf_types(spec.headers)
+    keep = weights_kept(config.engine, gpu=gpu, gguf=is_gguf(spec.path))
     kept = held(keep)
     stored = sum(header.end - header.begin for header in spec.headers.values())
-    packed = held("as_stored") if keep == "dense" and spec.quantization.method else kept
-    return WeightMemory(asked.parameters, stored, kept, packed)
+    packed = held("as_stored") if keep == "dense" and kinds else kept
+    return WeightMemory(asked.parameters, stored, kept, packed, kinds)
 
 
 def show_memory(
@@ -94,7 +99,8 @@ def show_memory(
     say: Callable[[str], None],
     show: Callable[[Any], None],
 ) -> bool:
-    """Show the memory of a model's weights on `cards`, or on a CPU; returns whether they fit, as far as that is known.
+    """Show the memory of a model's weights on `cards`, or on what `engine.device` names, a CPU by default; returns
+    whether they fit, as far as that is known.
 
     `model` is a folder, a GGUF file, or a `config.json` without its checkpoint. Raises `CheckpointError` and
     `ConfigError`.
@@ -102,17 +108,17 @@ def show_memory(
     path = Path(model).expanduser()
     settings = load_config(config, assignments)
     spec = spec_of_config(path) if path.is_file() and not is_gguf(path) else read_model_spec(path)
-    if cards is not None:
+    gpu = cards is not None or on_gpus(settings)
+    if gpu:
         _refuse_state(spec, settings)
     ranks = cards.count if cards is not None else 1
-    found = count_weights(spec, settings, ranks, gpu=cards is not None)
-    method = spec.quantization.method or "dense"
+    found = count_weights(spec, settings, ranks, gpu=gpu)
     say(
-        f"{spec.architecture}, {method}: {found.parameters / 1e9:,.1f} billion parameters, "
+        f"{spec.architecture}, {found.kinds or 'dense'}: {found.parameters / 1e9:,.1f} billion parameters, "
         f"{found.stored / _GIB:,.1f} GiB as stored"
     )
     if cards is None:
-        say(f"on a CPU a worker holds {found.held / _GIB:,.1f} GiB of weights")
+        say(f"on a {'GPU' if gpu else 'CPU'} a worker holds {found.held / _GIB:,.1f} GiB of weights")
         return True
     show(_table(spec, settings, found, cards))
     return found.held < cards.nbytes
@@ -134,7 +140,7 @@ def _table(spec: ModelSpec, config: Config, found: WeightMemory, cards: Cards) -
     out = Table("weights", pad_edge=False)
     for column in ("a card", "all cards", cards.text):
         out.add_column(column, justify="right")
-    for name, nbytes in _rows(spec, found):
+    for name, nbytes in _rows(found):
         left = cards.nbytes - nbytes
         if left < 0:
             verdict = f"{-left / _GIB:,.1f} GiB a card too much"
@@ -145,12 +151,12 @@ def _table(spec: ModelSpec, config: Config, found: WeightMemory, cards: Cards) -
     return out
 
 
-def _rows(spec: ModelSpec, found: WeightMemory) -> Iterator[tuple[str, int]]:
+def _rows(found: WeightMemory) -> Iterator[tuple[str, int]]:
     if found.packed == found.held:
         yield "held on a GPU", found.held
         return
     yield "expanded, as a GPU holds them today", found.held
-    yield f"as stored ({spec.quantization.method}): no kernel of GPUs reads blocks yet", found.packed
+    yield f"as stored ({found.kinds}): no kernel of GPUs reads blocks yet", found.packed
 
 
 def _position_bytes(spec: ModelSpec, config: Config, ranks: int) -> float:

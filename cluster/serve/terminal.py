@@ -26,8 +26,7 @@ from twinpool.cluster.models import DEMO_NAME
 from twinpool.cluster.serve.preflight import ServePlan
 from twinpool.contracts.checkpoint.checkpoint_files import TOKENIZER, read_checkpoint_text
 from twinpool.contracts.checkpoint.gguf.gguf_header import is_gguf
-from twinpool.contracts.checkpoint.model_spec import ModelSpec
-from twinpool.contracts.checkpoint.safetensors_headers import FLOATS
+from twinpool.contracts.checkpoint.gguf.gguf_tensors import gguf_types
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.plane_choice import on_gpus
 from twinpool.contracts.errors import TwinpoolError
@@ -343,7 +342,7 @@ def weights_line(prepared: ServePlan) -> str:
     so."""
     from twinpool.engine.runner.kernel_choice import weights_kept
 
-    method = prepared.spec.quantization.method or _gguf_types(prepared.spec)
+    method = prepared.spec.quantization.method or gguf_types(prepared.spec.headers)
     gguf = is_gguf(prepared.spec.path)
     kept = weights_kept(prepared.config.engine, gpu=on_gpus(prepared.config), gguf=gguf)
     if not method and kept in {"as_stored", "dense"}:
@@ -351,15 +350,6 @@ def weights_line(prepared: ServePlan) -> str:
     quantised = f"as stored, dense ones {kept}" if method else f"{kept}, quantised when loaded"
     words = {"as_stored": "as stored", "dense": "expanded"}.get(kept, quantised)
     return f"{method or 'dense'}, {words}: {mib(prepared.weights)} a worker"
-
-
-def _gguf_types(spec: ModelSpec) -> str:
-    """The types of a GGUF file's quantised tensors, those of the most bytes first; empty where there are none."""
-    nbytes: Counter[str] = Counter()
-    for header in spec.headers.values():
-        if header.dtype not in FLOATS:
-            nbytes[header.dtype] += header.end - header.begin
-    return f"GGUF {', '.join(kind for kind, _ in nbytes.most_common())}" if nbytes and is_gguf(spec.path) else ""
 
 
 def workers_line(prepared: ServePlan, views: Sequence[WorkerView]) -> str:

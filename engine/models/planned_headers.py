@@ -10,7 +10,6 @@ Not in it: tensors that no model here asks for, as the layer of DeepSeek that pr
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,7 @@ from twinpool.contracts.checkpoint.safetensors_headers import TensorHeader
 from twinpool.contracts.errors import CheckpointError
 from twinpool.engine.models.registry import unchecked_model
 from twinpool.engine.tensors.shard import ShardAxis
-from twinpool.engine.tensors.weight_loader import LoadFiles, Weights, is_product
+from twinpool.engine.tensors.weight_loader import LoadFiles, Weights, canonical_name, is_product, spelled_names
 from twinpool.engine.weight_formats.block_weight import Weight
 
 PLANNED = ("fp8", "mxfp4", "compressed-tensors")
@@ -128,11 +127,25 @@ def planned_spec(spec: ModelSpec, asked: Asked) -> ModelSpec:
 
 
 def _ignored(layer: str, said: object) -> bool:
+    """Whether `quantization_config` leaves a layer dense. Raises `CheckpointError` for an invalid pattern.
+
+    A name there may be that of a layer, of a module that it is in, or of either from some dot on (``self_attn``), with
+    ``*`` for any text; of compressed-tensors, a regular expression after ``re:``.
+    """
     names = [name for key in ("ignore", "modules_to_not_convert") for name in _listed(said, key)]
-    return any(
-        re.match(name[3:], layer) if name.startswith("re:") else layer == name or fnmatch.fnmatch(layer, f"{name}*")
-        for name in names
-    )
+    return any(_matches(name, layer) for name in names)
+
+
+def _matches(name: str, layer: str) -> bool:
+    if name.startswith("re:"):
+        try:
+            return any(re.match(name[3:], spelling) for spelling in spelled_names(layer))
+        except re.error as error:
+            raise CheckpointError(f"quantization_config ignores {name!r}, which is no pattern: {error}") from None
+    # With a dot, as roots that are spelled otherwise end with one.
+    full = canonical_name(f"{name.rstrip('.')}.").rstrip(".")
+    parts = re.escape(full).replace(r"\*", ".*")
+    return re.search(rf"(^|\.){parts}(\.|$)", layer) is not None
 
 
 def _listed(said: object, key: str) -> Collection[str]:

@@ -7,12 +7,13 @@ queries and keys have the two halves of each head's rows interleaved, and Gemma'
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
 from twinpool.contracts.checkpoint.gguf.gguf_header import GgufHeader, GgufPlace
-from twinpool.contracts.checkpoint.safetensors_headers import TensorHeader
+from twinpool.contracts.checkpoint.safetensors_headers import FLOATS, TensorHeader
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -54,6 +55,16 @@ class TensorNames:
     interleaved: tuple[str, ...] = ()
     """Parts of a layer whose rows are interleaved by head."""
     norms_added: float = 0.0
+
+
+def gguf_types(headers: Mapping[str, TensorHeader]) -> str:
+    """``GGUF`` and the types of a file's quantised tensors, those of the most bytes first; empty where there are none,
+    as in folders."""
+    nbytes: Counter[str] = Counter()
+    for header in headers.values():
+        if isinstance(header, GgufTensor) and header.dtype not in FLOATS:
+            nbytes[header.dtype] += header.end - header.begin
+    return f"GGUF {', '.join(kind for kind, _ in nbytes.most_common())}" if nbytes else ""
 
 
 def tensors_of(header: GgufHeader, names: TensorNames, head_dim: int) -> dict[str, TensorHeader]:

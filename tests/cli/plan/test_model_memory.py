@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.checkpoints import make_checkpoint
+from tests.support.gguf_files import write_gguf
 from tests.support.model_families import FAMILIES
 from tests.support.quantised_checkpoints import quantise_folder
 from twinpool.cli import command_line
@@ -19,7 +21,7 @@ from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec,
 from twinpool.contracts.checkpoint.safetensors_headers import TensorHeader
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import CheckpointError
-from twinpool.engine.models.planned_headers import asked_of, planned_spec
+from twinpool.engine.models.planned_headers import Asked, asked_of, planned_spec
 from twinpool.engine.tensors import weight_loader
 from twinpool.engine.weight_formats.block_formats import quantised_layers
 
@@ -85,6 +87,27 @@ def test_headers_that_are_planned_are_those_of_the_checkpoint(tmp_path: Path) ->
     }
 
 
+@pytest.mark.parametrize(("name", "ignored"), [
+    ("model.layers.1", {1}), ("model.layers.1.", {1}), ("model.language_model.layers.1", {1}),
+    ("model.language_model", {1, 11}), ("self_attn", {1, 11}), ("model.layers.*.self_attn", {1, 11}),
+    ("layers.11.self_attn.q_proj", {11}), ("attn", set()), ("lm_head", set()),
+    (r"re:.*self_attn\.q_proj$", {1, 11}), (r"re:model\.language_model\.layers\.11\.", {11}),
+])  # fmt: skip
+def test_a_name_that_is_ignored_is_matched_at_dots(tmp_path: Path, name: str, ignored: set[int]) -> None:
+    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": [name]}
+    spec = spec_with(tmp_path, "deepseek-v3.2", quantization_config=quantised)
+    layers = {number: f"model.layers.{number}.self_attn.q_proj" for number in (1, 11)}
+    headers = planned_spec(spec, Asked(products=dict.fromkeys(layers.values(), (256, 128)))).headers
+    assert {number for number, layer in layers.items() if f"{layer}.weight_scale_inv" not in headers} == ignored
+
+
+def test_a_pattern_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
+    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["re:*.proj"]}
+    spec = spec_with(tmp_path, "deepseek-v3.2", quantization_config=quantised)
+    with pytest.raises(CheckpointError, match=r"'re:\*\.proj', which is no pattern"):
+        planned_spec(spec, Asked(products={"model.layers.1.self_attn.q_proj": (256, 128)}))
+
+
 def test_a_method_that_only_tensors_tell_of_is_refused_by_name(tmp_path: Path) -> None:
     spec = spec_with(tmp_path, "deepseek-v3.2", quantization_config={"quant_method": "awq", "bits": 4})
     with pytest.raises(CheckpointError, match="quantised by 'awq' are stored is told by their tensors alone"):
@@ -126,6 +149,26 @@ def test_the_command_says_what_is_stored_and_what_is_held(tmp_path: Path, capsys
     assert "cache.kv_dtype (latent) computes on CPUs" in capsys.readouterr().err
     assert run("--model", model) == 0
     assert "on a CPU a worker holds 6." in capsys.readouterr().out
+
+
+def test_a_gguf_files_types_are_named_and_counted_as_stored_beside_a_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_checkpoint(tmp_path / "made", hidden=256, head_dim=64)
+    file = str(write_gguf(folder, tmp_path / "Q8_0.gguf", "llama", "Q8_0"))
+    assert run("--model", file, "--cards", "1x1GiB") == 0
+    said = capsys.readouterr().out
+    assert "LlamaForCausalLM, GGUF Q8_0: " in said
+    assert "as stored (GGUF Q8_0): no kernel of GPUs reads blocks yet" in said
+    torch_alone = config_from_dict({"engine": {"attention": "torch"}})
+    expanded = count_weights(read_model_spec(Path(file)), torch_alone, 1, gpu=False)
+    assert expanded.held > 1.8 * expanded.packed
+
+
+def test_without_cards_the_device_is_the_configured_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec_with(tmp_path, "deepseek-v3.2", num_hidden_layers=4, n_routed_experts=16)
+    assert run("--model", str(tmp_path / "config.json"), "--set", "engine.device=cuda") == 0
+    assert "on a GPU a worker holds 8." in capsys.readouterr().out, "two bytes for each of 4.6 billion"
 
 
 @pytest.mark.parametrize(("words", "text"), [
