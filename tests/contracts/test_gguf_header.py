@@ -114,6 +114,10 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "rope scaling 'factors' needs a list of positive numbers",
     ),
     (
+        {"edit": lambda w: w.add_tensor("rope_freqs.weight", np.ones(4, "f4"))},
+        "tensor rope_freqs.weight must be a row of 8 F32, got [4] of F32",
+    ),
+    (
         {"edit": lambda w: w.add_tensor("x", np.zeros((2, 66), "u1"), raw_dtype=gguf.GGMLQuantizationType.IQ2_XXS)},
         "tensor x has type IQ2_XXS, which is not supported; supported are F32, F16, Q4_0",
     ),

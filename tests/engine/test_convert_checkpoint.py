@@ -7,14 +7,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, FineGrainedFP8Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.engine.harness import Bench
+from tests.engine.test_gguf_models import SHAPES
 from tests.support.checkpoints import Oracle, compare
 from tests.support.family_checkpoint import rewrite_tensors, tensors_of
 from tests.support.gguf_files import write_gguf
@@ -162,6 +164,30 @@ def test_a_gguf_file_becomes_a_folder(plain: Path, tmp_path: Path) -> None:
     assert json.loads((target / "tokenizer.json").read_text())["model"]["vocab"]
     int4 = converted(file, tmp_path / "int4", "int4")
     assert read_headers(int4)[f"{LAYER}.weight_packed"].dtype == "I32"
+
+
+@pytest.mark.slow
+@pytest.mark.every_parameter
+@pytest.mark.parametrize("architecture", [*SHAPES, "llama3"])
+def test_a_gguf_file_of_each_architecture_becomes_a_folder_of_transformers(tmp_path: Path, architecture: str) -> None:
+    """`llama3`: a Llama with the factors of rope that llama.cpp writes for 3.1 and later."""
+    scaled = architecture == "llama3"
+    family, changes, numbers = ("llama", {"rope": "llama3"}, {}) if scaled else SHAPES[architecture]
+    folder = FAMILIES[family](tmp_path / "folder", dtype="bfloat16", **changes)
+    want = Oracle(folder)
+
+    def add_factors(writer: gguf.GGUFWriter) -> None:
+        frequencies = 1.0 / 10_000.0 ** (torch.arange(0, 16, 2) / 16)
+        writer.add_tensor("rope_freqs.weight", (frequencies / want.model.model.rotary_emb.inv_freq).numpy())
+
+    name, edit = ("llama", add_factors) if scaled else (architecture, None)
+    file = write_gguf(folder, tmp_path / "model.gguf", name, edit=edit, **numbers)
+    target = converted(file, tmp_path / "target", "bfloat16")
+    assert torch.equal(Oracle(target).logits(PROMPTS[1]), want.logits(PROMPTS[1]))
+    mine, theirs = (
+        AutoTokenizer.from_pretrained(path)("the quick brown fox")["input_ids"] for path in (target, folder)
+    )
+    assert mine == theirs
 
 
 def test_files_are_divided_and_named_in_an_index(plain: Path, tmp_path: Path) -> None:

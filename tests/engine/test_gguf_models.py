@@ -23,6 +23,7 @@ from tests.support.served_cluster import ROOT
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import ConfigError
+from twinpool.engine.layers.rope import inverse_frequencies
 from twinpool.engine.models.registry import model_for, read_model
 from twinpool.engine.tensors.shard import Shard
 from twinpool.engine.tensors.weight_loader import Weights, dtype_for
@@ -128,6 +129,22 @@ def test_rope_factors_are_llama_3s_scaling(tmp_path: Path, prompts: list[list[in
         folder, tmp_path / "scaled.gguf", "llama", edit=lambda writer: writer.add_tensor("rope_freqs.weight", factors)
     )
     answers_equal(file, Oracle(folder), [prompts[0] * 12])
+    ropes = [read_model(path).rope for path in (folder, file)]  # type: ignore[attr-defined]
+    assert ropes[0] == ropes[1]
+
+
+@pytest.mark.parametrize("values", [[1.0, 1.0, 1.5, 2.0, 4.0, 6.0, 7.0, 8.0], [0.5] * 8], ids=["rising", "halves"])
+def test_other_rope_factors_divide_frequencies_as_they_are(tmp_path: Path, values: list[float]) -> None:
+    """What isn't Llama 3's scaling isn't taken for it."""
+    factors = torch.tensor(values)
+    file = write_gguf(
+        make_checkpoint(tmp_path / "folder"), tmp_path / "model.gguf", "llama",
+        edit=lambda writer: writer.add_tensor("rope_freqs.weight", factors.numpy()),
+    )  # fmt: skip
+    rope = read_model(file).rope  # type: ignore[attr-defined]
+    assert (rope.kind, rope.parameters["factors"]) == ("factors", factors.tolist())
+    plain = 1.0 / 10_000.0 ** (torch.arange(0, 16, 2) / 16)
+    assert torch.equal(inverse_frequencies(rope, 16)[0], plain / factors)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ architecture and a file doesn't say is written here as `config.json` has it: Gem
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from twinpool.contracts.checkpoint.gguf.gguf_header import GgufHeader
@@ -20,6 +21,9 @@ _ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|endoftext
 _END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _CONTROL = 3
 _GEMMA3_27B_LAYERS = 62
+_LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
+_LLAMA3_BITS = 24
+"""Lengths of training are powers of two below 2 to the power of this."""
 _SAMPLING = {
     "temp": "temperature",
     "top_p": "top_p",
@@ -62,6 +66,8 @@ def config_of(header: GgufHeader) -> GgufConfig:
 class _Architecture:
     name: str
     """As `config.json` names it."""
+    model_type: str
+    """As transformers finds its configuration."""
     tensors: TensorNames
     more: Callable[[_Translation], Mapping[str, object]]
     """The keys that other architectures don't have."""
@@ -85,6 +91,7 @@ class _Translation:
             raise header.refuse(f"experts are not supported in architecture {self._prefix}")
         values: dict[str, object] = {
             "architectures": [self._architecture.name],
+            "model_type": self._architecture.model_type,
             "hidden_size": hidden,
             "num_hidden_layers": self.count("block_count"),
             "num_attention_heads": heads,
@@ -99,7 +106,7 @@ class _Translation:
         }
         if self.has("feed_forward_length"):
             values["intermediate_size"] = self.count("feed_forward_length")
-        values |= self._rope() | dict(self._architecture.more(self))
+        values |= self._rope(head_dim) | dict(self._architecture.more(self))
         names = self._architecture.tensors
         return GgufConfig(values, self._generation(), tensors_of(header, names, head_dim))
 
@@ -156,9 +163,11 @@ class _Translation:
             sizes[place.kind] += place.end - place.begin
         return "bfloat16" if sizes.keys() - FLOATS.keys() else FLOATS[sizes.most_common(1)[0][0]]
 
-    def _rope(self) -> dict[str, object]:
+    def _rope(self, head_dim: int) -> dict[str, object]:
         if ROPE_FACTORS in self.header.tensors:
-            return {"rope_scaling": {"rope_type": "factors", "factors": self._rope_factors()}}
+            factors = self._rope_factors(head_dim // 2)
+            llama3 = _llama3_scaling(factors, self.number("rope.freq_base", 10_000.0))
+            return {"rope_scaling": llama3 or {"rope_type": "factors", "factors": factors}}
         kind = self.header.metadata.get(f"{self._prefix}.rope.scaling.type", "none")
         factor = self.number("rope.scaling.factor", self.number("rope.scale_linear", 1.0))
         if kind == "none" and self.has("rope.scale_linear"):
@@ -175,10 +184,12 @@ class _Translation:
     def _scales(self, key: str) -> bool:
         return self.has(f"rope.scaling.{key}")
 
-    def _rope_factors(self) -> list[float]:
+    def _rope_factors(self, count: int) -> list[float]:
         place = self.header.tensors[ROPE_FACTORS]
-        if place.kind != "F32" or len(place.shape) != 1:
-            raise self.header.refuse(f"tensor {ROPE_FACTORS} must be a row of F32, got {place.kind}")
+        if place.kind != "F32" or place.shape != (count,):
+            raise self.header.refuse(
+                f"tensor {ROPE_FACTORS} must be a row of {count} F32, got {list(place.shape)} of {place.kind}"
+            )
         with self.header.path.open("rb") as file:
             file.seek(place.begin)
             return list(struct.unpack(f"<{place.shape[0]}f", file.read(place.end - place.begin)))
@@ -201,6 +212,38 @@ def _shortest(value: float) -> float:
     """The shortest decimal with the same float32: 1e-5, where the file says 9.999999747378752e-06."""
     same = struct.pack("<f", value)
     return next(d for digits in range(6, 10) if struct.pack("<f", d := float(f"{value:.{digits}g}")) == same)
+
+
+def _llama3_scaling(factors: Sequence[float], theta: float) -> dict[str, object] | None:
+    """The scaling of Llama 3.1 and later that these divisors of all frequencies of a head were made of; None where they
+    are others.
+
+    llama.cpp's converter writes the divisors without the numbers. Of those the largest divisor is one, every published
+    model has the same two bounds, and the length of training is tried.
+    """
+    factor = float(f"{max(factors, default=0.0):.6g}")
+    if not 1.0 <= factor < math.inf:
+        return None
+    waves = [2 * math.pi * theta ** (i / len(factors)) for i in range(len(factors))]
+    for length in (1 << bits for bits in range(_LLAMA3_BITS)):
+        wanted = (_llama3_divisor(length / wave, factor) for wave in waves)
+        if all(math.isclose(one, given, rel_tol=1e-5) for one, given in zip(wanted, factors, strict=True)):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": _LLAMA3_LOW,
+                "high_freq_factor": _LLAMA3_HIGH,
+                "original_max_position_embeddings": length,
+            }
+    return None
+
+
+def _llama3_divisor(turns: float, factor: float) -> float:
+    """What divides a frequency that makes so many turns in the length of training: 1 above the upper bound, `factor`
+    below the lower one (transformers, `_compute_llama3_parameters`)."""
+    share = (turns - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)
+    share = min(max(share, 0.0), 1.0)
+    return 1.0 / ((1.0 - share) / factor + share)
 
 
 def _llama(file: _Translation) -> dict[str, object]:
@@ -247,9 +290,9 @@ _SANDWICH = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _ARCHITECTURES = {
-    "llama": _Architecture("LlamaForCausalLM", TensorNames(interleaved=("attn_q", "attn_k")), _llama),
-    "qwen2": _Architecture("Qwen2ForCausalLM", TensorNames(), lambda _: {}),
-    "qwen3": _Architecture("Qwen3ForCausalLM", TensorNames(), lambda _: {}),
-    "qwen3moe": _Architecture("Qwen3MoeForCausalLM", TensorNames({"ffn_gate_inp": "mlp.gate"}), _qwen3moe),
-    "gemma3": _Architecture("Gemma3ForCausalLM", TensorNames(_SANDWICH, norms_added=1.0), _gemma3),
+    "llama": _Architecture("LlamaForCausalLM", "llama", TensorNames(interleaved=("attn_q", "attn_k")), _llama),
+    "qwen2": _Architecture("Qwen2ForCausalLM", "qwen2", TensorNames(), lambda _: {}),
+    "qwen3": _Architecture("Qwen3ForCausalLM", "qwen3", TensorNames(), lambda _: {}),
+    "qwen3moe": _Architecture("Qwen3MoeForCausalLM", "qwen3_moe", TensorNames({"ffn_gate_inp": "mlp.gate"}), _qwen3moe),
+    "gemma3": _Architecture("Gemma3ForCausalLM", "gemma3_text", TensorNames(_SANDWICH, norms_added=1.0), _gemma3),
 }

@@ -92,7 +92,8 @@ class GgufTokenizer:
 
     def config_json(self) -> str:
         """The content of `tokenizer_config.json`, with the chat templates."""
-        values: dict[str, object] = {}
+        # Others would go by the model's type, and build a tokenizer of their own that may split text otherwise.
+        values: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         for name, key in _CONFIG_TOKENS.items():
             if (token := self._token(key)) is not None:
                 values[name] = token
