@@ -72,6 +72,7 @@ _SCALE_TYPES = {dtype: number for number, dtype in enumerate(
 _PAIRED = len(_SCALE_TYPES)
 _UINT4_OFFSET = len(Code)
 """The code of `enum Code` for `UINT4` with offsets."""
+_WITH_OFFSETS = (Code.UINT2, Code.UINT3, Code.UINT4, Code.UINT5, Code.UINT6)
 _PACKED_AT_ONCE = 4 << 20
 """Codes that are unpacked at once to be packed, about."""
 _SIGNATURES = {
@@ -292,6 +293,10 @@ class PackedBlocks:
         fits = weight.factors is None or (weight.factors.dtype == torch.float32) == wide
         assert fits, "kernels have factors of float32 for E2M1, and of float16 for others"
         self._paired, self._added = weight.paired, weight.paired or weight.offsets is not None
+        fits = weight.zeros is None or (weight.code in (Code.UINT4, Code.UINT8) and not self._added)
+        assert fits, "kernels have zeros by group for UINT4 and UINT8 alone, without offsets"
+        fits = not self._added or (weight.code in _WITH_OFFSETS and not weight.zero)
+        assert fits, "kernels have offsets for whole numbers of six bits at most, without a zero"
         self._codes = self._packed_codes(weight)
         self._parts = {
             name: _by_panel(part) for name in BLOCK_PARTS if (part := getattr(weight, name)) is not None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -144,6 +145,20 @@ def test_packed_blocks_take_what_the_file_takes(kernels: NativeKernels, kind: st
     packed = vars(PackedBlocks(kernels, read_gguf_blocks(kind, torch.from_numpy(stored), torch.float32), None))
     held = sum(part.nbytes for part in (packed["_codes"], *packed["_parts"].values()))
     assert held <= 1.05 * stored.nbytes
+
+
+@pytest.mark.parametrize(("code", "part"), [
+    (Code.UINT8, "offsets"), (Code.E4M3, "offsets"), (Code.E2M1, "offsets"), (Code.IQ4, "offsets"),
+    (Code.UINT5, "zeros"), (Code.IQ4, "zeros"),
+])  # fmt: skip
+def test_a_part_that_kernels_would_pass_over_is_no_part_of_their_weights(
+    kernels: NativeKernels, code: Code, part: str
+) -> None:
+    scale = scales(torch.float16, 32, 2)
+    parts: dict[str, Any] = {part: scale if part == "offsets" else torch.ones(32, 2, dtype=torch.uint8)}
+    blocks = BlockWeight(code, codes(code, 32, 64), scale, 32, torch.float32, **parts)
+    with pytest.raises(AssertionError, match=part):
+        PackedBlocks(kernels, blocks, None)
 
 
 @pytest.mark.slow
