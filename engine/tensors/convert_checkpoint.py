@@ -6,7 +6,7 @@
     int8, int4  whole numbers with a bfloat16 scale for each `group` columns        compressed-tensors, pack-quantized
 
 A source in blocks is unpacked by its definition (`BlockWeight.unpack`) first. Everything else (embeddings, heads,
-routers, gates) is bfloat16; vectors, as norms, stay as they are.
+routers, gates) is bfloat16; vectors, such as norms, keep their dtype (of a GGUF file: float32).
 
 One tensor is in memory at a time (of gpt-oss one expert's). The target comes into its place whole, by a rename, or not
 at all.

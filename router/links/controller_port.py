@@ -1,8 +1,9 @@
 """What a router has of the controller besides its workers: ports, each of which it can do without, and its reports.
 
-Of reports (`ReportCalls`) one of a kind is under way at a time, a second after the last unless it says otherwise. Those
-that count tell what was counted since the router's start, so that one whose answer was lost costs nothing; records that
-were in a lost one are counted as left out. While the controller is away the log says so once.
+Of each kind of report (`ReportCalls`) one call is under way at a time; the next is due a second after the last began,
+or when its owner sets `ReportCalls.next` (the dashboard, by the pause that the controller returns). Those that count
+tell what was counted since the router's start, so that one whose answer was lost costs nothing; records that were in a
+lost one are counted as left out. While the controller is away the log says so once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which tests get the marks "thorough" and "soak" without carrying them: those that a list names, and the parameters
 of slow tests after the first.
 
-`make test` leaves out what is thorough, `make test-all` what is a soak.
+`make test` leaves out tests marked thorough or soak, `make test-all` only those marked soak.
 """
 
 from __future__ import annotations
