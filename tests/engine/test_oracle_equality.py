@@ -113,7 +113,7 @@ def test_a_head_beside_the_flag_that_it_is_tied_counts_as_transformers_takes_it(
     for prompt, got in zip(asked, bench.generate_many(asked, 10, chunk=WHOLE), strict=True):
         verdict = compare(oracle, prompt, got)
         assert verdict.equal, verdict
-    taken = [Weights.dry(read_model_spec(each)) for each in (checkpoint(kind, tied=True), folder)]
+    taken = [Weights.dry(read_model_spec(each), gpu=True) for each in (checkpoint(kind, tied=True), folder)]
     for weights in taken:
         model_for(weights.spec).build(weights)
     assert taken[1].nbytes - taken[0].nbytes == (embed.numel() * 4 if stored == "own head" else 0), "a copy is not kept"
