@@ -23,6 +23,7 @@ from twinpool.contracts.ids import Role
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
     from twinpool.contracts.config.cluster_config import Config
 
 CARDS = {"H100": 81_559 << 20, "H200": 143_771 << 20}
@@ -126,12 +127,17 @@ def show_memory(
 
 def _refuse_state(spec: ModelSpec, config: Config) -> None:
     """Raise `ConfigError` for state that `serve` refuses on any GPU."""
-    from twinpool.cluster.assembly.memory_plan import state_options
-    from twinpool.engine.models.registry import unchecked_model
     from twinpool.engine.runner.kernel_choice import refused_kv
 
-    if refused := refused_kv(unchecked_model(spec).pool_set(state_options(spec, config, Role.DECODE))):
+    if refused := refused_kv(_pool_set(spec, config)):
         raise ConfigError(refused)
+
+
+def _pool_set(spec: ModelSpec, config: Config) -> PoolSetSpec:
+    from twinpool.cluster.assembly.memory_plan import state_options
+    from twinpool.engine.models.registry import unchecked_model
+
+    return unchecked_model(spec).pool_set(state_options(spec, config, Role.DECODE))
 
 
 def _table(spec: ModelSpec, config: Config, found: WeightMemory, cards: Cards) -> Table:
@@ -163,10 +169,9 @@ def _position_bytes(spec: ModelSpec, config: Config, ranks: int) -> float:
     """Bytes of keys and values, or latents, of a position on each of so many ranks; without what windows and states
     take."""
     from twinpool.cache.memory.kv_cache_spec import PoolKind
-    from twinpool.cluster.assembly.memory_plan import state_options, unit_bytes
-    from twinpool.engine.models.registry import unchecked_model
+    from twinpool.cluster.assembly.memory_plan import unit_bytes
 
-    pools = unchecked_model(spec).pool_set(state_options(spec, config, Role.DECODE))
+    pools = _pool_set(spec, config)
     units = unit_bytes(pools, ranks)
     full = sum(units[pool.name] for pool in pools.pools if pool.kind is PoolKind.FULL)
     return full / ranks / pools.page_tokens

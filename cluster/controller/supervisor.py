@@ -49,6 +49,18 @@ from twinpool.contracts.messages.worker_status import WorkerView
 from twinpool.contracts.wire.controller_turns import ControllerTurns, call_leader
 from twinpool.contracts.wire.grpc_calls import CallChannel, CallFailed
 
+log = logging.getLogger("twinpool.supervisor")
+T = TypeVar("T")
+
+RETRY_S = 0.2
+"""Seconds between two attempts to reach a controller that is away."""
+CALL_S = 5.0
+"""Seconds that one call waits for the controller, which may be starting."""
+SHUT_DOWN_S = 1.0
+"""Seconds that the news of the cluster's end waits for the controller: who ends must not wait for it longer."""
+ENDS_KEPT = 1024
+"""The latest ends of processes that are told again with each new stream: a stream may break with some under way."""
+
 
 class WorkerLauncher(Protocol):
     """Starts and ends workers' processes for the supervisor. Used from one thread."""
@@ -88,11 +100,8 @@ class WorkerLauncher(Protocol):
         """End all processes. Idempotent."""
 
 
-log = logging.getLogger("twinpool.supervisor")
-
-
 class ControllerLine(Protocol):
-    """The supervisor's side of its stream to the controller (`cluster.controller.supervisor`)."""
+    """The supervisor's side of its stream to the controller."""
 
     def orders(self) -> list[ControllerAction]: ...
 
@@ -165,18 +174,6 @@ class Supervisor:
             self._controller.report(ended=[EndedProcess(order.name, order.incarnation, str(error))])
         else:
             self._launcher.start(plan, order.avoid, order.only, order.successor_of)
-
-
-T = TypeVar("T")
-
-RETRY_S = 0.2
-"""Seconds between two attempts to reach a controller that is away."""
-CALL_S = 5.0
-"""Seconds that one call waits for the controller, which may be starting."""
-SHUT_DOWN_S = 1.0
-"""Seconds that the news of the cluster's end waits for the controller: who ends must not wait for it longer."""
-ENDS_KEPT = 1024
-"""The latest ends of processes that are told again with each new stream: a stream may break with some under way."""
 
 
 class ControllerAway(TwinpoolError):

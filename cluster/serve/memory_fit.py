@@ -25,7 +25,7 @@ from twinpool.contracts.config.cluster_config import Config, section_of
 from twinpool.contracts.config.plane_choice import on_gpus
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Role, WorkerName
-from twinpool.engine.runner.kernel_choice import refused_kv, refused_state
+from twinpool.engine.runner.kernel_choice import refused_state
 
 MEMORY_SHARE = 0.25
 """The part of a worker's share of free memory that its pools may take where the configuration sets no sizes."""
@@ -260,8 +260,7 @@ def divide(
     if on_gpus(config) and not facts.cards:
         raise MemoryShort(facts.no_cards or "engine.device=cuda, and it has no GPU that torch sees, or no Triton")
     for card in facts.cards:
-        torch_only = config.engine.attention == "torch"
-        refused = refused_kv(pool_set) if torch_only else refused_state(pool_set, card.capability)
+        refused = refused_state(pool_set, card.capability, triton=config.engine.attention != "torch")
         if refused:
             raise MemoryShort(f"cuda:{card.index} ({card.name}): {refused}")
     steps = {role: step_memory(spec, pool_set, config, role, bool(facts.cards)) for role in workers}

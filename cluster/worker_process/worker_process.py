@@ -68,6 +68,10 @@ log = logging.getLogger("twinpool.worker")
 
 NEXT_PLAN_S = 15.0
 """Seconds that a process waits for the plan by which it goes on. Then it ends, and its worker is started elsewhere."""
+FLUSH_S = 2.0
+"""Seconds that open streams may take to deliver their last frames when a worker leaves."""
+CLOSE_S = 10.0
+"""Seconds that a worker which has left may take to close, to be followed by another in its process."""
 
 
 class NextPlan:
@@ -293,12 +297,6 @@ class HangFault:
     def __call__(self, steps: int) -> None:
         if self._step is not None and steps >= self._step:
             threading.Event().wait()
-
-
-FLUSH_S = 2.0
-"""Seconds that open streams may take to deliver their last frames when a worker leaves."""
-CLOSE_S = 10.0
-"""Seconds that a worker which has left may take to close, to be followed by another in its process."""
 
 
 class WorkerProcess:

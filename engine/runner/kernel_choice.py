@@ -149,10 +149,11 @@ def attention_for(
     return TritonAttention()
 
 
-def refused_state(spec: PoolSetSpec, capability: int) -> str:
-    """Why Triton's kernels on a GPU of this compute capability (times 10) can't keep such state, in words; empty where
-    they can."""
-    if refused := refused_kv(spec):
+def refused_state(spec: PoolSetSpec, capability: int, *, triton: bool = True) -> str:
+    """Why a GPU of this compute capability (times 10) can't keep such state, with Triton's kernels or with torch alone,
+    in words; empty where it can."""
+    refused = refused_kv(spec)
+    if refused or not triton:
         return refused
     buffers = {b.name: b.dtype for pool in spec.pools for b in pool.buffers}
     for name, dtype in buffers.items():
@@ -174,13 +175,12 @@ def refused_kv(spec: PoolSetSpec) -> str:
 
 def check_state(spec: PoolSetSpec, device: torch.device, *, triton: bool) -> None:
     """Raise `ConfigError` where `device` can't keep such state, with Triton's kernels or without."""
-    gpu = device.type == "cuda"
-    if (gpu or triton) and (refused := refused_kv(spec)):
-        raise ConfigError(f"{device}: {refused}")
-    if gpu and triton:
+    refused = refused_kv(spec) if triton or device.type == "cuda" else ""
+    if device.type == "cuda" and triton and not refused:
         major, minor = torch.cuda.get_device_capability(device)
-        if refused := refused_state(spec, 10 * major + minor):
-            raise ConfigError(f"{device}: {refused}")
+        refused = refused_state(spec, 10 * major + minor)
+    if refused:
+        raise ConfigError(f"{device}: {refused}")
 
 
 def _check_triton(device: torch.device) -> None:
