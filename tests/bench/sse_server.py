@@ -17,9 +17,12 @@ WAYS = (
 class SseServer:
     """Serves on a free port of 127.0.0.1; `ways` are taken in turn, one a streamed request."""
 
-    def __init__(self, *ways: str, begins: threading.Event | None = None) -> None:
-        """`begins`: what streamed answers wait for; none: nothing."""
+    def __init__(self, *ways: str, begins: threading.Event | None = None, begins_at: int = 0) -> None:
+        """`begins`: what streamed answers wait for; none: nothing, or with `begins_at` that so many are under way."""
         assert all(way in WAYS for way in ways)
+        self.begins_at = begins_at
+        if begins_at:
+            begins = threading.Event()
         self.ways, self.begins = ways or ("fine",), begins
         self.bodies: list[dict[str, Any]] = []
         self.heads: list[str] = []
@@ -89,6 +92,8 @@ class SseServer:
         way = self.ways[len(self.bodies) % len(self.ways)]
         self.bodies.append(body)
         if self.begins is not None:
+            if self.running == self.begins_at:
+                self.begins.set()
             await asyncio.to_thread(self.begins.wait, 30)
         if way == "refused":
             return self._plain(writer, 429, {"error": {"message": "full"}})
