@@ -44,14 +44,14 @@ class SseServer:
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever)
         thread.start()
-        server = asyncio.run_coroutine_threadsafe(asyncio.start_server(self._connected, "127.0.0.1", 0), loop).result(5)
+        server = asyncio.run_coroutine_threadsafe(asyncio.start_server(self._connected, "127.0.0.1", 0), loop).result(60)
         self.port = server.sockets[0].getsockname()[1]
         try:
             yield self
         finally:
-            asyncio.run_coroutine_threadsafe(self._stop(server), loop).result(5)
+            asyncio.run_coroutine_threadsafe(self._stop(server), loop).result(60)
             loop.call_soon_threadsafe(loop.stop)
-            thread.join(5)
+            thread.join(60)
             loop.close()
 
     async def _stop(self, server: asyncio.Server) -> None:

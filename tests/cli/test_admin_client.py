@@ -47,7 +47,7 @@ def router(breaks: list[str]) -> Iterator[tuple[str, list[bytes]]]:
             yield f"http://127.0.0.1:{server.getsockname()[1]}", asked
         finally:
             server.shutdown(socket.SHUT_RDWR)
-            thread.join(10)
+            thread.join(60)
 
 
 def test_a_look_is_asked_again_where_a_router_breaks_off() -> None:

@@ -161,7 +161,7 @@ def url(folder: Path) -> Iterator[str]:
         thread.start()
         yield f"https://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
-        thread.join(10)
+        thread.join(60)
 
 
 def test_an_operators_key_goes_only_to_whom_its_authority_knows(

@@ -119,4 +119,4 @@ def test_routers_started_by_hand_are_in_status_with_their_marks(tmp_path: Path, 
         for process in started:
             process.terminate()
         for process in started:
-            process.wait(30)
+            process.wait(60)

@@ -44,7 +44,7 @@ from twinpool.router.links.controller_directory import ControllerDirectory
 from twinpool.router.links.grpc_worker import GrpcWorkerClient
 
 NAME = WorkerName("decode-0")
-WAIT_S = 10.0
+WAIT_S = 60.0
 METADATA = (("twinpool-incarnation", "3"),)
 
 

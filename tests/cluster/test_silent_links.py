@@ -21,7 +21,7 @@ from twinpool.router.links.grpc_worker import GrpcWorkerClient
 from twinpool.router.links.worker_links import WorkerStream
 
 LINK_S = 2.0
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 class Scene:

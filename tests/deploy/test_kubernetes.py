@@ -155,7 +155,7 @@ def test_the_head_waits_for_the_drain_of_serve_and_its_ray_with_it(cluster: Clus
             with pytest.raises(subprocess.TimeoutExpired):
                 hook.wait(0.3)
             serving.communicate()
-            assert hook.wait(30) == 0
+            assert hook.wait(60) == 0
         finally:
             hook.kill()
 

@@ -125,6 +125,6 @@ def test_a_controller_says_that_it_leads_and_that_it_ends(manager: tuple[str, so
             assert heard.recv(4096).decode() == f"READY=1\nSTATUS=leads at 127.0.0.1:{port}"
             process.terminate()
             assert heard.recv(4096) == b"STOPPING=1"
-            assert process.wait(30) == 0
+            assert process.wait(60) == 0
         finally:
             process.kill()

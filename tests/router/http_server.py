@@ -34,7 +34,7 @@ from twinpool.router.tracing.otlp_exporter import SpanSender
 T = TypeVar("T")
 
 DEMO = Path(__file__).parents[2] / "cluster" / "demo"
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def demo_spec(**changes: Any) -> ModelSpec:

@@ -21,7 +21,7 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.worker_config import EngineConfig
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 20.0
+WAIT_S = 60.0
 ENVIRONMENT = {**os.environ, "PYTHONPATH": "."}
 
 

@@ -51,7 +51,7 @@ from twinpool.sim.nodes.sim_worker import SimHost
 from twinpool.sim.scenario.scenario import ClusterShape
 
 KEY: WorkerKey = (WorkerName("decode-0"), Incarnation(1))
-ENOUGH_S = 20.0
+ENOUGH_S = 60.0
 
 
 class Scripted(FakeWorker):

@@ -123,7 +123,7 @@ def test_a_carrier_brings_messages_there_in_order_and_answers_back(
     for number in range(5):
         channel.send(b"%d" % number)
     got: list[tuple[bytes, bytes]] = []
-    end = time.monotonic() + 30.0
+    end = time.monotonic() + 60
     while len(got) < 5:
         assert time.monotonic() < end
         arrive()

@@ -199,12 +199,12 @@ class Browser:
         """End the browser and all that it has started."""
         self._process.terminate()
         try:
-            self._process.wait(10.0)
+            self._process.wait(60)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
         os.close(self._write)
-        self._reader.join(10.0)
+        self._reader.join(60)
         os.close(self._read)
 
 

@@ -237,7 +237,7 @@ def detached(
     finally:
         everything = cluster.processes()
         down = cluster.twinpool("down", timeout=WAIT_S)
-        _, alive = psutil.wait_procs(everything, timeout=10)
+        _, alive = psutil.wait_procs(everything, timeout=60)
         for process in alive:
             process.kill()
         assert down.returncode == 0, down.stderr

@@ -101,13 +101,13 @@ class Proxy:
             self.cut(relay, refuse=True)
         self._run(self._stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
         self._loop.close()
 
     # ------------------------------------------------------------ on the loop
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
     def _call(self, work: Callable[[], object]) -> None:
         async def on_loop() -> None:

@@ -117,4 +117,4 @@ def hub_of(repository: str, folder: Path, *, more: dict[str, bytes] | None = Non
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(10)
+        thread.join(60)

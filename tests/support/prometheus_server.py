@@ -68,7 +68,7 @@ class PrometheusServer:
             preexec_fn=die_with_parent,  # noqa: PLW1509
             env={"PATH": os.environ["PATH"], "GOMAXPROCS": "1"},
         )
-        self.client = httpx.Client(base_url=self.url, timeout=10.0, trust_env=False)
+        self.client = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
 
     def __enter__(self) -> PrometheusServer:
         try:

@@ -47,10 +47,10 @@ class Warm:
         if self.process.is_alive():
             with suppress(BrokenPipeError):  # One that was killed may have lost its pipe, and not be gone yet.
                 self.pipe.send(None)
-            self.process.join(10)
+            self.process.join(60)
         if self.process.is_alive():
             self.process.kill()
-            self.process.join(10)
+            self.process.join(60)
         self.pipe.close()
 
 

@@ -39,7 +39,7 @@ class Process:
 
     def end(self) -> None:
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(60)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()

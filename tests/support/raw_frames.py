@@ -15,7 +15,7 @@ from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, RouterFrame, StreamOpening, WorkerFrame
 from twinpool.contracts.messages.worker_events import Event
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:

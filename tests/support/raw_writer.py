@@ -30,7 +30,7 @@ class RawWriter:
     def __init__(self, plane: ZmqPlane, secret: bytes | None = None) -> None:
         (part,) = plane.describe()["ranks"]
         host, _, port = part["pages"].removeprefix("tcp://").rpartition(":")
-        self.socket = socket.create_connection((host, int(port)), 10)
+        self.socket = socket.create_connection((host, int(port)), 60)
         self.salt = self._exactly(SALT_BYTES)
         self.mine = draw_secret()
         self.socket.sendall(writer_hello(secret or part["secret"], self.salt, self.mine))
@@ -68,8 +68,8 @@ class RawWriter:
 
 
 def until(come: Callable[[], object], what: str) -> None:
-    """Wait until something has come, for twenty seconds at most."""
-    end = time.monotonic() + 20
+    """Wait until something has come, for a minute at most."""
+    end = time.monotonic() + 60
     while not come():
         assert time.monotonic() < end, f"waited for {what}"
         time.sleep(0.001)
@@ -111,5 +111,5 @@ def revoke_waits_for(go: threading.Event, plane: ZmqPlane, room: RoomId) -> None
     revoking.start()
     assert not revoked.wait(0.05)
     go.set()
-    revoking.join(20)
+    revoking.join(60)
     assert revoked.is_set()

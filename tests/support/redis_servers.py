@@ -15,7 +15,7 @@ from tests.cache.storage.rigs import Server, die_with_parent
 from tests.support.certificates import TestAuthority
 from tests.support.free_ports import free_port
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 class LedgerServer:

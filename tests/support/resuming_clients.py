@@ -40,7 +40,7 @@ def read(
 ) -> Events:
     """Ask for a stream and read it; `meanwhile(events, response)` is called after each event, True: leave."""
     found, rest = Events(), b""
-    with httpx.Client(base_url=url, timeout=10, trust_env=False) as client:
+    with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
         try:
             with client.stream("POST", path, json=body, headers=headers) as response:
                 assert response.status_code == 200, (response.status_code, response.read())

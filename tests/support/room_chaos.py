@@ -253,7 +253,7 @@ class Chaos:
         self.device.settle()
         both = self.both
 
-        end = time.monotonic() + 30.0
+        end = time.monotonic() + 60
         while both.receiver.rooms or both.sender.rooms:
             assert time.monotonic() < end, f"still there: {both.receiver._rooms} and {both.sender._rooms}"
             self.hear_writer()

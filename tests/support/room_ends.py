@@ -47,7 +47,7 @@ from twinpool.transfer.rooms.sender import sender_rooms
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
 
 PLANES = ("local", "shm", "zmq", "nixl", "staged")
-_UNTIL_S = 30.0
+_UNTIL_S = 60.0
 
 
 class LateDevice:

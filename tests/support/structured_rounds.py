@@ -105,7 +105,7 @@ async def one_round(cluster: Serving, bodies: Sequence[dict[str, Any]]) -> tuple
 
 def decodes(cluster: Serving) -> list[dict[str, Any]]:
     """The status of both decode workers."""
-    rows = httpx.get(f"{cluster.url}/cluster/status", timeout=30).json()["workers"]
+    rows = httpx.get(f"{cluster.url}/cluster/status", timeout=60).json()["workers"]
     return sorted((row for row in rows if row["role"] == "decode"), key=lambda row: str(row["name"]))
 
 

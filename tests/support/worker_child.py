@@ -113,8 +113,8 @@ def worker_child(
         if process.is_alive():
             assert process.pid is not None
             os.kill(process.pid, signal.SIGCONT)
-        process.join(10)
+        process.join(60)
         if process.is_alive():
             process.kill()
-            process.join(10)
+            process.join(60)
         logs.cleanup()

@@ -199,7 +199,7 @@ Start = Callable[[], KVReceiver]
 
 def _bind_again(socket: zmq.Socket[bytes], endpoint: str) -> None:
     """Where another socket was bound until now: it is let go of by a thread of ZMQ's, soon."""
-    end = time.monotonic() + 30.0
+    end = time.monotonic() + 60
     while True:
         try:
             socket.bind(endpoint)

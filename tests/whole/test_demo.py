@@ -111,7 +111,7 @@ def test_the_url_comes_last_below_a_short_summary_and_the_curl_line_works(demo: 
     assert re.match(r"\d+ prefill, \d+ decode on ", told["workers"])
     assert not any("invariant:" in line for line in demo.lines), "numerics are among the details"
     line = next(line for line in demo.lines if line.startswith("curl "))
-    done = subprocess.run(shlex.split(line), capture_output=True, timeout=30, check=True)
+    done = subprocess.run(shlex.split(line), capture_output=True, timeout=60, check=True)
     assert len(json.loads(done.stdout)["choices"][0]["text"].split()) > 5
     details = demo.twinpool("status", "--verbose").stdout
     assert "invariant:" in details

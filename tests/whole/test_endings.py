@@ -110,7 +110,7 @@ def running(folder: Path, *words: str, paths: tuple[Path, ...] = ()) -> Iterator
         yield run
     finally:
         run.process.kill()
-        run.process.wait(30)
+        run.process.wait(60)
 
 
 class Streamed:
@@ -137,10 +137,10 @@ class Streamed:
 
 
 def refuses_what_is_new(url: str) -> None:
-    health = httpx.get(f"{url}/health", timeout=30)
+    health = httpx.get(f"{url}/health", timeout=60)
     assert (health.status_code, health.json()["status"]) == (503, "draining")
-    assert httpx.get(f"{url}/live", timeout=30).status_code == 200
-    refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=30)
+    assert httpx.get(f"{url}/live", timeout=60).status_code == 200
+    refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=60)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
     assert int(refused.headers["retry-after"]) > 0
 
@@ -151,7 +151,7 @@ def drains(run: Run, end: Callable[[], object], tokens: int = 400) -> None:
     answer = Streamed(url, tokens)
     end()
     run.line_with("new requests are refused")
-    until(lambda: httpx.get(f"{url}/health", timeout=30).status_code == 503, "the router to be told", 30, 0.01)
+    until(lambda: httpx.get(f"{url}/health", timeout=60).status_code == 503, "the router to be told", 30, 0.01)
     refuses_what_is_new(url)
     lines = answer.ended()
     assert lines[-1] == "data: [DONE]", lines[-3:]

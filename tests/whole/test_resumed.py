@@ -71,7 +71,7 @@ def routers_know_the_workers(cluster: Serving) -> None:
             if len(routers) != 2 or not all(map(listens, routers)):
                 return False  # Connections would meet the other one alone.
         try:
-            told = [httpx.get(f"{cluster.url}/cluster/status", timeout=10) for _ in range(12)]
+            told = [httpx.get(f"{cluster.url}/cluster/status", timeout=60) for _ in range(12)]
         except httpx.HTTPError:
             return False
         return all(answer.status_code == 200 for answer in told)
@@ -120,7 +120,7 @@ def test_whichever_router_is_asked_knows_what_became_of_a_request(cluster: Servi
     asked, told = set[int](), list[dict[str, Any]]()
 
     def both_were_asked() -> bool:
-        with httpx.stream("GET", f"{cluster.url}/cluster/requests/{answer.json()['id']}", timeout=20) as response:
+        with httpx.stream("GET", f"{cluster.url}/cluster/requests/{answer.json()['id']}", timeout=60) as response:
             asked.add(its_router(cluster, response).pid)
             response.read()
         assert response.status_code == 200, response.text
@@ -132,7 +132,7 @@ def test_whichever_router_is_asked_knows_what_became_of_a_request(cluster: Servi
     assert {(one["request_id"], one["router"], one["total_s"]) for one in told} == {
         (told[0]["request_id"], told[0]["router"], told[0]["total_s"])
     }
-    nobody = httpx.get(f"{cluster.url}/cluster/requests/nobody", timeout=20)
+    nobody = httpx.get(f"{cluster.url}/cluster/requests/nobody", timeout=60)
     assert nobody.status_code == 404
     assert "nor have other routers" in nobody.json()["error"]["message"]
 
@@ -246,7 +246,7 @@ def test_an_answer_whose_decode_worker_died_with_its_router_is_drawn_again(clust
 
 def running(cluster: Serving) -> dict[str, int]:
     """Requests that each decode worker runs, without the time that a command takes."""
-    workers = httpx.get(f"{cluster.url}/cluster/status", timeout=10).json()["workers"]
+    workers = httpx.get(f"{cluster.url}/cluster/status", timeout=60).json()["workers"]
     return {w["name"]: w["running"] for w in workers if w["name"].startswith("decode")}
 
 
@@ -258,7 +258,7 @@ def test_a_migrated_answer_is_found_where_it_went(cluster: Serving) -> None:
     def meanwhile(events: int, response: httpx.Response) -> bool:
         if events == 12:
             drained.extend(n for n, count in running(cluster).items() if count)
-            assert httpx.post(f"{cluster.url}/cluster/drain/{drained[0]}", timeout=30).status_code == 200
+            assert httpx.post(f"{cluster.url}/cluster/drain/{drained[0]}", timeout=60).status_code == 200
             until(lambda: not running(cluster).get(drained[0]), "the request to leave")
             its_router(cluster, response).kill()
         return False

@@ -300,7 +300,7 @@ async def test_every_field_of_a_workers_record_and_status_reaches_the_controller
             LeaseHandlers(lambda reason: lost.set(), on_drain=drains.set, on_ended=ended.append),
         )
         await keeper.start(5.0)
-        await asyncio.wait_for(lost.wait(), 10)
+        await asyncio.wait_for(lost.wait(), 60)
         assert await keeper.leave(closed=True), "a plan comes"
         assert drains.is_set(), "the second grant said so"
         assert ended == [first, more], "each once"

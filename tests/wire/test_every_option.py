@@ -83,9 +83,9 @@ def served(cluster: FakeCluster) -> Iterator[Server]:
         with serving(cluster, directory=ControllerDirectory(target)) as server:
             yield server
     finally:
-        asyncio.run_coroutine_threadsafe(grpc.__aexit__(None, None, None), loop).result(10)
+        asyncio.run_coroutine_threadsafe(grpc.__aexit__(None, None, None), loop).result(60)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(60)
         loop.close()
 
 

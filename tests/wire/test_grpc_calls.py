@@ -47,7 +47,7 @@ from twinpool.contracts.wire.grpc_calls import (
 )
 
 pytestmark = pytest.mark.asyncio
-WAIT_S = 20.0
+WAIT_S = 60.0
 STATUS: WorkerStatus = full(WorkerStatus)
 UNREADABLE: bytes = msgpack.packb([1, "x"])
 

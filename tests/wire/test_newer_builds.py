@@ -32,7 +32,7 @@ from twinpool.contracts.messages.worker_status import WorkerView
 from twinpool.router.links.controller_directory import ControllerDirectory
 from twinpool.router.links.grpc_worker import GrpcWorkerClient
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def raw(message: Message) -> list[Any]:

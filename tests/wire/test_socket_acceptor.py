@@ -16,7 +16,7 @@ import pytest
 from twinpool.contracts.wire import socket_acceptor
 from twinpool.contracts.wire.socket_acceptor import SocketAcceptor
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Scene:

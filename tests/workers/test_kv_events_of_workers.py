@@ -89,7 +89,7 @@ def told(index: KVIndex) -> dict[Medium, dict[bytes, BlockEntry]]:
 
 def catch_up(both: Pair, readers: list[KVEventSubscriber]) -> None:
     """Step and read until the readers know what the trees hold."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while True:
         both.step()
         for reader in readers:
@@ -159,7 +159,7 @@ def test_what_is_written_to_storage_is_told(model: Path, tmp_path: Path) -> None
     cache = {"host_bytes": 1 << 20, "storage": storage, "events": events()}
     with pair(model, tokens=2048, cache=cache) as both, following(both) as readers:
         conversation(both, random.Random(7), 4, readers)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while any(manager.busy for manager in managers(both)):
             assert time.monotonic() < deadline
             both.step()

@@ -71,7 +71,7 @@ def in_table(feed: EventFeed) -> Holders:
 
 
 def catch_up(both: Pair, feed: EventFeed) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while in_table(feed) != in_trees(both) or not all(w.reader.complete for w in feed._workers.values()):
         both.step()
         feed.round(0.001)

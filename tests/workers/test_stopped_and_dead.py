@@ -212,7 +212,7 @@ def test_a5_of_a_writer_with_two_ranks_one_is_killed_in_mid_write_and_nothing_of
             assert scene.free == 17, "what a stopped writer may still write to is not given away"
             if stops == 0:
                 os.kill(victim, signal.SIGKILL)
-                scene.stopping.process.join(30)
+                scene.stopping.process.join(60)
                 assert follower.pipe.poll(30), "a follower didn't end with its leader"
                 rounds = iter(range(200))
                 scene.until(lambda: next(rounds, None) is None)
@@ -229,7 +229,7 @@ def test_a5_of_a_writer_with_two_ranks_one_is_killed_in_mid_write_and_nothing_of
             assert compare(oracle, prompt, scene.answer(name)).equal
         assert scene.decode.check().violations == ()
         assert scene.decode.check().rooms == 0
-        scene.stopping.process.join(30)
+        scene.stopping.process.join(60)
         assert not scene.stopping.process.is_alive(), "a worker goes with any of its ranks"
 
 

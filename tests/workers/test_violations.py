@@ -264,7 +264,7 @@ def behind_a_router(both: Pair, folder: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(60)
         for _, host in members:
             host.stop(10)
 

@@ -13,7 +13,7 @@ from twinpool.cache.device.cpu_device import BESIDE, AsyncCpuDevice, CpuDevice
 from twinpool.cache.device.device_choice import make_device
 from twinpool.cache.device.device_port import DONE, DeviceOp, DeviceStream, LayerMarks, failure, layer_groups
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 STEP = DeviceOp("forward", DeviceStream.COMPUTE)
 SEND = DeviceOp("send", DeviceStream.SEND)
 

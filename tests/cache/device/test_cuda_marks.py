@@ -126,7 +126,7 @@ def test_all_who_wait_go_on_when_their_own_mark_is_reached() -> None:
     for group in range(3):
         assert not passed[group].is_set()
         word.run(1)
-        assert passed[group].wait(10)
+        assert passed[group].wait(60)
     for thread in lanes:
         thread.join()
 
@@ -147,11 +147,11 @@ def test_who_looks_for_the_others_tells_them_also_where_it_fails_itself() -> Non
     lanes = [threading.Thread(target=lane, args=(marks,), daemon=True) for marks in (first, second)]
     for thread, step in zip(lanes, (passed_by, failed), strict=True):
         thread.start()  # The first one looks, and the other waits to be told.
-        assert step.asked.wait(10)
+        assert step.asked.wait(60)
     failed.error = RuntimeError("an illegal memory access")
     passed_by.over = True
     for thread in lanes:
-        thread.join(10)
+        thread.join(60)
     assert sorted(type(error).__name__ for error in found) == ["AssertionError", "RuntimeError"]
 
 
@@ -168,5 +168,5 @@ def test_who_waits_before_the_step_is_launched_goes_on_when_it_failed_at_that() 
     thread = threading.Thread(target=lane)
     thread.start()
     marks.end(RuntimeError("no room"))
-    thread.join(10)
+    thread.join(60)
     assert [str(error) for error in found] == ["no room"]

@@ -156,7 +156,7 @@ class Server:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        client, deadline = redis.Redis.from_url(self.url), time.monotonic() + 30
+        client, deadline = redis.Redis.from_url(self.url), time.monotonic() + 60
         while True:
             try:
                 assert client.info("server")["process_id"] == self._process.pid, "another server has this port"

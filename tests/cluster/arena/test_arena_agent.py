@@ -238,7 +238,7 @@ def test_what_can_not_be_lent_leaves_nothing_behind(token: str) -> None:
             assert len({asked() for _ in range(5)}) == 1
     finally:
         os.eventfd_write(stop, 1)
-        serving.join(10)
+        serving.join(60)
         agent.close()
         os.close(stop)
 

@@ -32,7 +32,7 @@ from twinpool.contracts.wire.controller_turns import NOT_LEADING
 from twinpool.contracts.wire.grpc_calls import CallChannel, CallFailed
 
 NAME = WorkerName("decode-0")
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 class Process:

@@ -77,7 +77,7 @@ class Site:
 
 def on_loop(life: Callable[[Site], Awaitable[None]]) -> None:
     async def whole() -> None:
-        await asyncio.wait_for(asyncio.ensure_future(life(Site())), 20)
+        await asyncio.wait_for(asyncio.ensure_future(life(Site())), 60)
 
     asyncio.run(whole())
 

@@ -30,7 +30,7 @@ from twinpool.router.links.controller_directory import ControllerDirectory
 NAME, OTHER = WorkerName("decode-0"), WorkerName("decode-1")
 LEASE_S, LEADER_S = 10.0, float(os.environ.get("TWINPOOL_LEADER_S", "1"))
 SILENCE_S = 2.0
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 class Site:

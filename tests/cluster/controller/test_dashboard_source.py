@@ -42,7 +42,7 @@ REPORT = RouterReport(
     tuple(range(BUCKETS)), tuple(range(BUCKETS)), ("decode-0",), 2,
     RouterIdentity("router-0", "10.0.0.1:8000", "a-digest", True), tuple(range(5, 5 + BUCKETS)), 12.5, 7.5, 0.75,
 )  # fmt: skip
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class Site:

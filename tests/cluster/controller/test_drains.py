@@ -31,7 +31,7 @@ from twinpool.contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
 from twinpool.contracts.messages.worker_status import EndedWorker, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 
 NAME = WorkerName("decode-1")
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Cluster:
@@ -236,7 +236,7 @@ lock = threading.Lock()
 lock.acquire()
 threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
 def end():
-    ok = told.wait(20)
+    ok = told.wait(60)
     late = threading.Event()
     TERMINATED.on(late.set)
     os._exit(0 if ok and late.is_set() else 1)

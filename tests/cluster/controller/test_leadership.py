@@ -38,7 +38,7 @@ from twinpool.router.links.controller_directory import ControllerDirectory
 
 LEASE_S = 8.0
 NAME = WorkerName("decode-0")
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class SharedTable:

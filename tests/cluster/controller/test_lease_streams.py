@@ -35,7 +35,7 @@ from twinpool.contracts.wire.message_codec import encode
 
 NAME, ONE = WorkerName("decode-0"), Incarnation(1)
 SECRET = "ab" * 32
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Site:

@@ -133,7 +133,7 @@ def test_two_that_take_a_free_ledger_at_once_do_not_both_lead(keeper: Keeper) ->
         def take(
             ledger: LeasedLedger, number: int, gate: threading.Barrier = gate, led: list[LeasedLedger] = led
         ) -> None:
-            gate.wait(10)
+            gate.wait(60)
             if ledger.take(f"10.0.0.{number}:1", "h", LEASE_S, first=False):
                 led.append(ledger)
 
@@ -141,7 +141,7 @@ def test_two_that_take_a_free_ledger_at_once_do_not_both_lead(keeper: Keeper) ->
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         (winner,) = led
         winner.put("a", "1")
 
@@ -270,7 +270,7 @@ def test_a_ledger_may_be_made_by_several_at_a_time(tmp_path: Path) -> None:
     opened: list[SqliteLedger] = []
 
     def make(path: Path, start: threading.Barrier) -> None:
-        start.wait(10)
+        start.wait(60)
         opened.append(SqliteLedger(path))
 
     for number in range(20):

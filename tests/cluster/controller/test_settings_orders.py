@@ -27,7 +27,7 @@ CHANGED = (
     ChangedSetting("x", '""', "null", by="routers"),
 )
 ANSWER = SettingsAnswer(0, "", CHANGED, {Role.PREFILL: "0a", Role.DECODE: "1b"}, 2, "it is stuck")
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Site:

@@ -41,7 +41,7 @@ T = TypeVar("T")
 NAME, OTHER = WorkerName("decode-0"), WorkerName("prefill-3")
 NODE = NodePlace("0123456789abcdef", "here")
 SECRET = "ab" * 32
-WAIT_S = 20.0
+WAIT_S = 60.0
 SILENCE_S = 5.0
 
 

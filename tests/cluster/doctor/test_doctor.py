@@ -650,7 +650,7 @@ def test_each_check_is_told_as_it_begins_and_ends_and_independent_ones_are_made_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three wait for each other: one by one they would never end. What they find is in the table's order."""
-    meet = threading.Barrier(3, timeout=20)
+    meet = threading.Barrier(3, timeout=60)
 
     def waiting(asked: DoctorCase) -> Iterator[Finding]:
         meet.wait()

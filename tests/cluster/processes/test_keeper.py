@@ -17,7 +17,7 @@ from twinpool.cluster.processes import keeper
 from twinpool.cluster.processes.keeper import NextSupervisor
 from twinpool.cluster.processes.process_ids import same_process, start_time
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 SUPERVISOR = """
 import os, signal, subprocess, sys, time
 folder = sys.argv[1]

@@ -36,7 +36,7 @@ class Reaper:
 
     def end(self) -> None:
         os.close(self.pipe)
-        assert self.process.wait(10) == 0
+        assert self.process.wait(60) == 0
 
 
 @pytest.mark.slow
@@ -58,7 +58,7 @@ def test_everything_of_a_run_dies_with_it_and_nothing_else(tmp_path: Path) -> No
         reaper.say(f"pid {reused.pid} {(start_time(reused.pid) or 0) - 1}")
         reaper.say(f"path {path}")
         reaper.end()
-        assert [p.wait(5) for p in (reported, marked, named, writing)] == [-signal.SIGKILL] * 4
+        assert [p.wait(60) for p in (reported, marked, named, writing)] == [-signal.SIGKILL] * 4
         assert stranger.poll() is None
         assert reused.poll() is None
         assert not folder.exists()

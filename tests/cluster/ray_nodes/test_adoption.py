@@ -180,7 +180,7 @@ soon(lambda: launcher.running() == [("decode-7", 4)])
 soon(lambda: running.at is not None)
 assert running.at.pid != pid
 all_others = placement_group([{"twinpool_decode": free("twinpool_decode")}])
-assert all_others.wait(30)
+assert all_others.wait(60)
 role_places.PLACE_WAIT_S = 0.2
 last = dataclasses.replace(changed, role=Role.DECODE, incarnation=Incarnation(5))
 launcher.start(last, successor_of=Incarnation(4))

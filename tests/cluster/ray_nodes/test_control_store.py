@@ -32,7 +32,7 @@ from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.config.load_config import load_config
 from twinpool.contracts.errors import ConfigError
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 STAND_IN = """
 import os, pathlib, sys, time
 pathlib.Path(sys.argv[1], str(os.getpid())).write_text(os.environ["TOLD"])

@@ -155,7 +155,7 @@ def test_nobody_reads_the_prompts_of_another_user_from_the_events_of_the_index(t
     clock = SystemClock()
     stranger = KVEventSubscriber(publisher.endpoint, clock, publisher.replay_endpoint)
     reader = KVEventSubscriber(publisher.endpoint, clock, publisher.replay_endpoint, key_file=key)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not reader.complete:
         assert time.monotonic() < deadline
         publisher.round()

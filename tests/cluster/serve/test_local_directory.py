@@ -16,7 +16,7 @@ from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Done, Event
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
 
-WAIT_S = 5.0
+WAIT_S = 60.0
 
 
 class Local:

@@ -37,7 +37,7 @@ class UnixServer(socketserver.ThreadingUnixStreamServer):
 
 
 def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not true():
         assert time.monotonic() < deadline
         threading.Event().wait(0.005)

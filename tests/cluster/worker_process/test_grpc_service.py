@@ -19,7 +19,7 @@ from twinpool.contracts.messages.calls import CHECK_WORKER, DRAIN_WORKER, UNDRAI
 from twinpool.contracts.messages.worker_status import WorkerStatus
 from twinpool.contracts.wire.grpc_calls import CallChannel, CallFailed
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 METADATA = (("twinpool-incarnation", "3"),)
 
 

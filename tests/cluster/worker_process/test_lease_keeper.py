@@ -32,7 +32,7 @@ from twinpool.router.links.controller_directory import ControllerDirectory
 
 NAME = WorkerName("decode-0")
 MARK = Fingerprint(41, "a layout", "fast:avx2 and more", "a checkpoint")
-WAIT_S = 5.0
+WAIT_S = 60.0
 
 
 def test_a_lease_ends_at_the_worker_before_it_ends_at_the_controller() -> None:

@@ -237,5 +237,5 @@ def test_the_second_plan_of_a_process_is_waited_for_as_the_first_was() -> None:
     waits.join(0.05)
     assert waits.is_alive()
     following.give(plans[1])
-    waits.join(20.0)
+    waits.join(60)
     assert taken == [plans[1]]

@@ -89,13 +89,13 @@ def test_a_hung_step_shows_in_the_heartbeat_while_the_rest_of_the_status_stands_
     def hang(steps: int) -> None:
         if steps >= 2:
             inside.set()
-            go_on.wait(30)
+            go_on.wait(60)
 
     host = WorkerThread(FakeWorker(), clock=clock, before_step=hang, idle_s=0.01)
     host.start()
     try:
         host.send(host.open_session(lambda events: None), [submit("a", 9)])
-        assert inside.wait(10)
+        assert inside.wait(60)
         clock.advance(45.0)
         beat = host.heartbeat()
         assert (beat.stalled_s, beat.steps, beat.running) == (45.0, 2, 1)

@@ -17,7 +17,7 @@ from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Done, Event, Tokens
 from twinpool.contracts.messages.worker_status import WorkerStatus
 
-WAIT_S = 5.0
+WAIT_S = 60.0
 
 
 class Running:

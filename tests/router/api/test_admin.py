@@ -102,7 +102,7 @@ def test_health_fails_while_work_waits_and_nothing_advances() -> None:
         assert answer.status_code == 503
         assert "nothing has advanced" in answer.json()["problems"][0]
         server.call(server.cluster["prefill-0"].resume)
-        waiting.join(10)
+        waiting.join(60)
         assert server.client.get("/health").status_code == 200
 
 
@@ -693,7 +693,7 @@ def test_the_last_of_two_orders_about_a_worker_is_what_it_does(server: Server, m
     assert told == ["drain"]
     server.call(gate[0].set)
     for order in orders:
-        order.join(10)
+        order.join(60)
     assert told == ["drain", "undrain"]
     assert server.cluster["decode-0"].state == "ready"
     server.wait_until(server.serves)

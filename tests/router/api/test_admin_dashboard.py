@@ -118,7 +118,7 @@ def test_with_a_port_of_their_own_operators_have_the_page_there_alone(tmp_path: 
     config = Config(security=SecurityConfig(admin_port=1, admin_keys_file=str(file)))
     with (
         serving(FakeCluster(), config=config, dashboard=FakeDashboard()) as server,
-        httpx.Client(base_url=server.admin_url, timeout=10, trust_env=False) as operator,
+        httpx.Client(base_url=server.admin_url, timeout=60, trust_env=False) as operator,
     ):
         assert server.client.get("/dashboard").status_code == 404
         assert status(server.client) == 404
@@ -153,7 +153,7 @@ def test_what_the_page_of_docs_types_shows_events(shown: Server) -> None:
     page = (ROOT / "docs" / "dashboard.md").read_text()
     (code,) = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     code = code.replace("http://127.0.0.1:8000", shown.url)
-    done = subprocess.run(["bash", "-euc", code], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(["bash", "-euc", code], capture_output=True, text=True, timeout=60, check=True)
     kinds = [line for line in done.stdout.splitlines() if line.startswith("event: ")]
     assert kinds[:2] == ["event: past", "event: frame"]
     assert len(kinds) > 5

@@ -44,7 +44,7 @@ class Client:
     def __init__(self, server: Server) -> None:
         registry = server.uvicorn.connections
         before = registry.accepted
-        self.socket = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+        self.socket = socket.create_connection(("127.0.0.1", server.port), timeout=60)
         server.wait_until(lambda: registry.accepted > before)
 
     def send(self, method: str, path: str, body: bytes = b"", length: int | None = None) -> None:
@@ -137,7 +137,7 @@ def test_above_the_reserve_nobody_gets_in(bounded: Server, monkeypatch: pytest.M
     busy = [Client(bounded) for _ in range(4)]
     for client in busy:
         client.stream()
-    with socket.create_connection(("127.0.0.1", bounded.port), timeout=10) as late:
+    with socket.create_connection(("127.0.0.1", bounded.port), timeout=60) as late:
         late.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
         with suppress(ConnectionResetError):
             assert late.recv(10) == b""
@@ -265,7 +265,7 @@ def test_a_full_house_is_told_before_the_body_is_read() -> None:
         assert client.until(b"\r\n\r\n").startswith(b"HTTP/1.1 429")
         client.socket.close()
         server.resume()
-        waiting.join(10)
+        waiting.join(60)
         server.at_rest()
 
 

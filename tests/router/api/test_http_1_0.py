@@ -17,7 +17,7 @@ OTHERS = {"whole": ASKED, "refused": {"prompt": [5], "n": 0}}
 def send(server: Server, body: object, version: str = "1.0", *headers: str) -> socket.socket:
     raw = json.dumps(body).encode()
     lines = [f"POST /v1/completions HTTP/{version}", "Host: x", f"Content-Length: {len(raw)}", *headers]
-    client = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     client.sendall("\r\n".join((*lines, "", "")).encode() + raw)
     return client
 

@@ -103,7 +103,7 @@ class Index:
 
     def until(self, done: Callable[[], bool]) -> None:
         """Let publishers and the feed go on until something is so."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not done():
             assert time.monotonic() < deadline, "it never is"
             for publisher in self.publishers:

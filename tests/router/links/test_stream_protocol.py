@@ -19,7 +19,7 @@ from twinpool.contracts.wire.stream_codec import decode_commands
 from twinpool.router.links.controller_directory import ControllerDirectory
 from twinpool.router.links.worker_links import MAX_COMMANDS, TURN_BYTES, WorkerLinks, WorkerStream, open_stream
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def record(stream: str, protocol: int) -> WorkerRecord:

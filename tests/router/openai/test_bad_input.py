@@ -232,7 +232,7 @@ def test_nulls_and_fields_without_effect_are_ignored(server: Server) -> None:
 
 def test_a_body_that_is_too_large_is_refused_before_it_is_read(server: Server) -> None:
     limit = server.service.body_limit
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (16 * 2**20))
         client.sendall(b"x" * 1000)
         answer = b""
@@ -264,7 +264,7 @@ def test_a_full_queue_says_so_and_when_to_come_back(server: Server) -> None:
         assert response.headers["retry-after"] == "1"
         assert response.json()["error"]["type"] == "rate_limit_error"
         full.call(full.cluster["prefill-0"].resume)
-        waiting.join(10)
+        waiting.join(60)
         assert full.post(COMPLETIONS, {**OK, "n": 2}).status_code == 200
         full.at_rest()
 

@@ -180,7 +180,7 @@ def test_a_flood_of_refusals_leaves_the_records_and_the_traces_of_what_was_serve
     sender = Sender()
     exporter = TraceExporter(sender, TracingConfig("http://there/v1/traces", queue=8), lambda: random.Random(1))
     exporter.add(traced(0))
-    assert sender.began.acquire(timeout=10)
+    assert sender.began.acquire(timeout=60)
     for number in range(20):
         exporter.add_refusal(refusal(number, trace=TraceContext(TRACE, PARENT, True)))
     assert exporter.dropped == 18

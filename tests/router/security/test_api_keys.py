@@ -172,7 +172,7 @@ def test_what_a_client_that_left_had_asked_for_counts_for_its_tenant(server: Ser
     spent, left = (tenants._accounts["acme"].tokens if "acme" in tenants._accounts else 0), metrics.disconnects
     server.pause(role)
     body = {**ASK, "max_tokens": 50, "stream": True}
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
         raw = json.dumps(body).encode()
         lines = (f"POST {COMPLETIONS} HTTP/1.1", "Host: x", f"Authorization: Bearer {secret}")
         client.sendall("\r\n".join((*lines, f"Content-Length: {len(raw)}", "", "")).encode() + raw)
@@ -372,7 +372,7 @@ def test_a_client_at_its_limit_may_take_its_own_answer_over(server: Server, keys
         other = server.post("/v1/completions", body, **bearer(secret))
         assert other.status_code == 429
         server.resume()
-        again = httpx.post(f"{server.url}/v1/completions", json={**body, "stream": True}, headers=headers, timeout=10)
+        again = httpx.post(f"{server.url}/v1/completions", json={**body, "stream": True}, headers=headers, timeout=60)
     assert again.status_code == 200
     assert "[DONE]" in again.text
 

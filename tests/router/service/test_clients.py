@@ -53,7 +53,7 @@ class Stream:
 def send_request(server: Server, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
     """A request on a bare connection."""
     raw = json.dumps(body).encode()
-    client = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     client.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(raw)) + raw)
     return client
 
@@ -103,7 +103,7 @@ def test_a_whole_answer_survives_the_death_of_both_workers_and_their_return() ->
         server.resume()
         for name in ("prefill-0", "decode-0"):
             server.call(lambda name=name: server.cluster.restart(name))  # type: ignore[misc]
-        waiting.join(10)
+        waiting.join(60)
         assert got[0].json()["choices"][0]["token_ids"] == ANSWER
         assert "twinpool_replays_total 1.0" in server.client.get("/metrics").text
         server.at_rest()
@@ -155,7 +155,7 @@ def test_one_failed_answer_of_several_takes_the_others_back(server: Server) -> N
     leg = next(iter(server.cluster[name].legs.values()))
     done = Done(leg.submit.request_id, 0, "error", error=ErrorKind.INVALID, message="planted")
     server.call(lambda: leg.session.on_events([done]))
-    waiting.join(10)
+    waiting.join(60)
     assert got[0].status_code == 400
     server.call(lambda: server.cluster[name].legs.pop(leg.submit.request_id, None))
     server.at_rest()
@@ -189,7 +189,7 @@ def test_a_client_that_leaves_while_it_waits_for_a_worker_is_forgotten() -> None
 
 
 def test_a_client_that_leaves_in_its_own_body_is_forgotten(server: Server) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
     assert server.complete(max_tokens=2)["usage"]["completion_tokens"] == 2
 

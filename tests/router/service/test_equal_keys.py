@@ -114,7 +114,7 @@ class Asked:
         self.answer: httpx.Response | None = None
 
         def ask() -> None:
-            with httpx.Client(base_url=server.url, timeout=10, trust_env=False, verify=False) as client:
+            with httpx.Client(base_url=server.url, timeout=60, trust_env=False, verify=False) as client:
                 self.answer = client.post(PATH, json=asked, headers={"Idempotency-Key": key, **headers})
 
         self._thread = threading.Thread(target=ask)
@@ -122,7 +122,7 @@ class Asked:
 
     def status(self) -> int:
         """Of its answer, which must come."""
-        self._thread.join(15)
+        self._thread.join(60)
         assert self.answer is not None, "it hangs"
         return self.answer.status_code
 
@@ -199,7 +199,7 @@ def test_whoever_comes_while_a_refusal_is_on_its_way_is_refused_too(server: Serv
         await service.claims.claim(claim.identity, service.claims.next_turn(), 1, service._act, None)
 
     with pytest.raises(Exception, match="another body"):
-        asyncio.run_coroutine_threadsafe(second(), server.loop).result(10)
+        asyncio.run_coroutine_threadsafe(second(), server.loop).result(60)
     assert first.status() == 422
     assert len(service.claims) == 0
 
@@ -313,7 +313,7 @@ def lost_holder(server: Server) -> Callable[[], object]:
         assert task is not None
         server.service.admission._opening[task] = 1
 
-    asyncio.run_coroutine_threadsafe(hold(), server.loop).result(10)
+    asyncio.run_coroutine_threadsafe(hold(), server.loop).result(60)
     return server.service.admission._opening.popitem
 
 
@@ -363,7 +363,7 @@ def test_whoever_is_read_or_looked_for_while_the_router_ends_is_told(monkeypatch
         closed = asyncio.run_coroutine_threadsafe(server.service.close(), server.loop)
         replies.let_go(1)
         assert waits.status() == read.status() == 503
-        closed.result(10)
+        closed.result(60)
         assert server.post(PATH, {"prompt": [5]}).status_code == 503
         assert server.service.answers.owners == {}
 
@@ -434,7 +434,7 @@ class Storm:
             stream.fail("the client left")
 
         calls.append(leave)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await stream.ended()
         self.service.abandon(stream)
         if stream.failed is not None:

@@ -32,7 +32,7 @@ def running() -> Iterator[Server]:
 def streamed(server: Server, number: int) -> list[int]:
     body = {"prompt": [5, 6, number], "max_tokens": TOKENS, "seed": 1, "stream": True, "return_token_ids": True}
     with (
-        httpx.Client(timeout=30, trust_env=False) as client,
+        httpx.Client(timeout=60, trust_env=False) as client,
         client.stream("POST", f"{server.url}/v1/completions", json=body) as response,
     ):
         lines = [line for line in response.iter_lines() if line.startswith("data: ")]
@@ -54,7 +54,7 @@ def test_streams_and_health_go_on_while_large_bodies_are_being_read(server: Serv
     body = json.dumps({"prompt": "word " * 2000}).encode()
     senders = []
     for _ in range(6):
-        client = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+        client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         senders.append(client)
     server.wait_until(lambda: readers.waiting == 4 and len(children) == 2)
@@ -91,7 +91,7 @@ def test_after_hostile_clients_everything_is_as_it_was(server: Server) -> None:
             if status not in statuses:
                 wrong.append((status, statuses))
         for _ in range(30):
-            with suppress(OSError), socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
                 client.sendall(rng.choice([b"", b"GET ", b"POST /v1/completions HTTP/1.1\r\n"]) + rng.randbytes(2000))
 
     eight_streams_are_right(server)
@@ -101,7 +101,7 @@ def test_after_hostile_clients_everything_is_as_it_was(server: Server) -> None:
     harming.start()
     for _ in range(60):
         with suppress(OSError):
-            idle.append(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+            idle.append(socket.create_connection(("127.0.0.1", server.port), timeout=60))
     eight_streams_are_right(server)
     harming.join(60)
     assert not wrong
@@ -115,5 +115,5 @@ def test_after_hostile_clients_everything_is_as_it_was(server: Server) -> None:
     assert server.service.readers.waiting == 0
     # A reader's socket and its process' own are all that may be new.
     assert len(os.listdir("/proc/self/fd")) <= before + 2 * server.service.config.reader_processes
-    server.client = httpx.Client(base_url=server.url, timeout=10, trust_env=False)
+    server.client = httpx.Client(base_url=server.url, timeout=60, trust_env=False)
     server.at_rest()

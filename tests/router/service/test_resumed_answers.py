@@ -220,7 +220,7 @@ def test_another_body_is_refused_here_and_by_what_workers_say(server: Server) ->
     there = server.post(PATH, BODY, **keyed("theirs"))
     assert there.status_code == 422
     server.resume()
-    thread.join(10)
+    thread.join(60)
 
 
 def test_the_last_connection_has_a_waiting_answer_too_and_the_one_before_is_told(server: Server) -> None:
@@ -231,10 +231,10 @@ def test_the_last_connection_has_a_waiting_answer_too_and_the_one_before_is_told
     threads[0].start()
     server.wait_until(lambda: server.service.core.requests.in_flight == 1)
     threads[1].start()
-    threads[0].join(10)
+    threads[0].join(60)
     server.wait_until(lambda: server.service.core.requests.in_flight == 1)
     server.resume()
-    threads[1].join(10)
+    threads[1].join(60)
     assert [a.status_code for a in answers] == [409, 200]
     assert answers[0].json()["error"]["code"] == "superseded"
     assert answers[1].json()["choices"][0]["token_ids"] == expected(BODY["prompt"], SamplingParams(20, seed=1))

@@ -61,7 +61,7 @@ class OtlpServer:
 
     def root(self, trace_id: str) -> Span:
         """Wait for one more call, and return the one root of a trace."""
-        self.came.acquire(timeout=10)
+        self.came.acquire(timeout=60)
         (root,) = [span for _, span in self.spans() if span.trace_id.hex() == trace_id and span.name == "request demo"]
         return root
 

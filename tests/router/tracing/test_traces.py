@@ -137,7 +137,7 @@ class Sender:
 
     def send(self, spans: Sequence[TraceSpan]) -> bool:
         self.began.release()
-        self.go.wait(10)
+        self.go.wait(60)
         try:
             if self.raises:
                 raise RuntimeError("an exporter's bug")
@@ -166,7 +166,7 @@ def test_a_collector_that_hangs_costs_no_request_anything_but_its_trace() -> Non
     sender = Sender()
     traces = exporter(sender, queue=3)
     traces.add(traced(0))
-    assert sender.began.acquire(timeout=10)
+    assert sender.began.acquire(timeout=60)
     for number in range(1, 9):
         traces.add(traced(number))
     assert (traces.dropped, traces.exported) == (5, 0)
@@ -175,7 +175,7 @@ def test_a_collector_that_hangs_costs_no_request_anything_but_its_trace() -> Non
     traces.add(traced(21))
     assert traces.dropped == 6, "nothing is taken any more"
     sender.go.set()
-    traces._thread.join(10)
+    traces._thread.join(60)
     assert sender.sent == [["r0-0"], ["r1-0", "r2-0", "r3-0"], ["closed"]]
     assert (traces.exported, traces.failed) == (4, 0)
 
@@ -187,8 +187,8 @@ def test_a_collector_that_refuses_and_an_exporter_that_fails_are_counted_and_tra
     for taken, raises in ((False, False), (True, True), (True, False)):
         sender.taken, sender.raises = taken, raises
         traces.add(traced(len(sender.sent)))
-        assert sender.ended.acquire(timeout=10)
-        sender.began.acquire(timeout=10)
+        assert sender.ended.acquire(timeout=60)
+        sender.began.acquire(timeout=60)
     traces.close(10.0)
     assert (traces.exported, traces.failed, traces.dropped) == (1, 2, 0)
     shown = {sample.labels["outcome"]: sample.value for family in traces.families() for sample in family.samples
@@ -204,13 +204,13 @@ def test_lost_traces_are_told_once_until_the_collector_takes_some_again(caplog: 
     for taken in (False, False, True, True, False):
         sender.taken = taken
         traces.add(traced(number := number + 1))
-        assert sender.began.acquire(timeout=10)
+        assert sender.began.acquire(timeout=60)
         for _ in range(3):  # One waits, two are dropped.
             traces.add(traced(number := number + 1))
         sender.go.set()
-        assert sender.ended.acquire(timeout=10)
-        assert sender.ended.acquire(timeout=10)
-        assert sender.began.acquire(timeout=10)
+        assert sender.ended.acquire(timeout=60)
+        assert sender.ended.acquire(timeout=60)
+        assert sender.began.acquire(timeout=60)
         sender.go.clear()
     sender.go.set()
     traces.close(10.0)
@@ -226,7 +226,7 @@ def test_so_many_traces_go_in_one_call() -> None:
     sender = Sender()
     traces = exporter(sender)
     traces.add(traced(0))
-    assert sender.began.acquire(timeout=10)
+    assert sender.began.acquire(timeout=60)
     for number in range(1, MAX_AT_ONCE + 3):
         traces.add(traced(number))
     sender.go.set()

@@ -16,7 +16,7 @@ from twinpool.transfer.net.zmq_channel import Waiter, ZmqControlTransport
 from twinpool.transfer.net.zmq_sockets import CurveKeys, dial
 from twinpool.transfer.planes.notice_inbox import NoticeInbox
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 MINE, THEIRS = CurveKeys.from_secret(b"m" * 32), CurveKeys.from_secret(b"t" * 32)
 HALF = CurveKeys(MINE.public, THEIRS.secret)
 """The cluster's public key with a secret one that isn't its own."""

@@ -57,7 +57,7 @@ class LateCopies:
 
     def run_to(self, number: int) -> None:
         if self._gate is not None:
-            assert self._gate.wait(20)
+            assert self._gate.wait(60)
         with self._lock:
             while self.ran < number:
                 if self.broken:
@@ -263,7 +263,7 @@ def test_a5_revoke_waits_for_the_copies_to_pages_that_are_under_way(monkeypatch:
         writer = RawWriter(one)
         writer.begin(head(("full", 2, 2)), 2 * FULL)
         writer.socket.sendall(b"\1" * (2 * FULL))
-        assert copies.begun.wait(20)
+        assert copies.begun.wait(60)
         revoke_waits_for(gate, one, ROOM)
         after = image(pools)
         until(lambda: (one.poll(), one.dropped)[1] == 1, "the rest to be dropped")
@@ -279,14 +279,14 @@ def test_a9_a_write_is_answered_when_its_last_copy_is_over(monkeypatch: pytest.M
         writer = RawWriter(one)
         writer.begin(head(("full", 2, 1)), FULL)
         writer.socket.sendall(b"\1" * FULL)
-        assert copies.begun.wait(20)
+        assert copies.begun.wait(60)
         writer.socket.settimeout(0.05)
         with pytest.raises(TimeoutError):
             writer.socket.recv(1)
         assert one.poll() == []
         assert not (pools.region == 1).any()
         gate.set()
-        writer.socket.settimeout(20)
+        writer.socket.settimeout(60)
         assert writer.socket.recv(1) == b"\1"
         assert set(b"".join(entry(pools, "full", 5))) == {1}
         writer.close()

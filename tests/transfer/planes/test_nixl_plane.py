@@ -95,12 +95,12 @@ def test_a_severed_link_fails_what_waits_and_takes_what_comes_later() -> None:
         posted = [link.post(WRITE) for _ in range(200)]
         link.sever()
         for one in posted:
-            one._over.wait(20)  # type: ignore[attr-defined]
+            one._over.wait(60)  # type: ignore[attr-defined]
         reasons = [str(error) for one in posted if (error := failure(one)) is not None]
         assert reasons
         assert all("severed" in reason or "given up" in reason for reason in reasons)
         last = link.post(WRITE)
-        assert last._over.wait(20)  # type: ignore[attr-defined]
+        assert last._over.wait(60)  # type: ignore[attr-defined]
         assert failure(last) is None
         assert set(b"".join(entry(target, "full", 5))) == {7}
 

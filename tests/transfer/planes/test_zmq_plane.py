@@ -197,7 +197,7 @@ def test_a5_revoke_waits_for_the_slice_that_is_being_stored(monkeypatch: pytest.
 
     def slowly(rows: Any) -> Any:
         storing.set()
-        assert go.wait(20)
+        assert go.wait(60)
         return real(rows)
 
     real = data_listener._slice
@@ -206,7 +206,7 @@ def test_a5_revoke_waits_for_the_slice_that_is_being_stored(monkeypatch: pytest.
     with reader(WIDE) as (plane, _), writing(plane) as writer:
         writer.begin(msgpack.packb((ROOM, TICKET, [("full", 2, 1)], *ALONE)), size)
         writer.socket.sendall(b"\1" * size)
-        assert storing.wait(20)
+        assert storing.wait(60)
         revoke_waits_for(go, plane, ROOM)
 
 
@@ -220,7 +220,7 @@ class HeldUp:
     def __enter__(self) -> None:
         if threading.current_thread() is self._thread:
             self.waits.set()
-            assert self.go.wait(20)
+            assert self.go.wait(60)
         self._lock.acquire()
 
     def __exit__(self, *_: object) -> None:
@@ -240,7 +240,7 @@ def test_a5_nothing_lands_of_a_room_revoked_while_its_slice_waited_for_the_lock(
         connection.landing = held  # type: ignore[assignment]
         writer.begin(msgpack.packb((ROOM, TICKET, [("full", 2, 1)], *ALONE)), size)
         writer.socket.sendall(b"\1" * size)
-        assert held.waits.wait(20)
+        assert held.waits.wait(60)
         before = image(pools)
         plane.revoke(ROOM)
         held.go.set()
@@ -262,7 +262,7 @@ def test_a5_a_slice_that_gets_the_lock_once_revoke_has_passed_it_stores_nothing(
         connection.landing = held  # type: ignore[assignment]
         writer.begin(msgpack.packb((ROOM, TICKET, [("full", 2, 1)], *ALONE)), size)
         writer.socket.sendall(b"\1" * size)
-        assert held.waits.wait(20)
+        assert held.waits.wait(60)
         before, settle = image(pools), listener.settle
 
         def settle_and_go_on() -> None:
@@ -294,7 +294,7 @@ def test_strangers_that_say_nothing_are_bounded_and_keep_nobody_out(monkeypatch:
 
         host, _, port = part["pages"].removeprefix("tcp://").rpartition(":")
         for _ in range(9):
-            silent.append(socket.create_connection((host, int(port)), 10))
+            silent.append(socket.create_connection((host, int(port)), 60))
         before = image(pools)
         with writing(plane) as writer:
             writer.write((ROOM, TICKET, [("full", 2, 1)], *ALONE), b"\1" * FULL)
@@ -476,7 +476,7 @@ def test_every_write_of_a_connection_that_ends_has_ended_whether_it_was_sent_or_
     def body(number: int) -> Generator[list[memoryview]]:
         if number == 2:
             entered.set()
-            assert go.wait(20)
+            assert go.wait(60)
             if ending == "its pages can't be read":
                 raise RuntimeError("an illegal address was touched")
         yield [memoryview(b"x" * 64)]
@@ -486,7 +486,7 @@ def test_every_write_of_a_connection_that_ends_has_ended_whether_it_was_sent_or_
     try:
         for number, one in enumerate(posted):
             assert connection.send(OutgoingWrite(b"head", partial(body, number), 64, one))
-        assert entered.wait(20)
+        assert entered.wait(60)
         assert len(connection) == 5
         assert not any(one.done for one in posted)
         if ending == "the reader is gone":
@@ -496,7 +496,7 @@ def test_every_write_of_a_connection_that_ends_has_ended_whether_it_was_sent_or_
         if ending == "the link is closed":
             connection.close()
         for one in posted:
-            assert one._over.wait(20)
+            assert one._over.wait(60)
             with pytest.raises(RuntimeError, match="the connection that pages take was cut"):
                 one.wait()
         assert len(connection) == 0

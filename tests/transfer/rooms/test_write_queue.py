@@ -26,7 +26,7 @@ from twinpool.transfer.rooms.sender.write_queue import WriteQueue
 
 SPEC = pool_sets()["all"]
 A, B = RoomId("room-a"), RoomId("room-b")
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 class Held:
