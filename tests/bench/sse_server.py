@@ -44,7 +44,9 @@ class SseServer:
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever)
         thread.start()
-        server = asyncio.run_coroutine_threadsafe(asyncio.start_server(self._connected, "127.0.0.1", 0), loop).result(60)
+        server = asyncio.run_coroutine_threadsafe(asyncio.start_server(self._connected, "127.0.0.1", 0), loop).result(
+            60
+        )
         self.port = server.sockets[0].getsockname()[1]
         try:
             yield self
