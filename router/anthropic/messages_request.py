@@ -8,11 +8,31 @@ prefixes are cached in any case.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from twinpool.contracts.errors import RequestError
-from twinpool.router.openai.request_fields import describe, ignored_field
+from twinpool.router.openai.request_fields import (
+    BOOLEAN,
+    EFFORT,
+    FUNCTION,
+    INTEGER,
+    MAX_STOPS,
+    MAX_TOOLS,
+    MODEL,
+    OBJECT,
+    TEXT,
+    WORD,
+    RequestField,
+    Schema,
+    array_of,
+    describe,
+    ignored_field,
+    object_of,
+    one_of,
+    shaped,
+    text_or,
+)
 from twinpool.router.text.chat_template import TextParts
 
 _OF_CHATS = ("n", "stream_options", "logprobs", "top_logprobs", "return_token_ids")
@@ -72,9 +92,9 @@ def read_messages_body(body: Mapping[str, Any]) -> MessagesBody:
     output = given.get("output_config")
     if isinstance(output, dict):
         ignored += [ignored_field(f"output_config.{name}") for name in output if name not in OUTPUT]
-    for name, read in _READERS.items():
-        if name in given:
-            chat |= read(given.pop(name))
+    for name, field in FIELDS.items():
+        if field.read is not None and name in given:
+            chat |= field.read(given.pop(name))
     for name in _OF_CHATS:
         if name in given:
             raise RequestError(f"{name} belongs to /v1/chat/completions", param=name)
@@ -198,10 +218,29 @@ def _output(config: object) -> dict[str, Any]:
     return {**chat, "response_format": {"type": "json_schema", "json_schema": {"schema": asked.get("schema")}}}
 
 
-_READERS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "stop_sequences": _stops,
-    "tools": _tools,
-    "tool_choice": _tool_choice,
-    "thinking": _thinking,
-    "output_config": _output,
+_BLOCKS = (
+    object_of("type text", type={"const": "text"}, text=TEXT),
+    object_of("type thinking", type={"const": "thinking"}, thinking=TEXT, signature=TEXT),
+    object_of("type id name input", type={"const": "tool_use"}, id=TEXT, name=TEXT, input=OBJECT),
+    object_of("type tool_use_id", type={"const": "tool_result"}, tool_use_id=TEXT, content=text_or("text")),
+)
+_CONTENT: Schema = {"oneOf": [TEXT, array_of({"oneOf": list(_BLOCKS)})]}
+_CHOICE = object_of("type", type=one_of("auto", "any", "tool", "none"), name=TEXT, disable_parallel_tool_use=BOOLEAN)
+_THINKING = object_of("type", type=one_of("enabled", "adaptive", "disabled"), budget_tokens=INTEGER)
+_FORMAT = object_of("type schema", type={"const": "json_schema"}, schema=OBJECT)
+_TOOL = object_of("name input_schema", **FUNCTION, input_schema=OBJECT)
+FIELDS: dict[str, RequestField] = {
+    "model": MODEL,
+    "messages": shaped(
+        array_of(object_of("role content", role=one_of("user", "assistant"), content=_CONTENT), minItems=1)
+    ),
+    "system": shaped(text_or("text")),
+    "stop_sequences": shaped(array_of(WORD, maxItems=MAX_STOPS), _stops),
+    "tools": shaped(array_of(_TOOL, maxItems=MAX_TOOLS), _tools),
+    "tool_choice": shaped(_CHOICE, _tool_choice),
+    "thinking": shaped(_THINKING, _thinking),
+    "output_config": shaped(object_of(effort=EFFORT, format=_FORMAT), _output),
+    "metadata": shaped(OBJECT),
+    "service_tier": shaped(TEXT),
 }
+"""Fields of Anthropic's API that chats don't have, or have in another shape."""

@@ -1,56 +1,67 @@
-"""The document at `/openapi.json`, made from the same tables that requests are read with, so that the two agree."""
+"""The document at `/openapi.json`. Its bodies are made from the tables that requests are read with, so that the two
+agree."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from twinpool.contracts.build_id import package_version
-from twinpool.router.api.openapi_bodies import BODIES, TEXT, TOKENS, Schema
+from twinpool.router.anthropic import messages_request
+from twinpool.router.openai.request_fields import (
+    BOOLEAN,
+    CHAT,
+    COMPLETION,
+    DETOKENIZE,
+    IGNORED,
+    INTEGER,
+    OBJECT,
+    OF_TEXT,
+    PLAIN_OF_CHATS,
+    TEXT,
+    TOKENIZE,
+    TOKENS,
+    RequestField,
+    Schema,
+    array_of,
+    object_of,
+    or_null,
+)
 from twinpool.router.openai.request_headers import KEY_HEADER, MAX_KEY_CHARS, SEEN_HEADER, SESSION_HEADER, SLO_HEADER
+from twinpool.router.openai_responses import responses_request
 
-_INTEGER: Schema = {"type": "integer"}
 _NUMBER: Schema = {"type": "number"}
-_BOOLEAN: Schema = {"type": "boolean"}
-_OBJECT: Schema = {"type": "object"}
 _TIMELINE: Schema = {"description": "Where the time went, for requests with the header X-Twinpool-Timeline: 1."}
 
 
-def _or_null(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
 def _object(optional: Schema | None = None, **required: Schema) -> Schema:
-    return {"type": "object", "required": list(required), "properties": {**required, **(optional or {})}}
-
-
-def _array(items: Schema) -> Schema:
-    return {"type": "array", "items": items}
+    return object_of(" ".join(required), **required, **(optional or {}))
 
 
 def _ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-_STOP_REASON = {"anyOf": [TEXT, _INTEGER, {"type": "null"}]}
+_STOP_REASON = {"anyOf": [TEXT, INTEGER, {"type": "null"}]}
 _USAGE = _object(
-    prompt_tokens=_INTEGER,
-    completion_tokens=_INTEGER,
-    total_tokens=_INTEGER,
-    prompt_tokens_details=_object(cached_tokens=_INTEGER),
+    prompt_tokens=INTEGER,
+    completion_tokens=INTEGER,
+    total_tokens=INTEGER,
+    prompt_tokens_details=_object(cached_tokens=INTEGER),
 )
 _IDS: Schema = {"token_ids": TOKENS, "prompt_token_ids": TOKENS}
-_LOGPROB = _object(token=TEXT, logprob=_NUMBER, bytes=_array(_INTEGER))
-_CHAT_LOGPROBS = _object(content=_array(_object(token=TEXT, logprob=_NUMBER, top_logprobs=_array(_LOGPROB))))
+_LOGPROB = _object(token=TEXT, logprob=_NUMBER, bytes=array_of(INTEGER))
+_CHAT_LOGPROBS = _object(content=array_of(_object(token=TEXT, logprob=_NUMBER, top_logprobs=array_of(_LOGPROB))))
 _TEXT_LOGPROBS = _object(
-    tokens=_array(TEXT),
-    token_logprobs=_array(_or_null(_NUMBER)),
-    top_logprobs=_array(_or_null({"type": "object", "additionalProperties": _NUMBER})),
-    text_offset=_array(_INTEGER),
+    tokens=array_of(TEXT),
+    token_logprobs=array_of(or_null(_NUMBER)),
+    top_logprobs=array_of(or_null({"type": "object", "additionalProperties": _NUMBER})),
+    text_offset=array_of(INTEGER),
 )
 _CALL = _object(id=TEXT, type={"const": "function"}, function=_object(name=TEXT, arguments=TEXT))
 _MESSAGE = _object(
-    {"reasoning_content": TEXT, "tool_calls": _array(_CALL)}, role={"const": "assistant"}, content=_or_null(TEXT)
+    {"reasoning_content": TEXT, "tool_calls": array_of(_CALL)}, role={"const": "assistant"}, content=or_null(TEXT)
 )
 _STATUSES = {"enum": ["in_progress", "completed", "incomplete"]}
 _ITEM = {
@@ -60,14 +71,14 @@ _ITEM = {
             type={"const": "message"},
             role={"const": "assistant"},
             status=_STATUSES,
-            content=_array(_object(type={"const": "output_text"}, text=TEXT, annotations=_array(_OBJECT))),
+            content=array_of(_object(type={"const": "output_text"}, text=TEXT, annotations=array_of(OBJECT))),
         ),
         _object(
             id=TEXT,
             type={"const": "reasoning"},
             status=_STATUSES,
-            summary=_array(_OBJECT),
-            content=_array(_object(type={"const": "reasoning_text"}, text=TEXT)),
+            summary=array_of(OBJECT),
+            content=array_of(_object(type={"const": "reasoning_text"}, text=TEXT)),
         ),
         _object(id=TEXT, type={"const": "function_call"}, status=_STATUSES, call_id=TEXT, name=TEXT, arguments=TEXT),
     ]
@@ -76,17 +87,17 @@ _BLOCK = {
     "oneOf": [
         _object(type={"const": "text"}, text=TEXT),
         _object(type={"const": "thinking"}, thinking=TEXT, signature=TEXT),
-        _object(type={"const": "tool_use"}, id=TEXT, name=TEXT, input=_OBJECT),
+        _object(type={"const": "tool_use"}, id=TEXT, name=TEXT, input=OBJECT),
     ]
 }
 _MODEL = _object(
     id=TEXT,
     object={"const": "model"},
-    created=_INTEGER,
+    created=INTEGER,
     owned_by=TEXT,
     root=TEXT,
     parent={"type": "null"},
-    max_model_len=_INTEGER,
+    max_model_len=INTEGER,
 )
 
 _ENDS = ["stop", "length"]
@@ -94,28 +105,28 @@ _ENDS = ["stop", "length"]
 
 def _completion(kind: str, optional: Schema, ends: list[str], **said: Schema) -> Schema:
     """The schema of an answer of OpenAI's; each choice has what is `said`, and one of `ends` for its end."""
-    choice = _object(_IDS, index=_INTEGER, **said, finish_reason={"enum": ends}, stop_reason=_STOP_REASON)
+    choice = _object(_IDS, index=INTEGER, **said, finish_reason={"enum": ends}, stop_reason=_STOP_REASON)
     return _object(
         {"twinpool": _TIMELINE, **optional},
         id=TEXT,
         object={"const": kind},
-        created=_INTEGER,
+        created=INTEGER,
         model=TEXT,
-        choices=_array(choice),
+        choices=array_of(choice),
         usage=_USAGE,
     )
 
 
 SCHEMAS: dict[str, Schema] = {
-    "Error": _object(error=_object(message=TEXT, type=TEXT, param=_or_null(TEXT), code=_or_null(TEXT))),
+    "Error": _object(error=_object(message=TEXT, type=TEXT, param=or_null(TEXT), code=or_null(TEXT))),
     "MessagesError": _object(type={"const": "error"}, error=_object(type=TEXT, message=TEXT)),
-    "Completion": _completion("text_completion", {}, _ENDS, text=TEXT, logprobs=_or_null(_TEXT_LOGPROBS)),
+    "Completion": _completion("text_completion", {}, _ENDS, text=TEXT, logprobs=or_null(_TEXT_LOGPROBS)),
     "ChatCompletion": _completion(
         "chat.completion",
         {"prompt_token_ids": TOKENS},
         [*_ENDS, "tool_calls"],
         message=_MESSAGE,
-        logprobs=_or_null(_CHAT_LOGPROBS),
+        logprobs=or_null(_CHAT_LOGPROBS),
     ),
     "Message": _object(
         {"twinpool": _TIMELINE},
@@ -123,42 +134,42 @@ SCHEMAS: dict[str, Schema] = {
         type={"const": "message"},
         role={"const": "assistant"},
         model=TEXT,
-        content=_array(_BLOCK),
+        content=array_of(_BLOCK),
         stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
-        stop_sequence=_or_null(TEXT),
+        stop_sequence=or_null(TEXT),
         usage=_object(
-            input_tokens=_INTEGER,
-            cache_creation_input_tokens=_INTEGER,
-            cache_read_input_tokens=_INTEGER,
-            output_tokens=_INTEGER,
+            input_tokens=INTEGER,
+            cache_creation_input_tokens=INTEGER,
+            cache_read_input_tokens=INTEGER,
+            output_tokens=INTEGER,
         ),
     ),
     "Response": _object(
         {"twinpool": _TIMELINE, "user": TEXT, "prompt_cache_key": TEXT, "safety_identifier": TEXT},
         id=TEXT,
         object={"const": "response"},
-        created_at=_INTEGER,
-        completed_at=_or_null(_INTEGER),
+        created_at=INTEGER,
+        completed_at=or_null(INTEGER),
         status={"enum": ["completed", "incomplete"]},
         error={"type": "null"},
-        incomplete_details=_or_null(_object(reason={"const": "max_output_tokens"})),
+        incomplete_details=or_null(_object(reason={"const": "max_output_tokens"})),
         model=TEXT,
-        output=_array(_ITEM),
+        output=array_of(_ITEM),
         usage=_object(
-            input_tokens=_INTEGER,
-            input_tokens_details=_object(cached_tokens=_INTEGER, cache_write_tokens=_INTEGER),
-            output_tokens=_INTEGER,
-            output_tokens_details=_object(reasoning_tokens=_INTEGER),
-            total_tokens=_INTEGER,
+            input_tokens=INTEGER,
+            input_tokens_details=_object(cached_tokens=INTEGER, cache_write_tokens=INTEGER),
+            output_tokens=INTEGER,
+            output_tokens_details=_object(reasoning_tokens=INTEGER),
+            total_tokens=INTEGER,
         ),
-        instructions=_or_null(TEXT),
-        max_output_tokens=_or_null(_INTEGER),
-        metadata=_OBJECT,
-        parallel_tool_calls=_BOOLEAN,
-        reasoning=_OBJECT,
-        text=_OBJECT,
-        tool_choice={"anyOf": [TEXT, _OBJECT]},
-        tools=_array(_OBJECT),
+        instructions=or_null(TEXT),
+        max_output_tokens=or_null(INTEGER),
+        metadata=OBJECT,
+        parallel_tool_calls=BOOLEAN,
+        reasoning=OBJECT,
+        text=OBJECT,
+        tool_choice={"anyOf": [TEXT, OBJECT]},
+        tools=array_of(OBJECT),
         temperature=_NUMBER,
         top_p=_NUMBER,
         store={"const": False},
@@ -167,28 +178,60 @@ SCHEMAS: dict[str, Schema] = {
         truncation={"const": "disabled"},
         service_tier=TEXT,
     ),
-    "ResponseTokens": _object(object={"const": "response.input_tokens"}, input_tokens=_INTEGER),
-    "MessageTokens": _object(input_tokens=_INTEGER),
-    "Tokens": _object({"token_strs": _array(TEXT)}, count=_INTEGER, max_model_len=_INTEGER, tokens=TOKENS),
+    "ResponseTokens": _object(object={"const": "response.input_tokens"}, input_tokens=INTEGER),
+    "MessageTokens": _object(input_tokens=INTEGER),
+    "Tokens": _object({"token_strs": array_of(TEXT)}, count=INTEGER, max_model_len=INTEGER, tokens=TOKENS),
     "Text": _object(prompt=TEXT),
     "Model": _MODEL,
-    "Models": _object(object={"const": "list"}, data=_array(_MODEL)),
+    "Models": _object(object={"const": "list"}, data=array_of(_MODEL)),
     "Health": _object(
         status={"enum": ["ok", "unhealthy", "draining"]},
-        problems=_array(TEXT),
-        serving={"type": "object", "additionalProperties": _INTEGER},
-        in_flight=_INTEGER,
-        waiting=_INTEGER,
+        problems=array_of(TEXT),
+        serving={"type": "object", "additionalProperties": INTEGER},
+        in_flight=INTEGER,
+        waiting=INTEGER,
     ),
     "Live": _object(status={"const": "alive"}),
     "Version": _object(version=TEXT),
-    "Load": _object(server_load=_INTEGER),
-    "Workers": _object(workers=_array(_OBJECT)),
-    "Records": _object(records=_array(_OBJECT)),
-    "Check": _object(ok=_BOOLEAN, workers=_array(_OBJECT)),
-    "Operation": _OBJECT,
+    "Load": _object(server_load=INTEGER),
+    "Workers": _object(workers=array_of(OBJECT)),
+    "Records": _object(records=array_of(OBJECT)),
+    "Check": _object(ok=BOOLEAN, workers=array_of(OBJECT)),
+    "Operation": OBJECT,
 }
 """Answers by name."""
+
+_IGNORED_TOO: Schema = {
+    "additionalProperties": {"description": "Ignored and named in the header X-Twinpool-Ignored, or refused by name."}
+}
+
+
+def _body(fields: Mapping[str, RequestField], *required: str) -> Schema:
+    unread = {name: {"description": f"Ignored: {why}."} for name, why in IGNORED.items()}
+    schemas = unread | {name: field.schema for name, field in fields.items()}
+    properties = {name: schema if name in required else or_null(schema) for name, schema in schemas.items()}
+    return object_of(" ".join(required), **properties) | _IGNORED_TOO
+
+
+_OTHERS = ["max_tokens", "max_completion_tokens", "n", "logprobs", "top_logprobs", "return_token_ids"]
+_PLAIN = {name: field for name, field in PLAIN_OF_CHATS.items() if name not in _OTHERS}
+_SHAPED = {name: f for name, f in OF_TEXT.items() if name not in ("stream_options", "response_format", "model")}
+"""With `_PLAIN`, the fields of chats that the other two APIs take as well."""
+_MESSAGES = {**_SHAPED, **messages_request.FIELDS}
+_LENGTH = {name: field for name, field in responses_request.FIELDS.items() if field.kind == "integer"}
+_RESPONSES = {**_SHAPED, **{name: f for name, f in responses_request.FIELDS.items() if name not in _LENGTH}}
+
+BODIES: dict[str, Schema] = {
+    "/v1/completions": _body(COMPLETION, "prompt"),
+    "/v1/chat/completions": _body(CHAT, "messages"),
+    "/v1/messages": _body({**_PLAIN, "max_tokens": CHAT["max_tokens"], **_MESSAGES}, "max_tokens", "messages"),
+    "/v1/messages/count_tokens": _body({**_PLAIN, **_MESSAGES}, "messages"),
+    "/v1/responses": _body({**_PLAIN, **_LENGTH, **_RESPONSES}, "input"),
+    "/v1/responses/input_tokens": _body({**_PLAIN, **_RESPONSES}, "input"),
+    "/tokenize": _body(TOKENIZE),
+    "/detokenize": _body(DETOKENIZE, "tokens"),
+}
+"""By path, the schema of its body."""
 
 _ERRORS = {
     400: "A field is wrong, or the prompt too long",
@@ -234,7 +277,7 @@ def answers(
     }
     for status in (429, 503):
         if status in errors:
-            found[str(status)]["headers"] = {"Retry-After": {"description": "Seconds", "schema": _INTEGER}}
+            found[str(status)]["headers"] = {"Retry-After": {"description": "Seconds", "schema": INTEGER}}
     for status in ok:
         found[str(status)] = {"description": "The answer", "content": content}
     return dict(sorted(found.items()))

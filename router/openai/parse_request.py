@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
@@ -16,10 +16,12 @@ from twinpool.contracts.errors import RequestError
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.router.openai.chat_format import AnswerFormat
 from twinpool.router.openai.request_fields import (
+    BIAS,
     CHAT,
-    CHAT_OTHERS,
     COMPLETION,
-    GENERATE_OTHERS,
+    EFFORTS,
+    MAX_BIASES,
+    MAX_STOPS,
     STREAM_OPTIONS,
     RequestField,
     check_value,
@@ -41,33 +43,34 @@ class UnknownModel(RequestError):
     """Raised when a request names a model that isn't served."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """One HTTP request for text: a chat, or one or more prompts with `n` choices each.
 
-    Without `max_tokens` a chat takes what is left of the context, a completion `router.default_max_tokens` of it.
+    Without `max_tokens` a chat takes what is left of the context, a completion `router.default_max_tokens` of it. What
+    only chats have, or one of several APIs, has a default.
     """
 
     chat: bool
-    shape: AnswerShape
-    repeated: str
+    shape: AnswerShape = "openai"
+    repeated: str = ""
     """The fields of the body that an answer in the shape ``responses`` repeats, as JSON; empty for others."""
-    prompts: tuple[Prompt, ...]
-    messages: ChatMessages
-    template_args: dict[str, Any]
-    tool_use: ToolUse | None
+    prompts: tuple[Prompt, ...] = ()
+    messages: ChatMessages = ()
+    template_args: dict[str, Any] = field(default_factory=dict)
+    tool_use: ToolUse | None = None
     """The tools that a chat may use."""
-    tool_named: bool
+    tool_named: bool = False
     """Whether the request names the tool that a chat is to call."""
-    answer_format: AnswerFormat | None
+    answer_format: AnswerFormat | None = None
     """What is to be found in a chat's answers; known once its prompt is rendered."""
-    separate_reasoning: bool
-    add_generation_prompt: bool
-    continue_final_message: bool
-    truncate_prompt_tokens: int | None
+    separate_reasoning: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    truncate_prompt_tokens: int | None = None
     """How many tokens of a prompt are kept, the last; -1: as many as leave room for the answer; None: all."""
     n: int
-    echo: bool
+    echo: bool = False
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -91,7 +94,7 @@ class GenerateRequest:
     session: str
     """What the client names the conversation; empty where it doesn't."""
     priority: int
-    timeout_s: float | None
+    timeout_s: float | None = None
     """Seconds from the request's arrival to its deadline; None takes the server's default."""
     ignored: tuple[str, ...] = ()
     """The fields of the body that have no effect, as `router.openai.request_fields` writes them."""
@@ -102,21 +105,16 @@ class GenerateRequest:
         return len(self.prompts) * self.n if not self.chat else self.n
 
 
-MAX_STOPS = 16
-MAX_BIASES = 4096
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-
-
 def read_completion(body: Mapping[str, Any], spec: ModelSpec) -> GenerateRequest:
     """Read a body of `/v1/completions`.
 
     Raises `RequestError` naming the field that is wrong, `UnknownModel` for a model that isn't served.
     """
     check_model(body, spec)
-    values, ignored = read_fields(body, COMPLETION, (*GENERATE_OTHERS, "prompt"))
+    values, ignored = read_fields(body, COMPLETION)
     prompts = _read_prompts(body.get("prompt"), spec)
-    logprobs = values.get("logprobs")
-    return _read_common(body, values, spec, ignored, chat=False, prompts=prompts, logprobs=logprobs)
+    common = _read_common(body, values, spec, COMPLETION, ignored, values.get("logprobs"))
+    return GenerateRequest(chat=False, prompts=prompts, **common)
 
 
 def read_chat(body: Mapping[str, Any], spec: ModelSpec) -> GenerateRequest:
@@ -125,20 +123,19 @@ def read_chat(body: Mapping[str, Any], spec: ModelSpec) -> GenerateRequest:
     Raises `RequestError` naming the field that is wrong, `UnknownModel` for a model that isn't served.
     """
     check_model(body, spec)
-    values, ignored = read_fields(body, CHAT, (*GENERATE_OTHERS, *CHAT_OTHERS))
+    values, ignored = read_fields(body, CHAT)
     if values.get("top_logprobs") and not values.get("logprobs"):
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     logprobs = values.get("top_logprobs", 0) if values.get("logprobs") else None
-    return _read_common(
-        body,
-        values,
-        spec,
-        ignored,
+    messages, template_args, tool_use = read_messages(body.get("messages")), _template_args(body), read_tools(body)
+    common = _read_common(body, values, spec, CHAT, ignored, logprobs)
+    return GenerateRequest(
         chat=True,
-        logprobs=logprobs,
-        messages=read_messages(body.get("messages")),
-        template_args=_template_args(body),
-        tool_use=read_tools(body),
+        messages=messages,
+        template_args=template_args,
+        tool_use=tool_use,
+        tool_named=tool_use is not None and tool_use.named,
+        **common,
     )
 
 
@@ -164,61 +161,32 @@ def _read_common(
     body: Mapping[str, Any],
     values: Mapping[str, Any],
     spec: ModelSpec,
+    fields: Mapping[str, RequestField],
     ignored: tuple[str, ...],
-    *,
-    chat: bool,
     logprobs: int | None,
-    prompts: tuple[Prompt, ...] = (),
-    messages: ChatMessages = (),
-    template_args: dict[str, Any] | None = None,
-    tool_use: ToolUse | None = None,
-) -> GenerateRequest:
-    options = _read_stream_options(body.get("stream_options"), values.get("stream", False))
-    max_tokens, min_tokens = values.get("max_completion_tokens", values.get("max_tokens")), values.get("min_tokens", 0)
+) -> dict[str, Any]:
+    """Return the fields of a `GenerateRequest` that chats and completions share."""
+    options = _read_stream_options(body.get("stream_options"), values["stream"])
+    max_tokens, min_tokens = values.get("max_completion_tokens", values.get("max_tokens")), values["min_tokens"]
     if max_tokens is not None and min_tokens > max_tokens:
         raise RequestError(f"min_tokens {min_tokens} is above max_tokens {max_tokens}", param="min_tokens")
     if values.get("truncate_prompt_tokens") == 0:
         raise RequestError("truncate_prompt_tokens is 1 or more, or -1", param="truncate_prompt_tokens")
-    echo = values.get("echo", False)
-    grammar = read_grammar(body)
-    sampling = _read_sampling(body, values, spec, grammar, logprobs=logprobs, echo=echo)
-    return GenerateRequest(
-        chat=chat,
-        shape="openai",
-        repeated="",
-        prompts=prompts,
-        messages=messages,
-        template_args=template_args or {},
-        tool_use=tool_use,
-        tool_named=tool_use is not None and tool_use.named,
-        answer_format=None,
-        separate_reasoning=values.get("separate_reasoning", True),
-        add_generation_prompt=opens_turn(values),
-        continue_final_message=values.get("continue_final_message", False),
-        truncate_prompt_tokens=values.get("truncate_prompt_tokens"),
-        n=values.get("n", 1),
-        echo=echo,
-        stream=values.get("stream", False),
-        include_usage=options.include_usage,
-        continuous_usage=options.continuous_usage,
-        return_token_ids=values.get("return_token_ids", False),
-        tokens_as_ids=values.get("return_tokens_as_token_ids", False),
-        add_special_tokens=values.get("add_special_tokens", not chat),
-        skip_special_tokens=values.get("skip_special_tokens", True),
-        stops=_read_stops(body.get("stop")),
-        include_stop=values.get("include_stop_str_in_output", False),
-        max_tokens=max_tokens,
-        logprobs=logprobs,
-        sampling=sampling,
-        seeded=values.get("seed") is not None,
-        grammar_field=grammar.field,
-        eos=frozenset(spec.eos_token_ids),
-        salt=values.get("cache_salt", ""),
-        session=values.get("user", ""),
-        priority=values.get("priority", 0),
-        timeout_s=values.get("timeout"),
-        ignored=ignored + options.ignored,
-    )
+    grammar, asked = read_grammar(body), {fields[name].sets or name: value for name, value in values.items()}
+    return {
+        **{name: value for name, value in asked.items() if name in GenerateRequest.__annotations__},
+        "include_usage": options.include_usage,
+        "continuous_usage": options.continuous_usage,
+        "max_tokens": max_tokens,
+        "logprobs": logprobs,
+        "sampling": _read_sampling(body, values, spec, grammar, logprobs),
+        "add_generation_prompt": opens_turn(values),
+        "stops": _read_stops(body.get("stop")),
+        "seeded": values.get("seed") is not None,
+        "grammar_field": grammar.field,
+        "eos": frozenset(spec.eos_token_ids),
+        "ignored": ignored + options.ignored,
+    }
 
 
 def _read_sampling(
@@ -226,9 +194,7 @@ def _read_sampling(
     values: Mapping[str, Any],
     spec: ModelSpec,
     grammar: RequestedGrammar,
-    *,
     logprobs: int | None,
-    echo: bool,
 ) -> SamplingParams:
     defaults = sampling_defaults(spec)
     stop_ids = read_tokens(body.get("stop_token_ids") or [], spec, "stop_token_ids")
@@ -237,7 +203,7 @@ def _read_sampling(
     allowed = _read_allowed(body.get("allowed_token_ids"), spec)
     if grammar.text:
         check_grammar_fits(spec, allowed, grammar.field)
-    if values.get("min_tokens", 0):
+    if values["min_tokens"]:
         if len({*stop_ids, *ends}) >= spec.vocab_size:
             raise RequestError(
                 "min_tokens with stop_token_ids of the whole vocabulary leaves no token", param="min_tokens"
@@ -259,16 +225,16 @@ def _read_sampling(
         top_k=top_k,
         min_p=float(values.get("min_p", defaults["min_p"])),
         repetition_penalty=float(values.get("repetition_penalty", defaults["repetition_penalty"])),
-        presence_penalty=float(values.get("presence_penalty", 0.0)),
-        frequency_penalty=float(values.get("frequency_penalty", 0.0)),
+        presence_penalty=float(values["presence_penalty"]),
+        frequency_penalty=float(values["frequency_penalty"]),
         logit_bias=_read_bias(body.get("logit_bias"), spec),
         allowed_token_ids=allowed,
         grammar=grammar.text,
         seed=secrets.randbits(64) if seed is None else seed & (2**64 - 1),
-        min_tokens=values.get("min_tokens", 0),
+        min_tokens=values["min_tokens"],
         stop_token_ids=tuple(dict.fromkeys((*stop_ids, *ends))),
         logprobs=logprobs,
-        prompt_logprobs=logprobs if echo else None,
+        prompt_logprobs=logprobs if values.get("echo") else None,
     )
 
 
@@ -350,7 +316,7 @@ def _read_bias(bias: object, spec: ModelSpec) -> tuple[tuple[int, float], ...]:
         if not (key.isascii() and key.isdigit() and len(key) < 12):
             raise RequestError(f"logit_bias: {describe(key)} is not a token id", param="logit_bias")
         read_tokens([int(key)], spec, "logit_bias")
-        check_value("logit_bias", value, RequestField("number", -100, 100))
+        check_value("logit_bias", value, BIAS)
         pairs[int(key)] = float(value)
     return tuple(sorted(pairs.items()))
 
@@ -376,9 +342,9 @@ def _read_stream_options(options: object, stream: bool) -> _StreamOptions:
         raise RequestError(f"stream_options must be an object; got {describe(options)}", param="stream_options")
     if not stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
-    values, ignored = read_fields(options, STREAM_OPTIONS, prefix="stream_options.")
-    continuous = values.get("continuous_usage_stats", False)
-    return _StreamOptions(values.get("include_usage", False) or continuous, continuous, ignored)
+    values, ignored = read_fields(options, STREAM_OPTIONS, "stream_options.")
+    continuous = values["continuous_usage_stats"]
+    return _StreamOptions(values["include_usage"] or continuous, continuous, ignored)
 
 
 def opens_turn(values: Mapping[str, Any]) -> bool:

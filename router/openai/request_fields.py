@@ -1,4 +1,5 @@
-"""Tables of the fields of a request body: JSON type, bounds and meaning of each; `/openapi.json` is made of them.
+"""The fields of request bodies, each defined once: its JSON type and bounds or its shape, its meaning, its default, and
+which fields of a request it sets. Bodies are read by these tables, and `/openapi.json` is made of them.
 
 Reading is strict: ``"5"``, ``true`` and NaN are no numbers. ``null`` means "not given", as in OpenAI's API. An integer
 may be written as ``10.0``, as JSON knows one kind of number.
@@ -14,168 +15,277 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
-import math
 import re
-import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
-from twinpool.contracts import outside_data
 from twinpool.contracts.errors import RequestError
 
 INT64 = 2**63
 MAX_TOKENS = 2**31 - 1
+MAX_STOPS = 16
+MAX_BIASES = 4096
+MAX_CHOICES = 4096
+MAX_TOOLS = 128
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+Schema = dict[str, Any]
+"""A JSON schema."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestField:
-    """One field of a request body: its JSON type `kind`, inclusive bounds, and meaning (`doc`)."""
+    """One field of a request body: its JSON type `kind`, its meaning, and inclusive bounds."""
 
     kind: str
+    """Empty: it is no plain value; it has a `shape`, which whoever reads it checks."""
+    doc: str = ""
     low: float | None = None
     high: float | None = None
-    doc: str = ""
     above: bool = False
     """Whether `low` itself is excluded."""
+    default: Any = None
+    """What counts where the field isn't given."""
+    sets: str = ""
+    """The field of a `GenerateRequest` that it is; empty: the one of the same name, where there is one."""
+    shape: Schema | None = None
+    read: Callable[[Any], dict[str, Any]] | None = None
+    """What makes fields of a chat of it, where another API has it."""
 
+    @property
+    def schema(self) -> Schema:
+        """The JSON schema of its values."""
+        if self.shape is not None:
+            return self.shape
+        bounds = {"exclusiveMinimum" if self.above else "minimum": self.low, "maximum": self.high}
+        said = {"type": self.kind, "description": self.doc or None, **bounds}
+        return {name: value for name, value in said.items() if value is not None}
+
+
+_number, _integer = partial(RequestField, "number"), partial(RequestField, "integer")
+_flag, _text = partial(RequestField, "boolean"), partial(RequestField, "string")
+
+
+def shaped(schema: Schema, read: Callable[[Any], dict[str, Any]] | None = None) -> RequestField:
+    """Return a field that is no plain value."""
+    return RequestField("", shape=schema, read=read)
+
+
+def object_of(required: str = "", /, **properties: Schema) -> Schema:
+    return {"type": "object", "required": required.split(), "properties": properties}
+
+
+def array_of(items: Schema, **bounds: int) -> Schema:
+    return {"type": "array", "items": items, **bounds}
+
+
+def one_of(*words: str) -> Schema:
+    return {"enum": list(words)}
+
+
+def text_or(*kinds: str) -> Schema:
+    """A text, or parts with one."""
+    return {"oneOf": [TEXT, array_of(object_of("type text", type=one_of(*kinds), text=TEXT))]}
+
+
+def or_null(schema: Schema) -> Schema:
+    """Null means that a field isn't given."""
+    return schema if not schema.keys() - {"description"} else {"anyOf": [schema, {"type": "null"}]}
+
+
+TEXT: Schema = {"type": "string"}
+WORD: Schema = {"type": "string", "minLength": 1}
+INTEGER: Schema = {"type": "integer"}
+BOOLEAN: Schema = {"type": "boolean"}
+OBJECT: Schema = {"type": "object"}
+TOKENS = array_of({"type": "integer", "minimum": 0})
 
 SAMPLING: dict[str, RequestField] = {
-    "temperature": RequestField("number", 0, 100, "0 is greedy."),
-    "top_p": RequestField("number", 0, 1, "Nucleus sampling; 0 keeps the best token alone."),
-    "top_k": RequestField("integer", -1, MAX_TOKENS, "0 or -1: no limit."),
-    "min_p": RequestField("number", 0, 1, "Least probability relative to the best token's."),
-    "repetition_penalty": RequestField("number", 0, 100, "Over prompt and answer.", above=True),
-    "presence_penalty": RequestField("number", -2, 2, "Over the answer."),
-    "frequency_penalty": RequestField("number", -2, 2, "Over the answer."),
-    "seed": RequestField("integer", -INT64, INT64 - 1, "The same seed draws the same tokens."),
-    "min_tokens": RequestField("integer", 0, MAX_TOKENS, "No end before this many tokens."),
-    "max_tokens": RequestField("integer", 0, MAX_TOKENS, "Tokens to generate at most."),
-    "max_completion_tokens": RequestField(
-        "integer", 1, MAX_TOKENS, "As max_tokens; the one that counts if both are given."
+    "temperature": _number("0 is greedy.", 0, 100),
+    "top_p": _number("Nucleus sampling; 0 keeps the best token alone.", 0, 1),
+    "top_k": _integer("0 or -1: no limit.", -1, MAX_TOKENS),
+    "min_p": _number("Least probability relative to the best token's.", 0, 1),
+    "repetition_penalty": _number("Over prompt and answer.", 0, 100, above=True),
+    "presence_penalty": _number("Over the answer.", -2, 2, default=0.0),
+    "frequency_penalty": _number("Over the answer.", -2, 2, default=0.0),
+    "seed": _integer("The same seed draws the same tokens.", -INT64, INT64 - 1),
+    "min_tokens": _integer("No end before this many tokens.", 0, MAX_TOKENS, default=0),
+    "max_tokens": _integer("Tokens to generate at most.", 0, MAX_TOKENS),
+    "max_completion_tokens": _integer("As max_tokens; the one that counts if both are given.", 1, MAX_TOKENS),
+    "ignore_eos": _flag("The model's end tokens don't end the answer."),
+    "include_stop_str_in_output": _flag(
+        "The stop string that matched stays in the text.", default=False, sets="include_stop"
     ),
-    "ignore_eos": RequestField("boolean", doc="The model's end tokens don't end the answer."),
-    "include_stop_str_in_output": RequestField("boolean", doc="The stop string that matched stays in the text."),
-    "skip_special_tokens": RequestField("boolean", doc="Special tokens have no text; default true."),
-    "n": RequestField("integer", 1, 128, "Answers a prompt."),
-    "stream": RequestField("boolean", doc="Answer as server-sent events."),
-    "return_token_ids": RequestField(
-        "boolean", doc="Add token_ids and prompt_token_ids; the stop token is among them."
+    "skip_special_tokens": _flag("Special tokens have no text; default true.", default=True),
+    "n": _integer("Answers a prompt.", 1, 128, default=1),
+    "stream": _flag("Answer as server-sent events.", default=False),
+    "return_token_ids": _flag("Add token_ids and prompt_token_ids; the stop token is among them.", default=False),
+    "return_tokens_as_token_ids": _flag(
+        "Log-probabilities name tokens token_id:N, which no two tokens share.", default=False, sets="tokens_as_ids"
     ),
-    "return_tokens_as_token_ids": RequestField(
-        "boolean", doc="Log-probabilities name tokens token_id:N, which no two tokens share."
+    "add_special_tokens": _flag("The tokenizer adds its special tokens to text prompts.", default=True),
+    "cache_salt": _text("Requests with different salts share no cached prefix.", default="", sets="salt"),
+    "user": _text(
+        "Names a session, of which router.policy=session sends all to one worker; else it does nothing.",
+        default="",
+        sets="session",
     ),
-    "add_special_tokens": RequestField("boolean", doc="The tokenizer adds its special tokens to text prompts."),
-    "cache_salt": RequestField("string", doc="Requests with different salts share no cached prefix."),
-    "user": RequestField(
-        "string", doc="Names a session, of which router.policy=session sends all to one worker; else it does nothing."
+    "truncate_prompt_tokens": _integer(
+        "Keep so many tokens of a prompt, its last; -1: as many as leave room for max_tokens.", -1, MAX_TOKENS
     ),
-    "truncate_prompt_tokens": RequestField(
-        "integer",
-        -1,
-        MAX_TOKENS,
-        "Keep so many tokens of a prompt, its last; -1: as many as leave room for max_tokens.",
+    "priority": _integer(
+        "Higher stays longer in the caches, under cache.eviction=priority; default 0.", -INT64, INT64 - 1, default=0
     ),
-    "priority": RequestField(
-        "integer", -INT64, INT64 - 1, "Higher stays longer in the caches, under cache.eviction=priority; default 0."
+    "timeout": _number("Seconds from its arrival until it ends with an error.", 0, 10**9, above=True, sets="timeout_s"),
+}
+
+_SCHEMA: Schema = {"oneOf": [OBJECT, TEXT], "description": "A JSON schema, or the text of one."}
+_CHOICES = array_of(WORD, minItems=1, maxItems=MAX_CHOICES)
+_REGEX: Schema = {**TEXT, "description": "A regular expression that the whole answer matches."}
+_GRAMMAR: Schema = {**TEXT, "description": "A grammar, Lark's or GBNF."}
+_SPACES: Schema = {**one_of(r"\s?", r"[ \n\t]*"), "description": "A regular expression of whitespace, as these are."}
+_VLLMS: dict[str, Schema] = {
+    "json": _SCHEMA, "json_object": BOOLEAN, "regex": _REGEX, "choice": _CHOICES, "grammar": _GRAMMAR
+}  # fmt: skip
+FORMATS = one_of("text", "json_object", "json_schema")
+STRUCTURED_OUTPUT: dict[str, RequestField] = {
+    "response_format": shaped(
+        object_of("type", type=FORMATS, json_schema=object_of("schema", schema=_SCHEMA, name=TEXT, strict=BOOLEAN))
     ),
-    "timeout": RequestField("number", 0, 10**9, "Seconds from its arrival until it ends with an error.", above=True),
+    "structured_outputs": shaped(object_of(**_VLLMS, disable_any_whitespace=BOOLEAN, whitespace_pattern=_SPACES)),
+    **{f"guided_{name}": shaped(schema) for name, schema in _VLLMS.items()},
+    "json_schema": shaped(_SCHEMA),
+    "regex": shaped(_REGEX),
+    "ebnf": shaped(_GRAMMAR),
+    "guided_whitespace_pattern": shaped(_SPACES),
+}
+"""Fields that say what an answer must follow, one of them a request; `router.openai.structured_output` reads them."""
+
+STREAM_OPTIONS: dict[str, RequestField] = {
+    "include_usage": _flag("The last event has the usage.", default=False),
+    "continuous_usage_stats": _flag("Every event has the usage so far.", default=False),
+    "include_obfuscation": _flag("Ignored: nothing is added to events."),
+}
+
+MODEL = shaped({**TEXT, "description": "The served model; may be left out."})
+BIAS = _number("", -100, 100)
+OF_TEXT: dict[str, RequestField] = {
+    **STRUCTURED_OUTPUT,
+    "model": MODEL,
+    "stop": shaped({"oneOf": [WORD, array_of(WORD, maxItems=MAX_STOPS)]}),
+    "stop_token_ids": shaped(TOKENS),
+    "allowed_token_ids": shaped({**TOKENS, "minItems": 1}),
+    "logit_bias": shaped({**OBJECT, "maxProperties": MAX_BIASES, "additionalProperties": BIAS.schema}),
+    "stream_options": shaped(object_of(**dict.fromkeys(STREAM_OPTIONS, BOOLEAN))),
+}
+"""Fields of all requests for text that aren't plain values; `router.openai.parse_request` reads them."""
+
+FUNCTION: Schema = {
+    "name": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"},
+    "description": TEXT,
+    "strict": {**BOOLEAN, "description": "Arguments follow the schema also with tool_choice auto."},
+    "parameters": {**OBJECT, "description": "The JSON schema of the arguments, an object."},
+}
+EFFORT: Schema = {**one_of(*EFFORTS), "description": "Given to the chat template."}
+PARALLEL = shaped({**BOOLEAN, "description": "Whether there may be several calls; default true."})
+CHOICE_WORDS, ALLOWED_MODE = one_of("none", "auto", "required"), one_of("auto", "required")
+_CALLED = {"type": {"const": "function"}, "function": object_of("name", name=WORD, arguments=TEXT)}
+_TOOL = object_of("type function", type={"const": "function"}, function=object_of("name", **FUNCTION))
+_NAMED_TOOL = object_of("type function", type={"const": "function"}, function=object_of("name", name=TEXT))
+_ALLOWED = object_of("mode tools", mode=ALLOWED_MODE, tools=array_of(_NAMED_TOOL, minItems=1))
+_ALLOWED_TOOLS = object_of("type allowed_tools", type={"const": "allowed_tools"}, allowed_tools=_ALLOWED)
+_MESSAGE: Schema = {
+    "role": WORD,
+    "content": text_or("text"),
+    **dict.fromkeys(("name", "reasoning_content"), TEXT),
+    "tool_calls": array_of(object_of("function", id=TEXT, **_CALLED)),
+    "tool_call_id": TEXT,
+}
+_WITH_CONTENT: Schema = {"anyOf": [{"required": ["content"]}, {"properties": {"role": {"const": "assistant"}}}]}
+_OF_PROMPTS: dict[str, RequestField] = {
+    "messages": shaped(array_of({**object_of("role", **_MESSAGE), **_WITH_CONTENT}, minItems=1)),
+    "chat_template_kwargs": shaped({**OBJECT, "description": "Given to the chat template."}),
+    "tools": shaped(array_of(_TOOL, maxItems=MAX_TOOLS)),
 }
 
 COMPLETION: dict[str, RequestField] = {
     **SAMPLING,
-    "echo": RequestField("boolean", doc="The prompt comes before the answer."),
-    "logprobs": RequestField("integer", 0, 20, "Log-probabilities of the tokens and of this many best ones."),
+    "echo": _flag("The prompt comes before the answer."),
+    "logprobs": _integer("Log-probabilities of the tokens and of this many best ones.", 0, 20),
+    **OF_TEXT,
+    "prompt": shaped({"oneOf": [TEXT, TOKENS, array_of({"oneOf": [TEXT, TOKENS]}, minItems=1)]}),
 }
-
-CHAT: dict[str, RequestField] = {
+PLAIN_OF_CHATS: dict[str, RequestField] = {
     **SAMPLING,
-    "max_tokens": RequestField("integer", 1, MAX_TOKENS, "Tokens to generate at most."),
-    "logprobs": RequestField("boolean", doc="Log-probabilities of the tokens."),
-    "top_logprobs": RequestField("integer", 0, 20, "And of this many best ones; needs logprobs."),
-    "add_generation_prompt": RequestField("boolean", doc="The template opens the assistant's turn; default true."),
-    "continue_final_message": RequestField(
-        "boolean", doc="The answer goes on with the last message; the template opens no turn."
-    ),
-    "separate_reasoning": RequestField("boolean", doc="Reasoning goes into reasoning_content; default true."),
+    "max_tokens": replace(SAMPLING["max_tokens"], low=1),
+    "add_special_tokens": replace(SAMPLING["add_special_tokens"], default=False),
+    "logprobs": _flag("Log-probabilities of the tokens."),
+    "top_logprobs": _integer("And of this many best ones; needs logprobs.", 0, 20),
+    "add_generation_prompt": _flag("The template opens the assistant's turn; default true."),
+    "continue_final_message": _flag("The answer goes on with the last message; the template opens no turn."),
+    "separate_reasoning": _flag("Reasoning goes into reasoning_content; default true."),
 }
-
+CHAT: dict[str, RequestField] = {
+    **PLAIN_OF_CHATS,
+    **OF_TEXT,
+    **_OF_PROMPTS,
+    "tool_choice": shaped({"oneOf": [CHOICE_WORDS, _NAMED_TOOL, _ALLOWED_TOOLS]}),
+    "parallel_tool_calls": PARALLEL,
+    "reasoning_effort": shaped(EFFORT),
+}
 TOKENIZE: dict[str, RequestField] = {
-    "add_special_tokens": RequestField("boolean", doc="Default true for prompt, false for messages."),
-    "add_generation_prompt": RequestField("boolean", doc="As in chat."),
-    "continue_final_message": RequestField("boolean", doc="As in chat."),
-    "return_token_strs": RequestField("boolean", doc="Add token_strs."),
+    "add_special_tokens": _flag("Default true for prompt, false for messages."),
+    **dict.fromkeys(("add_generation_prompt", "continue_final_message"), _flag("As in chat.")),
+    "return_token_strs": _flag("Add token_strs."),
+    "model": MODEL,
+    "prompt": shaped(TEXT),
+    **_OF_PROMPTS,
 }
-
-TOKENIZE_OTHERS = ("prompt", "messages", "chat_template_kwargs", "tools")
-"""Fields of `/tokenize` that aren't plain values."""
-
-STREAM_OPTIONS: dict[str, RequestField] = {
-    "include_usage": RequestField("boolean", doc="The last event has the usage."),
-    "continuous_usage_stats": RequestField("boolean", doc="Every event has the usage so far."),
-    "include_obfuscation": RequestField("boolean", doc="Ignored: nothing is added to events."),
-}
-
-DETOKENIZE: dict[str, RequestField] = {}
-
-STRUCTURED_OUTPUT = (
-    "response_format", "structured_outputs", "guided_json", "guided_json_object", "guided_regex", "guided_choice",
-    "guided_grammar", "json_schema", "regex", "ebnf", "guided_whitespace_pattern",
-)  # fmt: skip
-"""Fields that say what an answer must follow; `router.openai.structured_output` reads them."""
-
-GENERATE_OTHERS = (
-    "model", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "stream_options", *STRUCTURED_OUTPUT
-)  # fmt: skip
-"""Fields of generation requests that aren't plain values; `router.openai.parse_request` reads them."""
-
-CHAT_OTHERS = (
-    "messages", "chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort"
-)  # fmt: skip
-"""Fields of chats that aren't plain values."""
+DETOKENIZE: dict[str, RequestField] = {"model": MODEL, "tokens": shaped(TOKENS)}
+_ELSEWHERE = frozenset({*COMPLETION, *CHAT, *TOKENIZE, *DETOKENIZE})
+"""Fields of all endpoints: where one doesn't exist, an empty value (`_EMPTY`) of it asks for nothing."""
 
 IGNORED: dict[str, str] = {
-    **dict.fromkeys(
+    name: why
+    for names, why in (
         (
-            "safety_identifier",
-            "metadata",
-            "store",
-            "prompt_cache_key",
-            "prompt_cache_retention",
-            "prompt_cache_options",
+            "safety_identifier metadata store prompt_cache_key prompt_cache_retention prompt_cache_options",
+            "names the client, or what to keep for it: nothing is kept",
         ),
-        "names the client, or what to keep for it: nothing is kept",
-    ),
-    **dict.fromkeys(("request_id", "rid"), "names the request; the header X-Request-Id does"),
-    **dict.fromkeys(
-        ("service_tier", "data_parallel_rank", "routed_dp_rank", "data_parallel_rank_decode"),
-        "says where to run; the router decides",
-    ),
-    **dict.fromkeys(("length_penalty", "early_stopping"), "belongs to beam search, which is refused"),
-    "guided_decoding_backend": "says which engine makes the masks; there is one",
-    **dict.fromkeys(
-        ("mm_processor_kwargs", "media_io_kwargs", "use_audio_in_video", "max_dynamic_patch", "min_dynamic_patch"),
-        "belongs to images and sound, which are refused",
-    ),
-    "stream_reasoning": "reasoning is streamed as it comes",
-    "spaces_between_special_tokens": "belongs to slow tokenizers",
-    "log_metrics": "says what to log",
-    "no_logs": "says what to log",
+        ("request_id rid", "names the request; the header X-Request-Id does"),
+        (
+            "service_tier data_parallel_rank routed_dp_rank data_parallel_rank_decode",
+            "says where to run; the router decides",
+        ),
+        ("length_penalty early_stopping", "belongs to beam search, which is refused"),
+        ("guided_decoding_backend", "says which engine makes the masks; there is one"),
+        (
+            "mm_processor_kwargs media_io_kwargs use_audio_in_video max_dynamic_patch min_dynamic_patch",
+            "belongs to images and sound, which are refused",
+        ),
+        ("stream_reasoning", "reasoning is streamed as it comes"),
+        ("spaces_between_special_tokens", "belongs to slow tokenizers"),
+        ("log_metrics no_logs", "says what to log"),
+    )
+    for name in names.split()
 }
 """Known fields that can't change the answer here, with the reason."""
 
 _EMPTY: tuple[object, ...] = (False, [], {}, "")
 
 
-@dataclass(frozen=True, slots=True)
-class FieldRefusal:
+def _is_one_of(value: object, others: Sequence[object]) -> bool:
+    """Whether a value is among others: ``false`` isn't 0, and 1 isn't ``1.0``."""
+    return any(type(value) is type(other) and value == other for other in others)
+
+
+class FieldRefusal(NamedTuple):
     """Why a field is refused, and its `neutral` values, which ask for nothing and are accepted."""
 
     why: str
     neutral: tuple[object, ...] = ()
-
-    def says_nothing(self, value: object) -> bool:
-        return any(type(value) is type(n) and value == n for n in self.neutral)
 
 
 def _refuse(why: str, names: str, *neutral: object) -> dict[str, FieldRefusal]:
@@ -269,87 +379,6 @@ REFUSED: dict[str, FieldRefusal] = {
 _NAMES = {"integer": "an integer", "number": "a number", "boolean": "true or false", "string": "a string"}
 
 
-def read_json(body: bytes) -> dict[str, Any]:
-    """Return the request body as an object. Raises `RequestError` for a body that isn't strict JSON, or no object.
-
-    A number beyond all floats, or with more digits than Python reads, is infinite where it is a field's value, so that
-    whoever reads the field refuses it with the field's range. Within a field it is refused here, with its place.
-    """
-    try:
-        try:
-            tree = outside_data.read_json(body, _JSON.read)
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            raise
-        except ValueError:  # A number, most likely; this reading tells which.
-            tree = outside_data.read_json(body, _JSON_WITH_INFINITIES.read)
-            if (place := _infinite_within(tree)) is not None:
-                message = f"{'.'.join(place)}: the number is too large to be read"
-                raise RequestError(message, param=place[0]) from None
-    except ValueError as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
-    if not isinstance(tree, dict):
-        raise RequestError(f"the body must be a JSON object, not {describe(tree)}")
-    return tree
-
-
-class _JsonReader:
-    """A reader of bodies, made once, as that takes as long as reading a short body."""
-
-    def __init__(
-        self, integer: Callable[[str], Any] | None = None, fraction: Callable[[str], Any] | None = None
-    ) -> None:
-        """What reads numbers; None: Python."""
-        self._decoder = json.JSONDecoder(parse_constant=_refuse_constant, parse_int=integer, parse_float=fraction)
-
-    def read(self, body: Any) -> Any:
-        return self._decoder.decode(body.decode(json.detect_encoding(body), "surrogatepass"))
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"{text[:20]} is too large")
-    return value
-
-
-def _int_or_infinite(text: str) -> float:
-    """Return a number of any length; Python refuses to read longer ones, which takes the square of their length."""
-    return int(text) if len(text) <= sys.int_info.str_digits_check_threshold else float(text)
-
-
-_JSON = _JsonReader(fraction=_finite)
-_JSON_WITH_INFINITIES = _JsonReader(integer=_int_or_infinite)
-
-
-def _infinite_within(tree: object) -> tuple[str, ...] | None:
-    """Return the names and numbers that lead to an infinite number within a field of a body; None without one."""
-    left: list[tuple[Any, _Place]] = [(tree, None)]
-    while left:
-        part, place = left.pop()
-        for key, value in part.items() if isinstance(part, dict) else enumerate(part):
-            if isinstance(value, dict | list):
-                left.append((value, (place, key)))
-            elif place is not None and isinstance(value, float) and math.isinf(value):
-                return _names((place, key))
-    return None
-
-
-_Place = tuple[Any, Any] | None
-"""Where something is in a body: the place of what has it, and its name or number there; None: it is the body."""
-
-
-def _names(place: _Place) -> tuple[str, ...]:
-    names: list[str] = []
-    while place is not None:
-        place, key = place
-        names.append(str(key)[:64])
-    return tuple(reversed(names))
-
-
 def describe(value: object) -> str:
     """Return `value` as JSON for an error message, 60 characters at most."""
     if isinstance(value, list | tuple | dict | str) and len(value) > 60:  # A large value isn't serialised as a whole.
@@ -362,7 +391,7 @@ class FieldValues(NamedTuple):
     """What a body's plain fields say."""
 
     values: dict[str, Any]
-    """By name, the checked values of fields that are in the endpoint's table and given."""
+    """By name, the checked values of fields that are in the endpoint's table and given, and defaults of others."""
     ignored: tuple[str, ...]
     """What was left out though it asks for something, as `ignored_field` writes it: `MAX_IGNORED`."""
 
@@ -371,27 +400,26 @@ MAX_IGNORED = 16
 """Fields that are named as ignored, of one body."""
 
 
-def read_fields(
-    body: Mapping[str, Any], fields: Mapping[str, RequestField], others: Collection[str] = (), prefix: str = ""
-) -> FieldValues:
-    """Return the checked values of all fields that are in the table `fields` and given, and what is ignored.
+def read_fields(body: Mapping[str, Any], fields: Mapping[str, RequestField], prefix: str = "") -> FieldValues:
+    """Return the checked values of all plain fields in the table `fields`, and what is ignored.
 
-    `others`: fields of the same object that the caller reads itself. `prefix`: stands before its names where the object
-    is a field itself. Raises `RequestError` naming a field that is wrong or refused.
+    `prefix`: stands before names where the object is a field itself. Raises `RequestError` naming a field that is wrong
+    or refused.
     """
-    values: dict[str, Any] = {}
+    values = {name: field.default for name, field in fields.items() if field.default is not None}
     ignored: list[str] = []
     for name, value in body.items():
         if value is None:
             continue
         field = fields.get(name)
         if field is not None:
-            values[name] = check_value(name, value, field)
-        elif name not in others and name != "model":
+            if field.kind:
+                values[name] = check_value(name, value, field)
+        elif name != "model":
             if name not in IGNORED:
                 _check_refused(name, value)
             if _asks(name, value) and len(ignored) < MAX_IGNORED:
-                ignored.append(ignored_field(prefix + name, (*fields, *others) if name not in IGNORED else ()))
+                ignored.append(ignored_field(prefix + name, tuple(fields) if name not in IGNORED else ()))
     return FieldValues(values, tuple(ignored))
 
 
@@ -409,17 +437,16 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
 
 def _asks(name: str, value: object) -> bool:
     """Whether a field that has no effect asks for something."""
-    empty = any(type(value) is type(e) and value == e for e in _EMPTY)
-    return not empty and name not in REFUSED
+    return not _is_one_of(value, _EMPTY) and name not in REFUSED
 
 
 def _check_refused(name: str, value: object) -> None:
     """Raise `RequestError` for a field that would change the answer."""
     refusal = REFUSED.get(name)
     if refusal is not None:
-        if not refusal.says_nothing(value):
+        if not _is_one_of(value, refusal.neutral):
             raise RequestError(f"{name}: {refusal.why}", param=name)
-    elif name in _ELSEWHERE and not any(type(value) is type(e) and value == e for e in _EMPTY):
+    elif name in _ELSEWHERE and not _is_one_of(value, _EMPTY):
         raise RequestError(f"{name} is a field of other endpoints: leave it out", param=name)
 
 
@@ -436,10 +463,6 @@ def check_value(name: str, value: object, field: RequestField) -> Any:
     if not good or (isinstance(value, int | float) and not _is_within(value, field)):
         raise RequestError(f"{name} must be {_NAMES[field.kind]}{_bounds(field)}; got {describe(value)}", param=name)
     return value
-
-
-_ELSEWHERE = frozenset({*COMPLETION, *CHAT, *TOKENIZE, "prompt", "messages", "tokens", *GENERATE_OTHERS, *CHAT_OTHERS})
-"""Fields of all endpoints: where one doesn't exist, an empty value (`_EMPTY`) of it asks for nothing."""
 
 
 def _is_within(value: float, field: RequestField) -> bool:

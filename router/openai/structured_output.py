@@ -22,7 +22,7 @@ from twinpool.contracts.grammar import GRAMMAR_BYTES, JSON_FORM
 from twinpool.contracts.outside_data import read_json
 from twinpool.router.openai.client_grammar import ClientGrammar, check_grammar, is_endless, line_and_column, regex_error
 from twinpool.router.openai.json_schemas import MAX_DEPTH, TOO_DEEP, engine_fault, followed, grammar_of
-from twinpool.router.openai.request_fields import STRUCTURED_OUTPUT, describe
+from twinpool.router.openai.request_fields import MAX_CHOICES, STRUCTURED_OUTPUT, describe
 from twinpool.router.schemas.fault_place import Effort
 from twinpool.router.schemas.schema_parts import (
     SchemaError,
@@ -35,7 +35,6 @@ from twinpool.router.schemas.schema_parts import (
     too_deep_place,
 )
 
-MAX_CHOICES = 4096
 _COMPACT = {**JSON_FORM, "whitespace_pattern": None, "whitespace_flexible": False}
 _NAMED = re.compile(
     b'"(?:' + "|".join((*STRUCTURED_OUTPUT, "tools", "output_config", "format")).encode() + rb')"|\\u00[5-7]'

@@ -12,11 +12,10 @@ from typing import Any
 
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.outside_data import MAX_NESTED, read_json
-from twinpool.router.openai.request_fields import describe
+from twinpool.router.openai.request_fields import MAX_TOOLS, describe
 from twinpool.router.openai.structured_output import names_engine, refuse_unreadable
 from twinpool.router.text.chat_template import CallArguments
 
-MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 

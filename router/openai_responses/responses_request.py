@@ -10,17 +10,35 @@ calls), and one message of a chat.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from twinpool.contracts.errors import RequestError
 from twinpool.router.openai.request_fields import (
+    ALLOWED_MODE,
+    BOOLEAN,
+    CHOICE_WORDS,
+    EFFORT,
+    FORMATS,
+    FUNCTION,
     MAX_IGNORED,
     MAX_TOKENS,
+    MAX_TOOLS,
+    MODEL,
+    OBJECT,
+    PARALLEL,
+    TEXT,
+    WORD,
     RequestField,
+    Schema,
+    array_of,
     check_value,
     describe,
     ignored_field,
+    object_of,
+    one_of,
+    shaped,
+    text_or,
 )
 from twinpool.router.text.chat_template import TextParts
 
@@ -160,7 +178,6 @@ def _reasons(item: dict[str, Any], key: str, kind: str, where: str) -> list[str]
     return [str(text) for text in texts]
 
 
-MAX_OUTPUT_TOKENS = RequestField("integer", 1, MAX_TOKENS, "Tokens to generate at most, those of reasoning included.")
 MAX_METADATA = 16
 REASONING_INCLUDE = "reasoning.encrypted_content"
 _STORED = "responses aren't stored here: send the whole conversation as input"
@@ -178,23 +195,17 @@ REFUSED = {
     "top_logprobs": "log-probabilities come with /v1/chat/completions",
 }
 """Fields that are refused, unless what they say is nothing (null, false, 0 or empty)."""
-_OF_CHATS = {
-    "messages": "use input",
-    "max_tokens": "use max_output_tokens",
-    "max_completion_tokens": "use max_output_tokens",
-    "response_format": "use text.format",
-    "reasoning_effort": "use reasoning.effort",
-    **dict.fromkeys(("n", "logprobs", "return_token_ids"), "it belongs to /v1/chat/completions"),
-}
 _PARAMS = {
     "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
-    "max_completion_tokens": "max_output_tokens",
-    "max_tokens": "max_output_tokens",
 }
 """Names of chats' fields, and of those that they come from here."""
-
+_OF_CHATS = {name: f"use {ours}" for name, ours in _PARAMS.items()} | dict.fromkeys(
+    ("n", "logprobs", "return_token_ids"), "it belongs to /v1/chat/completions"
+)
 
 NESTED = {
     "text": ("format", "verbosity"),
@@ -202,7 +213,7 @@ NESTED = {
     "stream_options": ("include_obfuscation",),
 }
 """The fields within fields that are known."""
-_NAME = RequestField("string")
+_NAME = RequestField("string", "Repeated in the answer.")
 NAMES = ("prompt_cache_key", "safety_identifier", "user")
 """Names of the client's, which are repeated and change nothing."""
 
@@ -238,9 +249,9 @@ def read_responses(body: Mapping[str, Any]) -> ResponsesBody:
     chat: dict[str, Any] = {
         "messages": _instructions(given.pop("instructions", None)) + read_input(given.pop("input", None))
     }
-    for name, read in READERS.items():
-        if name in given:
-            chat |= read(given.pop(name))
+    for name, field in FIELDS.items():
+        if field.read is not None and name in given:
+            chat |= field.read(given.pop(name))
     return ResponsesBody({**given, **chat}, repeated, tuple(ignored[:MAX_IGNORED]))
 
 
@@ -260,8 +271,8 @@ def _repeated(given: Mapping[str, Any]) -> dict[str, Any]:
         "max_output_tokens": given.get("max_output_tokens"),
         "metadata": _metadata(given.get("metadata")),
         "parallel_tool_calls": given.get("parallel_tool_calls", True),
-        "reasoning": {"effort": None, "summary": None, **_fields_of(given, "reasoning")},
-        "text": {"format": {"type": "text"}, **_fields_of(given, "text")},
+        "reasoning": {"effort": None, "summary": None, **_fields_of(given.get("reasoning"))},
+        "text": {"format": {"type": "text"}, **_fields_of(given.get("text"))},
         "tool_choice": given.get("tool_choice", "auto"),
         "tools": [_repeated_tool(tool) for tool in tools] if isinstance(tools, list) else [],
         **{name: check_value(name, given[name], _NAME) for name in NAMES if name in given},
@@ -269,19 +280,14 @@ def _repeated(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _fields_of(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = given.get(name)
+def _fields_of(value: object) -> dict[str, Any]:
+    """What an object says; empty where it is none."""
     return {key: part for key, part in value.items() if part is not None} if isinstance(value, dict) else {}
 
 
 def _repeated_tool(tool: object) -> object:
-    return (
-        {"description": None, "parameters": None, "strict": False, **_given(tool)} if isinstance(tool, dict) else tool
-    )
-
-
-def _given(value: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: part for key, part in value.items() if part is not None}
+    unsaid = {"description": None, "parameters": None, "strict": False}
+    return {**unsaid, **_fields_of(tool)} if isinstance(tool, dict) else tool
 
 
 def _metadata(metadata: object) -> dict[str, str]:
@@ -306,7 +312,7 @@ def _instructions(text: object) -> list[dict[str, Any]]:
 
 
 def _max_output_tokens(count: object) -> dict[str, Any]:
-    return {"max_completion_tokens": check_value("max_output_tokens", count, MAX_OUTPUT_TOKENS)}
+    return {"max_completion_tokens": check_value("max_output_tokens", count, FIELDS["max_output_tokens"])}
 
 
 def _tools(tools: object) -> dict[str, Any]:
@@ -402,13 +408,58 @@ def _truncation(how: object) -> dict[str, Any]:
     return {}
 
 
-READERS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "max_output_tokens": _max_output_tokens,
-    "tools": _tools,
-    "tool_choice": _tool_choice,
-    "text": _text,
-    "reasoning": _reasoning,
-    "include": _include,
-    "stream_options": _stream_options,
-    "truncation": _truncation,
+_TYPE_FUNCTION: Schema = {"type": {"const": "function"}}
+_ITEMS = (
+    object_of("role content", type={"const": "message"}, role=one_of(*_ROLES), content=text_or(*_TEXTS)),
+    object_of(
+        "type call_id name arguments",
+        type={"const": "function_call"},
+        id=TEXT,
+        call_id=WORD,
+        name=WORD,
+        arguments={**TEXT, "description": "The JSON text of an object."},
+        status=TEXT,
+    ),
+    object_of(
+        "type call_id output", type={"const": "function_call_output"}, call_id=WORD, output=text_or("input_text")
+    ),
+    object_of(
+        "type",
+        type={"const": "reasoning"},
+        id=TEXT,
+        summary=array_of(object_of("type text", type={"const": "summary_text"}, text=TEXT)),
+        content=array_of(object_of("type text", type={"const": "reasoning_text"}, text=TEXT)),
+    ),
+)
+_FORMAT = object_of("type", type=FORMATS, name=TEXT, description=TEXT, strict=BOOLEAN, schema=OBJECT)
+_NAMED = object_of("type name", **_TYPE_FUNCTION, name=TEXT)
+_ALLOWED = object_of(
+    "type mode tools", type={"const": "allowed_tools"}, mode=ALLOWED_MODE, tools=array_of(_NAMED, minItems=1)
+)
+FIELDS: dict[str, RequestField] = {
+    "max_output_tokens": RequestField(
+        "integer", "Tokens to generate at most, those of reasoning included.", 1, MAX_TOKENS, read=_max_output_tokens
+    ),
+    "model": MODEL,
+    "input": shaped({"oneOf": [TEXT, array_of({"oneOf": list(_ITEMS)}, minItems=1)]}),
+    "instructions": shaped(TEXT),
+    "tools": shaped(array_of(object_of("type name", **_TYPE_FUNCTION, **FUNCTION), maxItems=MAX_TOOLS), _tools),
+    "tool_choice": shaped({"oneOf": [CHOICE_WORDS, _NAMED, _ALLOWED]}, _tool_choice),
+    "parallel_tool_calls": PARALLEL,
+    "text": shaped(object_of(format=_FORMAT, verbosity={"const": "medium"}), _text),
+    "reasoning": shaped(object_of(effort=EFFORT, summary=TEXT, generate_summary=TEXT), _reasoning),
+    "metadata": shaped(
+        {
+            **OBJECT,
+            "maxProperties": MAX_METADATA,
+            "propertyNames": {"maxLength": 64},
+            "additionalProperties": {**TEXT, "maxLength": 512},
+        }
+    ),
+    "include": shaped(array_of({"const": REASONING_INCLUDE}), _include),
+    **dict.fromkeys(NAMES, _NAME),
+    **dict.fromkeys(("store", "background"), shaped({"const": False})),
+    "truncation": shaped({"const": "disabled"}, _truncation),
+    "stream_options": shaped(object_of(include_obfuscation=BOOLEAN), _stream_options),
 }
+"""Fields of the Responses API that chats don't have, or have in another shape."""

@@ -8,13 +8,16 @@ and some calls of the tokenizer hold the interpreter's lock while they run, and 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from msgspec import structs
 
+from twinpool.contracts import outside_data
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
@@ -34,15 +37,7 @@ from twinpool.router.openai.parse_request import (
     read_template_args,
     read_tokens,
 )
-from twinpool.router.openai.request_fields import (
-    DETOKENIZE,
-    MAX_IGNORED,
-    TOKENIZE,
-    TOKENIZE_OTHERS,
-    describe,
-    read_fields,
-    read_json,
-)
+from twinpool.router.openai.request_fields import DETOKENIZE, MAX_IGNORED, TOKENIZE, describe, read_fields
 from twinpool.router.openai.tools import ToolUse, read_tools
 from twinpool.router.openai_responses.responses_request import read_responses, renamed
 from twinpool.router.state.prefix_hashes import PAGE_TOKENS, PrefixHashes, prefix_hashes
@@ -250,7 +245,7 @@ class BodyReader:
         """Return the answer of ``/tokenize``."""
         body = self._tree(raw)
         check_model(body, self._spec)
-        (values, ignored), prompt = read_fields(body, TOKENIZE, TOKENIZE_OTHERS), body.get("prompt")
+        (values, ignored), prompt = read_fields(body, TOKENIZE), body.get("prompt")
         if body.get("messages") is not None:
             args = read_template_args(body.get("chat_template_kwargs"))
             opens, continues = opens_turn(values), values.get("continue_final_message", False)
@@ -272,7 +267,7 @@ class BodyReader:
         """Return the answer of ``/detokenize``."""
         body = self._tree(raw)
         check_model(body, self._spec)
-        _, ignored = read_fields(body, DETOKENIZE, ("tokens",))
+        _, ignored = read_fields(body, DETOKENIZE)
         tokens = read_tokens(body.get("tokens"), self._spec, "tokens")
         return TextAnswer(json.dumps({"prompt": self._model_tokenizer.decode(tokens)}).encode(), ignored)
 
@@ -347,3 +342,76 @@ def _with_ignored(request: GenerateRequest, ignored: tuple[str, ...]) -> Generat
 def too_long(tokens: int, context: int, param: str) -> RequestError:
     """Return the error for a prompt of so many tokens in the field `param`."""
     return RequestError(f"the prompt has {tokens} tokens; the context of {context} has no room for it", param=param)
+
+
+def read_json(body: bytes) -> dict[str, Any]:
+    """Return the request body as an object. Raises `RequestError` for a body that isn't strict JSON, or no object.
+
+    A number beyond all floats, or with more digits than Python reads, is infinite where it is a field's value, so that
+    whoever reads the field refuses it with the field's range. Within a field it is refused here, with its place.
+    """
+    try:
+        try:
+            tree = outside_data.read_json(body, _read_strictly)
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            raise
+        except ValueError:  # A number, most likely; this reading tells which.
+            tree = outside_data.read_json(body, _read_with_infinities)
+            if (place := _infinite_within(tree)) is not None:
+                message = f"{'.'.join(place)}: the number is too large to be read"
+                raise RequestError(message, param=place[0]) from None
+    except ValueError as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(tree, dict):
+        raise RequestError(f"the body must be a JSON object, not {describe(tree)}")
+    return tree
+
+
+def _reads(decoder: json.JSONDecoder) -> Callable[[Any], Any]:
+    return lambda body: decoder.decode(body.decode(json.detect_encoding(body), "surrogatepass"))
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:20]} is too large")
+    return value
+
+
+def _int_or_infinite(text: str) -> float:
+    """Return a number of any length; Python refuses to read longer ones, which takes the square of their length."""
+    return int(text) if len(text) <= sys.int_info.str_digits_check_threshold else float(text)
+
+
+# Made once, as that takes as long as reading a short body.
+_read_strictly = _reads(json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite))
+_read_with_infinities = _reads(json.JSONDecoder(parse_constant=_refuse_constant, parse_int=_int_or_infinite))
+
+
+def _infinite_within(tree: object) -> tuple[str, ...] | None:
+    """Return the names and numbers that lead to an infinite number within a field of a body; None without one."""
+    left: list[tuple[Any, _Place]] = [(tree, None)]
+    while left:
+        part, place = left.pop()
+        for key, value in part.items() if isinstance(part, dict) else enumerate(part):
+            if isinstance(value, dict | list):
+                left.append((value, (place, key)))
+            elif place is not None and isinstance(value, float) and math.isinf(value):
+                return _names((place, key))
+    return None
+
+
+_Place = tuple[Any, Any] | None
+"""Where something is in a body: the place of what has it, and its name or number there; None: it is the body."""
+
+
+def _names(place: _Place) -> tuple[str, ...]:
+    names: list[str] = []
+    while place is not None:
+        place, key = place
+        names.append(str(key)[:64])
+    return tuple(reversed(names))

@@ -22,10 +22,10 @@ from twinpool.contracts.ids import WorkerName
 from twinpool.contracts.key_file import read_key_file
 from twinpool.contracts.outside_data import MAX_NESTED, read_yaml
 from twinpool.contracts.outside_data import read_json as outside_json
-from twinpool.router.openai import request_fields
 from twinpool.router.openai.structured_output import _schema
 from twinpool.router.openai.tools import _read_call
 from twinpool.router.text.tokenizer import read_model_tokenizer
+from twinpool.router.tokenizer_pool.prepare_request import read_json as read_body
 from twinpool.sim.scale.cluster_plan import read_costs
 from twinpool.sim.scale.traffic import read_trace
 
@@ -72,7 +72,7 @@ READERS: dict[str, tuple[type[Exception], Callable[[Path, str], object]]] = {
         ValueError,
         lambda folder, text: from_ledger(WorkerName("decode-0"), text, ClusterConfig()),
     ),
-    "body": (RequestError, lambda folder, text: request_fields.read_json(text.encode())),
+    "body": (RequestError, lambda folder, text: read_body(text.encode())),
     "schema": (RequestError, lambda folder, text: _schema(text, "response_format")),
     "arguments of a call": (
         RequestError,

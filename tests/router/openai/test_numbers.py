@@ -11,7 +11,6 @@ import pytest
 
 from tests.router.http_server import Server
 from twinpool.contracts.errors import RequestError
-from twinpool.router.openai import request_fields
 from twinpool.router.openai.request_fields import (
     CHAT,
     COMPLETION,
@@ -19,8 +18,9 @@ from twinpool.router.openai.request_fields import (
     STREAM_OPTIONS,
     TOKENIZE,
     RequestField,
-    read_json,
 )
+from twinpool.router.tokenizer_pool import prepare_request
+from twinpool.router.tokenizer_pool.prepare_request import read_json
 
 COUNT = 2**31 - 1
 RANGES: dict[str, tuple[float, float]] = {
@@ -225,7 +225,7 @@ def test_long_numbers_are_never_read_as_integers(monkeypatch: pytest.MonkeyPatch
         tried.append(len(text))
         return int(text)
 
-    monkeypatch.setattr(request_fields, "int", integer, raising=False)
+    monkeypatch.setattr(prepare_request, "int", integer, raising=False)
     tree = read_json(f'{{"n": 12, "seed": {"9" * 1_000_000}, "top_k": -{"9" * 5000}}}'.encode())
     assert tree == {"n": 12, "seed": math.inf, "top_k": -math.inf}
     assert tried == [2]

@@ -14,17 +14,8 @@ from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.router.anthropic.messages_request import IGNORED as ANTHROPIC_IGNORED
 from twinpool.router.anthropic.messages_request import OUTPUT
 from twinpool.router.anthropic.messages_request import REFUSED as ANTHROPIC_REFUSED
-from twinpool.router.openai.request_fields import (
-    CHAT,
-    CHAT_OTHERS,
-    COMPLETION,
-    GENERATE_OTHERS,
-    IGNORED,
-    REFUSED,
-    STREAM_OPTIONS,
-    TOKENIZE,
-)
-from twinpool.router.openai_responses.responses_request import NAMES, NESTED, READERS
+from twinpool.router.openai.request_fields import CHAT, COMPLETION, IGNORED, REFUSED, STREAM_OPTIONS, TOKENIZE
+from twinpool.router.openai_responses.responses_request import FIELDS, NAMES, NESTED
 from twinpool.router.openai_responses.responses_request import REFUSED as RESPONSES_REFUSED
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -60,11 +51,12 @@ require_reasoning routed_dp_rank use_audio_in_video
 
 
 def test_no_field_of_the_vocabulary_is_unknown() -> None:
-    known = {*COMPLETION, *CHAT, *TOKENIZE, *GENERATE_OTHERS, *IGNORED, *REFUSED}
-    known |= {"prompt", *CHAT_OTHERS}
+    known = {*COMPLETION, *CHAT, *TOKENIZE, *IGNORED, *REFUSED}
     assert [name for name in VOCABULARY.split() if name not in known] == []
     assert not IGNORED.keys() & REFUSED.keys()
-    assert not (IGNORED.keys() | REFUSED.keys()) & (COMPLETION.keys() | CHAT.keys())
+    assert not IGNORED.keys() & (COMPLETION.keys() | CHAT.keys())
+    assert not REFUSED.keys() & COMPLETION.keys()
+    assert REFUSED.keys() & CHAT.keys() == {"tools", "tool_choice", "parallel_tool_calls", "reasoning_effort"}
 
 
 ASKED: list[tuple[str, Any]] = [
@@ -185,27 +177,26 @@ def test_what_another_endpoint_would_do_is_refused(server: Server) -> None:
         assert error["param"] == "truncate_prompt_tokens"
 
 
-CHAT_FIELDS = {*CHAT, *GENERATE_OTHERS, *CHAT_OTHERS}
-RESPONSES = {*READERS, *NAMES, "input", "instructions", "metadata", "model", "temperature", "top_p"}
+RESPONSES = {*FIELDS, "temperature", "top_p"} - {"store", "background"}  # Of these only false is taken.
 PACKAGES: list[tuple[str, set[str], set[str], set[str]]] = [
     # A type of a package's, what of it is done, ignored and refused. (To import both packages takes seconds.)
-    ("openai.types.chat.completion_create_params.CompletionCreateParamsBase", CHAT_FIELDS, {*IGNORED}, {*REFUSED}),
+    ("openai.types.chat.completion_create_params.CompletionCreateParamsBase", {*CHAT}, {*IGNORED}, {*REFUSED}),
     (
         "openai.types.completion_create_params.CompletionCreateParamsBase",
-        {*COMPLETION, *GENERATE_OTHERS, "prompt"},
+        {*COMPLETION},
         {*IGNORED},
         {*REFUSED},
     ),
     ("openai.types.chat.ChatCompletionStreamOptionsParam", {*STREAM_OPTIONS}, set(), set()),
     (
         "openai.types.responses.response_create_params.ResponseCreateParamsBase",
-        RESPONSES | {"parallel_tool_calls"},
+        RESPONSES,
         {*IGNORED},
         {*RESPONSES_REFUSED},
     ),
     (
         "openai.types.responses.input_token_count_params.InputTokenCountParams",
-        RESPONSES | {"parallel_tool_calls"},
+        RESPONSES,
         {*IGNORED},
         {*RESPONSES_REFUSED},
     ),

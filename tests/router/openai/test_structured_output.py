@@ -15,8 +15,8 @@ from twinpool.contracts.errors import RequestError
 from twinpool.router.openai import structured_output
 from twinpool.router.openai.client_grammar import check_grammar
 from twinpool.router.openai.json_schemas import close, nodes_of
-from twinpool.router.openai.request_fields import STRUCTURED_OUTPUT
-from twinpool.router.openai.structured_output import MAX_CHOICES, may_need_grammar, read_grammar
+from twinpool.router.openai.request_fields import MAX_CHOICES, STRUCTURED_OUTPUT
+from twinpool.router.openai.structured_output import may_need_grammar, read_grammar
 from twinpool.router.openai.tools import read_tools
 from twinpool.router.schemas.schema_parts import Place, Steps, first_place
 
