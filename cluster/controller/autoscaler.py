@@ -300,8 +300,6 @@ class Autoscaler:
     def _shrink(self, change: ShrinkPool) -> None:
         before = self._size(change.role)
         names = self._core.pools.scale({change.role: before - change.count})
-        for name in names:
-            self._starts.pop(name, None)
         self._sent |= {name for name in names if self._table.rows[name].serves}
         self._gone |= self._sent
         self._counts["shrunk"] += len(names)

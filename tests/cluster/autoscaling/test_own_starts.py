@@ -10,7 +10,7 @@ from twinpool.cluster.controller.autoscaler import Autoscaler
 from twinpool.cluster.controller.controller import PLACE_S, Controller
 from twinpool.cluster.controller.controller_actions import StartWorker
 from twinpool.cluster.controller.leadership import MemoryLedger
-from twinpool.cluster.controller.node_room import NodePlace
+from twinpool.cluster.controller.node_room import ClusterRoom, NodePlace, NodeRoom, RoleRoom
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
@@ -228,6 +228,43 @@ def test_an_operators_change_is_one_hold_though_workers_leave_for_it(changed: st
     assert site.roles() == BEFORE
     assert site.count("holds") == 1
     assert site.autoscaler.view().held_s == site.config.autoscaling.hold_s - 3.0
+
+
+def test_a_change_of_role_takes_back_a_start_of_its_own_pool_that_waits_and_none_of_the_other() -> None:
+    site = Site()
+    site.decides(GrowPool(DECODE, 1, WHY))
+    site.decides(GrowPool(PREFILL, 1, WHY))
+    site.tick()
+    site.decides(ChangeRole(DECODE, WHY))
+    roles = site.roles()
+    assert sorted(roles.values()) == [DECODE] * 3 + [PREFILL] * 2
+    assert (roles.get("decode-2"), roles["prefill-2"]) == (None, PREFILL)
+
+
+def test_a_worker_that_restarts_is_its_pools_all_the_while() -> None:
+    site = Site()
+    site.core.pools.restart(WorkerName("decode-1"))
+    for step in (lambda: None, lambda: site.tick(1.0), lambda: site.leave("decode-1"), lambda: site.tick(1.0)):
+        step()
+        assert [pool.wanted for pool in site.autoscaler.view().pools] == [2, 2]
+
+
+def test_a_lack_of_room_is_said_once_and_again_after_there_was_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site()
+    site.tick(30.0)  # What is needed is known from then on.
+    rules, roles = site.autoscaler._rules, dict.fromkeys((str(PREFILL), str(DECODE)), RoleRoom(10))
+
+    def decide(now: float, pools: object, load: object, *, held: bool, fits: dict[Role, int]) -> list[SizingChange]:
+        rules.unfit = {role: 1 for role in fits if role is PREFILL}
+        return []
+
+    monkeypatch.setattr(rules, "decide", decide)
+    for workers, said in ((4, 1), (9, 1), (4, 2)):
+        site.core.set_room(ClusterRoom((NodeRoom(NODE, 10 * workers, roles=roles),)))
+        for _ in range(3):
+            site.tick(30.0)
+        told = [one.text for one in site.autoscaler.view().decisions if "prefill: it needs more" in one.text]
+        assert len(told) == said
 
 
 def test_who_has_the_least_to_do_changes_its_role() -> None:

@@ -490,6 +490,14 @@ def test_a_start_that_waits_for_a_place_is_begun_anew_when_a_node_is_undrained()
     assert [(a.name, a.incarnation, a.avoid) for a in actions if isinstance(a, StartWorker)] == [("decode-1", 3, ())]
 
 
+def test_a_node_that_ray_has_taken_away_is_uncordoned_under_whichever_name() -> None:
+    nodes = Nodes()
+    nodes.core.pools.cordon("b")
+    nodes.core.set_nodes([nodes.places["a"]])
+    nodes.core.pools.uncordon("b-0123456789")
+    assert not nodes.core.cordoned(nodes.places["b"])
+
+
 def test_an_undrained_node_gets_back_those_that_left_it() -> None:
     nodes = Nodes()
     nodes.core.pools.drain("b")

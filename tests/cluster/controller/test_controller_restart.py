@@ -16,7 +16,7 @@ from twinpool.cluster.controller.leadership import ControllerLedger, LedgerLost,
 from twinpool.cluster.controller.node_room import NodePlace
 from twinpool.cluster.controller.open_ledger import SqliteLedger
 from twinpool.cluster.controller.wanted_worker import WantedWorker, WorkerState, from_ledger, to_ledger
-from twinpool.cluster.processes.restart_policy import RestartHistory
+from twinpool.cluster.processes.restart_policy import SETTLED_S, RestartHistory
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.errors import ConfigError
@@ -213,6 +213,29 @@ def test_processes_that_should_not_be_there_are_killed_and_their_arenas_forgotte
     core.pools.undrain(A)
     core.detach()
     assert core.tick() == [], "what nobody would carry out is not kept"
+
+
+def test_a_worker_that_has_served_long_under_the_next_controller_dies_no_quick_death(keeper: Keeper) -> None:
+    lives = two(keeper)
+    core = lives.again()
+    core.attach([(A, Incarnation(1)), (B, Incarnation(1))])
+    lives.clock.advance(SETTLED_S)
+    for number in (1, 2):  # Only the second death is quick, and the first quick one is not waited off.
+        core.died(A, Incarnation(number), "killed")
+        assert [a.incarnation for a in core.tick() if isinstance(a, StartWorker) and a.name == A] == [number + 1]
+        assert not core.register(record(A, Role.DECODE, number + 1)).fenced
+
+
+def test_what_a_worker_that_serves_has_taken_over_is_not_forgotten_with_what_was_there_before_it(
+    keeper: Keeper,
+) -> None:
+    lives = two(keeper)
+    lives.core.died(A, Incarnation(1), "killed")
+    lives.core.tick()
+    lives.core.register(record(A, Role.DECODE, 2))
+    core = lives.again()
+    core.attach([(A, Incarnation(2)), (B, Incarnation(1))])
+    assert [a for a in core.tick() if isinstance(a, ForgetArenas)] == [ForgetArenas(A, Incarnation(2))]
 
 
 def test_a_worker_whose_registration_was_answered_by_nobody_registers_again(keeper: Keeper) -> None:

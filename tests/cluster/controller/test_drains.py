@@ -112,6 +112,8 @@ def test_a_process_does_not_wait_for_a_plan_that_would_not_come(why: str) -> Non
     if why == "nobody starts it":
         cluster.core.detach()
     assert not cluster.core.leave(NAME, cluster.incarnation, closed=why != "not closed")
+    holds = [EndedWorker(NAME, Incarnation(1), Incarnation(why != "not closed"))]
+    assert list(cluster.core.table.ended) == holds, "who says that it is closed is, whether or not its process goes on"
     cluster.core.attach([])
     assert not [a for a in cluster.core.tick() if isinstance(a, StartWorker) and a.successor_of]
 

@@ -94,6 +94,14 @@ def test_one_node_alone_is_asked_where_that_is_said() -> None:
     assert "a has" not in refusal
 
 
+def test_two_nodes_of_a_ray_on_one_host_have_their_own_workers() -> None:
+    beside = NodePlace("c" * 12, A.host)
+    cluster = ClusterRoom((room(memory=200, node=A), room(memory=200, node=beside)))
+    there = workers(Role.DECODE, 1, beside)
+    assert cluster.refusal(there, workers(Role.DECODE, 1, first=1, only=A.node_id)) == ""
+    assert "none would" in cluster.refusal(there, workers(Role.DECODE, 1, first=1, only=beside.node_id))
+
+
 def test_it_crosses_the_wire_and_the_ledger_as_it_is() -> None:
     card = (WorkerName("decode-0"),)
     one = NodeRoom(A, 70, 8, 2, {Role.DECODE: RoleRoom(5, 2, 1, 4), Role.PREFILL: RoleRoom(6)}, card, 99)

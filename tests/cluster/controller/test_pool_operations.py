@@ -299,6 +299,14 @@ def test_a_worker_is_added_to_one_node_and_waits_for_it() -> None:
     company.core.pools.uncordon("b")
     company.settle()
     assert company.serving[WorkerName("decode-1")] == (Role.DECODE, 2)
+    company.core.pools.drain("decode-1")
+    company.settle()
+    for node in ("", "b"):
+        assert company.core.pools.add_some(Role.DECODE, 1, node) == ("decode-1",)
+        company.settle()
+        assert company.starts[-1].only == node, "where it was is over once it is added anew"
+        company.core.pools.drain("decode-1")
+        company.settle()
 
 
 def test_a_cordon_leaves_who_serves_and_moves_who_starts() -> None:

@@ -166,19 +166,25 @@ def test_what_does_not_fit_is_not_started_after_a_restart_of_controller_and_supe
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "most"),
     [
-        lambda pools: pools.scale({Role.DECODE: 60}),
-        lambda pools: pools.scale({Role.PREFILL: 2, Role.DECODE: 4}),
-        lambda pools: pools.scale({Role.PREFILL: 3, Role.DECODE: 3}),
-        lambda pools: pools.add_some(Role.DECODE, 3),
-        lambda pools: pools.add_some(Role.DECODE, 3, "here"),
-        lambda pools: pools.undrain("here"),
+        (lambda pools: pools.scale({Role.DECODE: 60}), 5),
+        (lambda pools: pools.scale({Role.PREFILL: 2, Role.DECODE: 4}), 5),
+        (lambda pools: pools.scale({Role.PREFILL: 3, Role.DECODE: 3}), 5),
+        (lambda pools: pools.add_some(Role.DECODE, 3), 5),
+        (lambda pools: pools.add_some(Role.DECODE, 3, "here"), 5),
+        (lambda pools: pools.undrain("here"), 5),
+        (lambda pools: pools.undrain("decode-2"), 3),
+        (lambda pools: pools.restart(WorkerName("decode-2")), 3),
+        (lambda pools: pools.add(WorkerName("decode-2"), Role.DECODE), 3),
     ],
-    ids=["scale", "both pools", "the first pool fits", "add", "add to a node", "undrain a node"],
-)
+    ids=["scale", "both pools", "the first pool fits", "add", "add to a node", "undrain a node", "undrain", "restart",
+         "add by name"],
+)  # fmt: skip
 @pytest.mark.parametrize("restarted", [False, True], ids=["", "after a restart of the controller"])
-def test_whoever_adds_more_than_fits_is_refused_and_nothing_has_changed(change: object, *, restarted: bool) -> None:
+def test_whoever_adds_more_than_fits_is_refused_and_nothing_has_changed(
+    change: object, most: int, *, restarted: bool
+) -> None:
     cluster = Cluster(ClusterRoom((here(6),)), prefill=1, decode=5)
     for _ in range(5):
         cluster.tick()
@@ -187,7 +193,7 @@ def test_whoever_adds_more_than_fits_is_refused_and_nothing_has_changed(change: 
         cluster.core.pools.drain(name)
         _, number = cluster.serving.pop(WorkerName(name))
         cluster.core.leave(WorkerName(name), number)
-    cluster.core.set_room(ClusterRoom((here(5),)))
+    cluster.core.set_room(ClusterRoom((here(most),)))
     if restarted:
         cluster.again()
     before = dict(cluster.ledger.rows)
@@ -205,8 +211,21 @@ def test_a_change_of_role_is_refused_where_the_node_has_no_room_for_the_new_one(
     cluster.up()
     with pytest.raises(ConfigError, match="1 more decode worker would not fit"):
         cluster.core.pools.change_role(WorkerName("prefill-0"), Role.DECODE)
+    status = WorkerStatus(WorkerName("prefill-0"), Role.PREFILL, "ready", 7, "here", Incarnation(1), 0, 0, 1, 1)
+    assert not cluster.core.renew(status.name, status.incarnation, status).drain, "nothing has changed"
     cluster.core.set_room(ClusterRoom((here(7, roles=roles),)))
     cluster.core.pools.change_role(WorkerName("prefill-0"), Role.DECODE)
+
+
+def test_who_waits_for_room_on_its_own_node_holds_up_none_that_is_bound_to_another() -> None:
+    cluster = Cluster(ClusterRoom((here(2, node=HERE), here(1, node=THERE))), prefill=1)
+    cluster.core.set_nodes([HERE, THERE])
+    cluster.tick()
+    cluster.up()
+    for node in ("here", "there"):
+        cluster.core.pools.add_some(Role.DECODE, 1, node)
+    cluster.core.set_room(ClusterRoom((here(1, node=HERE), here(1, node=THERE))))
+    assert cluster.tick() == ["decode-1"]
 
 
 def test_one_that_is_sent_away_makes_room_at_once_and_who_comes_waits_until_it_has_left() -> None:
@@ -250,6 +269,22 @@ def test_one_that_served_gets_its_place_back_from_one_that_never_did() -> None:
     cluster.core.placed(WorkerName("decode-1"), Incarnation(2), HERE)
     cluster.up("decode-1")
     assert cluster.tick() == ["decode-2"]
+
+
+def test_of_several_that_never_served_the_latest_start_makes_way() -> None:
+    places = {role: RoleRoom(10, places=4) for role in PAIR}
+    cluster = Cluster(ClusterRoom((here(9, starts=9, node=HERE, roles=places),), grows=True), decode=2)
+    cluster.tick()
+    cluster.up()
+    for name in ("decode-2", "decode-3"):
+        cluster.core.pools.add_some(Role.DECODE, 1)
+        assert cluster.tick() == [name]
+        cluster.core.placed(WorkerName(name), Incarnation(1), HERE)
+    cluster.die("decode-1")
+    assert cluster.tick() == ["decode-1"]
+    for _ in range(12):
+        cluster.tick(1.0)
+    assert sorted(cluster.starting) == ["decode-1", "decode-2"], "decode-2 has come further"
 
 
 @given(

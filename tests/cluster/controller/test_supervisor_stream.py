@@ -148,6 +148,18 @@ def test_a_supervisor_comes_back_to_a_controller_that_was_started_again(site: Si
     assert site.core.table.rows[NAME].last_reason == "while you were away"
 
 
+def test_the_next_controller_hears_what_there_is_also_where_the_latest_report_said_nothing_of_it(site: Site) -> None:
+    room = ClusterRoom((NodeRoom(NODE, 20, roles={Role.DECODE: RoleRoom(10)}, free=19),))
+    client = site.client()
+    client.report(nodes=[NODE], room=room)
+    client.report(ended=[EndedProcess(OTHER, Incarnation(1), "it fell")])
+    site.until(lambda: site.core.table.room == room)
+    site.server.close()
+    site.start()
+    site.until(lambda: site.core.table.room == room)
+    assert site.core.table.nodes.places == (NODE,)
+
+
 def test_an_end_that_was_on_its_way_when_the_stream_broke_is_told_again(site: Site) -> None:
     client = site.client()
     client.add(Role.DECODE, 1)
