@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from twinpool.contracts.build_id import package_version
 from twinpool.router.anthropic import messages_request
@@ -230,6 +230,7 @@ BODIES: dict[str, Schema] = {
     "/v1/responses/input_tokens": _body({**_PLAIN, **_RESPONSES}, "input"),
     "/tokenize": _body(TOKENIZE),
     "/detokenize": _body(DETOKENIZE, "tokens"),
+    "/cluster/apply": OBJECT,
 }
 """By path, the schema of its body."""
 
@@ -261,145 +262,115 @@ OPERATION = (*_EVERY, 403, 404, 409)
 """The statuses of errors of each kind of endpoint."""
 
 
-def answers(
-    name: str, errors: tuple[int, ...], *, streams: bool = False, error: str = "Error", ok: tuple[int, ...] = (200,)
-) -> dict[str, Any]:
-    """Return the answers of an endpoint: with the schema `name` where it is well, with `error` where it isn't.
-
-    `ok`: the statuses of the former.
-    """
-    content: Schema = {"application/json": {"schema": _ref(name)}}
-    if streams:
-        content["text/event-stream"] = {}
-    found: dict[str, Any] = {
-        str(status): {"description": _ERRORS[status], "content": {"application/json": {"schema": _ref(error)}}}
-        for status in sorted(errors)
-    }
-    for status in (429, 503):
-        if status in errors:
-            found[str(status)]["headers"] = {"Retry-After": {"description": "Seconds", "schema": INTEGER}}
-    for status in ok:
-        found[str(status)] = {"description": "The answer", "content": content}
-    return dict(sorted(found.items()))
+def _parameter(name: str, place: str, schema: Schema = TEXT, **said: str) -> dict[str, Any]:
+    return {"name": name, "in": place, "required": place == "path", **said, "schema": schema}
 
 
-_GENERATE = {
-    "/v1/completions": ("Complete prompts", "Completion"),
-    "/v1/chat/completions": ("Answer a chat", "ChatCompletion"),
-    "/v1/messages": ("Answer a chat in the shape of Anthropic's Messages API", "Message"),
-    "/v1/responses": ("Answer a chat in the shape of OpenAI's Responses API", "Response"),
-}
-_GENERATE_HEADERS = [
-    {
-        "name": SLO_HEADER,
-        "in": "header",
-        "required": False,
-        "description": "Milliseconds to the first token beyond which the answer is of no use: then it is a 429.",
-        "schema": {"type": "integer", "minimum": 1, "maximum": 10**9 - 1},
-    },
-    {
-        "name": SESSION_HEADER,
-        "in": "header",
-        "required": False,
-        "description": "Names a session, as the field user does; comes before it.",
-        "schema": {"type": "string"},
-    },
-    {
-        "name": KEY_HEADER,
-        "in": "header",
-        "required": False,
-        "description": "The name under which the answer is kept for a client that comes back for it.",
-        "schema": {"type": "string", "pattern": f"^[!-~]{{1,{MAX_KEY_CHARS}}}$"},
-    },
-    {
-        "name": SEEN_HEADER,
-        "in": "header",
-        "required": False,
-        "description": "The id of the last event that the client has of the answer with this key; the rest comes.",
-        "schema": {"type": "string"},
-    },
+_HEADERS = [
+    _parameter(
+        SLO_HEADER,
+        "header",
+        {"type": "integer", "minimum": 1, "maximum": 10**9 - 1},
+        description="Milliseconds to the first token beyond which the answer is of no use: then it is a 429.",
+    ),
+    _parameter(SESSION_HEADER, "header", description="Names a session, as the field user does; comes before it."),
+    _parameter(
+        KEY_HEADER,
+        "header",
+        {"type": "string", "pattern": f"^[!-~]{{1,{MAX_KEY_CHARS}}}$"},
+        description="The name under which the answer is kept for a client that comes back for it.",
+    ),
+    _parameter(
+        SEEN_HEADER,
+        "header",
+        description="The id of the last event that the client has of the answer with this key; the rest comes.",
+    ),
 ]
-_COUNT = {
-    "/v1/messages/count_tokens": ("Count the tokens of a body of /v1/messages", "MessageTokens"),
-    "/v1/responses/input_tokens": ("Count the tokens of a body of /v1/responses", "ResponseTokens"),
-    "/tokenize": ("Text or chat to token ids", "Tokens"),
-    "/detokenize": ("Token ids to text", "Text"),
-}
-_LIST = {
-    "/v1/models": ("The served model, under each of its names", "Models"),
-    "/v1/models/{model}": ("One model", "Model"),
-}
-_HEALTH = "200 while requests can be served and work advances, else 503"
-_OPEN = {
-    "/": ("What is here, as a page for browsers and as JSON", "Operation"),
-    "/live": ("200 while the process runs", "Live"),
-    "/version": ("The server's version", "Version"),
-    "/load": ("Answers that have not ended, as server_load", "Load"),
-    "/openapi.json": ("This document", "Operation"),
-}
-_OPERATIONS = {
-    "/cluster/check": ("Recount every book (operators only)", "Check", ()),
-    "/cluster/drain/{worker}": ("Drain a worker or node (operators only)", "Operation", ("force", "now")),
-    "/cluster/undrain/{worker}": ("Admit again, until it has left (operators only)", "Operation", ()),
-    "/cluster/add": ("Start workers more (operators only)", "Operation", ("role", "count", "node")),
-    "/cluster/scale": ("Bring pools to so many workers (operators only)", "Operation", ("prefill", "decode", "force")),
-    "/cluster/apply": ("Change settings, named in JSON (operators only)", "Operation", ("dry_run",)),
-    "/cluster/restart/{worker}": ("Drain a worker and start it again (operators only)", "Operation", ("force",)),
-    "/cluster/cordon/{node}": ("Place no worker on a node any more (operators only)", "Operation", ()),
-    "/cluster/uncordon/{node}": ("Let workers be placed on a node again (operators only)", "Operation", ()),
-    "/cluster/role/{worker}": ("Start a worker in the other pool (operators only)", "Operation", ("role", "force")),
-}
+"""Those of requests for text."""
 
-_CHECKED = frozenset({"/cluster/add", "/cluster/scale", "/cluster/apply"})
-"""Operations that refuse a query or a body which means nothing."""
-_WITH_BODY = frozenset({"/cluster/apply"})
-_SECTIONS = {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}
+
+class _Endpoint(NamedTuple):
+    summary: str
+    answer: str
+    """The schema of what it answers where it is well."""
+    errors: tuple[int, ...]
+    methods: str = "get"
+    flags: str = ""
+    """The names of its parameters in the query."""
+    ok: tuple[int, ...] = (200,)
+    """The statuses of its answer."""
+
+
+_CHECKED = (*OPERATION, 400)
+"""Of operations that refuse a query or a body which means nothing."""
+
+
+def _reads(summary: str, answer: str, errors: tuple[int, ...] = GENERATION) -> _Endpoint:
+    return _Endpoint(summary, answer, errors, "post")
+
+
+def _operates(summary: str, flags: str = "", errors: tuple[int, ...] = OPERATION) -> _Endpoint:
+    return _Endpoint(f"{summary} (operators only)", "Operation", errors, "post", flags)
+
+
+_SHAPE = "Answer a chat in the shape of"
+_HEALTH = _Endpoint("200 while requests can be served and work advances, else 503", "Health", OPEN, ok=(200, 503))
+_ENDPOINTS = {
+    "/v1/completions": _reads("Complete prompts", "Completion"),
+    "/v1/chat/completions": _reads("Answer a chat", "ChatCompletion"),
+    "/v1/messages": _reads(f"{_SHAPE} Anthropic's Messages API", "Message"),
+    "/v1/responses": _reads(f"{_SHAPE} OpenAI's Responses API", "Response"),
+    "/v1/messages/count_tokens": _reads("Count the tokens of a body of /v1/messages", "MessageTokens", COUNTING),
+    "/v1/responses/input_tokens": _reads("Count the tokens of a body of /v1/responses", "ResponseTokens", COUNTING),
+    "/tokenize": _reads("Text or chat to token ids", "Tokens", COUNTING),
+    "/detokenize": _reads("Token ids to text", "Text", COUNTING),
+    "/v1/models": _Endpoint("The served model, under each of its names", "Models", LISTING),
+    "/v1/models/{model}": _Endpoint("One model", "Model", LISTING),
+    "/v1/responses/{response}": _Endpoint("404: responses aren't stored", "Error", LISTING, "get delete", ok=()),
+    "/health": _HEALTH,
+    "/ping": _HEALTH._replace(methods="get post"),
+    "/": _Endpoint("What is here, as a page for browsers and as JSON", "Operation", OPEN),
+    "/live": _Endpoint("200 while the process runs", "Live", OPEN),
+    "/version": _Endpoint("The server's version", "Version", OPEN),
+    "/load": _Endpoint("Answers that have not ended, as server_load", "Load", OPEN),
+    "/openapi.json": _Endpoint("This document", "Operation", OPEN),
+    "/metrics": _Endpoint("Prometheus metrics", "Operation", OPEN),
+    "/cluster/status": _operates("The workers")._replace(answer="Workers", methods="get"),
+    "/cluster/requests/{request}": _operates("What became of a request, by its id", errors=_CHECKED)._replace(
+        answer="Records", methods="get"
+    ),
+    "/cluster/dashboard": _operates("What the dashboard shows")._replace(methods="get"),
+    "/cluster/check": _operates("Recount every book")._replace(answer="Check"),
+    "/cluster/drain/{worker}": _operates("Drain a worker or node", "force now"),
+    "/cluster/undrain/{worker}": _operates("Admit again, until it has left"),
+    "/cluster/add": _operates("Start workers more", "role count node", _CHECKED),
+    "/cluster/scale": _operates("Bring pools to so many workers", "prefill decode force", _CHECKED),
+    "/cluster/apply": _operates("Change settings, named in JSON", "dry_run", (*_CHECKED, 413)),
+    "/cluster/restart/{worker}": _operates("Drain a worker and start it again", "force"),
+    "/cluster/cordon/{node}": _operates("Place no worker on a node any more"),
+    "/cluster/uncordon/{node}": _operates("Let workers be placed on a node again"),
+    "/cluster/role/{worker}": _operates("Start a worker in the other pool", "role force"),
+}
+_NO_JSON = {
+    "/metrics": {
+        "description": "Prometheus metrics",
+        "content": {kind: {"schema": TEXT} for kind in ("text/plain", "application/openmetrics-text")},
+    },
+    "/cluster/dashboard": {"description": "Events of the dashboard", "content": {"text/event-stream": {}}},
+}
+"""Answers that are no JSON."""
 
 
 @cache
 def openapi_document() -> dict[str, Any]:
     """Return the whole document, an OpenAPI 3.1 tree. It is cached: don't change it."""
-    paths: dict[str, Any] = {}
-    for path, (summary, name) in _GENERATE.items():
-        operation = _post(path, summary, answers(name, GENERATION, streams=True, error=_error(path)))
-        paths[path] = {"post": {**operation, "parameters": _GENERATE_HEADERS}}
-    for path, (summary, name) in _COUNT.items():
-        paths[path] = {"post": _post(path, summary, answers(name, COUNTING, error=_error(path)))}
-    for path, (summary, name) in _LIST.items():
-        paths[path] = {"get": _operation(path, summary, answers(name, LISTING))}
-    paths["/v1/responses/{response}"] = {
-        method: _operation("/v1/responses/{response}", "404: responses aren't stored", answers("Error", LISTING, ok=()))
-        for method in ("get", "delete")
-    }
-    health = answers("Health", OPEN, ok=(200, 503))
-    paths["/health"] = {"get": {"summary": _HEALTH, "responses": health}}
-    paths["/ping"] = {method: {"summary": _HEALTH, "responses": health} for method in ("get", "post")}
-    for path, (summary, name) in _OPEN.items():
-        paths[path] = {"get": _operation(path, summary, answers(name, OPEN))}
-    metrics = answers("Operation", OPEN)
-    forms = {kind: {"schema": TEXT} for kind in ("text/plain", "application/openmetrics-text")}
-    metrics["200"] = {"description": "Prometheus metrics", "content": forms}
-    paths["/metrics"] = {"get": _operation("/metrics", "Prometheus metrics", metrics)}
-    paths["/cluster/status"] = {
-        "get": _operation("/cluster/status", "The workers (operators only)", answers("Workers", OPERATION))
-    }
-    requests = "/cluster/requests/{request}"
-    summary = "What became of a request, by its id (operators only)"
-    paths[requests] = {"get": _operation(requests, summary, answers("Records", (400, *OPERATION)))}
-    frames = answers("Operation", (*OPERATION, 503))
-    frames["200"] = {"description": "Events of the dashboard", "content": {"text/event-stream": {}}}
-    paths["/cluster/dashboard"] = {
-        "get": _operation("/cluster/dashboard", "What the dashboard shows (operators only)", frames)
-    }
-    for path, (summary, name, flags) in _OPERATIONS.items():
-        statuses = (400, *OPERATION) if path in _CHECKED else OPERATION
-        statuses = (*statuses, 413) if path in _WITH_BODY else statuses
-        operation = _operation(path, summary, answers(name, statuses), flags)
-        paths[path] = {"post": operation | ({"requestBody": _SECTIONS} if path in _WITH_BODY else {})}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Twinpool", "version": package_version()},
-        "paths": paths,
+        "paths": {
+            path: {method: _operation(path, endpoint) for method in endpoint.methods.split()}
+            for path, endpoint in _ENDPOINTS.items()
+        },
         "security": [{}, {"bearer": []}, {"x-api-key": []}],
         "components": {
             "schemas": SCHEMAS,
@@ -411,18 +382,30 @@ def openapi_document() -> dict[str, Any]:
     }
 
 
-def _error(path: str) -> str:
-    return "MessagesError" if path.startswith("/v1/messages") else "Error"
-
-
-def _post(path: str, summary: str, responses: dict[str, Any]) -> dict[str, Any]:
-    body = {"required": True, "content": {"application/json": {"schema": BODIES[path]}}}
-    return {**_operation(path, summary, responses), "requestBody": body}
-
-
-def _operation(path: str, summary: str, responses: dict[str, Any], flags: tuple[str, ...] = ()) -> dict[str, Any]:
+def _operation(path: str, endpoint: _Endpoint) -> dict[str, Any]:
+    said: dict[str, Any] = {"summary": endpoint.summary, "responses": _answers(path, endpoint)}
     _, _, rest = path.partition("{")
-    named = [{"name": rest.removesuffix("}"), "in": "path", "required": True, "schema": TEXT}] if rest else []
-    asked = [{"name": flag, "in": "query", "required": False, "schema": TEXT} for flag in flags]
-    parameters = [*named, *asked]
-    return {"summary": summary, "responses": responses, **({"parameters": parameters} if parameters else {})}
+    named = [_parameter(rest.removesuffix("}"), "path")] if rest else []
+    asked = [_parameter(flag, "query") for flag in endpoint.flags.split()]
+    if parameters := [*named, *asked, *(_HEADERS if endpoint.errors is GENERATION else ())]:
+        said["parameters"] = parameters
+    if path in BODIES:
+        said["requestBody"] = {"required": True, "content": {"application/json": {"schema": BODIES[path]}}}
+    return said
+
+
+def _answers(path: str, endpoint: _Endpoint) -> dict[str, Any]:
+    """Return the answers of an endpoint by status: with its schema where it is well, with that of errors elsewhere."""
+    error = _ref("MessagesError" if path.startswith("/v1/messages") else "Error")
+    found: dict[str, Any] = {
+        str(status): {"description": _ERRORS[status], "content": {"application/json": {"schema": error}}}
+        for status in endpoint.errors
+    }
+    for busy in found.keys() & {"429", "503"}:
+        found[busy]["headers"] = {"Retry-After": {"description": "Seconds", "schema": INTEGER}}
+    content: Schema = {"application/json": {"schema": _ref(endpoint.answer)}}
+    if endpoint.errors is GENERATION:
+        content["text/event-stream"] = {}
+    for status in endpoint.ok:
+        found[str(status)] = _NO_JSON.get(path, {"description": "The answer", "content": content})
+    return dict(sorted(found.items()))
