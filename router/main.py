@@ -27,6 +27,7 @@ from twinpool.contracts.config.setting_effects import routers_digest
 from twinpool.contracts.errors import ConfigError, TwinpoolError
 from twinpool.contracts.json_logs import log_to_stream
 from twinpool.contracts.messages.router_report import RouterIdentity
+from twinpool.contracts.wire.socket_acceptor import listening
 from twinpool.router.api.app import create_admin_app, create_app
 from twinpool.router.api.http_protocol import raise_descriptor_limit
 from twinpool.router.api.listeners import Predecessor
@@ -62,11 +63,9 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """Return a listening TCP socket, of a free port for 0; `shared` with other routers of this user, among which the
-    kernel deals connections. Raises `ConfigError` for an address that can't be had."""
+    """Return a socket as `listening` does. Raises `ConfigError` for an address that can't be had."""
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        bound = socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=shared)
+        bound = listening(host, port, backlog=BACKLOG, shared=shared)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"can't listen on {host}:{port}: {error}") from None
     # Accepted connections inherit the option. Without it a small write waits up to 40 ms for the acknowledgement of the

@@ -19,7 +19,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -53,6 +52,7 @@ from twinpool.contracts.json_logs import log_to_stream
 from twinpool.contracts.signal_listener import SignalListener
 from twinpool.contracts.wire.controller_turns import NOT_LEADING
 from twinpool.contracts.wire.grpc_calls import Admit, CallRefused, IncomingCall
+from twinpool.contracts.wire.socket_acceptor import listening
 
 T = TypeVar("T")
 CALL_TIMEOUT_S = 10.0
@@ -323,8 +323,7 @@ class ControllerProcess:
 def _check_port(address: str, port: int) -> None:
     """Check that this process could listen. Raises `OSError`."""
     try:
-        family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
-        socket.create_server((address, port), family=family).close()
+        listening(address, port, backlog=1).close()
     except OSError as error:
         raise OSError(f"cannot bind {address}:{port}: {error.strerror or error}") from None
 

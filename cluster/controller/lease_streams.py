@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hmac
 import logging
-import socket
 from collections.abc import Callable
 
 from twinpool.contracts.cluster_secret import access_token
@@ -20,6 +19,7 @@ from twinpool.contracts.messages.leases import RENEWAL_BYTES, SILENCE_S, UNREAD_
 from twinpool.contracts.messages.stream_frames import StreamOpening
 from twinpool.contracts.wire.frame_connection import FrameConnection, FrameListener
 from twinpool.contracts.wire.message_codec import decode, encode
+from twinpool.contracts.wire.socket_acceptor import listening
 
 log = logging.getLogger("twinpool.controller")
 
@@ -46,7 +46,7 @@ class LeaseStreams:
 
     async def start(self, address: str) -> int:
         """Listen on a free port of `address`; returns the port. Raises `OSError` when the address can't be bound."""
-        bound = socket.create_server((address, 0), backlog=BACKLOG)
+        bound = listening(address, backlog=BACKLOG)
         self._listener = FrameListener(bound, self._take, SILENCE_S, self._tls)
         return int(bound.getsockname()[1])
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import socket
 
 from twinpool.cluster.worker_process.grpc_service import LINK_TIMEOUT_S
 from twinpool.cluster.worker_process.worker_thread import WorkerClosed, WorkerThread
@@ -26,6 +25,7 @@ from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.stream_frames import StreamEnd, refusal
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.wire.frame_connection import FrameConnection, FrameListener
+from twinpool.contracts.wire.socket_acceptor import listening
 from twinpool.contracts.wire.stream_codec import (
     COMMANDS_BYTES,
     decode_commands,
@@ -158,7 +158,7 @@ class RouterStreams:
 
     async def start(self, address: str) -> int:
         """Listen on a free port of `address`; returns the port. Raises `OSError` when the address can't be bound."""
-        bound = socket.create_server((address, 0), backlog=BACKLOG)
+        bound = listening(address, backlog=BACKLOG)
         self._listener = FrameListener(bound, self._take, self._link_timeout_s, self._tls)
         return int(bound.getsockname()[1])
 

@@ -1,6 +1,6 @@
-"""Acceptance of connections on a listening socket, as an event loop's own server does it, but each from its first
-packet on is its owner's to count, to bound and to cut: a server that speaks TLS hands a connection over only when its
-handshake is done.
+"""Listening sockets, and acceptance of connections on one, as an event loop's own server does it, but each from its
+first packet on is its owner's to count, to bound and to cut: a server that speaks TLS hands a connection over only when
+its handshake is done.
 """
 
 from __future__ import annotations
@@ -20,6 +20,13 @@ ACCEPTED = 64
 PAUSE_S = 1.0
 """How long nothing is accepted after the process had no descriptor left."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+def listening(host: str, port: int = 0, *, backlog: int, shared: bool = False) -> socket.socket:
+    """Return a listening TCP socket, of a free port for 0; `shared` with other sockets of this user, among which the
+    kernel deals connections. Raises `OSError`."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+    return socket.create_server((host, port), family=family, backlog=backlog, reuse_port=shared)
 
 
 class SocketAcceptor:

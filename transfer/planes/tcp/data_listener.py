@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from twinpool.contracts.errors import WireError
+from twinpool.contracts.wire.socket_acceptor import listening
 from twinpool.transfer.net.sealed_stream import (
     HELLO_BYTES,
     PIECE_BYTES,
@@ -108,7 +109,7 @@ class DataListener:
         """What a writer must know."""
         self._max_bytes, self._timeout_s, self._lookup, self._sealed = max_bytes, timeout_s, lookup, sealed
         self.staging = staging
-        self._door = socket.create_server((host, 0), backlog=128)
+        self._door = listening(host, backlog=128)
         self._door.setblocking(False)
         host, port = self._door.getsockname()[:2]
         self.endpoint = f"tcp://{host}:{port}"
