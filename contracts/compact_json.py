@@ -1,4 +1,4 @@
-"""JSON without whitespace and in ASCII, by orjson: what answers and logs are written with.
+"""JSON without whitespace and in ASCII, by orjson, for answers and logs; and the server-sent events that carry it.
 
 ASCII alone, as many clients take some characters beyond it for the end of a line (U+0085, U+2028), and would cut an
 event of a stream there.
@@ -25,3 +25,23 @@ def compact_json(tree: object, default: Callable[[Any], object] | None = None) -
     except TypeError:  # Lone surrogates, long integers, keys that aren't text: json can write these.
         pass
     return json.dumps(tree, default=default, separators=(",", ":"))
+
+
+DATA, END, DONE = "data: ", "\n\n", b"[DONE]"
+"""An event's begin, unless it has a kind or an id, and its end; what the last event of OpenAI's streams says."""
+
+
+def sse_event(data: str | bytes, kind: str = "") -> bytes:
+    """Return the event that says `data`, one line."""
+    said = data.encode() if isinstance(data, str) else data
+    return b"".join((f"event: {kind}\n{DATA}".encode() if kind else DATA.encode(), said, END.encode()))
+
+
+class SseReader:
+    """What the events of a stream say, whose bytes come in pieces."""
+
+    _line = b""
+
+    def feed(self, received: bytes) -> list[bytes]:
+        *lines, self._line = (self._line + received).split(b"\n")
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]

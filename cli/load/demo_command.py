@@ -26,6 +26,7 @@ import httpx
 from twinpool.cli.admin_client import AdminClient, ClusterNotFound, CommandRefused
 from twinpool.cli.launch_commands import own_cluster
 from twinpool.cluster.serve.shutdown_signal import ONE_REQUEST_S, EndAsked
+from twinpool.contracts.compact_json import DONE, SseReader
 from twinpool.contracts.errors import TwinpoolError
 
 SETTLE_S = 120.0
@@ -278,24 +279,19 @@ class DemoLoad:
     async def _ask(self, body: dict[str, Any]) -> tuple[str, bool]:
         """The whole text of a streamed answer, and whether workers had to change for it. Raises `ValueError` where the
         stream says an error or breaks off."""
-        text, ended, again = "", False, False
+        text, again, reader, said = "", False, SseReader(), b""
         headers = {"X-Twinpool-Timeline": "1"}
         async with self._client.stream("POST", "/v1/completions", json=body | {"stream": True}, headers=headers) as got:
             if got.status_code != 200:
                 raise ValueError(f"status {got.status_code}: {(await got.aread())[:200]!r}")
-            async for line in got.aiter_lines():
-                if not line.startswith("data: "):
-                    continue
-                if line == "data: [DONE]":
-                    ended = True
-                    continue
-                event = json.loads(line.removeprefix("data: "))
+            async for said in (said async for received in got.aiter_bytes() for said in reader.feed(received)):
+                event = json.loads(said) if said != DONE else {}
                 if "error" in event:
                     raise ValueError(str(event["error"])[:200])
                 text += "".join(choice["text"] for choice in event.get("choices", ()))
                 told = event.get("twinpool") or {}
                 again |= told.get("attempts", 1) > 1 or bool(told.get("migrations"))
-        if not ended:
+        if said != DONE:
             raise ValueError("the answer broke off")
         return text, again
 

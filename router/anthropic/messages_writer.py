@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from twinpool.contracts.compact_json import compact_json
+from twinpool.contracts.compact_json import compact_json, sse_event
 from twinpool.contracts.outside_data import read_json
 from twinpool.router.openai.api_errors import ApiError
 from twinpool.router.openai.choice_output import ChoiceOutput, OutputDelta
@@ -51,7 +51,7 @@ class MessagesWriter:
     @staticmethod
     def failed(failure: ApiError) -> bytes:
         """Return the end of a stream that failed."""
-        return b"event: error\ndata: " + error_body(failure) + b"\n\n"
+        return sse_event(error_body(failure), "error")
 
     def _tell(self, part: AnswerPart, events: list[bytes]) -> None:
         match part:
@@ -171,7 +171,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _event(kind: str, **content: object) -> bytes:
-    return f"event: {kind}\ndata: {compact_json({'type': kind, **content})}\n\n".encode()
+    return sse_event(compact_json({"type": kind, **content}), kind)
 
 
 def _call_id(answer_id: str, block: int) -> str:

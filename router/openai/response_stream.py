@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
+from twinpool.contracts.compact_json import END
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import PAIR, RequestId, Role
 from twinpool.contracts.messages.worker_events import Done, LegReport
@@ -27,8 +28,6 @@ from twinpool.router.openai.api_errors import ApiError
 from twinpool.router.openai.choice_output import ChoiceOutput, OutputDelta
 from twinpool.router.openai.parse_request import GenerateRequest
 from twinpool.router.openai.request_headers import NO_TRACE, SeenEvents, TraceContext, event_id
-
-END = b"\n\n"
 
 
 class NumberedEvents:
@@ -45,10 +44,10 @@ class NumberedEvents:
         return b"".join(self._new(index, whole))
 
     def _new(self, index: int, events: bytes) -> Iterator[bytes]:
-        for event in events.split(END)[:-1]:
+        for event in events.split(END.encode())[:-1]:
             self._counts[index] += 1
             if self._counts[index] > self._seen[index]:
-                yield b"id: " + event_id(SeenEvents(self._created, self._told)).encode() + b"\n" + event + END
+                yield f"id: {event_id(SeenEvents(self._created, self._told))}\n".encode() + event + END.encode()
 
     @property
     def _told(self) -> tuple[int, ...]:

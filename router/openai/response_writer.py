@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from twinpool.contracts.compact_json import compact_json
+from twinpool.contracts.compact_json import DATA, DONE, END, compact_json, sse_event
 from twinpool.contracts.sampling_params import TokenLogprob
 from twinpool.router.openai.api_errors import ApiError
 from twinpool.router.openai.choice_output import ChoiceOutput, OutputDelta
@@ -98,8 +98,8 @@ class ResponseWriter:
         self._head = ""
         if request.stream:
             chunk = kind + ".chunk" if request.chat else kind
-            self._head = "data: " + compact_json({**self._common, "object": chunk})[:-1]
-        self._tail = ',"usage":null}\n\n' if request.include_usage else "}\n\n"
+            self._head = DATA + compact_json({**self._common, "object": chunk})[:-1]
+        self._tail = (',"usage":null}' if request.include_usage else "}") + END
         self._end = f'{"}" if request.chat else ""},"logprobs":null,"finish_reason":null}}]{self._tail}'
 
     def bind(self, choices: list[ChoiceOutput]) -> None:
@@ -127,7 +127,7 @@ class ResponseWriter:
         finish = compact_json(_finish(choice, request)) if piece.finish else "null"
         stop = f',"stop_reason":{compact_json(piece.stop)}' if piece.finish else ""
         ids = f',"token_ids":{compact_json(list(piece.tokens))}' if request.return_token_ids else ""
-        tail = f',"usage":{compact_json(self.usage())}}}\n\n' if request.continuous_usage else self._tail
+        tail = f',"usage":{compact_json(self.usage())}}}{END}' if request.continuous_usage else self._tail
         shown = compact_json(logprobs) if logprobs else "null"
         start = f'{self._head},"choices":[{{"index":{piece.index},'
         end = f',"logprobs":{shown},"finish_reason":{finish}{stop}{ids}'
@@ -180,18 +180,18 @@ class ResponseWriter:
     def closing(self, twinpool: object | None) -> bytes:
         """Return the end of a stream: an event with the usage and the timeline, where asked for, and ``[DONE]``."""
         if not self._request.include_usage and twinpool is None:
-            return b"data: [DONE]\n\n"
+            return sse_event(DONE)
         event: dict[str, Any] = {"choices": []}
         if self._request.include_usage:
             event["usage"] = self.usage()
         if twinpool is not None:
             event["twinpool"] = twinpool
-        return f"{self._head},{compact_json(event)[1:]}\n\ndata: [DONE]\n\n".encode()
+        return f"{self._head},{compact_json(event)[1:]}{END}".encode() + sse_event(DONE)
 
     @staticmethod
     def failed(failure: ApiError) -> bytes:
         """Return the end of a stream that failed."""
-        return b"data: " + failure.to_json() + b"\n\n"
+        return sse_event(failure.to_json())
 
     # ------------------------------------------------------------ whole
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from twinpool.contracts.compact_json import compact_json
+from twinpool.contracts.compact_json import compact_json, sse_event
 from twinpool.router.openai.api_errors import ApiError
 from twinpool.router.openai.choice_output import ChoiceOutput, OutputDelta
 from twinpool.router.openai.parse_request import GenerateRequest
@@ -195,8 +195,7 @@ class ResponsesWriter:
 
     def _event(self, kind: str, fields: dict[str, Any]) -> bytes:
         self._number += 1
-        data = compact_json({"type": kind, "sequence_number": self._number, **fields})
-        return f"event: {kind}\ndata: {data}\n\n".encode()
+        return sse_event(compact_json({"type": kind, "sequence_number": self._number, **fields}), kind)
 
     # ------------------------------------------------------------ whole
 

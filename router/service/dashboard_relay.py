@@ -13,6 +13,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 
 from twinpool.contracts.clock import Clock
+from twinpool.contracts.compact_json import sse_event
 from twinpool.contracts.errors import TwinpoolError
 from twinpool.router.links.controller_port import DashboardSource
 from twinpool.router.state.router_log import log
@@ -129,7 +130,7 @@ class DashboardRelay:
         now, kept = self._clock.now(), self._past
         if kept is None or kept[0] != self.stream or now >= kept[1] + PAST_S:
             try:
-                kept = self._past = self.stream, now, _event("past", await self._source.past())
+                kept = self._past = self.stream, now, sse_event(await self._source.past(), "past")
             except ConnectionError as error:
                 log("dashboard without its past", reason=str(error))
                 return b""
@@ -143,7 +144,7 @@ class DashboardRelay:
             reason = await self._frames()
             if reason != said or self.stream != began:
                 log("dashboard's frames have ended", reason=reason)
-                self._tell(_event("away", json.dumps({"reason": reason}).encode()))
+                self._tell(sse_event(json.dumps({"reason": reason}), "away"))
             said = reason
             await asyncio.sleep(RETRY_S)
 
@@ -157,7 +158,7 @@ class DashboardRelay:
                         frame = await anext(frames)
                     self.stream += not began
                     began = True
-                    self._tell(_event("frame", frame))
+                    self._tell(sse_event(frame, "frame"))
         except TimeoutError:
             return f"the controller has sent nothing for {SILENCE_S:g} s"
         except (ConnectionError, StopAsyncIteration) as error:
@@ -167,7 +168,3 @@ class DashboardRelay:
         self.latest, self.number = event, self.number + 1
         for viewer in self._viewers:
             viewer.wake()
-
-
-def _event(kind: str, data: bytes) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twinpool.contracts.compact_json import compact_json
+from twinpool.contracts.compact_json import SseReader, compact_json, sse_event
 
 TREES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -40,3 +41,17 @@ def test_what_json_has_no_form_for_is_told_or_made_something_of() -> None:
     assert compact_json({"at": Path("\u2028")}, str) == '{"at":"\\u2028"}'
     with pytest.raises(TypeError):
         compact_json({"at": Path("x")})
+
+
+def test_an_event_is_lines_with_its_kind_before_what_it_says() -> None:
+    assert sse_event(b"{}") == b"data: {}\n\n"
+    assert sse_event('{"a":1}', "frame") == b'event: frame\ndata: {"a":1}\n\n'
+
+
+@given(st.lists(st.integers(0, 100)))
+def test_events_are_read_whole_however_their_bytes_come(cuts: list[int]) -> None:
+    stream = b': beat\n\nid: 1-1\nevent: a\ndata: {"a": "data: b"}\n\ndata:c\r\n\r\ndata: [DONE]\n\ndata: not whole'
+    bounds = sorted({0, len(stream), *(cut % len(stream) for cut in cuts)})
+    reader = SseReader()
+    read = [said for begin, end in pairwise(bounds) for said in reader.feed(stream[begin:end])]
+    assert read == [b'{"a": "data: b"}', b"c", b"[DONE]"]
