@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from twinpool.cli.launch_commands import own_cluster
+from twinpool.cluster.processes import free_port as ports
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 180.0
@@ -25,8 +25,8 @@ LOOK_S = 0.1
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        return int(bound.getsockname()[1])
+    """A port of loopback that nobody else is given before its server has it."""
+    return ports.free_port("127.0.0.1", 0)
 
 
 @contextmanager

@@ -96,12 +96,12 @@ class LoadClient:
 
     async def settle(self) -> None:
         """Wait until the router has no request."""
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             while (await client.get(f"{self.url}/load")).json()["server_load"]:
                 await asyncio.sleep(SETTLE_S)
 
     async def counter(self, name: str) -> int:
         """The sum of a metric of the router, over its labels."""
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             lines = (await client.get(f"{self.url}/metrics")).text.splitlines()
         return sum(int(float(line.rpartition(" ")[2])) for line in lines if line.startswith((f"{name} ", f"{name}{{")))

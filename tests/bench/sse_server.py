@@ -96,7 +96,7 @@ class SseServer:
         if self.begins is not None:
             if self.running == self.begins_at:
                 self.begins.set()
-            await asyncio.to_thread(self.begins.wait, 30)
+            await asyncio.to_thread(self.begins.wait, 60)
         if way == "refused":
             return self._plain(writer, 429, {"error": {"message": "full"}})
         if way == "plain":

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bench.serving import serve_load as serve
+from twinpool.cli.load import openai_client
 from twinpool.cli.load.openai_client import Endpoint, Outcome
 from twinpool.cli.load.replay_figures import ReplayFigures, figures_of
 from twinpool.sim.scale.cluster_plan import AnswerTarget
@@ -73,8 +74,20 @@ def test_a_connection_that_breaks_is_an_error(tmp_path: Path) -> None:
     assert sum(side["errors"].values()) == 1
 
 
-def test_a_server_that_is_silent_runs_into_the_deadline(tmp_path: Path) -> None:
-    side = run_ways(tmp_path, "silent", "fine", code=1, more=("--timeout-s", "1"))
+def test_a_server_that_is_silent_runs_into_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers once the first request has been given up, of which alone so little time is left."""
+    left_s = [0.1, 60.0]
+
+    async def stream(endpoint: Endpoint, request: bytes, outcome: Outcome, timeout_s: float) -> Outcome:
+        assert timeout_s == 60.0
+        outcome = await openai_client.stream(endpoint, request, outcome, left_s.pop(0))
+        server.ways = ("fine",)
+        return outcome
+
+    monkeypatch.setattr(serve, "stream", stream)
+    with SseServer("silent").serving() as server:
+        flags = ("--concurrency", "1", "--requests", "2", "--timeout-s", "60")
+        side = drive(tmp_path, "--url", server.url, *flags, code=1)["sides"]["endpoint"]
     assert side["errors"] == {"timeout": 1}
     assert side["answered"] == 1
 

@@ -9,7 +9,6 @@ from tests.support.pool_sets import NAMES
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", NAMES)
 def test_state_is_never_wrong_lost_or_leaked_whatever_happens_around_it(name: str) -> None:
     events = must_have_met(name)

@@ -20,7 +20,7 @@ from twinpool.contracts.wire.grpc_channels import channel_options
 from twinpool.router.links.grpc_worker import GrpcWorkerClient
 from twinpool.router.links.worker_links import WorkerStream
 
-LINK_S = 2.0
+LINK_S = 5.0
 WAIT_S = 60.0
 
 

@@ -81,7 +81,7 @@ def test_every_number_is_that_of_the_metrics_and_of_the_status(server: Server, t
     for length in (3, 40, 200):
         server.complete(prompt=list(range(5, 5 + length)), max_tokens=24, ignore_eos=True)
     tab.until(FRAME)
-    until(lambda: not differences(tab, metrics(server), status(server)), "the page to show it all", 10, 0.2)
+    until(lambda: not differences(tab, metrics(server), status(server)), "the page to show it all", pause_s=0.2)
     assert numbers(tab)["totals.generated_tokens"].text != "0"
     assert tab.run("document.getElementById('verdict').textContent").startswith("All is well")
     drawn = tab.run(

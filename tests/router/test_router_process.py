@@ -17,6 +17,7 @@ import pytest
 from tests.router.fake_worker import FakeCluster
 from tests.router.grpc_fakes import grpc_cluster
 from tests.router.http_server import DEMO
+from tests.support.free_ports import free_port
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.worker_config import EngineConfig
 
@@ -82,8 +83,7 @@ async def test_a_router_process_serves_and_ends_on_a_signal(tmp_path: Path) -> N
 async def test_routers_share_a_port_and_each_says_at_its_own_socket_whether_it_lives(tmp_path: Path) -> None:
     """When one of them is killed, its connections end and those of the other go on."""
     cluster, processes = FakeCluster(), []
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     async with grpc_cluster(cluster) as controller:
         for number in (0, 1):
             reading, writing = os.pipe()

@@ -8,12 +8,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.support.worker_pair import SESSION, Answer, counts_for, together
+from tests.support.worker_pair import SESSION, Answer, UnhurriedClock, counts_for, together
 from twinpool.cache.device.device_port import Device
 from twinpool.cluster.assembly.build_worker import build_worker
 from twinpool.colocate.worker import ColocatedWorker
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
-from twinpool.contracts.clock import Clock, SystemClock
+from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
@@ -136,7 +136,7 @@ def colocated(
     sections.setdefault("engine", {}).setdefault("threads", 1)
     # Here is nobody who could take what the worker offers of its tree when it leaves.
     sections["decode"] = {"prefix_offer_bytes": 0, **sections.get("decode", {})}
-    config, clock = config_from_dict(sections), clock or SystemClock()
+    config, clock = config_from_dict(sections), clock or UnhurriedClock()
     with ExitStack() as stack:
         group = _crew(stack, ranks, folder, config, tokens)
         worker = Colocated(build(folder, config, tokens, clock, device=device, group=group), clock)

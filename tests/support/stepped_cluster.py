@@ -15,11 +15,11 @@ from typing import Any
 
 from tests.support.default_device import default_device
 from tests.support.rank_followers import RankProcesses, group_of
-from tests.support.worker_pair import SESSION, counts_for
+from tests.support.worker_pair import SESSION, UnhurriedClock, counts_for, turns
 from twinpool.cluster.assembly.build_worker import build_worker
 from twinpool.cluster.ranks import RankGroup
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
-from twinpool.contracts.clock import Clock, SystemClock
+from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import Incarnation, RequestId, Role, WorkerName
@@ -165,7 +165,7 @@ class Company:
         self.act()
 
     def until(self, true: Callable[[], bool], what: str, rounds: int = 20000) -> None:
-        for _ in range(rounds):
+        for _ in turns(rounds):
             if true():
                 return
             self.step()
@@ -221,7 +221,7 @@ def company(
             counts = counts_for(folder, config, role, tokens)
             return stack.enter_context(group_of(ranks, folder, role, config, counts)) if ranks is not None else None
 
-        both = Company(folder, config, roles, tokens, clock or SystemClock(), group)
+        both = Company(folder, config, roles, tokens, clock or UnhurriedClock(), group)
         try:
             yield both
             if settle:

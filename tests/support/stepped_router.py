@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tests.support.worker_pair import SESSION, Pair
+from tests.support.worker_pair import SESSION, Pair, UnhurriedClock, turns
 from twinpool.contracts.config.router_config import AuditConfig, RouterConfig
 from twinpool.contracts.damage import where_of
 from twinpool.contracts.ids import Incarnation, RequestId, Role
@@ -26,8 +25,11 @@ from twinpool.router.verification.audits import AuditFinding, AuditResult
 class Hurried:
     """A clock that runs fast: the router core's pauses after a failure are long beside a step of these workers."""
 
+    def __init__(self) -> None:
+        self._clock = UnhurriedClock()
+
     def now(self) -> float:
-        return 100 * time.monotonic()
+        return 100 * self._clock.now()
 
 
 class Cell:
@@ -101,7 +103,7 @@ class Cell:
     def run(self, *requests: RequestId, rounds: int = 20_000) -> list[list[int]]:
         """Step until `requests` have ended well; their answers."""
         wanted = requests or tuple(self.answers)
-        for _ in range(rounds):
+        for _ in turns(rounds):
             if all(rid in self.ends for rid in wanted):
                 break
             self.round()
@@ -113,7 +115,7 @@ class Cell:
 
     def audit_all(self, rounds: int = 20_000) -> dict[AuditResult, int]:
         """Step until no audit waits or runs; what became of all of them."""
-        for _ in range(rounds):
+        for _ in turns(rounds):
             if not (self.core.audits.queued or self.core.audits.under_way):
                 return dict(self.core.audits.counts.results)
             self.round()
@@ -121,7 +123,7 @@ class Cell:
 
     def rest(self, rounds: int = 2000) -> list[CheckReport]:
         """Step until nothing of any request is left on the workers."""
-        for _ in range(rounds):
+        for _ in turns(rounds):
             self.round()
             statuses = [worker.status() for worker in self.workers.values()]
             if not any(s.running + s.waiting + s.outgoing for s in statuses):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.support.pool_sets import pool_sets
-from tests.support.worker_pair import SESSION
+from tests.support.worker_pair import SESSION, turns
 from tests.workers.test_any_state import HashPair, hash_pair
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.contracts.clock import ManualClock
@@ -310,6 +310,11 @@ def test_a7_what_is_still_being_loaded_is_not_sent_when_its_grant_comes(
         before = scene.prefill._sender.sent_bytes
         with monkeypatch.context() as patched:
             patched.setattr(scene.prefill._manager, "poll", list)  # Nobody looks at the load.
+            for _ in turns(100):
+                scene.both.step(Role.DECODE)
+                scene.prefill._poll()
+                if scene.prefill._sender.granted(request.submit.room):
+                    break
             for _ in range(100):
                 scene.both.step(Role.DECODE)
                 scene.prefill._poll()

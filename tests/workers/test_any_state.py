@@ -13,12 +13,12 @@ import pytest
 
 from tests.support.hash_workers import hash_worker, recite
 from tests.support.pool_sets import NAMES, pool_sets
-from tests.support.worker_pair import Answer, Pair
+from tests.support.worker_pair import Answer, Pair, UnhurriedClock
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.cache.prefix_cache.tree_node import Tier
-from twinpool.contracts.clock import Clock, SystemClock
+from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import PAIR, RequestId, Role
@@ -41,7 +41,7 @@ class HashPair(Pair):
         clock: Clock | None = None,
         device: Callable[[], Device] = CpuDevice,
     ) -> None:
-        self.clock = clock or SystemClock()
+        self.clock = clock or UnhurriedClock()
         self.answers: dict[RequestId, Answer] = {}
         self._numbers = itertools.count(1)
         prefill, decode = (hash_worker(role, spec, config, counts[role], self.clock, device()) for role in PAIR)

@@ -109,7 +109,6 @@ def test_c10_one_that_is_alone_and_lacks_a_page_leaves_what_stands_twice_and_com
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("policy", ["timeout", "wait_complete", "best_effort"])
 def test_c11_what_was_prefetched_for_those_who_wait_is_given_up_where_it_keeps_all_of_them_out(
     monkeypatch: pytest.MonkeyPatch, policy: str

@@ -177,9 +177,9 @@ def test_d2_a_worker_does_not_leave_while_it_still_writes_for_a_room_that_has_en
         peer.writes.say(WriterQuiesced(RoomId("over"), 7))
         c.drain(name)
         c.until(lambda: not len(worker._request_table), "its requests to end", 1000)  # type: ignore[attr-defined]
+        c.until(lambda: sender.rooms == 0, "its rooms to end")
         for _ in range(50):
             c.step()
-        assert sender.rooms == 0
         assert not worker.drained
         write.done = True
         c.until(lambda: worker.drained, "it to be empty", 1_000_000)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.stepped_cluster import Company, company, generated, hears
-from tests.support.worker_pair import SESSION
+from tests.support.worker_pair import SESSION, turns
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId
@@ -436,7 +436,7 @@ def test_what_is_damaged_on_its_way_ahead_is_not_taken_and_the_migration_goes_on
     c.until(lambda: any(r.state == "granted" for r in target._receiver._rooms.values()), "a grant")
     (room,) = target._receiver._rooms.values()
     pools, full = target._manager.pools, target._manager.full
-    for _ in range(500):
+    for _ in turns(500):
         c.step("decode-1")
         c.step("decode-0")
         if c.decode("decode-0")._pushes.bytes:

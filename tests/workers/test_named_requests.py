@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.support.stepped_cluster import Company, company, generated
-from tests.support.worker_pair import SESSION
+from tests.support.worker_pair import SESSION, turns
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, RoomId
@@ -467,8 +467,10 @@ def test_a_prompt_that_prefill_ended_alone_is_told_to_the_router_that_came_later
     answers, said = attach(scene)
     (found,) = finds(answers)
     assert not found.started
-    for _ in range(200):
+    ends = list[Done]()
+    for _ in turns(200):
         said += turn(scene)
-    ends = [event for session, event in said if session == OTHER and isinstance(event, Done)]
+        if ends := [event for session, event in said if session == OTHER and isinstance(event, Done)]:
+            break
     assert [(end.request_id, end.error) for end in ends] == [(rid, ErrorKind.ROOM)]
     forget(scene)

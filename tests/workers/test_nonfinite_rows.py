@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.support.checkpoints import Oracle
 from tests.support.stepped_cluster import Company, company
-from tests.support.worker_pair import SESSION, pair
+from tests.support.worker_pair import SESSION, pair, turns
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.prefix_cache.tree_node import Tier
 from twinpool.contracts.clock import ManualClock
@@ -233,7 +233,7 @@ def test_one_worker_alone_computes_it_once_more_itself(model: Path, oracle: Orac
     with company(model, prefills=1, decodes=1, clock=clock) as group:
         Bad(group.workers[next(n for n in group.workers if n.startswith("prefill"))]).when = lambda call: call == 0
         rid = group.submit(prompt, GREEDY)
-        for _ in range(2000):
+        for _ in turns(2000):
             group.step()
             clock.advance(0.01)
             if group.told[rid].done is not None:

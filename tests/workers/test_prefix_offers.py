@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.stepped_cluster import Company, company, hears
-from tests.support.worker_pair import SESSION
+from tests.support.worker_pair import SESSION, turns
 from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.ids import Incarnation, RequestId, RoomId, WorkerName
@@ -148,8 +148,10 @@ def test_while_it_gives_to_somebody_who_stands_still_a_worker_sleeps(model: Path
         served(c)
         worker = c.decode("decode-0")
         c.drain("decode-0")
-        for _ in range(10):
+        for number in turns(10):
             c.step("decode-0", "prefill-0")  # decode-1 is told to fetch, and makes no round.
+            if number >= 9 and worker.status().outgoing:
+                break
         assert worker.status().outgoing
         clock.advance(PATIENCE_S + 0.1)
         c.step("decode-0")

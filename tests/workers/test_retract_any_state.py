@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.hash_workers import recite
 from tests.support.pool_sets import NAMES, pool_sets
+from tests.support.worker_pair import turns
 from tests.workers.test_any_state import PAGE, HashPair, hash_pair, talk
 from twinpool.contracts.ids import Role
 from twinpool.contracts.sampling_params import SamplingParams
@@ -65,7 +66,7 @@ def test_a_shared_prefix_is_swapped_out_once_and_comes_back_once() -> None:
         both.run(both.submit(trunk, SamplingParams(max_tokens=3, temperature=0.0)))
         prompts = [[*trunk, 100 + n] for n in range(count)]
         requests = [both.submit(prompt, SamplingParams(max_tokens=30, temperature=0.0)) for prompt in prompts]
-        for _ in range(1000):
+        for _ in turns(1000):
             both.step()
             if sum(r.generated > 2 for r in worker._scheduler.running) == count:
                 break

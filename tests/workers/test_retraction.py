@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from tests.support.worker_pair import SESSION, Pair, pair
+from tests.support.worker_pair import SESSION, Pair, pair, turns
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import CapacityError, ErrorKind
@@ -62,7 +62,7 @@ def late(model: Path, **sections: Any) -> Iterator[tuple[Pair, DecodeWorker]]:
 
 def run_until(both: Pair, decode: DecodeWorker, *, generated: int = 3, count: int = 1) -> list[DecodeRequest]:
     """Step until so many requests run that have drawn so many tokens."""
-    for _ in range(2000):
+    for _ in turns(2000):
         both.step()
         good = [r for r in decode._scheduler.running if r.generated >= generated]
         if len(good) >= count:
@@ -71,7 +71,7 @@ def run_until(both: Pair, decode: DecodeWorker, *, generated: int = 3, count: in
 
 
 def until(both: Pair, what: Callable[[], bool]) -> None:
-    for _ in range(2000):
+    for _ in turns(2000):
         if what():
             return
         both.step()

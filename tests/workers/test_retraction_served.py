@@ -40,7 +40,7 @@ def test_streams_go_on_as_if_nothing_had_happened(model: Path, way: str) -> None
     with pair(model, tokens=sizes, settle=False, **sections) as both:
         with behind_a_router(both, model) as url:
             answers = asyncio.run(ask_all(url))
-            metrics = httpx.get(f"{url}/metrics").text
+            metrics = httpx.get(f"{url}/metrics", timeout=60).text
         counters = both.decode.status().counters
         assert both.decode.check().violations == ()
     assert [answer.tokens for answer in answers] == expected

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from tests.support.checkpoints import make_checkpoint
 from tests.support.model_families import FAMILIES
 from tests.support.stepped_cluster import company, generated
-from tests.support.worker_pair import Answer, Pair, pair
+from tests.support.worker_pair import Answer, Pair, pair, turns
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.sampling_params import SamplingParams
@@ -63,7 +63,7 @@ def test_eight_choices_of_one_prompt_take_its_pages_once_and_a_tail_each(small: 
     with pair(small) as both:
         asked = [both.submit(prompt, params) for params in choices(8)]
         most = 0
-        for _ in range(500):
+        for _ in turns(500):
             both.step()
             most = max(most, used(both))
             assert both.decode.check().violations == ()
@@ -217,9 +217,11 @@ def test_in_short_memory_choices_fit_that_would_not_with_a_prompt_each(small: Pa
     with pair(small, tokens={Role.PREFILL: 4096, Role.DECODE: 640}) as both:
         asked = [both.submit(prompt, params) for params in choices(8)]
         most = 0
-        for _ in range(400):
+        for _ in turns(400):
             both.step()
             most = max(most, len(both.decode._scheduler.running))
+            if all(both.answers[rid].done is not None for rid in asked):
+                break
         answers = both.run(*asked)
         assert [a.list for a in answers] == want
         assert most == 8

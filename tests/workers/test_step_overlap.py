@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.support.worker_pair import Answer, Pair, pair
+from tests.support.worker_pair import Answer, Pair, pair, turns
 from twinpool.cache.allocation import Allocation
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.contracts.ids import PAIR, Role
@@ -113,7 +113,7 @@ def lagging_pair(model: Path, **options: Any) -> Iterator[tuple[Pair, PrefillWor
 def running(both: Pair, decode: DecodeWorker, params: SamplingParams, length: int = 20) -> DecodeRequest:
     """A request that decode has a step under way for."""
     both.submit(prompts(7, length)[0], params)
-    for _ in range(1000):
+    for _ in turns(1000):
         both.step()
         if decode._scheduler.running and decode._scheduler.running[0].under_way:
             return decode._scheduler.running[0]

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from tests.support.checkpoints import Oracle, compare
 from tests.support.rank_followers import Warm, rank_processes
 from tests.support.worker_child import SESSION, Child, stopped, worker_child
-from tests.support.worker_pair import counts_for, pair
+from tests.support.worker_pair import counts_for, pair, turns
 from twinpool.cluster.assembly.build_worker import build_worker
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.clock import ManualClock
@@ -287,7 +287,7 @@ def test_a_worker_whose_round_broke_off_closes_all_the_same(
     with pair(model, settle=False, prefill={"chunk_tokens": 16}) as both:
         both.submit(list(range(60)), SamplingParams(40, temperature=0.0))
         worker: PrefillWorker | DecodeWorker = both.prefill if role is Role.PREFILL else both.decode
-        for _ in range(1000):
+        for _ in turns(1000):
             both.step()
             if worker.runnable:
                 break

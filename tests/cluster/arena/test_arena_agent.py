@@ -138,7 +138,7 @@ def test_an_agent_that_dies_gets_the_memory_back_from_those_who_live(agent: Loca
         lines = agent.poll()
         assert len(lines) == 1
         assert "restarted" in lines[0]
-        until(lambda: segments_of(agent) == [f"twinpool-arena-{NAME}.0"], "the segment to come back", 10)
+        until(lambda: segments_of(agent) == [f"twinpool-arena-{NAME}.0"], "the segment to come back")
     with borrowed(token, 2) as memory:
         assert memory is not None
         assert memory[0] == 8
@@ -209,7 +209,7 @@ def test_a_stranger_gets_nothing_and_harms_nothing(agent: LocalArenaAgent, token
         )
         for said in (b"", b"nonsense", b"[]", b"{}", b"[" * 8000, wrong + b'"fingerprint": "", "fresh": true}'):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-                stranger.settimeout(10)
+                stranger.settimeout(60)
                 stranger.connect(address(token))
                 stranger.send(said)
                 assert stranger.recv(100) == b"", "hung up"
@@ -227,7 +227,7 @@ def test_what_can_not_be_lent_leaves_nothing_behind(token: str) -> None:
     told |= {"nbytes": -1, "fingerprint": "a model", "fresh": False}  # Which the system refuses.
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
-            client.settimeout(10)
+            client.settimeout(60)
             client.connect(address(token))
 
             def asked() -> int:
@@ -274,7 +274,7 @@ def test_the_agent_and_its_memory_end_with_its_parent_however_that_ends(token: s
         parent.wait()
         parent.stdin.close()
         parent.stdout.close()
-        until(lambda: not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE, "the agent to end", 10)
+        until(lambda: not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE, "the agent to end")
 
 
 def segments_of(agent: LocalArenaAgent) -> list[str]:

@@ -95,6 +95,7 @@ def test_who_dies_while_making_it_is_followed_by_the_next(agent: LocalArenaAgent
                 second.find("a")
             first.process.kill()
             first.process.wait()
+            second._wait_s = 60.0  # The agent hears of it soon.
             assert second.find("a") is None
 
 
@@ -103,7 +104,7 @@ def test_an_image_outlives_who_made_it_until_another_is_asked_for(agent: LocalAr
     """A worker that is started again finds its weights; those of the model before it take no memory any more."""
     with user(token, "a") as maker:
         assert maker.said == "is to make it"
-    with sharing(token) as restarted:
+    with sharing(token, 60.0) as restarted:  # The agent hears of the other's end soon.
         assert restarted.find("a") is None
         restarted.keep("a", Text(b"old!"))
         with user(token, "a") as one:
@@ -133,7 +134,7 @@ def test_what_nobody_uses_is_dropped(agent: LocalArenaAgent, token: str, how: st
     else:
         with sharing(token) as images:
             assert images.find("b") is None
-    assert kept(agent) == set()
+    until(lambda: kept(agent) == set(), "it to be dropped")
 
 
 def kept(agent: LocalArenaAgent) -> set[str]:

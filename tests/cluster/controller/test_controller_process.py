@@ -42,6 +42,8 @@ class Process:
         self.folder = folder
         self.port = free_port()
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.always: tuple[str, ...] = ()
+        """Arguments of each start."""
 
     @property
     def endpoint(self) -> str:
@@ -62,6 +64,7 @@ class Process:
                 [
                     *(sys.executable, "-m", "twinpool.cluster.controller.controller_process", "--port", str(self.port)),
                     *("--ledger", str(self.folder / "ledger"), "--ready-fd", str(writing)),
+                    *self.always,
                     *more,
                 ],
                 stderr=log,
@@ -100,6 +103,9 @@ def started(client: ControllerClient) -> StartWorker:
 
 
 def test_a_lease_outlives_kill_9_of_the_controller_again_and_again(controller: Process) -> None:
+    settings = controller.folder / "settings"
+    settings.write_text(json.dumps({"cluster": {"lease_s": WAIT_S}}))  # A busy machine starts it slowly.
+    controller.always = ("--config-json", str(settings))
     process = controller.start()
     client = ControllerClient(controller.endpoint, 5.0)
     try:

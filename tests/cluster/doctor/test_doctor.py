@@ -380,8 +380,7 @@ def test_a_ray_of_another_version_and_one_without_places_are_found(tmp_path: Pat
 
 
 def test_a_ray_that_is_away_is_found(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        address = f"127.0.0.1:{gone.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     found = only(look("Ray", case(tmp_path, ray_address=address)))
     assert f"can't reach Ray at {address}" in found.found
     assert (
@@ -431,8 +430,7 @@ def test_what_a_real_server_may_lose_and_its_clock_are_found(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_ledger_and_a_storage_on_a_server_that_is_away_are_found(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        url = f"redis://:secret@127.0.0.1:{gone.getsockname()[1]}/0"
+    url = f"redis://:secret@127.0.0.1:{free_port()}/0"
     examined = case(
         tmp_path, f"cluster.ledger={url}", "cluster.name=c", "cache.storage.backend=redis", f"cache.storage.url={url}"
     )

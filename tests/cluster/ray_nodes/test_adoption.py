@@ -68,7 +68,7 @@ launcher.start(plan("decode-8"))
 stopped = next(one for one in launcher._running.values() if one.started.key[0] == "decode-8")
 pid = ray.get(stopped.where, timeout=60).pid
 os.kill(pid, signal.SIGSTOP)
-worker_actors.GET_TIMEOUT_S = 0.5
+worker_actors.GET_TIMEOUT_S = 5.0  # decode-7 has to answer by then.
 launcher = joined("another")
 launcher.adopt()
 assert launcher.running() == [("decode-7", 1)], launcher.running()

@@ -137,7 +137,7 @@ def test_the_operators_port_goes_over_too(tmp_path: Path) -> None:
     ):
         assert new.admin_url == old.admin_url
         old.wait_until(lambda: old.uvicorn._leaving)
-        assert httpx.get(f"{new.admin_url}/cluster/status", trust_env=False).status_code == 200
+        assert httpx.get(f"{new.admin_url}/cluster/status", timeout=60, trust_env=False).status_code == 200
         assert new.uvicorn._admin_connections.accepted == 1
         assert old.uvicorn._admin_connections.accepted == 0
 
@@ -176,6 +176,7 @@ def test_a_successor_does_not_wait_for_workers_that_nobody_has(
 def test_a_successor_waits_for_links_to_the_workers_that_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(router_server, "HEALTHY_S", 1e9)
     path, serves, tries, linked = tmp_path / "handover", Predecessor.serving, list[str](), list[bool]()
 
     class Refusing(FakeWorkerClient):

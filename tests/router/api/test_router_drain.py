@@ -59,7 +59,10 @@ def ask_to_end(server: Server) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_drain_is_said_at_once_refuses_what_is_new_and_finishes_what_runs(stream: bool) -> None:
+def test_a_drain_is_said_at_once_refuses_what_is_new_and_finishes_what_runs(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_server, "ONE_REQUEST_S", 1e9)  # As if no second went by.
     cluster = FakeCluster()
     with serving(cluster) as server:
         undisturbed = server.complete(**BODY)["choices"][0]["text"]
@@ -93,6 +96,7 @@ def test_an_idle_router_ends_at_once() -> None:
 def test_what_is_left_ends_with_an_error_after_its_time_or_when_asked_again(
     monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
+    monkeypatch.setattr(router_server, "ONE_REQUEST_S", 1e9)  # As if no second went by.
     cluster = FakeCluster()
     with serving(cluster) as server:
         asked = Asked(server)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import zmq
 
-from twinpool.contracts.clock import SystemClock
+from twinpool.contracts.clock import ManualClock, SystemClock
 from twinpool.contracts.messages.kv_events import END, TRUTH, BlockStored, EventMedium, encode_batch
 from twinpool.router.kv_indexer.kv_event_subscriber import KVEventSubscriber
 
@@ -60,13 +60,15 @@ def test_a_batch_that_is_too_long_is_not_taken_in_and_the_next_one_is() -> None:
 
 def test_an_answer_that_is_too_long_is_not_taken_in_and_asked_for_again() -> None:
     with publisher() as (pub, replay):
-        reader = KVEventSubscriber(
-            endpoint(pub), SystemClock(), endpoint(replay), answer_s=0.2, frame_bytes=FRAME_BYTES
-        )
-        with reader:
+        clock = ManualClock()
+        reader = KVEventSubscriber(endpoint(pub), clock, endpoint(replay), answer_s=5.0, frame_bytes=FRAME_BYTES)
+        with reader, replay.get_monitor_socket(zmq.EVENT_DISCONNECTED) as left:
             client, _, question = heard(replay, reader)
             assert question in (TRUTH, bytes(8))
             replay.send_multipart([client, b"", bytes(8), LONG])
+            assert left.poll(60_000), "it leaves where it is sent so much"
+            replay.disable_monitor()
+            clock.advance(5.0)
             client, _, question = heard(replay, reader)
             assert question in (TRUTH, bytes(8)), "it asks again"
             replay.send_multipart([client, b"", bytes(8), STORED])

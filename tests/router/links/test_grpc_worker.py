@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from msgspec.structs import replace
 from tests.router.fake_worker import FakeCluster, FakeWorker, prefill_frames
 from tests.router.grpc_fakes import grpc_cluster, start_controller, start_worker
 from tests.router.http_server import demo_spec, eventually
+from tests.support.free_ports import free_port
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Incarnation, RequestId, Role, RoomId
@@ -60,9 +60,7 @@ class Ear:
 
 
 def nothing_listens() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 async def test_commands_and_events_arrive_whole_and_in_order() -> None:
@@ -116,11 +114,12 @@ async def test_another_incarnation_is_refused_with_both_numbers() -> None:
     await server.stop(0)
 
 
-async def test_nobody_at_the_address_is_told_at_once() -> None:
+async def test_nobody_at_the_address_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twinpool.router.links.grpc_worker.CONNECT_TIMEOUT_S", 600.0)
     worker = FakeWorker("decode-0", Role.DECODE)
     worker.endpoint = worker.stream = nothing_listens()
     port = GrpcWorkerClient(worker.record)
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(60):
         with pytest.raises(ConnectionError, match="decode-0"):
             await port.connect(print, print)
     await port.aclose()

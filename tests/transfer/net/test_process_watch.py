@@ -79,7 +79,7 @@ def test_a_writer_with_a_rank_on_another_host_cannot_be_watched() -> None:
 def test_nothing_stays_open_of_a_writer_of_which_a_later_process_cannot_be_watched(second: Mark) -> None:
     """A reader that is told of such a writer with each hello would run out of descriptors."""
     with sleepers(1) as (one,):
-        before = os.listdir("/proc/self/fd")
+        before = set(os.listdir("/proc/self/fd"))
         with contextlib.suppress(WireError):  # Of a pid that no process has.
             assert PidfdGroupWatch.open([mark(one), second]) is None
-        assert os.listdir("/proc/self/fd") == before
+        assert set(os.listdir("/proc/self/fd")) <= before

