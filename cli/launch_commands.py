@@ -59,7 +59,7 @@ def _launch_options(args: argparse.Namespace) -> ServeOptions:
     from dataclasses import fields
 
     from twinpool.cluster.serve.preflight import ServeOptions
-    from twinpool.contracts.config.launch_config import LaunchConfig
+    from twinpool.contracts.config.cluster_config import LaunchConfig
     from twinpool.contracts.config.ledger_place import refuse_shown_password
     from twinpool.contracts.ids import Role
 

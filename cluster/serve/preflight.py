@@ -23,8 +23,7 @@ from twinpool.contracts import cpu_levels as processor
 from twinpool.contracts.checkpoint.gguf.gguf_header import is_gguf
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec, served_as
 from twinpool.contracts.config.autoscaling_config import AutoscalingConfig
-from twinpool.contracts.config.cluster_config import Config, PoolsConfig, section_of
-from twinpool.contracts.config.launch_config import LaunchConfig
+from twinpool.contracts.config.cluster_config import Config, LaunchConfig, PoolsConfig, section_of
 from twinpool.contracts.config.load_config import load_config
 from twinpool.contracts.config.plane_choice import on_gpus, with_plane
 from twinpool.contracts.config.worker_config import DecodeConfig

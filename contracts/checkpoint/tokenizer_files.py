@@ -14,13 +14,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twinpool.contracts.checkpoint.checkpoint_files import TOKENIZER, TOKENIZER_CONFIG, read_checkpoint_text
-from twinpool.contracts.checkpoint.gguf.gguf_header import is_gguf
+from twinpool.contracts.checkpoint.gguf.gguf_header import is_gguf, read_gguf
+from twinpool.contracts.checkpoint.gguf.gguf_tokenizer import GgufTokenizer
 from twinpool.contracts.errors import CheckpointError
 from twinpool.contracts.outside_data import read_json
 
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+
+
+def read_checkpoint_text(model: Path, name: str) -> str | None:
+    """The content of a checkpoint's text file, None where there is none; `model` is its folder or GGUF file.
+
+    A GGUF file has `tokenizer.json` and `tokenizer_config.json`. Raises `CheckpointError` for one that can't be read.
+    """
+    if is_gguf(model):
+        if name not in (TOKENIZER, TOKENIZER_CONFIG):
+            return None
+        tokenizer = GgufTokenizer(read_gguf(model))
+        return tokenizer.tokenizer_json() if name == TOKENIZER else tokenizer.config_json()
+    path = model / name
+    if not path.is_file():
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"can't read {path}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,8 @@ from typing import Any
 
 from twinpool.contracts.config.autoscaling_config import AutoscalingConfig
 from twinpool.contracts.config.cache_config import CacheConfig, CacheOverride
-from twinpool.contracts.config.launch_config import LaunchConfig
 from twinpool.contracts.config.router_config import AuditConfig, RouterConfig, WatchConfig
 from twinpool.contracts.config.security_config import SecurityConfig
-from twinpool.contracts.config.tracing_config import TracingConfig
 from twinpool.contracts.config.worker_config import (
     ColocateConfig,
     DecodeConfig,
@@ -21,6 +19,42 @@ from twinpool.contracts.config.worker_config import (
     TransferConfig,
 )
 from twinpool.contracts.ids import Role
+
+
+@dataclass(frozen=True, slots=True)
+class TracingConfig:
+    """Where traces of requests are exported to, and how many."""
+
+    endpoint: str = ""
+    """URL to which routers send traces of requests, by OTLP over HTTP, such as http://collector:4318/v1/traces. Empty:
+    none are made. Needs the package's extra `otel`. What else a collector wants, such as a header with a token, is read
+    from OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_HEADERS) in the environment of `serve`."""
+    ratio: float = 1.0
+    """Share of the requests that are traced, of those whose client says nothing of it; a client that sends the header
+    traceparent decides for its own."""
+    queue: int = 2048
+    """Requests whose traces may wait for the collector; further ones are dropped and counted."""
+    timeout_s: float = 5.0
+    """Seconds that the collector may take for one call, with all tries; then its traces are dropped and counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """What a cluster is launched with, where no flag says otherwise. None of it can be changed while it runs."""
+
+    model: str = "demo"
+    """What `--model` takes: a checkpoint folder, a GGUF file, a name on the Hugging Face Hub (org/name[@revision]),
+    smollm2, or demo."""
+    routers: int = 1
+    """Number of routers, which share the port."""
+    host: str = "127.0.0.1"
+    """Address that the router listens on."""
+    port: int = 8000
+    """Port that the router listens on; 0 for any."""
+    ray_address: str = ""
+    """The Ray cluster to join (auto: the one on this machine); empty: a Ray of its own."""
+    dashboard: bool = False
+    """Start Ray's dashboard too."""
 
 
 @dataclass(frozen=True, slots=True)

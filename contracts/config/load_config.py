@@ -17,12 +17,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from twinpool.contracts.config.autoscaling_config import autoscaling_conflicts
-from twinpool.contracts.config.cluster_config import Config
-from twinpool.contracts.config.controllers_check import controller_conflicts
-from twinpool.contracts.config.ledger_place import ledger_file_conflicts
-from twinpool.contracts.config.sampling_defaults import read_sampling_defaults
+from twinpool.contracts.config.cluster_config import ClusterConfig, Config, TracingConfig
+from twinpool.contracts.config.ledger_place import (
+    NAME,
+    check_ledger,
+    check_ray_storage,
+    controller_endpoints,
+    ledger_file_conflicts,
+    on_server,
+)
+from twinpool.contracts.config.router_config import read_sampling_defaults
 from twinpool.contracts.config.security_config import SecurityConfig
-from twinpool.contracts.config.tracing_config import TracingConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Role
 from twinpool.contracts.outside_data import read_json, read_yaml
@@ -117,7 +122,7 @@ def _conflicts(config: Config) -> Iterator[str]:
             yield f"config key cache.storage.backend={backend} needs cache.storage.{key}"
     yield from _security_conflicts(config.security)
     yield from _tracing_conflicts(config.tracing)
-    yield from controller_conflicts(config.cluster)
+    yield from _controller_conflicts(config.cluster)
     yield from ledger_file_conflicts(config.cluster.ledger, config.security)
     yield from _disaggregation_conflicts(config)
     yield from autoscaling_conflicts(config.autoscaling)
@@ -348,3 +353,40 @@ def _in_range(value: Any, name: str) -> Any:
     if name.endswith(".page_tokens") and isinstance(value, int) and value & (value - 1):
         raise ConfigError(f"config key {name} must be a power of two; got {value}")
     return value
+
+
+MAX_STANDBYS = 8
+"""Standby controllers that `serve` may start: each looks for the leader several times a second."""
+
+
+def _controller_conflicts(config: ClusterConfig) -> Iterator[str]:
+    """What is wrong with the settings of controllers and their ledger, with the keys' names."""
+    for check, value in ((check_ledger, config.ledger), (check_ray_storage, config.ray_storage)):
+        try:
+            check(value)
+        except ConfigError as error:
+            yield str(error)
+    if config.name and not NAME.fullmatch(config.name):
+        yield (f"config key cluster.name takes letters, digits, dots and dashes, 64 at most; got {config.name!r:.80}")
+    others: tuple[str, ...] = ()
+    try:
+        others = controller_endpoints(config.controllers)
+    except ConfigError as error:
+        yield str(error)
+    if others and not (on_server(config.ledger) and config.name):
+        yield (
+            "config key cluster.controllers needs cluster.ledger on a server and cluster.name: by these the "
+            "controllers of several machines know who leads"
+        )
+    if config.ledger_replicas and not on_server(config.ledger):
+        yield "config key cluster.ledger_replicas needs cluster.ledger on a server"
+    if config.standby_controllers > MAX_STANDBYS:
+        yield (
+            f"config key cluster.standby_controllers must be at most {MAX_STANDBYS}; got {config.standby_controllers}"
+        )
+    several = bool(others) or config.standby_controllers > 0
+    if several and config.leader_lease_s > config.lease_s / 2:
+        yield (
+            f"config key cluster.leader_lease_s={config.leader_lease_s:g} is more than half of cluster.lease_s="
+            f"{config.lease_s:g}: workers would lose their leases before a standby takes over"
+        )

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from twinpool.engine.gpu import product_kernels, row_kernels
+from twinpool.engine.gpu import product_kernels
 from twinpool.engine.gpu.gpu_capability import device_capability
 
 FEW_ROWS, MANY_ROWS = 64, 128
@@ -108,7 +108,7 @@ class GpuKernels:
         added_rn = x_rn if added is None else _by_row(added)
         total = out if added is None else torch.empty_like(out)
         if out.numel():
-            row_kernels.rms_norm_kernel[(len(x_rn),)](
+            product_kernels.rms_norm_kernel[(len(x_rn),)](
                 x_rn, added_rn, weight.contiguous(), total, out, x_rn.stride(0), added_rn.stride(0),
                 weight.numel() // width, width, eps,
                 BLOCK=triton.next_power_of_2(width), ADD=added is not None, WIDE=weight.dtype != x.dtype,
@@ -123,7 +123,7 @@ class GpuKernels:
         out_r = torch.empty(len(x_rn), dtype=torch.float32, device=x.device)
         if out_r.numel():
             width = x_rn.shape[1]
-            row_kernels.square_sum_kernel[(len(x_rn),)](
+            product_kernels.square_sum_kernel[(len(x_rn),)](
                 x_rn, out_r, x_rn.stride(0), width, BLOCK=triton.next_power_of_2(width), num_warps=_warps(width)
             )
         return out_r.view(x.shape[:-1])
@@ -134,7 +134,7 @@ class GpuKernels:
         rows, width = gate_up_mn.shape[0], gate_up_mn.shape[1] // 2
         out = torch.empty(rows, width, dtype=gate_up_mn.dtype, device=gate_up_mn.device)
         if out.numel():
-            row_kernels.silu_product_kernel[(rows, triton.cdiv(width, _SUM_BLOCK))](
+            product_kernels.silu_product_kernel[(rows, triton.cdiv(width, _SUM_BLOCK))](
                 gate_up_mn, out, width, BLOCK=_SUM_BLOCK
             )
         return out

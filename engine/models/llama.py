@@ -12,6 +12,7 @@ from twinpool.engine.layers.mixers.head_attention import HeadAttention, kv_buffe
 from twinpool.engine.layers.mlp import GatedMlp
 from twinpool.engine.layers.rope import RopeTable
 from twinpool.engine.models.model_base import FULL_POOL, WINDOW_POOL, Model, StateOptions
+from twinpool.engine.models.sliding_window import whole_window
 from twinpool.engine.tensors.weight_loader import Weights
 
 
@@ -104,3 +105,14 @@ class Llama(Model):
     def rope_table(self, weights: Weights) -> RopeTable:
         """The table of angles that all layers share."""
         return weights.once("rope", lambda: RopeTable(self.rope, self.head_dim, weights.dtype, weights.device))
+
+
+class Mistral(Llama):
+    """``MistralForCausalLM``, and the text of ``Mistral3ForConditionalGeneration``: Llama without biases, and in its
+    first versions with a sliding window in all layers."""
+
+    def biases(self) -> tuple[bool, bool]:
+        return False, False
+
+    def layer_windows(self) -> list[int]:
+        return whole_window(self.config, self.layers)

@@ -23,7 +23,7 @@ from twinpool.contracts.checkpoint.model_spec import ModelSpec, served_as
 from twinpool.contracts.clock import Clock, SystemClock
 from twinpool.contracts.cluster_secret import cluster_secret
 from twinpool.contracts.config.cluster_config import Config
-from twinpool.contracts.config.sampling_defaults import read_sampling_defaults
+from twinpool.contracts.config.router_config import read_sampling_defaults
 from twinpool.contracts.errors import ErrorKind, RequestError
 from twinpool.contracts.ids import Role
 from twinpool.contracts.interfaces.discovery import WorkerDirectory

@@ -23,8 +23,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from twinpool.contracts.checkpoint.checkpoint_files import read_checkpoint_text
-from twinpool.contracts.checkpoint.tokenizer_files import TokenizerFiles
+from twinpool.contracts.checkpoint.tokenizer_files import TokenizerFiles, read_checkpoint_text
 from twinpool.contracts.errors import CheckpointError, RequestError
 
 _REFUSALS = (TemplateError, TypeError, ValueError, ArithmeticError, AttributeError, LookupError)

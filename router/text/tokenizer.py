@@ -13,8 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from twinpool.contracts.checkpoint.checkpoint_files import TOKENIZER
-from twinpool.contracts.checkpoint.tokenizer_files import read_tokenizer_files
+from twinpool.contracts.checkpoint.tokenizer_files import TOKENIZER, read_tokenizer_files
 from twinpool.contracts.errors import CheckpointError, RequestError
 from twinpool.contracts.grammar import is_mark
 from twinpool.router.text.chat_template import ChatTemplate, TemplateTraits, cut_at_mark, marked, read_chat_template

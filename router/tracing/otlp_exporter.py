@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from twinpool.contracts.build_id import package_version
-from twinpool.contracts.config.tracing_config import TracingConfig
+from twinpool.contracts.config.cluster_config import TracingConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.messages.request_record import USUAL, RequestRecord
 from twinpool.router.openai.request_headers import TraceContext

@@ -13,7 +13,7 @@ import pytest
 from twinpool.contracts.config.cache_config import CacheConfig, CacheOverride
 from twinpool.contracts.config.cluster_config import Config, section_of
 from twinpool.contracts.config.load_config import config_from_dict, load_config, may_have_host_memory
-from twinpool.contracts.config.sampling_defaults import read_sampling_defaults
+from twinpool.contracts.config.router_config import read_sampling_defaults
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Role
 

@@ -14,9 +14,9 @@ import pytest
 
 from tests.support.checkpoints import make_checkpoint
 from tests.support.gguf_files import write_gguf
-from twinpool.contracts.checkpoint.checkpoint_files import read_checkpoint_text
 from twinpool.contracts.checkpoint.gguf.gguf_header import BLOCKS, read_gguf
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.checkpoint.tokenizer_files import read_checkpoint_text
 from twinpool.contracts.errors import CheckpointError
 from twinpool.engine.models.registry import model_for
 

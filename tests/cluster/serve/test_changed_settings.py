@@ -14,8 +14,7 @@ import pytest
 from twinpool.cluster.serve.changed_settings import SettingsChanger, digest_of, digests, replanned
 from twinpool.cluster.serve.detached_state import DetachedState
 from twinpool.cluster.serve.preflight import ServeOptions, ServePlan, prepare
-from twinpool.contracts.config.cluster_config import Config
-from twinpool.contracts.config.launch_config import LaunchConfig
+from twinpool.contracts.config.cluster_config import Config, LaunchConfig
 from twinpool.contracts.config.load_config import config_from_dict, load_config
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Role, WorkerName

@@ -27,9 +27,8 @@ from tests.router.tracing.test_traces import PARENT, TRACE, Sender, collecting, 
 from tests.support.served_cluster import ROOT
 from twinpool.cli.credential_commands import new_key
 from twinpool.cli.operator.explain_command import explained
-from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.cluster_config import Config, TracingConfig
 from twinpool.contracts.config.security_config import SecurityConfig
-from twinpool.contracts.config.tracing_config import TracingConfig
 from twinpool.contracts.key_file import TenantLimits, read_key_file, write_key_file
 from twinpool.router.openai.api_errors import ApiError
 from twinpool.router.openai.request_headers import NO_TRACE, SLO_HEADER, TraceContext

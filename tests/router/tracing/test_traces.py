@@ -19,9 +19,8 @@ from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, serving
 from tests.router.records.test_record_reports import draft
 from tests.router.tracing.otlp_server import OtlpServer, attributes_of
-from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.cluster_config import Config, TracingConfig
 from twinpool.contracts.config.load_config import config_from_dict
-from twinpool.contracts.config.tracing_config import TracingConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.router.openai.request_headers import NO_TRACE, TraceContext, read_traceparent
 from twinpool.router.tracing import otlp_exporter
