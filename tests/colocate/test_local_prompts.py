@@ -68,7 +68,7 @@ def test_c11_the_tree_gets_window_pages_only_where_others_take_their_place() -> 
             others.release()
 
 
-def test_what_was_prefetched_for_a_prompt_is_let_go_with_its_hand_over() -> None:
+def test_what_was_prefetched_for_a_prompt_is_let_go_with_its_hand_over_or_its_end() -> None:
     """Its own allocation has locked what it reads: a second lock would keep the host's pages for good."""
     spec, prompt = pool_sets(PAGE)["full"], list(range(1, 50))
     storage = {"backend": "memory", "path": uuid.uuid4().hex, "max_bytes": 1 << 28}
@@ -94,6 +94,17 @@ def test_what_was_prefetched_for_a_prompt_is_let_go_with_its_hand_over() -> None
         assert (len(prefetcher), prefetcher.locks) == (0, 0)
         (answer,) = both.run(again)
         assert answer.list == recite(spec, [*prompt, 7], 40)
+        both.settle()
+        for tier in (Tier.DEVICE, Tier.HOST):
+            tree.eviction.evict(tier, "full", 1 << 20)
+        given_up = both.submit([*prompt, 8], greedy(40))
+        assert len(prefetcher) == 1, "it is being read again"
+        both.cancel(given_up)
+        for _ in range(100_000):
+            if not both.worker._manager.busy:
+                break
+            both.step()
+        assert (len(prefetcher), prefetcher.locks) == (0, 0)
 
 
 def test_damage_that_the_commit_of_prompts_hears_of_reaches_the_answer_whose_page_it_is() -> None:

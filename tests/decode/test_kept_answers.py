@@ -93,6 +93,13 @@ def test_memory_is_bounded_with_log_probabilities() -> None:
     assert (len(kept), kept.forgotten) == (3, 3), "one that is kept for no moment is forgotten too"
 
 
+def test_where_a_later_answer_of_a_name_has_no_room_the_earlier_one_is_not_given_in_its_place() -> None:
+    kept = KeptAnswers(DecodeConfig(kept_answer_bytes=2000), ManualClock(0.0))
+    kept.keep(name("k"), answer(5), 0)
+    kept.keep(name("k"), answer(100), 0)
+    assert (kept.of("k"), kept.nbytes, kept.forgotten) == ([], 0, 1)
+
+
 def test_none_are_kept_where_the_configuration_says_so() -> None:
     kept = KeptAnswers(DecodeConfig(kept_answers=0), ManualClock(0.0))
     kept.keep(name("k"), answer(), 0)

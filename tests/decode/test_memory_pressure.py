@@ -23,6 +23,13 @@ def test_of_several_that_could_all_leave_one_stays() -> None:
     assert len(chosen) == 1
 
 
+def test_while_one_is_on_its_way_out_nobody_follows() -> None:
+    parts = DecodeParts()
+    first, second, third = stepped(parts, "a", "b", "c")
+    parts.scheduler.retract(third)
+    assert parts.scheduler.pressure.choose_victims([first], [first, second]) == [], "its pages are about to be free"
+
+
 def test_a_request_that_has_all_that_is_allocated_leaves_and_nothing_else_would_make_room_for_it() -> None:
     parts = DecodeParts()
     (only,) = stepped(parts, "a")
@@ -55,3 +62,14 @@ def test_cached_pages_of_a_prompt_that_nobody_holds_are_room_and_not_beside_that
         assert [pressure._expected_pages(request) for request in (first, other)] == [14, expected]
         assert list(parts.scheduler.admit()) == []
         assert (other.allocation is not None) == (expected == 17)
+
+
+def test_who_is_to_leave_no_more_comes_back_where_there_is_room_for_all_of_its_answer() -> None:
+    """Of 31 pages the other has 7; its answer may come to 27 in all, and is expected to come to 3."""
+    parts = DecodeParts(32, decode={"retract_limit": 2, "first_answer_tokens": 4})
+    parts.run("b", prompt=24, most=4)
+    often = parts.ask("a", prompt=6, most=100)
+    room = []
+    for often.retractions in (1, 2):
+        room.append(parts.scheduler.pressure.has_room_for(often))
+    assert room == [True, False]

@@ -212,6 +212,25 @@ def test_who_is_retracted_with_a_step_under_way_leaves_when_that_has_landed() ->
     assert list(parts.scheduler.running) == [request]
 
 
+def test_pages_of_one_that_ends_on_its_way_back_are_nobodys_before_its_state_has_been_written() -> None:
+    device = AdversarialDevice(1, stray=0.0, polled=0.0)
+    parts = DecodeParts(64, device, host_pages=9, decode={"retract": "copy"})
+    (request,) = parts.run("a", prompt=9, most=20)
+    parts.scheduler.retract(request)
+    for _ in range(2):
+        device.settle()
+        parts.manager.poll()
+        assert list(parts.scheduler.admit()) == []
+    assert request.phase is DecodePhase.RESUMING
+    pages = parts.manager.pools.allocators["full"]
+    held = len(request.held.tables["full"])
+    gone(parts, request)
+    assert pages.quarantined == held
+    device.settle()
+    parts.manager.poll()
+    assert (pages.quarantined, pages.leases) == (0, 0)
+
+
 def test_the_time_of_a_copy_is_measured_from_its_own_begin_and_goes_with_its_request() -> None:
     parts, (first, second) = crowd(9, "a", "b")
     away(parts, first)

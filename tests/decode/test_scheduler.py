@@ -113,6 +113,22 @@ def test_who_lacks_a_page_for_its_step_has_another_leave_the_device() -> None:
     assert parts.scheduler.check() == []
 
 
+def test_prompts_computed_here_make_way_by_the_highest_priority_of_those_that_lack_a_page(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts, asked = DecodeParts(pages=5), list[int]()
+    monkeypatch.setattr(parts.transfers, "preempt", asked.append)
+    for _ in range(KNOWN):
+        parts.lengths.ended(1)
+    for name, priority in (("a", 3), ("b", 1)):
+        parts.run(name, prompt=4, most=8, priority=priority)
+    for _ in range(5):
+        for request in parts.scheduler.next_batch():
+            request.launched = request.planned
+            request.commit([1])
+    assert asked == [3]
+
+
 def test_every_so_many_steps_all_leave_on_purpose() -> None:
     parts = DecodeParts(faults={"retract_every": 2})
     requests = parts.run("a", "b")

@@ -62,18 +62,20 @@ def test_a_stop_token_ends_the_answer_and_is_named(monkeypatch: pytest.MonkeyPat
     assert told == [RequestFinished(request, "stop", 5)]
 
 
+@pytest.mark.parametrize("nonfinite", [False, True])
 def test_a_row_of_a_page_that_was_given_away_fails_its_request_and_nothing_of_it_is_kept(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, nonfinite: bool
 ) -> None:
+    """What a stranger's bytes come to says nothing of the device."""
     parts = DecodeParts()
     (request,) = parts.run("a")
     tokens = list(request.tokens)
-    (told,) = output(parts, request, RowOutput(stale=True), monkeypatch)
+    (told,) = output(parts, request, RowOutput(stale=True, nonfinite=nonfinite), monkeypatch)
     assert told == RequestFailed(request, ErrorKind.WORKER, "a step found a page of it given away")
     assert request.tokens == tokens
     assert request.allocation is not None
     assert request.allocation.invalid
-    assert parts.steps.counters["stale_pages"] == 1
+    assert (parts.steps.counters["stale_pages"], parts.fitness.rows) == (1, 0)
 
 
 def test_logits_that_are_no_numbers_fail_their_request_and_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 
 from tests.support.prefill_parts import PrefillParts
-from twinpool.prefill.request import PrefillPhase
+from twinpool.cache.tiers.prefetch import PrefetchRequest
+from twinpool.prefill.request import PrefillPhase, PrefillRequest
 
 
 def admitted(parts: PrefillParts) -> list[PrefillPhase]:
@@ -111,3 +114,27 @@ def test_of_those_without_a_grant_the_lowest_priority_is_preempted_and_of_these_
     parts.granted.add(parts.ask("granted", 12))
     admitted(parts)
     assert [name for name, request in requests.items() if request.allocation is None] == ["c"]
+
+
+def test_who_starts_over_is_as_urgent_as_its_own_tokens_make_it() -> None:
+    parts = PrefillParts()
+    first = parts.ask("a", 40)
+    parts.scheduler.admit()
+    parts.ask("b", 30, begins=first.tokens[:8])
+    parts.scheduler.admit()
+    assert (first.awaited, first.left) == (8, 8)
+    parts.pages.preempt(first)
+    assert first.left == 40, "nobody waits for what it doesn't compute"
+
+
+def test_of_what_was_prefetched_the_youngests_is_given_up_first_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, given_up = PrefillParts(), list[PrefillRequest]()
+    monkeypatch.setattr(parts.pages, "release_prefetch", given_up.append)
+    waiting = [parts.ask(name, 9) for name in "abc"]
+    for request in waiting[:2]:
+        request.prefetch = cast(PrefetchRequest, object())
+    assert parts.scheduler.give_up_prefetch(waiting)
+    assert given_up == [waiting[1]]
+    assert parts.scheduler.counters["prefetches_given_up"] == 1
+    parts.pages.take(waiting[2])
+    assert not parts.scheduler.give_up_prefetch(waiting), "pages come back without that"

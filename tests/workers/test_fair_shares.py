@@ -128,6 +128,15 @@ def test_where_all_leave_as_others_come_nobody_is_owed_anything() -> None:
     assert served(shares, {"a": 1, "b": 1}, 10) == {"a": 5, "b": 5}
 
 
+def test_nor_does_anybody_pay_then_for_what_it_had_more_than_another() -> None:
+    shares = FairShares()
+    shares.follow({"a": 1, "b": 1})
+    shares.charge("a", 1, 100)
+    shares.charge("b", 1, 40)
+    shares.follow({"c": 1})
+    assert served(shares, {"a": 1, "b": 1, "c": 1}, 90) == {"a": 30, "b": 30, "c": 30}
+
+
 def test_whoever_is_idle_and_no_longer_ahead_is_forgotten_and_of_the_others_those_least_ahead() -> None:
     shares = FairShares()
     shares.follow({"waits": 1})

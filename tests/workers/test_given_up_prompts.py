@@ -14,6 +14,7 @@ from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.messages.router_commands import Cancel
 from twinpool.contracts.messages.worker_events import Event, LegReport, Tokens
 from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.decode.retraction.memory_pressure import KNOWN
 from twinpool.decode.worker import DecodeWorker
 from twinpool.prefill.request import PrefillRequest
 from twinpool.prefill.worker import PrefillWorker
@@ -98,6 +99,15 @@ def test_what_has_been_reported_or_was_never_begun_is_not_reported_again() -> No
         given_up.step()
         both.cancel(queued)
         assert [report.request_id for report in given_up.reports()] == [first]
+
+
+def test_a_request_that_ends_before_it_runs_says_nothing_of_how_long_answers_are() -> None:
+    pages = dict.fromkeys((Role.PREFILL, Role.DECODE), 200)
+    with hash_pair("full", pages) as both:
+        assert isinstance(both.decode, DecodeWorker)
+        for _ in range(KNOWN):
+            both.decode.handle(SESSION, Cancel(both.submit(PROMPT, PARAMS), 0))
+        assert both.decode._lengths.to_come(400) == 400, "nothing is known yet"
 
 
 def test_the_part_that_a_cache_had_is_reported_as_such() -> None:

@@ -459,18 +459,22 @@ def test_what_is_detached_without_a_name_is_cancelled(scene: Company) -> None:
     forget(scene)
 
 
-def test_a_prompt_that_prefill_ended_alone_is_told_to_the_router_that_came_later(
-    scene: Company, calm: dict[str, Any]
+@ROLES
+def test_an_end_at_the_first_token_is_told_once_to_the_router_that_came_later(
+    model: Path, calm: dict[str, Any], colocated: int
 ) -> None:
-    """Prefill tells the end to the one before: the other would wait for ever."""
-    rid = scene.submit(PROMPT, replace(GREEDY, stop_token_ids=(calm["tokens"][0],)), name=NAME)
-    answers, said = attach(scene)
-    (found,) = finds(answers)
-    assert not found.started
-    ends = list[Done]()
-    for _ in turns(200):
-        said += turn(scene)
-        if ends := [event for session, event in said if session == OTHER and isinstance(event, Done)]:
-            break
-    assert [(end.request_id, end.error) for end in ends] == [(rid, ErrorKind.ROOM)]
-    forget(scene)
+    """Where prefill tells it, it tells the one before: the other would wait for ever."""
+    with company(model, clock=ManualClock(100.0), colocated=colocated, prefill={"chunk_tokens": 8}) as c:
+        rid = c.submit(PROMPT, replace(GREEDY, stop_token_ids=(calm["tokens"][0],)), name=NAME)
+        answers, said = attach(c)
+        (found,) = finds(answers)
+        assert not found.started
+        for _ in turns(200):
+            said += turn(c)
+            if any(session == OTHER and isinstance(event, Done) for session, event in said):
+                break
+        said += turn(c, 3)
+        ends = [event for session, event in said if session == OTHER and isinstance(event, Done)]
+        expected = ("stop", None) if colocated else ("error", ErrorKind.ROOM)
+        assert [(end.request_id, end.reason, end.error) for end in ends] == [(rid, *expected)]
+        forget(c)

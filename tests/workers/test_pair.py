@@ -154,6 +154,16 @@ def test_d5_a_replay_from_any_emitted_token_continues_the_same_answer(model: Pat
             assert min(answer.tokens) == 50 + cut
 
 
+def test_a_replay_that_lacks_one_token_ends_at_prefill_though_it_has_a_decode_worker(model: Path) -> None:
+    peer = PeerRef(WorkerName("decode-0"), Incarnation(1), "")
+    with pair(model) as both:
+        replay = Submit(RequestId("r"), 0, RoomId("r"), (1, 2, 3, 4, 5), 2, SamplingParams(4, temperature=0.0), peer)
+        both.prefill.handle(SESSION, replay)
+        said = [event for _ in range(20) for _, event in both.prefill.step()]
+        ends = [(event.reason, event.stop_token) for event in said if isinstance(event, Done)]
+        assert ends == [("length", None)]
+
+
 @pytest.mark.slow
 def test_sampled_answers_are_the_same_alone_in_a_batch_and_with_other_pools(model: Path) -> None:
     asked = prompts(7, *range(3, 120, 9))

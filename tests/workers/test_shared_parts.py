@@ -7,14 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
+from msgspec import structs
 
+from tests.support.decode_parts import SESSION, DecodeParts
 from tests.support.prefill_parts import PrefillParts
 from twinpool.cache.allocation import Allocation, BlockTable
 from twinpool.cache.device.device_port import DONE
 from twinpool.cache.memory.page_digest import ContentTag
-from twinpool.contracts.errors import WireError
-from twinpool.contracts.ids import RoomId
-from twinpool.contracts.messages.router_commands import Submit
+from twinpool.contracts.errors import ErrorKind, WireError
+from twinpool.contracts.ids import RequestId, RoomId
+from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.router_commands import Cancel, Submit
+from twinpool.contracts.messages.worker_events import Done
+from twinpool.decode.request import DecodeRequest
 from twinpool.engine.runner.batch import DrawnToken, RowOutput
 from twinpool.prefill.handover import Damaged, Granted, Lost, PrefillHandover
 from twinpool.prefill.request import PrefillEvent
@@ -156,3 +161,33 @@ def test_who_could_not_be_sent_whole_waits_for_no_word_of_decode() -> None:
     assert handover.check() == ["1 requests wait for decode's word, not the rooms that do"]
     sender.unconfirmed.add(request.submit.room)
     assert handover.check() == []
+
+
+def held(attempt: int) -> tuple[DecodeParts, DecodeRequest]:
+    """This attempt at a request, which waits."""
+    parts = DecodeParts()
+    request = parts.transfers.open(SESSION, structs.replace(parts.submit("a"), attempt=attempt))
+    assert isinstance(request, DecodeRequest)
+    parts.requests.add(request)
+    return parts, request
+
+
+@pytest.mark.parametrize(("here", "named", "ends"), [(0, 0, True), (0, 1, True), (1, 1, True), (1, 0, False)])
+def test_a_cancel_ends_the_attempt_that_it_names_and_those_before_it(here: int, named: int, ends: bool) -> None:
+    parts, request = held(here)
+    left = list[DecodeRequest]()
+    for session in (SessionId(SESSION + 1), SESSION):
+        assert left == [], "another router's cancel is of no request of this one"
+        assert parts.requests.accept(session, Cancel(RequestId("a"), named), lambda r, _: left.append(r)) is None
+    assert left == [request] * ends
+    assert parts.requests.take_events() == []
+
+
+@pytest.mark.parametrize("attempt", [0, 1, 2])
+def test_only_a_later_attempt_takes_the_place_of_one_that_is_here(attempt: int) -> None:
+    parts, request = held(1)
+    later = structs.replace(request.submit, attempt=attempt)
+    accepted = parts.requests.accept(SESSION, later, lambda r, _: parts.requests.remove(r))
+    assert (accepted, parts.requests.holds(request)) == ((later, False) if attempt == 2 else (None, True))
+    told = [(event.attempt, event.error) for _, event in parts.requests.take_events() if isinstance(event, Done)]
+    assert told == ([] if attempt == 2 else [(attempt, ErrorKind.INVALID)])

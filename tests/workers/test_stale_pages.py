@@ -9,6 +9,7 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.checkpoints import Oracle, compare
 from tests.support.worker_pair import Pair, pair
@@ -71,6 +72,21 @@ def test_prefill_starts_over_when_pages_of_a_request_were_given_away(model: Path
         for prompt, answer in zip((first, second), answers, strict=True):
             assert compare(oracle, prompt, answer.list).equal
         assert both.prefill.status().counters["stale_pages"] >= 1
+
+
+def test_what_a_prompt_reads_in_a_page_that_was_given_away_says_nothing_of_the_device(model: Path) -> None:
+    (prompt,) = prompts(43, 100)
+    with pair(model, prefill={"chunk_tokens": 64}) as both:
+        asked = both.submit(prompt, GREEDY)
+        while not any(r.committed for r in both.prefill._request_table):
+            both.step(Role.PREFILL)
+        (request,) = list(both.prefill._request_table)
+        page = request.held.tables["full"].pages[0]
+        both.prefill._manager.pools.gates["full"].layer(0)["k"][page].fill_(torch.nan)
+        both.prefill._manager.pools.allocators["full"].epochs.bump([page])
+        both.run(asked)
+        counters = both.prefill.status().counters
+        assert (counters["stale_pages"], counters["damage_logits"]) == (1, 0)
 
 
 @pytest.mark.parametrize("way", ["given away", "preempted"])

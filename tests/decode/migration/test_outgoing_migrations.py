@@ -159,11 +159,35 @@ def test_what_is_damaged_here_does_not_go_on_when_it_comes_back() -> None:
     assert leaving.sender.failed == [told.message]
 
 
+@pytest.mark.parametrize(
+    ("kind", "pool", "buffer"),
+    [("full", "full", "v"), ("full+window", "window", "window_k"), ("full+state", "state", "recurrent")],
+)
+def test_state_of_every_pool_is_compared_with_its_tags(kind: str, pool: str, buffer: str) -> None:
+    parts = DecodeParts(kind=kind)
+    (request,) = parts.run("a", prompt=3, most=50)
+    tags = parts.pages.seal(request)
+    assert parts.pages.intact(request, *tags)
+    held = request.held
+    last = held.slots[pool].indices[0] if pool == "state" else held.tables[pool].pages[0]
+    parts.manager.pools.gates[pool].layer(0)[buffer][last].fill_(3.0)
+    assert not parts.pages.intact(request, *tags)
+
+
 def test_who_runs_no_step_can_not_be_handed_on() -> None:
     leaving = Leaving()
     leaving.parts.scheduler.retract(leaving.request)
     assert leaving.begin() == [undone("it is retracting")]
     assert leaving.migrations.begin(SESSION, PauseForMigration(RequestId("b"), 0, ROOM, PEER)) == [], "it has ended"
+
+
+def test_who_is_told_to_leave_a_second_time_leaves_once() -> None:
+    leaving = Leaving()
+    leaving.begin()
+    again = PauseForMigration(RequestId("a"), 0, RoomId("another"), PEER)
+    assert leaving.migrations.begin(SESSION, again) == [undone("it is running")]
+    assert len(leaving.migrations) == 1
+    assert leaving.request.stopping
 
 
 def test_a_router_takes_it_back_without_a_word_or_hears_that_it_is_gone() -> None:

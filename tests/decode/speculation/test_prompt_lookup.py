@@ -66,3 +66,15 @@ def test_only_the_latest_positions_are_looked_at_and_the_index_stays_small(monke
         assert len(growing._behind) <= 41
     tokens += tokens[-10:-7]
     assert growing.propose(2) == tokens[-10:-8], "what was said last is found"
+
+
+def test_what_is_within_reach_is_found_however_often_the_index_was_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafting, "_REACH", 20)
+    for size in range(40, 100):
+        tokens = [0, 0, 0]
+        growing = PromptLookup(tokens)
+        for token in range(1000, 1000 + size):
+            tokens.append(token)
+            growing.propose(1)
+        tokens += tokens[-15:-12]
+        assert growing.propose(2) == tokens[-15:-13]
