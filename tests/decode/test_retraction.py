@@ -281,3 +281,17 @@ def test_a_request_on_the_host_keeps_nothing_of_the_pages_that_it_left() -> None
     assert not request.settled
     gc.collect()
     assert table() is None
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_whether_to_copy_goes_by_the_bytes_of_every_pool(copied: bool) -> None:
+    parts = DecodeParts(64, kind="full+state", host_pages=9)
+    (request,) = parts.run("a", prompt=9, most=20)
+    nbytes = 3 * parts.manager.spec.unit_bytes("full") + parts.manager.spec.unit_bytes("state")
+    rates = parts.scheduler.retraction.rates
+    rates.out_bytes_per_s = rates.back_bytes_per_s = 2.0 * nbytes  # So that a copy takes half a second each way.
+    rates.positions_per_s = request.committed / (1.01 if copied else 0.99)
+    parts.scheduler.retract(request)
+    told = parts.scheduler.retraction.advance()
+    assert [one.kind for one in told] == ([] if copied else [ErrorKind.RETRACTED])
+    assert (request.swapped is not None) == copied

@@ -127,6 +127,8 @@ def test_prompts_computed_here_make_way_by_the_highest_priority_of_those_that_la
             request.launched = request.planned
             request.commit([1])
     assert asked == [3]
+    assert parts.scheduler.next_batch() == []
+    assert asked == [3], "pages of one that leaves the device are about to be free"
 
 
 def test_every_so_many_steps_all_leave_on_purpose() -> None:
@@ -221,8 +223,9 @@ def test_where_nobody_waits_nothing_is_remembered() -> None:
     assert granted(parts, *names) == ["a3", "z1"]
 
 
+@pytest.mark.parametrize("shared", ["its prompt", "all of it"])
 def test_a_request_that_shares_pages_anew_waits_for_those_that_are_on_their_way(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, shared: str
 ) -> None:
     """The tree may have the same pages, and they may still be loading: until they came, no step reads its state."""
     parts = DecodeParts()
@@ -233,7 +236,8 @@ def test_a_request_that_shares_pages_anew_waits_for_those_that_are_on_their_way(
     parts.steps.launch([request])
     assert list(parts.steps.landed(go_on=False)) == []
     loading = True
-    parts.pages.cache(request)
+    share = parts.pages.cache_prompt if shared == "its prompt" else parts.pages.cache
+    share(request)
     assert parts.scheduler.next_batch() == []
     loading = False
     assert parts.scheduler.next_batch() == [request]

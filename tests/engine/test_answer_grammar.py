@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from twinpool.engine.runner.sampling.logits_processors import TokenMask
-from twinpool.engine.structured_output.grammar_engine import AnswerGrammar, StartedGrammar
+from twinpool.engine.structured_output.grammar_engine import AnswerGrammar, GrammarError, StartedGrammar
 from twinpool.engine.structured_output.llguidance_engine import LLGuidanceEngine, with_marks_apart
 
 MASK = TokenMask(np.zeros(1, np.int32))
@@ -44,6 +44,19 @@ def test_a_matcher_consumes_each_token_once_and_nothing_of_what_it_was_started_b
     assert matcher.consumed == [[7], [8, 9, 10], [11]]
     with pytest.raises(AssertionError, match="never taken back"):
         grammar.behind(answer[:-1])
+
+
+def test_tokens_that_a_grammar_does_not_allow_are_refused_each_time_that_it_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuses(self: Matcher, tokens: Sequence[int]) -> None:
+        raise GrammarError("not that")
+
+    monkeypatch.setattr(Matcher, "consume", refuses)
+    grammar = AnswerGrammar(StartedGrammar(Matcher(), MASK), emitted=0)
+    for _ in range(2):  # A draft is looked for first, and then the step's mask.
+        with pytest.raises(GrammarError, match="not that"):
+            grammar.behind([5])
 
 
 @pytest.mark.parametrize("vocab", [{"<unk>": 0, "a": 1}, [["<unk>", 0.0], ["a", -1.0]]], ids=["by name", "by score"])

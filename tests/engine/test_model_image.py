@@ -22,7 +22,7 @@ from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import CheckpointError, ConfigError
 from twinpool.contracts.interfaces.model_images import ImageUnfit, WritableImage
-from twinpool.engine.runner import load_model
+from twinpool.engine.runner import load_model, model_image
 from twinpool.engine.runner.model_image import image_of, model_of
 from twinpool.engine.tensors import onednn_weight
 from twinpool.engine.tensors.onednn_weight import OneDnnWeight
@@ -92,6 +92,7 @@ def test_a_mapped_model_computes_the_bits_of_one_that_was_read(
 ) -> None:
     folder = FAMILIES[family](tmp_path / "model")
     alone = Bench(folder, share_weights="off")
+    monkeypatch.setattr(model_image, "_WRITE_BYTES", 1000)  # So that large tensors are written in pieces.
     images = Images()
     writer = Bench(folder, images=images)
     monkeypatch.setattr(load_model, "Weights", never)

@@ -26,6 +26,8 @@ CASES: list[tuple[str, float, int, dict[str, Any]]] = [
     ("yarn", 10000.0, 48, {**YARN, "attention_factor": 0.7}),
     ("yarn", 10000.0, 64, {**YARN, "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.0}),
     ("yarn", 10000.0, 64, {**YARN, "truncate": False}),
+    ("yarn", 100.0, 16, YARN),
+    ("yarn", 10000.0, 16, {**YARN, "original_max_position_embeddings": 128}),
     ("proportional", 1000000.0, 64, {"partial_rotary_factor": 0.25}),
     ("proportional", 10000.0, 48, {"partial_rotary_factor": 0.5, "factor": 4.0}),
 ]

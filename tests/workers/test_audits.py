@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.worker_pair import SESSION, Pair, pair
 from twinpool.contracts.config.load_config import config_from_dict
@@ -201,17 +202,20 @@ def test_of_many_differences_all_are_counted_and_the_first_are_told_one_by_one(m
 def test_an_audit_that_finds_a_page_of_it_given_away_is_no_verdict_and_is_counted(model: Path) -> None:
     with pair(model, audit={"chunk_tokens": 16}) as both:
         both.prefill.handle(SESSION, audit_of(words(19, 100), [3], GREEDY))
-        both.prefill.step()
+        for _ in range(100 // 16):
+            both.prefill.step()
         running = both.prefill._auditor._running
         assert running is not None
-        assert running.allocation is not None
-        both.prefill._manager.pools.allocators["full"].epochs.bump(running.allocation.tables["full"].pages[:1])
+        pages = running.held.tables["full"].pages[:1]
+        both.prefill._manager.pools.gates["full"].layer(0)["k"][pages[0]].fill_(torch.nan)
+        both.prefill._manager.pools.allocators["full"].epochs.bump(pages)
         ((_, told),) = both.prefill.step()
         assert isinstance(told, Audited)
         assert (told.end, told.checked, told.differences) == (AuditEnd.REFUSED, 0, ())
         assert "given away" in told.message
-        assert both.prefill.status().counters["damage_step"] == 1
-        assert both.prefill.status().counters["audits_computed"] == 0
+        counters = both.prefill.status().counters
+        assert (counters["damage_step"], counters["audits_computed"]) == (1, 0)
+        assert counters["damage_logits"] == 0, "what a stranger's bytes come to says nothing of the device"
 
 
 def test_what_can_not_be_audited_is_refused_with_the_reason(model: Path) -> None:

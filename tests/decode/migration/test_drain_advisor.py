@@ -127,13 +127,14 @@ def test_who_has_ended_is_forgotten() -> None:
 def test_a_requests_pace_is_that_of_its_steps_however_long_its_prompt_took() -> None:
     """Ten more tokens at a second each: as long as ten seconds' bytes, less what a migration takes besides."""
     for bytes_per_s, goes in ((1 / 9.0, True), (1 / 11.0, False)):
-        parts = DecodeParts()
+        parts = DecodeParts(kind="all")
         (request,) = parts.run("a", prompt=6, most=10 + 1 + STEPS_TO_TELL)
         for token in range(STEPS_TO_TELL):
             request.commit([token])
         request.marks["first_step"] = 1000.0
         request.arrived = -1000.0 - (STEPS_TO_TELL - 1)
         advisor = advisor_of(parts)
-        pages = -(-request.committed // parts.manager.spec.page_tokens)
-        advisor.costs.bytes_per_s = bytes_per_s * pages * parts.manager.spec.unit_bytes("full")
+        taken_along = {"full": 3, "window": 3, "state": 1}  # Of 10 positions, 9 of which a window sees.
+        nbytes = sum(count * parts.manager.spec.unit_bytes(pool) for pool, count in taken_along.items())
+        advisor.costs.bytes_per_s = bytes_per_s * nbytes
         assert [event[0] for event in told(list(advisor.advise()))] == (["a"] if goes else [])

@@ -176,6 +176,11 @@ def test_who_has_drafts_under_way_takes_no_step_until_they_are_known() -> None:
     assert (request.drafts, request.under_way) == (tuple(want[7:9]), 3)
     assert request.check(1) == []
     assert parts.scheduler.next_batch() == [], "how far it comes isn't known"
+    others = parts.run("b", "c", most=MANY)
+    assert parts.scheduler.next_batch() == others, "nor where so many run that steps have no drafts any more"
+    for other in others:
+        other.planned = other.launched
+    parts.leave(*others)
     assert list(parts.steps.landed(go_on=False)) == []
     assert said([event for _, event in parts.requests.take_events()]) == [(7, tuple(want[7:10]))]
     assert parts.scheduler.next_batch() == [request]
