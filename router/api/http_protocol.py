@@ -381,9 +381,10 @@ class BoundedHttpProtocol(CoalescingHttpProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        waits = bool(self.pipeline)  # The next request, which begins now.
         super().on_response_complete()
         self._leaving.answered()
-        if not self.pipeline:
+        if not waits:
             self.registry.idle(self)
 
     def pause_writing(self) -> None:

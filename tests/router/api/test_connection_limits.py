@@ -178,6 +178,19 @@ def test_bodies_have_a_deadline_that_grows_with_what_has_come(bounded: Server) -
     assert b"[DONE]" in quick.until(b"[DONE]")
 
 
+def test_a_body_that_the_router_does_not_read_is_not_late(bounded: Server) -> None:
+    waits = Client(bounded)
+    waits.send("POST", "/v1/completions", STREAM[:1], length=len(STREAM))
+    registry = bounded.uvicorn.connections
+    bounded.wait_until(lambda: [c._body_bytes for c in http_of(registry)] == [1])
+    (connection,) = http_of(registry)
+    bounded.call(connection.flow.pause_reading)
+    sweep(bounded, 1000.0)
+    bounded.call(connection.flow.resume_reading)
+    waits.socket.sendall(STREAM[1:])
+    assert b"[DONE]" in waits.until(b"[DONE]")
+
+
 def test_a_stray_line_break_behind_a_request_cuts_no_stream(bounded: Server) -> None:
     bounded.pause("decode")
     busy = Client(bounded)
@@ -188,6 +201,19 @@ def test_a_stray_line_break_behind_a_request_cuts_no_stream(bounded: Server) -> 
     sweep(bounded, 50.0)
     bounded.resume()
     assert b"[DONE]" in busy.until(b"[DONE]")
+
+
+def test_a_connection_is_busy_with_a_request_that_came_during_the_one_before(bounded: Server) -> None:
+    bounded.pause("decode")
+    client, registry = Client(bounded), bounded.uvicorn.connections
+    length = f"Content-Length: {len(STREAM)}\r\n\r\n".encode()
+    client.socket.sendall(
+        b"GET /live HTTP/1.1\r\nHost: x\r\n\r\nPOST /v1/completions HTTP/1.1\r\nHost: x\r\n" + length + STREAM
+    )
+    client.until(b"data:")
+    assert not registry.waiting, "whoever waits is cut where others come"
+    bounded.resume()
+    client.until(b"[DONE]")
 
 
 def test_headers_have_a_bound(bounded: Server) -> None:
