@@ -70,7 +70,7 @@ def test_how_far_back_a_ring_goes_is_told_by_its_oldest() -> None:
 def test_choices_are_in_order_of_their_numbers_and_requests_of_their_first_arrival() -> None:
     """Ten choices and more: 10 comes behind 9. Some end, and are told, before others."""
     made = [
-        replace(BARE, request_id=f"{answer}-{number}", answer_id=answer, arrived=arrived + number / 100)
+        replace(BARE, request_id=f"{answer}-{number}", answer_id=answer, arrived=arrived + number)
         for answer, arrived in (("late", 20.0), ("early", 10.0))
         for number in (11, 2, 10, 0)
     ]

@@ -445,6 +445,8 @@ class FakeCluster:
                 return ChangedWorkers(tuple(w.name for w in back))
             case SetRole(name, role, empty):
                 self.named(name)
+                if self.refuses:
+                    raise RequestError(self.refuses)
                 self.told += [(role, name), *([("empty", name)] if empty else [])]
                 return ChangedWorkers()
         if self.away:

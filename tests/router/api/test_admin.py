@@ -10,6 +10,7 @@ import types
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, router_config, serving
@@ -176,6 +177,18 @@ def test_status_shows_every_worker_in_order(server: Server) -> None:
     }
     assert expected <= workers[0].keys()
     assert (workers[0]["role"], workers[0]["state"], workers[0]["pages_total"]) == ("prefill", "ready", 100)
+
+
+def test_how_a_worker_ended_last_is_the_controllers_to_say(server: Server) -> None:
+    links = server.service.worker_links
+
+    def told() -> None:
+        links.views = tuple(replace(view, status=replace(view.status, last_end="killed")) for view in links.views)
+
+    server.call(told)
+    rows = server.client.get("/cluster/status").json()["workers"]
+    assert {row["last_end"] for row in rows} == {"killed"}
+    server.call(server.cluster.changed)
 
 
 def test_a_worker_that_does_not_answer_is_shown_and_holds_nobody_up(
@@ -525,6 +538,13 @@ def test_a_role_is_not_changed_while_the_controller_is_away_and_the_refusal_says
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (503, "down")
     assert error["message"] == "the controller can't be reached: the controller is away"
+
+
+def test_a_role_whose_change_the_controller_refuses_leaves_the_worker_where_it_was(server: Server) -> None:
+    server.cluster.refuses = "decode-1 is starting elsewhere"
+    assert refusal(server, "role/decode-1?role=prefill") == (409, "decode-1 is starting elsewhere")
+    server.cluster.refuses = ""
+    assert operate(server, "drain/decode-0")[0] == 200, "decode-1 stays, so decode-0 is not the last"
 
 
 def test_the_openapi_document_lists_what_is_served(server: Server) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -13,6 +15,7 @@ import pytest
 
 from tests.router.fake_worker import FakeCluster, FakeSession, FakeWorkerClient
 from tests.router.http_server import WAIT_S, Server, serving
+from tests.router.service.fake_dashboard import FakeDashboard
 from tests.support.certificates import TestAuthority
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import config_from_dict
@@ -140,6 +143,32 @@ def test_the_operators_port_goes_over_too(tmp_path: Path) -> None:
         assert httpx.get(f"{new.admin_url}/cluster/status", timeout=60, trust_env=False).status_code == 200
         assert new.uvicorn._admin_connections.accepted == 1
         assert old.uvicorn._admin_connections.accepted == 0
+
+
+def test_a_router_that_leaves_ends_its_dashboards_and_waits_for_its_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_from_dict({"security": {"admin_port": 1}})
+    with serving(FakeCluster(), config=config, dashboard=FakeDashboard()) as server:
+        on_tick, ticks = server.uvicorn.on_tick, 0
+
+        async def counted(number: int) -> bool:
+            nonlocal ticks
+            ticks += 1
+            return await on_tick(number)
+
+        monkeypatch.setattr(server.uvicorn, "on_tick", counted)
+        operators = partial(httpx.Client, base_url=server.admin_url, trust_env=False, timeout=WAIT_S)
+        with operators() as operator:
+            assert operator.get("/live").status_code == 200
+            with operators() as viewer, viewer.stream("GET", "/cluster/dashboard") as shown:
+                lines = shown.iter_lines()
+                while next(lines) != "event: frame":
+                    pass
+                server.call(server.uvicorn.leave)
+                assert len(list(itertools.islice(lines, 200))) < 200, "it has an end"
+            before = ticks
+            server.wait_until(lambda: ticks > before + 1)
+            assert operator.get("/live").headers["connection"] == "close"
+            server.wait_ended()
 
 
 def test_a_successor_that_never_serves_changes_nothing(tmp_path: Path) -> None:

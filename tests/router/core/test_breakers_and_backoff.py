@@ -85,6 +85,21 @@ def test_the_first_token_of_a_trial_request_closes_the_breaker_again() -> None:
     stage.assert_answered(rid)
 
 
+def test_a_trial_whose_stream_breaks_has_failed_also_beside_a_request_of_before() -> None:
+    stage = Stage(1, 1, breaker_failures=2, breaker_rate=0.1, breaker_open_s=5.0, replay_limit=100, worker_wait_s=1e3)
+    before = stage.submit(max_tokens=50)
+    rid = stage.submit()
+    while breaker(stage, "decode-0").state is CircuitState.CLOSED:
+        if ("decode-0", rid) in stage.legs:
+            stage.error(rid, Role.DECODE, ErrorKind.WORKER)
+        stage.tick(0.5)
+    stage.tick(5.0)
+    assert breaker(stage, "decode-0").probe == rid
+    assert stage.leg(before, Role.DECODE) == "decode-0"
+    stage.unlink("decode-0")
+    assert (breaker(stage, "decode-0").state, breaker(stage, "decode-0").opened) == (CircuitState.OPEN, 2)
+
+
 @pytest.mark.parametrize(("replays", "pause"), [(1, 0.0), (2, 0.05), (3, 0.1), (6, 0.8), (7, 1.0), (12, 1.0)])
 def test_the_next_attempt_waits_longer_after_each_one_and_never_over_a_second(replays: int, pause: float) -> None:
     stage = Stage(1, 1, replay_limit=100, breaker_failures=1000)

@@ -797,3 +797,14 @@ def test_a_second_attempt_is_sent_what_is_left_of_the_first_ones_time_and_bounds
     assert stage.ends[rid].error is ErrorKind.DEADLINE
     assert {cancel.attempt for worker, cancel in stage.cancels if worker[0].startswith(DECODE)} >= {2}
     assert stage.core.check() == []
+
+
+def test_each_deadline_is_kept_behind_an_earlier_one() -> None:
+    stage = Stage(1, 1, request_timeout_s=60.0)
+    first = stage.submit(max_tokens=50)
+    stage.clock.advance(5.0)
+    second = stage.submit(max_tokens=50)
+    stage.tick(55.0)
+    assert set(stage.ends) == {first}
+    stage.tick(5.0)
+    assert [stage.ends[rid].error for rid in (first, second)] == [ErrorKind.DEADLINE] * 2

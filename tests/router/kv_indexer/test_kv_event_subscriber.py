@@ -79,3 +79,21 @@ def test_an_answer_that_is_too_long_is_not_taken_in_and_asked_for_again() -> Non
                 reader.poll(0.002)
             assert PAGE in reader.index.pages[EventMedium.DEVICE]
             assert (reader.damaged, reader.malformed) == (0, 0)
+
+
+def test_a_long_answer_has_its_time_from_its_latest_part() -> None:
+    clock = ManualClock()
+    with publisher() as (pub, replay), KVEventSubscriber(endpoint(pub), clock, endpoint(replay)) as reader:
+        client, _, _ = heard(replay, reader)
+        for number in range(3):
+            clock.advance(4.0)
+            page = bytes([number]) * 16
+            stored = encode_batch(1.0, [BlockStored(EventMedium.DEVICE, None, (page,), (1, 2), 2)], 0)
+            replay.send_multipart([client, b"", number.to_bytes(8, "big"), stored])
+            while page not in reader.index.pages[EventMedium.DEVICE]:
+                assert not replay.poll(2), "it asks again"
+                reader.poll()
+        replay.send_multipart([client, b"", END, b""])
+        while not reader.complete:
+            assert not replay.poll(2), "it asks again"
+            reader.poll()

@@ -257,6 +257,18 @@ def test_a_target_that_failed_is_not_the_next_one_for_a_while_and_then_again() -
     assert scene.on.core.migrations.counts.begun == begun + 1, "the wish was taken back"
 
 
+def test_a_request_does_not_migrate_to_a_worker_that_has_just_failed_it() -> None:
+    on = Stage(1, 2)
+    rid = on.submit(seed=9)
+    on.say(rid, PREFILL, 2)
+    on.error(rid, DECODE, ErrorKind.WORKER)
+    on.say(rid, PREFILL, 2)
+    on.say(rid, DECODE, 1 + 1)
+    assert not on.core.migrations.begin(on.requests[rid])
+    on.tick(1.0)
+    assert on.core.migrations.begin(on.requests[rid])
+
+
 def test_a_target_that_nobody_heard_of_in_time_is_cancelled_and_the_source_goes_on() -> None:
     scene = Scene()
     scene.bring_to(MigrationState.OFFERED)

@@ -14,6 +14,7 @@ from twinpool.contracts.checkpoint.tokenizer_files import TokenizerFiles
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import CheckpointError, ConfigError, RequestError
 from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.router.openai.parse_request import read_chat
 from twinpool.router.text.chat_template import ChatTemplate, read_chat_template
 from twinpool.router.text.tokenizer import read_model_tokenizer
 
@@ -88,6 +89,8 @@ def test_the_models_end_tokens_stop_unless_ignored(server: Server) -> None:
         worker.submits.clear()
     chat(server, ignore_eos=True, stop_token_ids=[77])
     assert {s.sampling.stop_token_ids for n in server.cluster.workers.values() for s in n.submits} == {(77,)}
+    asked = {"messages": [{"role": "user", "content": "hello"}], "ignore_eos": True, "guided_regex": "a+"}
+    assert end in read_chat(asked, demo_spec()).sampling.stop_token_ids, "a grammar must have an end"
 
 
 def test_every_sampling_field_reaches_the_workers(server: Server) -> None:

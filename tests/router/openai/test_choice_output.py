@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from tests.router.http_server import DEMO
 from twinpool.contracts.errors import ErrorKind
-from twinpool.contracts.ids import RequestId
-from twinpool.contracts.messages.worker_events import Done
+from twinpool.contracts.ids import RequestId, Role, WorkerName
+from twinpool.contracts.messages.worker_events import Done, LegReport
 from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
 from twinpool.router.openai.chat_format import AnswerFormat
 from twinpool.router.openai.choice_output import ChoiceOutput
@@ -228,3 +228,11 @@ def test_a_stop_string_within_an_object_that_was_asked_for_cuts_it_off(
     other = choice_of(model_tokenizer, asked, '{"grammars": [{"lark_grammar": "start: /.*/"}]}')
     other.take(model_tokenizer.encode(text, add_special=False), ())
     assert other.finish == "stop"
+
+
+def test_no_more_of_a_prompt_is_cached_than_it_has(model_tokenizer: ModelTokenizer) -> None:
+    """The first attempt that reports may have found what an earlier one had drawn as well."""
+    choice = choice_of(model_tokenizer, Asked())
+    found = LegReport(RequestId("r"), 1, Role.PREFILL, WorkerName("prefill-0"), cached_tokens=48)
+    choice.request.progress.append(found)
+    assert choice.cached_tokens == 2

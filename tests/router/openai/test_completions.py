@@ -79,6 +79,8 @@ def test_n_answers_of_several_prompts_stand_in_order(server: Server, stream: boo
     prompts = [[5, 6, 7], [8, 9]]
     asked: dict[str, Any] = {"prompt": prompts, "n": 2, "seed": 3, "max_tokens": 4, "return_token_ids": True}
     got: dict[int, list[int]] = {}
+    for name in ("prefill-0", "prefill-1"):
+        server.cluster[name].cached = 1
     if stream:
         for chunk in server.stream("/v1/completions", {**asked, "stream_options": {"include_usage": True}})[:-1]:
             assert isinstance(chunk, dict)
@@ -92,6 +94,7 @@ def test_n_answers_of_several_prompts_stand_in_order(server: Server, stream: boo
     want = [answer(4, seed=3, choice=c, prompt=tuple(p)) for p in prompts for c in range(2)]
     assert [got[i] for i in range(4)] == want
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (5, 16)
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 2}, "of each prompt once"
 
 
 def test_a_stop_token_ends_the_answer_counts_and_has_no_text(server: Server) -> None:

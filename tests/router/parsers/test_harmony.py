@@ -68,6 +68,7 @@ ANSWERS: list[tuple[str, list[AnswerPart]]] = [
     (" t", [ContentPart(" t")]),
     (f"words {FINAL}", [ContentPart("words \n\nIt rains.")]),
     ("<|channel|>final<|end|>lost", [ContentPart("lost")]),
+    (f"{FINAL}<|end|>lost", [ContentPart("It rains.\n\nlost")]),
     # Behind a message's end nothing is of its kind any more: not of a call's arguments, and no reasoning.
     (f"{CALL}Done.", [*WEATHER, ContentPart("Done.")]),
     (f"{THOUGHT}It rains.", [ReasoningPart("We need the weather."), ContentPart("It rains.")]),

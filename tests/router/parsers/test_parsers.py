@@ -236,6 +236,18 @@ def test_what_is_no_call_stays_content_to_the_last_character(name: str, text: st
     assert parse(parser_of(name), [text]) == ([ContentPart(text)] if text else [])
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mistral", "Well. [TOOL_CALLS]get_w"),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>get_w"),
+        ("gemma4", "<|tool_call>call:g"),
+    ],
+)
+def test_a_call_that_breaks_off_in_its_name_is_content_with_its_mark(name: str, text: str) -> None:
+    assert parse(parser_of(name), [text]) == [ContentPart(text)]
+
+
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_a_value_may_hold_the_marks_of_everything_but_its_own_end(name: str) -> None:
     held = {"text": written(name, [("now", {})]) + written(name, [("find", {"most": 5})]).split("5")[0] + "?"}

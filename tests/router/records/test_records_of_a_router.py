@@ -34,6 +34,7 @@ def test_each_choice_has_a_record_that_says_which_workers_were_considered(server
         adds_up(one)
         assert (one["outcome"], one["generated"], one["prompt_tokens"]) == ("length", 4, 3)
         prefill, decode = one["choices"]
+        assert {prefill["at_s"], decode["at_s"]} == {e["at_s"] for e in one["events"] if e["kind"] == "placed"}
         assert prefill["chosen"] in [worker["worker"] for worker in prefill["candidates"]]
         assert {worker["worker"] for worker in decode["candidates"]} == {"decode-0", "decode-1"}
         costs = [worker["cost"] for worker in decode["candidates"]]

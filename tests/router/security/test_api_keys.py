@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -24,7 +25,9 @@ from twinpool.cli.credential_commands import new_key, revoke_key
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.security_config import SecurityConfig
 from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import RequestId
 from twinpool.contracts.key_file import ApiKey, KeyFile, TenantLimits, digest_of, read_key_file, write_key_file
+from twinpool.contracts.messages.kept_answers import Attached, KeptAnswer
 from twinpool.router.api.app import WITHOUT_KEY
 from twinpool.router.security import api_keys
 from twinpool.router.security.api_keys import ApiKeys
@@ -303,14 +306,15 @@ def test_the_command_makes_lists_and_revokes(keys: Path, capsys: pytest.CaptureF
 def test_workers_are_told_whose_a_request_is_and_its_weight(
     server: Server, keys: Path, secret: str, path: str, headers: dict[str, str]
 ) -> None:
+    """And a priority that its tenant hasn't is none, though no other is set."""
     limit(keys, weight=7)
     assert server.service.admission.keys is not None
     server.call(server.service.admission.keys.refresh)
     body = ASK if path == COMPLETIONS else {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
-    assert server.post(path, body, **bearer(secret), **headers).status_code == 200
+    assert server.post(path, {**body, "priority": 9}, **bearer(secret), **headers).status_code == 200
     for role in ("prefill", "decode"):
         (submit,) = server.cluster[f"{role}-0"].submits
-        assert (submit.tenant, submit.weight) == ("acme", 7)
+        assert (submit.tenant, submit.weight, submit.priority) == ("acme", 7, 0)
 
 
 def test_limits_are_those_of_two_routers_together_and_one_goes_on_while_the_controller_is_away(
@@ -375,14 +379,40 @@ def test_a_client_at_its_limit_may_take_its_own_answer_over(server: Server, keys
     server.wait_until(lambda: known_keys(server).limits("acme").concurrent == 1)
     server.pause("decode")
     body, headers = {"prompt": [5, 6, 7], "max_tokens": 8}, {**bearer(secret), "Idempotency-Key": "mine"}
-    with server.client.stream("POST", "/v1/completions", json={**body, "stream": True}, headers=headers) as first:
+    asked, workers = {**body, "stream": True}, server.cluster.workers.values()
+    with ThreadPoolExecutor(1) as pool, server.client.stream("POST", COMPLETIONS, json=asked, headers=headers) as first:
         assert first.status_code == 200
-        other = server.post("/v1/completions", body, **bearer(secret))
+        other = server.post(COMPLETIONS, body, **bearer(secret))
         assert other.status_code == 429
+        again = pool.submit(httpx.post, f"{server.url}{COMPLETIONS}", json=asked, headers=headers, timeout=60)
+        # While the first one still runs: else its place would be free anyhow.
+        server.wait_until(lambda: again.done() or any(worker.detached for worker in workers))
         server.resume()
-        again = httpx.post(f"{server.url}/v1/completions", json={**body, "stream": True}, headers=headers, timeout=60)
-    assert again.status_code == 200
-    assert "[DONE]" in again.text
+        assert again.result().status_code == 200
+    assert "[DONE]" in again.result().text
+
+
+def test_what_a_worker_has_kept_of_an_answer_is_not_asked_of_its_tenant_again(server: Server, secret: str) -> None:
+    kept = KeptAnswer(RequestId("kept-0"), 0, 0, 7, 3, 4, 60.0, (1, 2, 3, 4), reason="length")
+    server.cluster["decode-0"].attached = lambda ask: Attached(ask.request_id, 0, answers=(kept,))
+    told = server.post(COMPLETIONS, {**ASK, "return_token_ids": True}, **bearer(secret), **{"Idempotency-Key": "kept"})
+    assert told.json()["choices"][0]["token_ids"] == [1, 2, 3, 4]
+    assert 'twinpool_tenant_tokens_total{tenant="acme"} 0.0' in server.client.get("/metrics").text
+
+
+def test_a_key_file_that_goes_bad_is_said_once_and_read_again_when_it_is_good(
+    keys: Path, secret: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is looked at ten times a second."""
+    known, good = ApiKeys(keys), keys.read_text()
+    keys.write_text("{")
+    with caplog.at_level(logging.ERROR):
+        for _ in range(3):
+            known.refresh()
+    assert [record.getMessage() for record in caplog.records] == ["keys are as before: their file can't be read"]
+    keys.write_text(good.replace(digest_of(secret), "0" * 64))
+    known.refresh()
+    assert known.tenant_of(secret) is None
 
 
 def test_keys_that_are_written_while_the_file_is_read_are_read_next(

@@ -137,6 +137,32 @@ async def test_viewers_are_told_that_the_controller_is_away_and_get_the_past_aga
 
 
 @pytest.mark.asyncio
+async def test_frames_that_begin_anew_while_a_viewer_waits_for_the_past_have_a_past_of_their_own(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    come, told = asyncio.Event(), scene.source.past
+
+    async def late() -> bytes:
+        past = await told()
+        await come.wait()
+        return past
+
+    monkeypatch.setattr(scene.source, "past", late)
+    viewer = scene.relay.open()
+    await scene.begun()
+    await scene.sent(b"1")
+    events = viewer.events()
+    first = asyncio.ensure_future(anext(events))
+    await eventually(lambda: scene.source.pasts == 1)
+    scene.source.send(None)
+    await eventually(lambda: scene.source.streams == 2)
+    await scene.sent(b"2")
+    come.set()
+    assert [await first, await anext(events)] == [event("past", "past 1"), event("past", "past 2")]
+    viewer.close()
+
+
+@pytest.mark.asyncio
 async def test_a_controller_that_sends_nothing_counts_as_away(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dashboard_relay, "SILENCE_S", 0.0)
     viewer = scene.relay.open()

@@ -32,6 +32,7 @@ from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.key_file import TenantLimits, read_key_file, write_key_file
 from twinpool.contracts.messages.kept_answers import Attach, Attached, KeptAnswer
 from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.router.openai.api_errors import Superseded
 from twinpool.router.openai.request_headers import RequestHeaders, ResumeHeaders
 from twinpool.router.service.answer_claims import AnswerClaim, AnswerClaims, AnswerIdentity
 from twinpool.router.service.router_service import ClientRequest, RouterService
@@ -235,6 +236,23 @@ async def test_who_was_superseded_and_is_cancelled_before_it_hears_of_it_takes_n
     claim = await tasks[1]
     assert [found.answer for found in claim.found.values()] == [kept]
     assert (core.lookups.held, len(claims), claims.asking) == (1, 1, 0)
+
+
+@pytest.mark.asyncio
+async def test_c6_the_latest_of_three_has_an_answer_that_is_looked_for_though_the_second_comes_last() -> None:
+    core = Stage(1, 1).core
+    claims = AnswerClaims(core, lambda stream: pytest.fail("no answer is under way"))
+    identity, turns = AnswerIdentity("key", "body", "answer", 1), [claims.next_turn() for _ in range(3)]
+    tasks: dict[int, asyncio.Task[AnswerClaim]] = {}
+    for number in (0, 2, 1):
+        tasks[number] = asyncio.create_task(claims.claim(identity, turns[number], 1, lambda: None, None))
+        await asyncio.sleep(0)
+    ((holder, asked),) = core.lookups.take_commands()
+    core.lookups.on_event(holder, Attached(asked.request_id, 0))
+    (ended,) = core.lookups.take_ended()
+    claims.on_ended(ended)
+    ways = await asyncio.gather(*(tasks[number] for number in range(3)), return_exceptions=True)
+    assert [type(way) for way in ways] == [Superseded, Superseded, AnswerClaim]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.messages.worker_events import Done
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.router.api import app
-from twinpool.router.openai.response_stream import KEEP_ALIVE
+from twinpool.router.openai.response_stream import KEEP_ALIVE, StreamHeartbeat
 
 BODY: dict[str, Any] = {"prompt": [5, 6], "max_tokens": 4, "seed": 1, "return_token_ids": True}
 
@@ -109,3 +109,15 @@ def test_a_failure_after_a_keep_alive_is_an_event_without_done() -> None:
 def test_a_stream_that_speaks_gets_no_comments(server: Server) -> None:
     with server.client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as response:
         assert KEEP_ALIVE.decode().strip() not in response.read().decode()
+
+
+def test_each_write_of_a_stream_puts_its_next_sign_of_life_off(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    writes = 0
+
+    def written(beat: StreamHeartbeat) -> None:
+        nonlocal writes
+        writes += 1
+
+    monkeypatch.setattr(StreamHeartbeat, "written", written)
+    server.stream("/v1/completions", BODY)
+    assert writes

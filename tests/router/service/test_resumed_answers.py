@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from tests.router.fake_worker import FakeWorker, expected
 from tests.router.http_server import Server
 from tests.support.resuming_clients import ids_of, never, read
-from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.ids import Incarnation, RequestId, Role, WorkerName
 from twinpool.contracts.messages.kept_answers import AnswerName, Attach, Attached, KeptAnswer
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.router.core.answer_lookups import FoundAnswer
@@ -121,9 +121,13 @@ def test_an_answer_that_has_ended_comes_from_where_it_is_kept(server: Server) ->
 
 
 def test_an_answer_that_was_cut_goes_on_from_its_tokens(server: Server) -> None:
+    """Its first token came at another time, and counts in no latency here."""
     one, answer = kept(server, 9, attempt=4)
     server.cluster["decode-0"].attached = lambda ask: Attached(ask.request_id, 0, answers=(one,))
+    tally = server.service.metrics.tally
+    first_tokens, gaps = sum(tally.ttft.counts), sum(tally.itl.counts)
     told = server.post(PATH, BODY, **keyed("cut")).json()
+    assert (sum(tally.ttft.counts) - first_tokens, sum(tally.itl.counts) - gaps) == (0, 11)
     assert told["choices"][0]["token_ids"] == answer
     submits = [s for w in server.cluster.workers.values() for s in w.submits]
     assert {(s.attempt, s.tokens[3:]) for s in submits} == {(5, tuple(answer[:9]))}
@@ -297,3 +301,17 @@ def test_a_choice_of_a_request_with_a_key_is_the_same_but_for_its_name() -> None
     assert named.name == AnswerName(identity.key, identity.body, 0, 7)
     others = [field for field in RoutedRequest.__slots__ if field not in ("name", "journal")]
     assert {field: getattr(named, field) for field in others} == {field: getattr(plain, field) for field in others}
+
+
+def test_a_choice_that_a_worker_has_kept_has_the_time_that_is_left_of_it() -> None:
+    """And no first token to be late with."""
+    identity = identity_of("", "acme", "key", "completions", b"{}")
+    kept = KeptAnswer(RequestId("theirs-0"), 3, 0, 7, 3, 11, left_s=4.0, tokens=(8, 9))
+    found = FoundAnswer((WorkerName("decode-0"), Incarnation(1)), kept, 5, "")
+    claim = AnswerClaim(identity, RequestId("ask"), 0, found={0: found})
+    plain = RoutedRequest(
+        RequestId("mine-0"), (5, 6, 7), SamplingParams(20, seed=1), now=100.0, deadline=160.0, first_token_by=101.0
+    )
+    named = KeyedRequest(identity, ResumeHeaders("key", None), claim, 7).named(0, plain)
+    assert (named.id, named.deadline, named.first_token_by) == ("theirs-0", 104.0, None)
+    assert (named.sampling.max_tokens, named.attempt, named.last_attempt, named.emitted) == (11, 3, 5, [8, 9])

@@ -22,6 +22,7 @@ from tests.router.tracing.otlp_server import OtlpServer, attributes_of
 from twinpool.contracts.config.cluster_config import Config, TracingConfig
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.messages.request_record import RecordEvent
 from twinpool.router.openai.request_headers import NO_TRACE, TraceContext, read_traceparent
 from twinpool.router.tracing import otlp_exporter
 from twinpool.router.tracing.otlp_exporter import MAX_AT_ONCE, TraceExporter, TraceSampling, TraceSpan
@@ -170,6 +171,7 @@ def test_a_collector_that_hangs_costs_no_request_anything_but_its_trace() -> Non
         traces.add(traced(number))
     assert (traces.dropped, traces.exported) == (5, 0)
     traces.add(traced(20, sampled=False))
+    traces.add(traced(1, audits=[RecordEvent(9.0, "audited")]))  # Which comes to every listener again.
     traces.close(0.0)
     traces.add(traced(21))
     assert traces.dropped == 6, "nothing is taken any more"

@@ -199,6 +199,19 @@ def test_a_difference_counts_once_another_worker_has_come_to_the_same() -> None:
     assert {forget.tokens for _, forget in on.forgets} == {(*on.requests[rid].prompt, *on.answer(rid))}
 
 
+def test_who_served_a_damaged_answer_forgets_it_under_its_salt() -> None:
+    on = stage(2)
+    request = on.request()
+    request.salt = "acme\n"
+    on.take(request)
+    on.finish()
+    idle(on)
+    for _ in range(2):
+        say(on, AuditEnd.COMPUTED, TokenDifference(5, 77, 0.5))
+        idle(on)
+    assert {forget.salt for _, forget in on.forgets} == {"acme\n"}
+
+
 def test_a_wrong_first_token_is_prefills() -> None:
     on = stage()
     answered(on)
