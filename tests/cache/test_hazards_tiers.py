@@ -573,6 +573,28 @@ def test_what_a_prefetch_brought_stays_on_the_host_until_its_request_is_admitted
     world.settle()
 
 
+def test_pages_that_come_to_the_host_while_storage_is_asked_stay_there_for_what_it_brings() -> None:
+    world = world_of("full", adversarial=True)
+    visit(world, TOKENS, pages=1)
+    forget(world, Tier.DEVICE, Tier.HOST)
+    visit(world, TOKENS[:4])
+    forget(world, Tier.HOST)
+    assert world.adversarial is not None
+    assert world.queue is not None
+    visitor = world.arrive([*TOKENS, 9, 9])
+    assert visitor.prefetch is not None
+    assert visitor.prefetch.held == 2, "on the device alone: they are saved now"
+    world.adversarial.settle()
+    world.queue.run_all()
+    world.poll()
+    forget(world, Tier.HOST)
+    answer(world)
+    assert (visitor.prefetch.over, visitor.prefetch.gained) == (True, 2)
+    assert world.admit(visitor)
+    compute_all(world, visitor)
+    world.settle()
+
+
 @pytest.mark.parametrize("held", range(1, PAGES + 1))
 def test_what_storage_has_behind_a_prefix_of_any_length_on_the_host_is_found_with_the_window_that_reaches_back(
     held: int,

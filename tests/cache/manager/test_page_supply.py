@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.cache.manager.parts import PAGE_TOKENS, PAGES, Parts
-from twinpool.cache.prefix_cache.tree_node import Tier
+from twinpool.cache.prefix_cache.tree_node import PageOffer, Tier
 
 
 def test_all_pools_are_leased_or_none(parts: Parts) -> None:
@@ -68,6 +70,27 @@ def test_nothing_is_evicted_for_what_it_makes_no_room_for() -> None:
     assert parts.supply.coming_back, "the page that is locked"
     parts.tree.locks.unlock(lock)
     assert not parts.supply.coming_back
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_a_prefix_is_given_up_for_room_only_where_no_page_is_about_to_come_back(back: bool) -> None:
+    """Pages that an operation still reads come back by themselves, and a prefix would have to be computed again."""
+    parts = Parts("full+window")
+    prefix, window = parts.prefix(3), parts.pools.allocators["window"]
+    leases = {pool: parts.pools.allocators[pool].lease(3, "whoever computed it") for pool in ("full", "window")}
+    parts.tree.insert(prefix, {pool: [PageOffer(0, lease, (1, 2, 3))] for pool, lease in leases.items()})
+    others = window.lease(PAGES - parts.kinds.windows["window"], "others")
+    pin = others.pin("a send")
+    if back:
+        others.release()
+    allocation = parts.allocations.allocate(prefix, 6 * PAGE_TOKENS, "a request", reusable=3)
+    assert parts.supply.cached_pages(prefix) == (3 if back else 0)
+    pin.release()
+    if back:
+        assert allocation is None
+        allocation = parts.allocations.allocate(prefix, 6 * PAGE_TOKENS, "a request", reusable=3)
+    assert allocation is not None
+    assert allocation.depth == (3 if back else 0)
 
 
 def test_kept_pages_are_those_that_somebody_locks() -> None:

@@ -11,7 +11,10 @@ from tests.support.room_ends import LateDevice
 from twinpool.cache.allocation import StateSnapshot
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_port import DEVICE, DeviceOp, DeviceStream, PageSpanUse
+from twinpool.cache.manager.allocations import Allocations
 from twinpool.cache.manager.running_pages import SNAPSHOTS
+from twinpool.cache.manager.tier_set import NoPrefetcher
+from twinpool.cache.prefix_cache.tree_node import PageOffer
 from twinpool.contracts.errors import UnorderedAccess
 
 
@@ -30,6 +33,27 @@ def test_the_slot_of_an_oldest_snapshot_is_leased_to_nobody_while_it_is_being_co
     assert parts.free()["state"] == PAGES - 1 - SNAPSHOTS
     parts.allocations.free(allocation)
     assert set(parts.free().values()) == {PAGES}
+
+
+def test_a_snapshot_is_leased_to_nobody_while_it_is_copied_for_a_request_that_has_gone() -> None:
+    """Neither of the two slots: the tree's may be evicted as soon as the request has given its lock back."""
+    parts, late = Parts("full+state"), LateDevice()
+    device: Any = late
+    loads: Any = parts.loads
+    allocations = Allocations(device, parts.supply, parts.planner, loads, NoPrefetcher(), parts.in_flight)
+    leases = {pool: parts.pools.allocators[pool].lease(1, "whoever computed it") for pool in ("full", "state")}
+    offers = {pool: [PageOffer(pool == "state", lease, (7,))] for pool, lease in leases.items()}
+    parts.tree.insert(parts.prefix(1), offers)
+    allocation = allocations.allocate(parts.prefix(1), PAGE_TOKENS + 1, "a request", reusable=1)
+    assert allocation is not None
+    assert allocation.depth == 1
+    allocations.launch()
+    allocations.free(allocation)
+    parts.tree.eviction.clear()
+    assert parts.free()["state"] == PAGES - 2
+    late.run_all()
+    parts.in_flight.sweep()
+    assert parts.free()["state"] == PAGES
 
 
 def test_a_state_is_sealed_only_when_the_host_knows_that_nothing_writes_it_any_more() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Iterator
@@ -43,6 +44,38 @@ def strangers(
         socket.send_multipart(list(frames))
         found.append(socket)
     return found
+
+
+@pytest.mark.parametrize("way", ["notices", "control messages"])
+def test_whoever_sends_to_a_peer_that_reads_nothing_is_never_held_up(way: str) -> None:
+    """It is the thread that steps the worker. What waits is bounded by the rooms that there are."""
+    waiter = Waiter()
+    if way == "notices":
+        socket, watch = dial(zmq.Context.instance(), "tcp://127.0.0.1:9", None, WAIT_S)
+    else:
+        channel = ZmqControlTransport("127.0.0.1", waiter, None).connect("tcp://127.0.0.1:9", b"peer")
+        socket, watch = channel._socket, channel._watch
+    sent = 0
+    try:
+        with contextlib.suppress(zmq.Again):
+            for _ in range(3000):
+                socket.send(b"", zmq.NOBLOCK)
+                sent += 1
+        assert sent == 3000
+    finally:
+        watch.close()
+        socket.close(linger=0)
+        waiter.close()
+
+
+def test_less_than_a_millisecond_is_slept_and_not_asked_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[int]()
+    monkeypatch.setattr(zmq.Poller, "poll", lambda _, timeout: asked.append(timeout))
+    waiter = Waiter()
+    for seconds in (0.0004, 0.0021, 0.0, -1.0):
+        waiter.wait(seconds)
+    waiter.close()
+    assert asked == [1, 3, 0, 0]
 
 
 def refusals(sockets: list[zmq.Socket[bytes]]) -> int:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import DONE, Completion, DeviceOp
 from twinpool.cache.pool.tp_ranks import FollowerSteps
-from twinpool.contracts.messages.rank_orders import CloseLink, LayerSpan, OpenLink, PagePlaces, PostWrite
+from twinpool.contracts.messages.rank_orders import CloseLink, LayerSpan, OpenLink, PagePlaces, PostWrite, SeverLink
 from twinpool.transfer.planes.tp_plane import FollowerLinks
 
 
@@ -36,6 +38,8 @@ class Plane:
     def post(self, write: object) -> Completion:
         return DONE
 
+    def sever(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -53,3 +57,16 @@ def test_every_thread_that_a_link_had_ends_with_it_and_those_of_others_stay() ->
     assert len(device.lanes - others) == 2, "layers that are written ahead have a lane of their own"
     links.carry_out(CloseLink(3))
     assert device.lanes == others
+
+
+@pytest.mark.parametrize("end", [CloseLink(3), SeverLink(3)])
+def test_a_write_that_waits_for_its_step_has_failed_once_its_link_has_ended(end: CloseLink | SeverLink) -> None:
+    """The leader waits for its answer, and the step may never come."""
+    links = FollowerLinks(Plane(), FollowerSteps(LanedDevice(), {}))  # type: ignore[arg-type]
+    places = (PagePlaces("full", 0, (1,)),)
+    for link in (3, 4):
+        links.carry_out(OpenLink(link, {}))
+    for sequence, link in ((1, 3), (2, 4)):
+        links.post(sequence, PostWrite(link, f"room-{link}", 7, 1, places, places, step=5))
+    links.carry_out(end)
+    assert links.settle() == [(1, False)], "the other one still waits for its step"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Mapping
 
 import pytest
@@ -39,6 +40,7 @@ ALL = [
 def hand_over(both: Ends, prompts: list[Prompt], held: Mapping[RoomId, Mapping[str, set[int]]]) -> None:
     """All of them at once, chunk by chunk; what was lacking must lie in place, head by head."""
     wanted = {p.room: both.receiver.missing(ExpectedPrompt(p.keys, p.positions), held[p.room]) for p in prompts}
+    sent = Counter(both.sender.sent)
     for prompt in prompts:
         both.open(prompt, held[prompt.room], 1)
     write_in_chunks(both, prompts, both.random)
@@ -50,8 +52,10 @@ def hand_over(both: Ends, prompts: list[Prompt], held: Mapping[RoomId, Mapping[s
         whole = both.spec.whole
         sizes = {pool: len(numbers) * whole.unit_bytes(pool) for pool, numbers in wanted[prompt.room].items()}
         assert arrived.received == {pool: size for pool, size in sizes.items() if size}
+        sent.update(arrived.received)
         arrived.release()
         assert both.released(prompt.room).received
+    assert both.sender.sent == sent, "both ends count the bytes of all ranks"
     for prompt in prompts:
         for lease in prompt.leases.values():
             lease.release()

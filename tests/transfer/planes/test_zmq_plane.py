@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import socket
+import struct
 import threading
 from collections.abc import Generator
 from contextlib import AbstractContextManager
@@ -41,6 +42,7 @@ WIDE = PoolSetSpec(16, (PoolSpec("full", (BufferSpec("k", 2, (4, 64), torch.floa
 ROOM = RoomId("room-1")
 TARGET = RoomTarget(ROOM, {"full": PageNumbers(2, (5, 7, 6)), "state": PageNumbers(4, (3,))}, 1, 77)
 TICKET = TARGET.ticket
+COUNTS = SPEC.even(9)
 ALONE = (0, 1, 1)
 """The first write of a writer of one rank."""
 FULL, STATE = SPEC.unit_bytes("full"), SPEC.unit_bytes("state")
@@ -158,6 +160,31 @@ def test_a_write_longer_than_any_that_was_described_cuts_the_connection(head: in
         other.write((ROOM, TICKET, [("full", 3, 1)], *ALONE), b"\1" * FULL)
         plane.poll()
         assert plane.dropped == 0, "and no other connection"
+
+
+def test_a_write_may_have_the_longest_part_of_each_pool() -> None:
+    plane, pools = ZmqPlane(FaultsConfig(), "127.0.0.1", None, link_timeout_s=5.0, frame_bytes=1), PoolSet(SPEC, COUNTS)
+    plane.register(pools, None)
+    places = {pool.name: PageNumbers(3, (5,)) for pool in SPEC.pools}
+    plane.permit(RoomTarget(ROOM, places, 0, TICKET))
+    try:
+        with writing(plane) as writer:
+            parts = [b"\1" * SPEC.unit_bytes(pool) for pool in places]
+            with contextlib.suppress(OSError, EOFError):
+                writer.write((ROOM, TICKET, [(pool, 3, 1) for pool in places], *ALONE), *parts)
+        assert all(set(b"".join(entry(pools, pool, 5))) == {1} for pool in places)
+    finally:
+        plane.close()
+
+
+def test_layers_are_those_of_the_buffer_that_has_most_of_them() -> None:
+    """As keys of an index, which fewer layers have, may come first in a pool."""
+    buffers = (BufferSpec("few", 1, (2,), torch.float32), BufferSpec("many", 3, (2,), torch.float32))
+    spec = PoolSetSpec(4, (PoolSpec("full", buffers),))
+    with tcp_reader(RoomTarget(ROOM, {"full": PageNumbers(2, (5,))}, 1, 77), spec) as (plane, pools):
+        with writing(plane) as writer:
+            writer.write((ROOM, TICKET, [("full", 2, 1, 1, 3)], *ALONE), b"\1" * 2 * buffers[1].entry_bytes(4))
+        assert [set(row) for row in entry(pools, "full", 5)] == [{0}, {0}, {1}, {1}]
 
 
 def test_a5_what_comes_for_a_room_that_was_revoked_is_dropped_and_counted() -> None:
@@ -389,11 +416,14 @@ def test_a_dribbling_writer_holds_up_nobody_but_itself() -> None:
 CURVE = CurveKeys.from_secret(b"s" * 32)
 
 
-def sealed_write(writer: RawWriter, plane: ZmqPlane, tamper: int = -1) -> None:
-    """Send one sealed write, with a bit of its head (0) or of its body (1) changed."""
+def sealing(writer: RawWriter, plane: ZmqPlane) -> SealedStream:
     (part,) = plane.describe()["ranks"]
-    stream = SealedStream(connection_key(part["secret"], writer.salt, writer.mine))
-    head, body = msgpack.packb((ROOM, TICKET, [("full", 2, 1)], *ALONE)), b"\1" * FULL
+    return SealedStream(connection_key(part["secret"], writer.salt, writer.mine))
+
+
+def sealed_write(writer: RawWriter, stream: SealedStream, tamper: int = -1, room: str = ROOM) -> None:
+    """Send one sealed write, with a bit of its head (0) or of its body (1) changed."""
+    head, body = msgpack.packb((room, TICKET, [("full", 2, 1)], *ALONE)), b"\1" * FULL
     lengths = data_connection.LENGTHS.pack(len(head), len(body))
     pieces = [bytes(stream.seal(head, memoryview(bytearray(len(head) + 16)), lengths))]
     pieces.append(bytes(stream.seal(body, memoryview(bytearray(len(body) + 16)))))
@@ -402,10 +432,13 @@ def sealed_write(writer: RawWriter, plane: ZmqPlane, tamper: int = -1) -> None:
     writer.socket.sendall(lengths + b"".join(pieces))
 
 
-def test_a_sealed_write_is_stored() -> None:
+def test_a_sealed_write_is_stored_also_behind_one_that_was_dropped() -> None:
     with reader(curve=CURVE) as (plane, pools), writing(plane) as writer:
-        sealed_write(writer, plane)
-        assert writer.socket.recv(1) == b"\1"
+        stream = sealing(writer, plane)
+        sealed_write(writer, stream, room="of nobody")
+        sealed_write(writer, stream)
+        with contextlib.suppress(OSError):
+            assert [writer.socket.recv(1) for _ in range(2)] == [b"\1"] * 2
         assert set(b"".join(entry(pools, "full", 5))) == {1}
 
 
@@ -413,7 +446,7 @@ def test_a_sealed_write_is_stored() -> None:
 def test_a_sealed_write_that_was_changed_on_the_way_is_stored_nowhere(tamper: int) -> None:
     with reader(curve=CURVE) as (plane, pools), writing(plane) as writer:
         before = image(pools)
-        sealed_write(writer, plane, tamper)
+        sealed_write(writer, sealing(writer, plane), tamper)
         assert writer.cut
         assert image(pools) == before
 
@@ -468,6 +501,16 @@ class SilentReader:
             each.close()
 
 
+class SteppedClock:
+    """Stands in for the module `time`."""
+
+    at, asked = 0.0, 0
+
+    def monotonic(self) -> float:
+        self.asked += 1
+        return self.at
+
+
 @pytest.mark.parametrize("ending", ["the link is closed", "the reader is gone", "its pages can't be read"])
 def test_every_write_of_a_connection_that_ends_has_ended_whether_it_was_sent_or_not(ending: str) -> None:
     """Some are sent and not answered, one is being sent, others wait: whoever posted them waits for each."""
@@ -505,6 +548,39 @@ def test_every_write_of_a_connection_that_ends_has_ended_whether_it_was_sent_or_
     finally:
         connection.close()
         reader.close()
+
+
+def test_a_reader_that_says_that_a_write_comes_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a slow connection takes for the write."""
+    clock = SteppedClock()
+    monkeypatch.setattr(data_connection, "time", clock)
+    reader, posted = SilentReader(), PostedWrite(lambda: None)
+    connection = DataConnection(reader.door, lambda: None, SentCounts())
+    try:
+        connection.send(OutgoingWrite(b"head", lambda: (rows for rows in [[memoryview(b"x" * 64)]]), 64, posted))
+        until(lambda: reader.heard == HELLO_BYTES + data_connection.LENGTHS.size + 4 + 64, "the write")
+        for _ in range(4):
+            clock.at += 0.75 * reader.door.timeout_s
+            asked = clock.asked
+            reader.taken[0].sendall(data_connection.COMING)
+            until(lambda asked=asked: clock.asked > asked, "the link to hear it")  # type: ignore[misc]
+            assert not connection.failed
+        reader.taken[0].sendall(data_connection.TAKEN)
+        posted.wait()
+    finally:
+        connection.close()
+        reader.close()
+
+
+def test_the_kernel_cuts_a_connection_whose_other_host_is_silent_for_the_links_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection(door.getsockname()) as one:
+        data_connection.patient(one, 2.5)
+        limits = [(socket.TCP_USER_TIMEOUT, 2500), (socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 2)]
+        assert [(what, one.getsockopt(socket.IPPROTO_TCP, what)) for what, _ in limits] == limits
+        waits = [one.getsockopt(socket.SOL_SOCKET, what, 16) for what in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO)]
+        assert [round(seconds + micro / 1e6, 1) for seconds, micro in map(struct.Struct("ll").unpack, waits)] == [
+            2.5
+        ] * 2
 
 
 def test_what_a_revoked_room_held_back_is_told_once() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from tests.support.pool_sets import pool_sets
@@ -113,6 +114,35 @@ def test_a_writer_that_had_refused_is_met_again_with_all_the_time_that_a_new_one
         assert isinstance(both.outcome(kept.room), HandoverFailed)
         both.quiet()
         assert len(descriptors()) <= len(before), "it is watched once"
+
+
+def test_a_reader_that_describes_its_memory_anew_is_met_anew_and_one_that_says_the_same_again_is_not() -> None:
+    """As a reader does that has ended the access which it had described before."""
+    with ends(SPEC, "shm") as both:
+        both.open(prompt := both.prompt(12))
+        (writer,), (before,) = both.receiver._peers.values(), both.sender._peers.values()
+        hello = both.receiver._peers.hello(both.writer)
+        writer.channel.send(m.encode(hello))
+        received(both, prompt)
+        assert list(both.sender._peers.values()) == [before]
+        (part,) = hello.descriptor["ranks"]
+        writer.channel.send(m.encode(replace(hello, descriptor={"ranks": [part | {"access": 2}]})))
+        both.until(lambda: list(both.sender._peers.values()) != [before], "the reader as it is now")
+        both.open(after := both.prompt(12))
+        received(both, after)
+
+
+def test_d3_a_request_that_names_an_older_incarnation_late_ends_no_room_of_a_newer_one() -> None:
+    with ends(SPEC, "zmq") as both:
+        both.open(prompt := both.prompt(24))
+        (writer,) = both.receiver._peers.values()
+        assert writer.watch is not None
+        writer.watch.close()
+        writer.watch = None  # As on another host.
+        older, late = PeerRef(writer.ref.name, Incarnation(0), "tcp://127.0.0.1:1"), both.prompt(12)
+        both.receiver.open(late.room, older, ExpectedPrompt(late.keys, 12))
+        received(both, prompt)
+        both.receiver.abort(late.room, "enough")
 
 
 def test_b3_of_a_writer_that_is_forgotten_nothing_is_kept() -> None:

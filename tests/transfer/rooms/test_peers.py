@@ -392,6 +392,18 @@ def test_the_receiver_is_due_when_the_first_granted_room_was_silent_for_too_long
         both.quiet()
 
 
+def test_a_notice_with_another_ticket_keeps_no_room_alive() -> None:
+    with ends(SPEC, "local", transfer={"room_timeout_s": 40.0}) as both:
+        both.open(prompt := both.prompt(24))
+        both.clock.advance(39.0)
+        with pytest.raises(WireError, match="another ticket"):
+            both.receiver._rooms.hear(m.PagesWritten(prompt.room, 1, ()))
+        both.clock.advance(1.0)
+        both.poll()
+        assert isinstance(both.outcome(prompt.room), HandoverFailed)
+        both.quiet()
+
+
 def test_a_room_that_waited_for_its_grant_has_all_of_its_time_from_the_grant_on() -> None:
     """What the writer can't begin before it is granted is no silence of the writer's."""
     with ends(SPEC, "local", transfer={"room_timeout_s": 40.0}) as both:

@@ -152,6 +152,8 @@ def test_d6_slots_of_builds_with_a_draft_models_state_are_read_and_those_builds_
     ours = msgpack.unpackb(pack(metadata(2))[8:], use_list=False)
     *before, seventh = ours
     assert (len(ours), seventh) == (7, None)
+    of_room, of_slot, token, (of_token, _, top), cached, computed = before
+    assert (of_room, of_slot, token, of_token, len(top), cached, computed) == (ROOM, 4, 7, 7, 2, 32, 10), "their order"
     for told in ([*before, ("bfloat16", b"h" * 64, (5, 9), (0.5, 0.25))], before, [*before, None, "of a later build"]):
         body = msgpack.packb(tuple(told))
         data = len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body

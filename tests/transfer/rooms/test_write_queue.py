@@ -22,10 +22,11 @@ from twinpool.contracts.ids import RoomId, WorkerName
 from twinpool.transfer.planes.data_plane import PageNumbers, PageWrite, RoomTarget, SentCounts, SlotWrite
 from twinpool.transfer.rooms import room_messages as m
 from twinpool.transfer.rooms.sender import write_queue
-from twinpool.transfer.rooms.sender.write_queue import WriteQueue
+from twinpool.transfer.rooms.sender.write_queue import QueuedWrite, RoomTimes, WriteQueue, WriteSpan
 
 SPEC = pool_sets()["all"]
 A, B = RoomId("room-a"), RoomId("room-b")
+TARGET = RoomTarget(A, {}, 0, 7)
 WAIT_S = 60.0
 
 
@@ -215,6 +216,14 @@ def test_one_write_too_many_fails_its_room_and_pins_and_posts_nothing(monkeypatc
     bench.write(B)
     assert bench.queue.failed(B) == "1 writes to decode-0 are under way already"
     assert (len(bench.queue), len(bench.link.posted)) == (1, 1)
+
+
+def test_of_a_rooms_writes_the_time_beside_its_computation_was_hidden_and_what_came_after_it_exposed() -> None:
+    """Its last page was computed at 10: two writes were over by then, one was not, and one had not begun."""
+    spans = [WriteSpan(2.0, 5.0), WriteSpan(5.0, 6.0), WriteSpan(9.0, 12.0), WriteSpan(11.0, 13.0)]
+    writes = [QueuedWrite(A, SlotWrite(TARGET, b""), (), (), 0, span=span, ended=True) for span in spans]
+    told = RoomTimes(10.0, writes).told(m.SlotWritten(A, 7), 14.0)
+    assert told == m.SlotWritten(A, 7, hidden_us=5_000_000, exposed_us=4_000_000)
 
 
 def test_settling_waits_for_all_that_is_under_way_and_says_what_can_be_said() -> None:
