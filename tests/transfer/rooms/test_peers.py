@@ -378,6 +378,24 @@ def test_a5_the_places_of_a_damaged_room_are_free_at_once_only_where_nobody_can_
         both.quiet()
 
 
+@pytest.mark.parametrize("again", ["after a cut", "as no answer came"])
+def test_that_a_room_was_damaged_is_said_with_its_abort_each_time(again: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first may be lost with a connection: the writer would hand the same pages over to others."""
+    with ends(SPEC, "shm", transfer={"link_timeout_s": 5.0}) as both:
+        both.open(prompt := both.prompt(12))
+        room = both.receiver._rooms[prompt.room]
+        with monkeypatch.context() as cut:
+            cut.setattr(room.peer.channel, "send", lambda data: None)
+            both.receiver._rooms.damaged(room, "it was something else")
+        if again == "after a cut":
+            both.receiver._rooms.resend(room.peer)
+        else:
+            both.clock.advance(5.0)
+            both.receiver._rooms.expire()
+        assert both.released(prompt.room).damaged
+        both.quiet()
+
+
 def test_the_receiver_is_due_when_the_first_granted_room_was_silent_for_too_long() -> None:
     with ends(SPEC, "local", transfer={"room_timeout_s": 40.0}) as both:
         assert both.receiver.next_deadline is None

@@ -74,6 +74,8 @@ class ReceiverRoom:
     """Number of the writer's access by which it writes, once the grant has left."""
     remote: RemoteWrite = field(default_factory=UncheckedRemoteWrite)
     """The declaration to the device that the writer may write the granted places."""
+    damaged: bool = False
+    """Whether something arrived that isn't what was promised: the writer is told so whenever it is asked to stop."""
     asked: float = 0.0
     """When the writer was last asked to stop, by the clock."""
     shares: RoomProgress = field(default_factory=lambda: RoomProgress({}))
@@ -93,9 +95,9 @@ class ReceiverRoom:
     def aborting(self) -> bool:
         return self.state is ReceiverState.ABORTING
 
-    def abort(self, reason: str, damaged: bool = False) -> m.AbortRoom:
+    def abort(self, reason: str) -> m.AbortRoom:
         """Return the message that asks the writer to stop."""
-        return m.AbortRoom(self.id, m.reason_of(reason), damaged, self.ticket)
+        return m.AbortRoom(self.id, m.reason_of(reason), self.damaged, self.ticket)
 
 
 @dataclass(frozen=True, slots=True)

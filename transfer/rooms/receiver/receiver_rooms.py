@@ -217,7 +217,8 @@ class ReceiverRooms(RoomTable[ReceiverRoom, ReceiverOutcome, m.HandoverReceived]
 
     def damaged(self, room: ReceiverRoom, reason: str) -> None:
         """Give a room up in which something arrived that isn't what was promised, with an outcome."""
-        self._ask(room, room.abort(reason, damaged=True))
+        room.damaged = True
+        self._ask(room, room.abort(reason))
         event = ReceiverEvent.REVOKED if self._plane.revocable else ReceiverEvent.DAMAGED
         self.end_failed(room, event, ErrorKind.DAMAGED, reason)
 
