@@ -51,14 +51,14 @@ def opened(both: Ends, positions: int) -> Prompt:
 
 
 def ticket_of(both: Ends, prompt: Prompt) -> int:
-    grant = both.sender._rooms[prompt.room].grant
+    grant = both.sender_rooms[prompt.room].grant
     assert grant is not None
     return grant.ticket
 
 
 def say_notice(both: Ends, prompt: Prompt, notice: m.Notice, writes: int = 0) -> None:
     """The writer of this room says `notice`, whatever is true."""
-    peer = both.sender._rooms[prompt.room].peer
+    peer = both.sender_rooms[prompt.room].peer
     assert peer is not None
     peer.link.notify(notice.room, m.encode_notice(notice), writes)
 
@@ -69,7 +69,7 @@ def test_a_reference_out_of_range_is_refused_and_no_page_changes(both: Ends) -> 
     both.receiver.open(prompt.room, writer, ExpectedPrompt(prompt.keys, 21))
     both.sender.open(prompt.room, PeerRef(WorkerName("decode-0"), Incarnation(1), ""))
     before = image(both.target)
-    (peer,) = both.receiver._peers.values()
+    (peer,) = both.receiver_peers.values()
     beyond = max(both.target.layout.counts.values()) + 5
     for slot, index in ((0, beyond), (10**6, 1), (0, 2**40)):
         places = tuple(m.GrantedPages(p, r.first, tuple(index + i for i in range(len(r))), (0,) * len(r))
@@ -77,9 +77,9 @@ def test_a_reference_out_of_range_is_refused_and_no_page_changes(both: Ends) -> 
         peer.channel.send(m.encode(m.PageGrant(prompt.room, places, slot, 0, 5)))
     hand_over(both, fine)
     if both.sender.granted(prompt.room):  # Where the reader does the storing the numbers are its own to look at.
-        assert both.receiver._plane.revocable
+        assert both.receiver_plane.revocable
         both.sender.write(prompt.room, prompt.all(), ())
-        both.until(lambda: both.receiver._plane.dropped, "the write that nobody wants")
+        both.until(lambda: both.receiver_plane.dropped, "the write that nobody wants")
     changed = {place for place, data in image(both.target).items() if data != before[place]}
     granted = {(pool, i) for pool, run in fine.runs.items() for i in range(both.target.layout.counts[pool])}
     assert changed <= granted
@@ -120,9 +120,9 @@ def test_a_slot_that_still_holds_an_earlier_requests_first_token_is_not_believed
     hand_over(both, old)
     prompt = opened(both, 21)
     both.sender.write(prompt.room, prompt.all(), ())
-    both.sender._peers[b"decode-0:1"].writes.settle()
+    both.sender_peers[b"decode-0:1"].writes.settle()
     slot_written = m.SlotWritten(prompt.room, ticket_of(both, prompt))
-    say_notice(both, prompt, slot_written, both.sender._rooms[prompt.room].writes)
+    say_notice(both, prompt, slot_written, both.sender_rooms[prompt.room].writes)
     broken = both.outcome(prompt.room)
     assert isinstance(broken, HandoverFailed)
     assert broken.kind is ErrorKind.DAMAGED
@@ -146,9 +146,9 @@ def test_a_write_for_a_room_of_a_restarted_worker_is_stored_nowhere() -> None:
     with ends(SPEC, "zmq") as both:
         prompt = opened(both, 21)
         before = image(both.target)
-        both.receiver._plane.revoke(prompt.room)  # A successor knows nothing of it.
+        both.receiver_plane.revoke(prompt.room)  # A successor knows nothing of it.
         both.sender.write(prompt.room, prompt.all(), ())
-        both.until(lambda: both.receiver._plane.dropped, "the write")
+        both.until(lambda: both.receiver_plane.dropped, "the write")
         assert image(both.target) == before
         both.receiver.abort(prompt.room, "the test is over")
         both.until(lambda: not both.sender.rooms, "the end")

@@ -96,16 +96,16 @@ class Met:
 
     @property
     def writer(self) -> Writer:
-        (writer,) = self.both.receiver._peers.values()
+        (writer,) = self.both.receiver_peers.values()
         return writer
 
     @property
     def reader(self) -> Reader:
-        return self.both.sender._peers[b"decode-0:1"]
+        return self.both.sender_peers[b"decode-0:1"]
 
     @property
     def ticket(self) -> int:
-        return self.both.sender._rooms[self.prompt.room].ticket
+        return self.both.sender_rooms[self.prompt.room].ticket
 
     def untouched(self) -> None:
         """Nothing has become of the room, nor of anybody's pages."""
@@ -127,7 +127,7 @@ class Met:
                 assert entry(both.source, pool, ours) == entry(both.target, pool, there)
         assert all(entry(both.target, *place) == self.before[place] for place in self.others)
         arrived.release()
-        both.until(lambda: prompt.room not in both.sender._rooms, "the confirmation")
+        both.until(lambda: prompt.room not in both.sender_rooms, "the confirmation")
         assert both.sender.check() == both.receiver.check() == []
         assert both.receiver.slots.leases == both.receiver.rooms
 
@@ -137,11 +137,11 @@ def met(plane: str) -> Iterator[Met]:
     with ends(SPEC, plane) as both:
         prompt = both.prompt(11)
         leases = both.open(prompt)
-        (writer,) = both.receiver._peers.values()
-        stranger = both.receiver._peers._transport.connect(both.sender.control, b"decode-9:1")
+        (writer,) = both.receiver_peers.values()
+        stranger = both.receiver_peers._transport.connect(both.sender.control, b"decode-9:1")
         try:
-            stranger.send(m.encode(replace(both.receiver._peers.hello(writer.ref), worker="decode-9")))
-            both.until(lambda: b"decode-9:1" in both.sender._peers, "the other one's hello")
+            stranger.send(m.encode(replace(both.receiver_peers.hello(writer.ref), worker="decode-9")))
+            both.until(lambda: b"decode-9:1" in both.sender_peers, "the other one's hello")
             granted = {(pool, index) for pool, lease in leases.items() for index in lease.indices}
             before = image(both.target)
             yield Met(both, prompt, stranger, granted, set(before) - granted, before)
@@ -162,8 +162,8 @@ def refused(side: Any, count: int, both: Ends, say: Callable[[int], None], messa
 
 def controls(t: Met) -> list[m.RoomMessage]:
     """What decode says to prefill, as the stranger would have to say it."""
-    hello = t.both.receiver._peers.hello(t.writer.ref)
-    grant = t.both.receiver._rooms[t.prompt.room].grant
+    hello = t.both.receiver_peers.hello(t.writer.ref)
+    grant = t.both.receiver_rooms[t.prompt.room].grant
     assert grant is not None
     abort = m.AbortRoom(t.prompt.room, "no longer wanted", False, grant.ticket)
     return [replace(hello, worker="decode-9"), grant, abort, m.HandoverReceived(t.prompt.room)]
@@ -179,7 +179,7 @@ def flood(plane: str, data: st.DataObject, count: int) -> None:
         ]
         places = [(n, path) for n, value in enumerate(good) for path in paths(value)]
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-        socket.connect(t.both.receiver._plane.describe()["ranks"][0]["endpoint"])
+        socket.connect(t.both.receiver_plane.describe()["ranks"][0]["endpoint"])
         wrong = st.one_of(
             st.binary(max_size=60),
             st.tuples(st.sampled_from(places), st.sampled_from(JUNK)).map(
@@ -189,7 +189,7 @@ def flood(plane: str, data: st.DataObject, count: int) -> None:
         ways: list[Callable[[bytes], object]] = [
             t.stranger.send,
             t.writer.channel.send,
-            lambda said: t.both.sender._peers._inbox.send(b"decode-0:1", said),
+            lambda said: t.both.sender_peers._inbox.send(b"decode-0:1", said),
             lambda said: t.reader.link.notify(room, said),
             lambda said: t.reader.link.notify(room, m.summed(said)),
             lambda said: socket.send_multipart([said]),

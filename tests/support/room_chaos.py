@@ -166,7 +166,7 @@ class Chaos:
                 try:
                     self.both.sender.open(hand.prompt.room, PeerRef(WorkerName("decode-0"), Incarnation(1), ""))
                 except WireError:
-                    assert hand.prompt.room not in self.both.sender._rooms
+                    assert hand.prompt.room not in self.both.sender_rooms
                 return
 
     def _granted(self) -> Hand | None:
@@ -226,9 +226,9 @@ class Chaos:
     def hear_writer(self) -> None:
         self.both.sender.poll()
         for hand in self.hands:
-            if hand.opened and hand.prompt.room not in self.both.sender._rooms:
+            if hand.opened and hand.prompt.room not in self.both.sender_rooms:
                 self._let_go(hand)
-        rooms = {*self.both.sender._rooms, *self.both.receiver._rooms}
+        rooms = {*self.both.sender_rooms, *self.both.receiver_rooms}
         self.hands = [h for h in self.hands if not h.opened or h.prompt.room in rooms]
 
     def _let_go(self, hand: Hand) -> None:
@@ -255,7 +255,7 @@ class Chaos:
 
         end = time.monotonic() + 60
         while both.receiver.rooms or both.sender.rooms:
-            assert time.monotonic() < end, f"still there: {both.receiver._rooms} and {both.sender._rooms}"
+            assert time.monotonic() < end, f"still there: {both.receiver_rooms} and {both.sender_rooms}"
             self.hear_writer()
             self.hear_reader()
             if not both.receiver.rooms:

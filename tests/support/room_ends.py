@@ -40,11 +40,13 @@ from twinpool.transfer.planes.tp_plane import TPDataPlane
 from twinpool.transfer.rooms import room_outcomes
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
 from twinpool.transfer.rooms.peers import fingerprint
-from twinpool.transfer.rooms.receiver import receiver_rooms
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
+from twinpool.transfer.rooms.receiver.receiver_peers import ReceiverPeers
+from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome, ReceiverRooms
 from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, SendablePages
-from twinpool.transfer.rooms.sender import sender_rooms
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
+from twinpool.transfer.rooms.sender.sender_peers import SenderPeers
+from twinpool.transfer.rooms.sender.sender_rooms import SenderOutcome, SenderRooms
 
 PLANES = ("local", "shm", "zmq", "nixl", "staged")
 _UNTIL_S = 60.0
@@ -133,9 +135,35 @@ class Ends:
     """All ranks of both."""
     pass_time: Callable[[], None] = lambda: None
     """Lets what was sent travel on for a moment, where time is simulated."""
-    outcomes: list[receiver_rooms.ReceiverOutcome] = field(default_factory=list)
-    heard: list[sender_rooms.SenderOutcome] = field(default_factory=list)
+    outcomes: list[ReceiverOutcome] = field(default_factory=list)
+    heard: list[SenderOutcome] = field(default_factory=list)
     _rooms: int = 0
+
+    # What a test breaks or looks at within the ends; nothing else reaches into them.
+
+    @property
+    def sender_peers(self) -> SenderPeers:
+        return self.sender._peers
+
+    @property
+    def sender_rooms(self) -> SenderRooms:
+        return self.sender._rooms
+
+    @property
+    def sender_plane(self) -> DataPlane:
+        return self.sender._plane
+
+    @property
+    def receiver_peers(self) -> ReceiverPeers:
+        return self.receiver._peers
+
+    @property
+    def receiver_rooms(self) -> ReceiverRooms:
+        return self.receiver._rooms
+
+    @property
+    def receiver_plane(self) -> DataPlane:
+        return self.receiver._plane
 
     def poll(self) -> None:
         self.outcomes += self.receiver.poll()
@@ -201,7 +229,7 @@ class Ends:
     def seal(self, prompt: Prompt) -> None:
         self.sender.seal(prompt.room, HandoverMetadata(prompt.room, 0, 7, None, 0, prompt.positions))
 
-    def outcome(self, room: RoomId) -> receiver_rooms.ReceiverOutcome:
+    def outcome(self, room: RoomId) -> ReceiverOutcome:
         """What the room came to at the reader."""
         self.until(lambda: any(o.room == room for o in self.outcomes), f"an outcome of {room}")
         return next(o for o in self.outcomes if o.room == room)

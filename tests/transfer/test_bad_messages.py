@@ -36,12 +36,12 @@ def test_every_field_of_every_control_message_to_prefill_may_be_wrong(plane: str
         bad += [data for message in controls(t) for data in too_short(raw(message))]
         channel = t.stranger
         if not welcome:
-            channel = t.both.receiver._peers._transport.connect(t.both.sender.control, b"nobody:1")
+            channel = t.both.receiver_peers._transport.connect(t.both.sender.control, b"nobody:1")
         refused(t.both.sender, len(bad), t.both, lambda n: channel.send(msgpack.packb(bad[n])), len(bad))
         if not welcome:
             channel.close()
         t.untouched()
-        assert set(t.both.sender._peers) == {b"decode-0:1", b"decode-9:1"}
+        assert set(t.both.sender_peers) == {b"decode-0:1", b"decode-9:1"}
         t.ends_well()
 
 
@@ -51,13 +51,13 @@ def test_every_field_of_every_control_message_to_decode_may_be_wrong(plane: str)
     with met(plane) as t:
         room, mark = t.prompt.room, t.both.sender.fingerprint
         welcome = m.Welcome(
-            "prefill-0", 1, mark, *t.both.sender._peers._transport.mine(), (m.RankProcess(1, 2, "boot"),)
+            "prefill-0", 1, mark, *t.both.sender_peers._transport.mine(), (m.RankProcess(1, 2, "boot"),)
         )
         said: list[m.RoomMessage] = [welcome, m.PeerRefused("no"), m.MessageRejected("no", room)]
         said += [WORDS["quiesced"](room, t.ticket), WORDS["failed"](room, t.ticket)]
         bad = [data for message in said for _, data in wrong_types(raw(message))]
         bad += [data for message in said for data in too_short(raw(message))]
-        inbox = t.both.sender._peers._inbox
+        inbox = t.both.sender_peers._inbox
         refused(t.both.receiver, len(bad), t.both, lambda n: inbox.send(b"decode-0:1", msgpack.packb(bad[n])), len(bad))
         t.untouched()
         t.ends_well()
@@ -124,7 +124,7 @@ def test_a_stranger_who_gives_a_room_up_before_it_opens_takes_it_from_nobody(pla
     with met(plane) as t:
         prompt = t.both.prompt(7)
         t.stranger.send(m.encode(m.AbortRoom(prompt.room, "not mine", False, 1)))
-        t.both.until(lambda: prompt.room in t.both.sender._peers[b"decode-9:1"].early.given_up, "the abort")
+        t.both.until(lambda: prompt.room in t.both.sender_peers[b"decode-9:1"].early.given_up, "the abort")
         t.both.open(prompt)
         assert t.both.sender.granted(prompt.room)
         t.ends_well()
@@ -132,7 +132,7 @@ def test_a_stranger_who_gives_a_room_up_before_it_opens_takes_it_from_nobody(pla
 
 def wrong_grants(t: Met) -> dict[str, m.PageGrant]:
     """Of a room of the stranger's own."""
-    grant = t.both.receiver._rooms[t.prompt.room].grant
+    grant = t.both.receiver_rooms[t.prompt.room].grant
     assert grant is not None
     mine = replace(grant, room=RoomId("mine"))
     count = t.both.target.layout.counts["full"]
@@ -166,12 +166,12 @@ def test_a_kv_reference_out_of_range_is_refused_before_anything_is_written(wrong
     writes somewhere. Shared memory, where the writer itself would store there."""
     with met("shm") as t:
         grant = wrong_grants(t)[wrong]
-        wants = structs.replace(t.writer.ref, name=t.both.sender._peers[b"decode-9:1"].name)
+        wants = structs.replace(t.writer.ref, name=t.both.sender_peers[b"decode-9:1"].name)
         if not early:
             t.both.sender.open(grant.room, wants)
         refused(t.both.sender, 1, t.both, lambda n: t.stranger.send(m.encode(grant)), 1)
         if early:
-            assert not t.both.sender._peers[b"decode-9:1"].early.grants
+            assert not t.both.sender_peers[b"decode-9:1"].early.grants
         else:
             assert not t.both.released(grant.room).received
         assert not t.both.sender.granted(grant.room)
@@ -181,7 +181,7 @@ def test_a_kv_reference_out_of_range_is_refused_before_anything_is_written(wrong
 
 def test_places_of_a_room_are_promised_to_no_other_room_of_the_same_reader() -> None:
     with met("shm") as t:
-        grant = t.both.receiver._rooms[t.prompt.room].grant
+        grant = t.both.receiver_rooms[t.prompt.room].grant
         assert grant is not None
         other = replace(grant, room=RoomId("another"), ticket=5)
         refused(t.both.sender, 1, t.both, lambda n: t.writer.channel.send(m.encode(other)), 1)
@@ -223,7 +223,7 @@ def test_a5_a_refusal_is_no_proof_that_nobody_writes(plane: str) -> None:
     with ends(SPEC, plane) as both:
         prompt = both.prompt(24)
         leases = both.open(prompt)
-        both.sender._peers._inbox.send(b"decode-0:1", m.encode(m.PeerRefused("say hello first")))
+        both.sender_peers._inbox.send(b"decode-0:1", m.encode(m.PeerRefused("say hello first")))
         while not both.outcomes:  # The writer, for once, is slow to hear what decode says to that.
             both.outcomes += both.receiver.poll()
             both.waiter.wait(0.01)
@@ -248,7 +248,7 @@ def test_a_decode_worker_that_was_forgotten_says_hello_again(plane: str) -> None
     with ends(SPEC, plane) as both:
         first, second = both.prompt(11), both.prompt(11)
         both.open(first)
-        both.sender._rooms.lost(both.sender._peers.lose(both.sender._peers[b"decode-0:1"], "forgotten"))
+        both.sender_rooms.lost(both.sender_peers.lose(both.sender_peers[b"decode-0:1"], "forgotten"))
         both.receiver.abort(first.room, "cancelled")
         both.until(lambda: not both.receiver.rooms, "the answer of a writer that knows it no more")
         both.start(second)
@@ -268,7 +268,7 @@ def test_a_decode_worker_that_was_forgotten_says_hello_again(plane: str) -> None
 @pytest.mark.parametrize("plane", PLANES)
 def test_an_abort_of_a_stranger_is_answered_and_takes_nothing_from_anybody(plane: str) -> None:
     with met(plane) as t:
-        nobody = t.both.receiver._peers._transport.connect(t.both.sender.control, b"nobody:1")
+        nobody = t.both.receiver_peers._transport.connect(t.both.sender.control, b"nobody:1")
         nobody.send(m.encode(m.AbortRoom(RoomId("never heard of"), "what", False, 9)))
         answers: list[m.RoomMessage] = []
 
@@ -304,7 +304,7 @@ def test_every_field_of_every_frame_may_be_wrong() -> None:
         bad += [(b"P", [t.prompt.room, t.ticket + 1, [["full", 0, 1]], 0, 1, 1], page)]
         bad += [(b"P", [t.prompt.room, t.ticket, [["full", 0, 1], ["full", 0, 1]], 0, 1, 1], page)]
         bad += [(b"S", [t.prompt.room, t.ticket + 1], page[:99]), (b"X", [], page)]
-        plane = t.both.receiver._plane
+        plane = t.both.receiver_plane
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         socket.connect(plane.describe()["ranks"][0]["endpoint"])
         for kind, head, data in bad:

@@ -79,21 +79,19 @@ def test_state_that_was_consumed_already_never_comes_back_in_another_answer(plan
     with ends(SPEC, plane, slots=1) as both:
         first, second = both.prompt(11), both.prompt(11)
         both.open(first)
-        room = both.sender._rooms[first.room]
-        target, ticket, link = room.target, room.ticket, both.sender._peers[b"decode-0:1"].link
+        room = both.sender_rooms[first.room]
+        target, ticket, link = room.target, room.ticket, both.sender_peers[b"decode-0:1"].link
         arrived = whole(both, first)
         assert arrived.metadata.room == first.room
         assert both.released(first.room).received
         arrived.release()
         with pytest.raises(WireError, match="exists already"):
-            both.receiver.open(
-                first.room, next(iter(both.receiver._peers.values())).ref, ExpectedPrompt(first.keys, 11)
-            )
+            both.receiver.open(first.room, next(iter(both.receiver_peers.values())).ref, ExpectedPrompt(first.keys, 11))
         with pytest.raises(WireError, match="exists already"):
             both.sender.open(first.room, PeerRef(WorkerName("decode-0"), Incarnation(1), ""))
         # The second gets the same slot, and may well get the same pages.
         leases = both.open(second)
-        assert both.sender._rooms[second.room].target is not None
+        assert both.sender_rooms[second.room].target is not None
         if plane in OVER_TCP:  # Elsewhere a write has an address, and the writer's books are what stands before it.
             before = image(both.target)
             say_all(both, first, link, target, ticket)
@@ -122,7 +120,7 @@ def test_metadata_of_the_previous_prompt_in_a_slot_is_never_taken_for_this_ones(
         whole(both, first).release()
         both.open(second)
         both.sender.write(second.room, second.all(), (DONE,))
-        peer, ticket = both.sender._peers[b"decode-0:1"], both.sender._rooms[second.room].ticket
+        peer, ticket = both.sender_peers[b"decode-0:1"], both.sender_rooms[second.room].ticket
         peer.writes.settle()
         peer.link.notify(
             second.room, m.encode_notice(m.SlotWritten(second.room, ticket)), 1
@@ -144,8 +142,8 @@ def test_pages_are_never_decoded_after_their_room_expired(plane: str) -> None:
     with ends(SPEC, plane) as both:
         prompt = both.prompt(27)
         leases = both.open(prompt)
-        room = both.sender._rooms[prompt.room]
-        target, ticket, link = room.target, room.ticket, both.sender._peers[b"decode-0:1"].link
+        room = both.sender_rooms[prompt.room]
+        target, ticket, link = room.target, room.ticket, both.sender_peers[b"decode-0:1"].link
         both.clock.advance(both.receiver._config.room_timeout_s + 1)
         both.outcomes += both.receiver.poll()
         (broken,) = both.outcomes
@@ -153,7 +151,7 @@ def test_pages_are_never_decoded_after_their_room_expired(plane: str) -> None:
         assert "nothing came for" in broken.message
         taken = {p: a.lease(a.free, "another request") for p, a in both.target.allocators.items()}
         before = {(p, i): entry(both.target, p, i) for p, lease in taken.items() for i in lease.indices}
-        revocable = both.receiver._plane.revocable
+        revocable = both.receiver_plane.revocable
         assert [lease.live for lease in leases.values()] == [not revocable] * len(leases)
         say_all(both, prompt, link, target, ticket)
         for _ in range(2):
@@ -312,13 +310,13 @@ def test_a_frame_for_the_reader_that_was_here_before_is_dropped() -> None:
     with ends(SPEC, "zmq") as both:
         prompt = both.prompt(11)
         both.open(prompt)
-        room = both.sender._rooms[prompt.room]
+        room = both.sender_rooms[prompt.room]
         before = image(both.target)
-        link = both.sender._peers[b"decode-0:1"].link
+        link = both.sender_peers[b"decode-0:1"].link
         head = msgpack.packb((prompt.room, room.ticket + 1, [("full", 0, 1)], 0, 1, 1))
         assert isinstance(link, ZmqLink)
         link._socket.send_multipart([b"P", head, b"\1" * SPEC.unit_bytes("full")])
-        both.until(lambda: both.receiver._plane.dropped, "the drop")
+        both.until(lambda: both.receiver_plane.dropped, "the drop")
         assert image(both.target) == before
         whole(both, prompt).release()
         both.quiet()
@@ -335,13 +333,13 @@ def test_an_aborted_prefill_answers_nothing(plane: str, written: int) -> None:
     with ends(SPEC, plane) as both:
         prompt = both.prompt(27)
         leases = both.open(prompt)
-        room = both.sender._rooms[prompt.room]
-        ticket, link = room.ticket, both.sender._peers[b"decode-0:1"].link
+        room = both.sender_rooms[prompt.room]
+        ticket, link = room.ticket, both.sender_peers[b"decode-0:1"].link
         if written:
             rest = {} if written < 7 else {p: prompt.part(p) for p in ("window", "state")}
             both.sender.write(prompt.room, {"full": prompt.part("full", range(written)), **rest}, (DONE,))
         both.sender.fail(prompt.room, ErrorKind.CANCELLED, "aborted")
-        both.sender._peers[b"decode-0:1"].writes.settle()
+        both.sender_peers[b"decode-0:1"].writes.settle()
         for word in (m.SlotWritten(prompt.room, ticket), m.NothingToDecode(prompt.room, ticket)):
             link.notify(prompt.room, m.encode_notice(word))
         broken = both.outcome(prompt.room)

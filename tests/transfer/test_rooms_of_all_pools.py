@@ -125,10 +125,10 @@ def test_c1_pages_without_their_state_are_no_hand_over() -> None:
             both.seal(prompt)
         both.poll()
         assert both.outcomes == []
-        peer = both.sender._rooms[prompt.room].peer
+        peer = both.sender_rooms[prompt.room].peer
         assert peer is not None
         peer.link.notify(
-            prompt.room, m.encode_notice(m.SlotWritten(prompt.room, both.sender._rooms[prompt.room].ticket))
+            prompt.room, m.encode_notice(m.SlotWritten(prompt.room, both.sender_rooms[prompt.room].ticket))
         )
         broken = both.outcome(prompt.room)
         assert isinstance(broken, HandoverFailed)
@@ -359,10 +359,10 @@ def test_a_notice_of_anything_but_what_comes_next_breaks_the_room(part: str) -> 
     with ends(SETS["all"], "local") as both:
         prompt = both.prompt(27)
         both.open(prompt, {"full": range(3)})
-        peer = both.sender._rooms[prompt.room].peer
+        peer = both.sender_rooms[prompt.room].peer
         assert peer is not None
         peer.link.notify(
-            prompt.room, m.encode_notice(m.PagesWritten(prompt.room, both.sender._rooms[prompt.room].ticket, (sealed,)))
+            prompt.room, m.encode_notice(m.PagesWritten(prompt.room, both.sender_rooms[prompt.room].ticket, (sealed,)))
         )
         broken = both.outcome(prompt.room)
         assert isinstance(broken, HandoverFailed)
@@ -383,7 +383,7 @@ def test_a5_given_up_in_mid_write_every_pools_pages_come_back_when_nobody_can_wr
         both.sender.write(prompt.room, early, (DONE,))
         both.receiver.abort(prompt.room, "cancelled")
         before, indices = image(both.target), {pool: lease.indices for pool, lease in leases.items()}
-        if both.receiver._plane.revocable:
+        if both.receiver_plane.revocable:
             assert both.receiver.rooms == 0
             assert all(a.free == a.total for a in both.target.allocators.values())
         else:
@@ -393,10 +393,10 @@ def test_a5_given_up_in_mid_write_every_pools_pages_come_back_when_nobody_can_wr
         # The writer hasn't heard of it, and writes on: into quarantine, or nowhere.
         both.sender.write(prompt.room, late, (DONE,))
         both.until(lambda: not both.receiver.rooms and not both.sender.rooms, "the end of the room")
-        both.until(lambda: both.receiver._plane.dropped or not both.receiver._plane.revocable, "the late write")
+        both.until(lambda: both.receiver_plane.dropped or not both.receiver_plane.revocable, "the late write")
         changed = {place for place, data in image(both.target).items() if data != before[place]}
         promised = {(pool, i) for pool, chosen in indices.items() for i in chosen}
-        assert changed <= (set() if both.receiver._plane.revocable else promised)
+        assert changed <= (set() if both.receiver_plane.revocable else promised)
         assert not any(isinstance(o, PromptArrived) for o in both.outcomes)
         assert both.released(prompt.room).reason == "decode gave it up: cancelled"
         both.quiet()
@@ -437,8 +437,8 @@ def test_a_grant_of_places_that_cannot_be_is_refused_with_a_word(places: str) ->
         peer = PeerRef(WorkerName("prefill-0"), Incarnation(1), both.sender.control)
         both.receiver.open(prompt.room, peer, ExpectedPrompt(prompt.keys, 9))
         both.sender.open(prompt.room, PeerRef(WorkerName("decode-0"), Incarnation(1), ""))
-        both.until(lambda: both.sender._peers, "hello")
-        (entry,) = both.sender._peers.values()
+        both.until(lambda: both.sender_peers, "hello")
+        (entry,) = both.sender_peers.values()
         with pytest.raises(WireError, match=f"room {prompt.room} was granted places of"):
-            both.sender._rooms.hear(entry, m.PageGrant(prompt.room, BAD_PLACES[places], 0, 0, 1))
+            both.sender_rooms.hear(entry, m.PageGrant(prompt.room, BAD_PLACES[places], 0, 0, 1))
         assert not both.sender.granted(prompt.room)

@@ -49,7 +49,7 @@ def calling(endpoint: str, kind: int = zmq.PUSH) -> Iterator[zmq.Socket[bytes]]:
 
 
 def data_endpoint(both: Ends) -> str:
-    return str(both.receiver._plane.describe()["ranks"][0]["endpoint"])
+    return str(both.receiver_plane.describe()["ranks"][0]["endpoint"])
 
 
 def bounds_of(socket: zmq.Socket[bytes]) -> tuple[int, int]:
@@ -64,17 +64,17 @@ def test_no_socket_between_workers_takes_in_frames_without_bound() -> None:
         with ends(SPEC, plane, transfer=sizes) as both:
             prompt = both.prompt(4)
             both.open(prompt)
-            (peer,) = both.receiver._peers.values()
+            (peer,) = both.receiver_peers.values()
             sockets: list[tuple[Any, int]] = [
-                (both.sender._peers._inbox._socket, control),  # type: ignore[attr-defined]
+                (both.sender_peers._inbox._socket, control),  # type: ignore[attr-defined]
                 (peer.channel._socket, control),  # type: ignore[attr-defined]
-                (both.receiver._plane.waitable[0], control),
+                (both.receiver_plane.waitable[0], control),
             ]
             for socket, most in sockets:
                 longest, waiting = bounds_of(socket)
                 assert longest == most
                 assert 0 < waiting <= 1000
-            assert both.sender._peers._inbox._socket.get(zmq.SNDHWM) > 0, "answers that nobody reads"  # type: ignore[attr-defined]
+            assert both.sender_peers._inbox._socket.get(zmq.SNDHWM) > 0, "answers that nobody reads"  # type: ignore[attr-defined]
             both.receiver.abort(prompt.room, "enough")
             both.quiet()
 
@@ -108,18 +108,18 @@ def test_writes_longer_than_the_readers_frames_are_split_and_arrive_whole() -> N
     with ends(SPEC, "zmq") as both:
         prompt = both.prompt(120)
         leases = both.open(prompt)
-        link = both.sender._peers[b"decode-0:1"].link
-        assert link.frame_bytes == both.receiver._plane.describe()["ranks"][0]["frame_bytes"]
+        link = both.sender_peers[b"decode-0:1"].link
+        assert link.frame_bytes == both.receiver_plane.describe()["ranks"][0]["frame_bytes"]
         link.frame_bytes = 5 * page + 1
         both.sender.write(prompt.room, prompt.all(), (DONE,))
-        assert both.sender._rooms[prompt.room].writes == 6
+        assert both.sender_rooms[prompt.room].writes == 6
         both.seal(prompt)
         arrived = both.outcome(prompt.room)
         assert isinstance(arrived, PromptArrived)
         assert isinstance(link, ZmqLink)
         assert link.sent.writes == 6
         assert link.sent.nbytes == sum(arrived.received.values())
-        assert not both.receiver._plane.dropped
+        assert not both.receiver_plane.dropped
         assert arrived.received["full"] == page * len(leases["full"])
         arrived.release()
         both.quiet()
@@ -153,9 +153,9 @@ def test_one_poll_of_a_plane_takes_in_a_bounded_number_of_frames(monkeypatch: py
             seen: list[int] = []
 
             def more(both: Ends = both, seen: list[int] = seen) -> bool:
-                before = both.receiver._plane.dropped
+                before = both.receiver_plane.dropped
                 both.receiver.poll()
-                seen.append(both.receiver._plane.dropped - before)
+                seen.append(both.receiver_plane.dropped - before)
                 return sum(seen) >= 30
 
             while not more():
@@ -206,7 +206,7 @@ def test_notices_that_wait_for_writes_are_bounded() -> None:
 
 
 def early_grants(both: Ends, rooms: list[str], pages: int = 1) -> None:
-    (peer,) = both.receiver._peers.values()
+    (peer,) = both.receiver_peers.values()
     for number, room in enumerate(rooms):
         place = m.GrantedPages("full", 0, tuple(range(1, 1 + pages)), (0,) * pages)
         peer.channel.send(m.encode(m.PageGrant(RoomId(room), (place,), 0, 0, 100 + number)))
@@ -225,7 +225,7 @@ def one_that_knows_nothing() -> Iterator[Ends]:
 def failed_rooms(both: Ends) -> list[tuple[str, int]]:
     """Rooms, with their tickets, that the writer has given up by itself."""
     out: list[tuple[str, int]] = []
-    for data in both.receiver._plane.poll():
+    for data in both.receiver_plane.poll():
         word = m.decode_notice(data)
         if isinstance(word, m.RoomFailed):
             assert "keeps no more early grants" in word.message
@@ -241,7 +241,7 @@ def test_early_grants_of_one_peer_are_bounded_and_the_oldest_are_failed_with_a_w
     with one_that_knows_nothing() as both:
         rooms = [f"early-{n}" for n in range(9)]
         early_grants(both, rooms, pages=3)
-        (reader,) = both.sender._peers.values()
+        (reader,) = both.sender_peers.values()
         failed: list[tuple[str, int]] = []
         while len(failed) < 5:
             both.sender.poll()
@@ -259,8 +259,8 @@ def test_early_grants_of_one_peer_are_bounded_and_the_oldest_are_failed_with_a_w
 def test_rooms_given_up_before_their_requests_came_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(early, "_EARLY", 4)
     with one_that_knows_nothing() as both:
-        (peer,) = both.receiver._peers.values()
-        (reader,) = both.sender._peers.values()
+        (peer,) = both.receiver_peers.values()
+        (reader,) = both.sender_peers.values()
         for n in range(9):
             peer.channel.send(m.encode(m.AbortRoom(RoomId(f"gone-{n}"), "", False, 1)))
         both.until(lambda: "gone-8" in reader.early.given_up, "the last of them")
@@ -270,9 +270,9 @@ def test_rooms_given_up_before_their_requests_came_are_bounded(monkeypatch: pyte
 def test_more_peers_than_allowed_are_refused_with_a_word() -> None:
     with ends(FULL, "shm", transfer={"max_peers": 1}) as both:
         both.open(both.prompt(4))
-        (writer,) = both.receiver._peers.values()
-        second = both.receiver._peers._transport.connect(both.sender.control, b"decode-9:1")
-        second.send(m.encode(replace(both.receiver._peers.hello(writer.ref), worker="decode-9")))
+        (writer,) = both.receiver_peers.values()
+        second = both.receiver_peers._transport.connect(both.sender.control, b"decode-9:1")
+        second.send(m.encode(replace(both.receiver_peers.hello(writer.ref), worker="decode-9")))
         both.until(lambda: both.sender.refused, "the refusal")
         answer = None
         while answer is None:
@@ -282,20 +282,20 @@ def test_more_peers_than_allowed_are_refused_with_a_word() -> None:
         second.close()
         assert isinstance(said, m.PeerRefused)
         assert "transfer.max_peers" in said.reason
-        assert set(both.sender._peers) == {b"decode-0:1"}
+        assert set(both.sender_peers) == {b"decode-0:1"}
 
 
 def test_a_reader_that_restarts_is_taken_in_place_of_itself_although_there_are_as_many_peers_as_allowed() -> None:
     """A pool that fills the bound could never be restarted else: the old incarnation's place is free for the new."""
     with ends(FULL, "shm", transfer={"max_peers": 1}) as both:
         both.open(both.prompt(4))
-        (writer,) = both.receiver._peers.values()
-        again = both.receiver._peers._transport.connect(both.sender.control, b"decode-0:2")
-        again.send(m.encode(replace(both.receiver._peers.hello(writer.ref), incarnation=2)))
-        both.until(lambda: both.sender.refused or b"decode-0:2" in both.sender._peers, "the second hello")
+        (writer,) = both.receiver_peers.values()
+        again = both.receiver_peers._transport.connect(both.sender.control, b"decode-0:2")
+        again.send(m.encode(replace(both.receiver_peers.hello(writer.ref), incarnation=2)))
+        both.until(lambda: both.sender.refused or b"decode-0:2" in both.sender_peers, "the second hello")
         again.close()
         assert both.sender.refused == 0
-        assert set(both.sender._peers) == {b"decode-0:2"}
+        assert set(both.sender_peers) == {b"decode-0:2"}
 
 
 def test_the_bounds_are_configured() -> None:

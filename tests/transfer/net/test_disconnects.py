@@ -132,7 +132,7 @@ def test_b10_a_peer_whom_nobody_reaches_loses_its_rooms_within_a_set_time(plane:
     with proxied(plane) as (both, relay, proxy):
         prompt = opened(both)
         proxy.silence(relay)
-        both.until(lambda: not next(iter(both.receiver._peers.values())).channel.up, "the heartbeats to stop")
+        both.until(lambda: not next(iter(both.receiver_peers.values())).channel.up, "the heartbeats to stop")
         both.poll()
         assert both.receiver.rooms == 1
         both.clock.advance(LINK_S)
@@ -141,9 +141,9 @@ def test_b10_a_peer_whom_nobody_reaches_loses_its_rooms_within_a_set_time(plane:
         assert (broken.kind, broken.blame) == (ErrorKind.ROOM, "prefill-0")
         assert "cut" in broken.message
         # The writer knows nothing of it yet. Where it could still write, nobody else gets what it was promised.
-        assert both.receiver.rooms == (0 if both.receiver._plane.revocable else 1)
+        assert both.receiver.rooms == (0 if both.receiver_plane.revocable else 1)
         for allocator in both.target.allocators.values():
-            assert (allocator.free == allocator.total) is both.receiver._plane.revocable
+            assert (allocator.free == allocator.total) is both.receiver_plane.revocable
         proxy.cut(relay)
         proxy.mend(relay)
         both.released(prompt.room)
@@ -161,10 +161,10 @@ def test_a5_over_nixl_a_writer_elsewhere_whom_nobody_reaches_loses_its_access_an
     with proxied("nixl") as (both, relay, proxy):
         prompt = opened(both)
         both.sender.write(prompt.room, {"full": prompt.part("full", range(2))}, (DONE,))
-        (peer,) = both.sender._peers.values()
+        (peer,) = both.sender_peers.values()
         both.until(lambda: not len(peer.writes), "the first write")
         proxy.silence(relay)
-        both.until(lambda: not next(iter(both.receiver._peers.values())).channel.up, "the heartbeats to stop")
+        both.until(lambda: not next(iter(both.receiver_peers.values())).channel.up, "the heartbeats to stop")
         both.poll()
         assert both.receiver.rooms == 1
         both.clock.advance(LINK_S)
@@ -189,7 +189,7 @@ def test_a5_pages_of_a_room_given_up_while_its_writer_is_out_of_reach_return_on_
         proxy.silence(way)
         both.receiver.abort(prompt.room, "cancelled")
         both.released(prompt.room)  # It has answered, into the void.
-        revocable = both.receiver._plane.revocable
+        revocable = both.receiver_plane.revocable
         both.clock.advance(100_000)
         both.poll()
         assert both.receiver.rooms == (0 if revocable else 1), "no time alone gives promised pages back"
@@ -206,7 +206,7 @@ def test_a9_pages_that_were_lost_with_their_connection_are_never_taken_for_arriv
         both.receiver._arrivals._verify = False  # Not even where nobody looks at tags.
         prompt = opened(both)
         both.sender.write(prompt.room, {"full": prompt.part("full", range(1))}, (DONE,))
-        both.until(lambda: data(proxy).passed and both.receiver._rooms[prompt.room].digests, "the first page")
+        both.until(lambda: data(proxy).passed and both.receiver_rooms[prompt.room].digests, "the first page")
         way = data(proxy)
         proxy.silence(way)
         written_into_the_void(both, way, prompt)
@@ -229,7 +229,7 @@ def test_b10_a_cut_connection_of_a_follower_rank_ends_its_rooms_at_once(refuse: 
     with proxied("zmq", spec=headed_sets()["all"], ranks=(2, 2)) as (both, _, proxy):
         before, prompt = both.prompt(27), opened(both)
         both.sender.write(prompt.room, {"full": prompt.part("full", range(1))}, (DONE,))
-        both.until(lambda: both.receiver._rooms[prompt.room].digests, "the first page")
+        both.until(lambda: both.receiver_rooms[prompt.room].digests, "the first page")
         way, leaders = connected(both, proxy, 2)  # Followers register first.
         assert leaders.passed > way.passed, "notices go to the leader"
         proxy.silence(way)
@@ -255,12 +255,12 @@ def test_b10_what_a_follower_tells_is_heard_though_the_peer_is_gone_already(monk
     """Else it would lie on the line to the ranks, which wakes whoever sleeps there for as long as it lies there."""
     with proxied("zmq", spec=headed_sets()["all"], ranks=(2, 1)) as (both, _, _):
         prompt, followers = opened(both), both.managers[0].followers
-        (peer,) = both.sender._peers.values()
+        (peer,) = both.sender_peers.values()
         (link,) = followers.links[0]._links.values()
         monkeypatch.setattr(link, "cut", lambda: True)
         told = followers.heard()
         assert told == [(1, LinkLost(1))]
-        both.sender._rooms.lost(both.sender._peers.lose(peer, "it died"))
+        both.sender_rooms.lost(both.sender_peers.lose(peer, "it died"))
         monkeypatch.setattr(followers, "heard", lambda: [told.pop()] if told else [])
         both.sender.poll()
         assert not told
@@ -272,7 +272,7 @@ def test_b10_what_a_follower_tells_is_heard_though_the_peer_is_gone_already(monk
 def test_a_link_over_shared_memory_counts_the_connections_that_its_notices_have_had() -> None:
     with proxied("shm") as (both, _, proxy):
         opened(both)
-        (peer,) = both.sender._peers.values()
+        (peer,) = both.sender_peers.values()
         both.until(lambda: peer.link.sent.opened == 1, "the connection")
         (way,) = connected(both, proxy)
         proxy.cut(way)
@@ -321,7 +321,7 @@ def test_the_time_after_which_a_connection_is_cut_is_configured() -> None:
     assert replace(TransferConfig(), link_timeout_s=3.0).link_timeout_s == 3.0
     with ends(SPEC, "zmq", transfer={"link_timeout_s": 3.0}) as both:
         assert both.receiver._config.link_timeout_s == 3.0
-        assert both.receiver._plane._link_timeout_s == 3.0  # type: ignore[attr-defined]
+        assert both.receiver_plane._link_timeout_s == 3.0  # type: ignore[attr-defined]
 
 
 def test_c5_a_watch_that_nobody_closed_stays_so_that_its_context_never_waits_for_it() -> None:

@@ -114,7 +114,7 @@ def test_memory_that_cannot_be_opened_ends_the_hand_over_with_the_reason(monkeyp
 
 def test_a_reader_on_another_host_is_refused_with_the_plane_that_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
     with ends(pool_sets()["full"], "cuda_ipc") as both:
-        plane = both.sender._plane
+        plane = both.sender_plane
         described = plane.describe()
         described["ranks"][0]["namespace"] = "elsewhere"
         with pytest.raises(LayoutMismatch, match=r"plane cuda_ipc: .*use transfer\.plane=staged"):
@@ -128,7 +128,7 @@ def test_what_a_failed_connection_had_mapped_is_let_go(monkeypatch: pytest.Monke
     with ends(pool_sets()["full"], "cuda_ipc") as both:
         monkeypatch.setattr(shm_plane, "dial", nobody)
         with pytest.raises(LayoutMismatch, match="no such endpoint"):
-            both.sender._plane.connect(both.receiver._plane.describe())
+            both.sender_plane.connect(both.receiver_plane.describe())
         assert Shared.mapped == []
 
 

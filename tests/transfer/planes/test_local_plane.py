@@ -36,7 +36,7 @@ def test_a_link_counts_its_writes_and_their_bytes_also_of_some_layers(plane: str
     with ends(pool_sets()["all"], plane) as both:
         prompt = both.prompt(20)
         both.open(prompt)
-        link = next(iter(both.sender._peers.values())).link
+        link = next(iter(both.sender_peers.values())).link
         target = RoomTarget(prompt.room, prompt.runs, 0)
         whole = PageWrite(target, prompt.runs)
         some = PageWrite(target, prompt.runs, 2, {pool: range(0, 1) for pool in prompt.runs})

@@ -147,7 +147,7 @@ def test_a_failed_write_ends_the_writers_access_before_its_pages_are_used_again(
     with ends(SPEC, "nixl") as both:
         prompt = both.prompt(27)
         both.open(prompt)
-        reader, key = both.receiver._plane, "prefill-0:1"
+        reader, key = both.receiver_plane, "prefill-0:1"
         assert isinstance(reader, NixlPlane)
         agent = reader._agents[key]
         reader.sever(key)

@@ -112,7 +112,7 @@ def test_a_byte_that_went_wrong_in_any_buffer_on_any_rank_is_caught_by_its_tag(
                 both.open(prompt)
                 pools.region[at] ^= 1
                 both.sender.write(prompt.room, prompt.all(), (DONE,))
-                both.until(lambda: not both.sender._peers.writing, "the write to be over")
+                both.until(lambda: not both.sender_peers.writing, "the write to be over")
                 pools.region[at] ^= 1
                 if rank in sent_by:
                     broken = both.outcome(prompt.room)
@@ -141,7 +141,7 @@ def test_a_write_is_told_of_only_when_every_rank_has_posted_its_part() -> None:
             lease.release()
         for _ in range(5):
             both.poll()
-        (room,) = both.receiver._rooms.values()
+        (room,) = both.receiver_rooms.values()
         assert room.shares.left("full") == range(3), "nothing has been told of"
         assert both.source.allocators["full"].quarantined == 3, "a rank still writes from these pages"
         followers.catch_up()
@@ -341,7 +341,7 @@ def test_ranks_of_a_reader_that_describe_different_counts_are_refused_whichever_
     counts = [{"full": 64, "window": 64} for _ in range(4)]
     counts[other] = {"full": 64, "window": 8}
     with ends(SETS["full"], "shm") as both, pytest.raises(LayoutMismatch, match="different counts"):
-        both.sender._plane.connect({"ranks": [{"counts": each} for each in counts]})
+        both.sender_plane.connect({"ranks": [{"counts": each} for each in counts]})
 
 
 @pytest.mark.parametrize("refusing", [0, 1, 3])

@@ -62,7 +62,7 @@ class Layered:
 
     @property
     def under_way(self) -> int:
-        return len(self.both.sender._peers[b"decode-0:1"].writes)
+        return len(self.both.sender_peers[b"decode-0:1"].writes)
 
 
 def heads_of(manager: RankedSeat, layer: int, index: int) -> dict[int, bytes]:
@@ -96,7 +96,7 @@ def layered(plane: str, ranks: tuple[int, int], follower: type[AsyncCpuDevice] |
         finally:
             for each in scene.marks:
                 each.end(None)
-            both.sender._peers[b"decode-0:1"].writes.settle()
+            both.sender_peers[b"decode-0:1"].writes.settle()
             device.close()
             for steps in followers.steps:
                 steps.close()
@@ -130,7 +130,7 @@ def test_a7_each_ranks_layers_leave_after_its_own_marks(
         scene.until(ALL, ALL, ALL)
         scene.both.until(lambda: not scene.under_way, "the end of the writes")
         scene.both.sender.write(scene.prompt.room, scene.prompt.all(), (scene.step,))
-        assert scene.both.sender._rooms[scene.prompt.room].writes == len(leaders), "nothing is written twice"
+        assert scene.both.sender_rooms[scene.prompt.room].writes == len(leaders), "nothing is written twice"
         scene.both.seal(scene.prompt)
         assert isinstance(scene.both.outcome(scene.prompt.room), PromptArrived)
         placed(scene.both, scene.prompt, scene.leases, {p: run.numbers for p, run in scene.prompt.runs.items()})
@@ -147,7 +147,7 @@ def test_nothing_is_told_before_the_last_part_of_any_rank_is_over() -> None:
             scene.both.poll()
         assert scene.under_way
         assert not scene.both.outcomes, "the follower is still computing"
-        left = scene.both.receiver._rooms[scene.prompt.room].shares.left("full")
+        left = scene.both.receiver_rooms[scene.prompt.room].shares.left("full")
         assert left == scene.prompt.runs["full"].numbers
         scene.marks[1].end(None)
         assert isinstance(scene.both.outcome(scene.prompt.room), PromptArrived)
@@ -209,7 +209,7 @@ def test_a_severed_link_ends_the_writes_of_followers_too() -> None:
     with layered("shm", (2, 1), CpuDevice) as scene:
         scene.send()
         scene.marks[0].end(None)
-        peer = scene.both.sender._peers[b"decode-0:1"]
+        peer = scene.both.sender_peers[b"decode-0:1"]
         peer.link.sever()
         peer.writes.settle()
         assert "a follower rank's part of the write failed" in peer.writes.failed(scene.prompt.room)

@@ -381,7 +381,7 @@ def test_a_connection_sleeps_once_its_writes_are_taken_in() -> None:
     with ends(SPEC, "zmq") as both:
         prompt = both.prompt(8)
         both.open(prompt)
-        link = next(iter(both.sender._peers.values())).link
+        link = next(iter(both.sender_peers.values())).link
         link.post(PageWrite(RoomTarget(prompt.room, prompt.runs, 0), prompt.runs)).wait()
         (connection,) = (one for one in link._connections if one is not None)  # type: ignore[attr-defined]
         with pytest.raises(BlockingIOError):

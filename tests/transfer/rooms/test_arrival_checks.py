@@ -57,7 +57,7 @@ def test_a9_damage_in_any_pool_is_found_by_the_check(pool: str) -> None:
     with late_reader() as (both, device):
         prompt = handed_over(both)
         both.poll()
-        place = both.receiver._rooms[prompt.room].runs[pool].indices[-1]
+        place = both.receiver_rooms[prompt.room].runs[pool].indices[-1]
         first = both.target.layout.buffers[pool][0]
         both.target.region[first.offset(0, place)] ^= 1
         device.settle()
@@ -71,7 +71,7 @@ def test_a6_pages_that_are_being_checked_go_to_nobody_else_although_their_room_h
     with late_reader() as (both, device):
         prompt = handed_over(both)
         both.poll()
-        granted = both.receiver._rooms[prompt.room].runs["full"].indices
+        granted = both.receiver_rooms[prompt.room].runs["full"].indices
         both.receiver.abort(prompt.room, "nobody wants it any more")
         both.until(lambda: not both.receiver.rooms, "the writer's word")
         allocator = both.target.allocators["full"]
@@ -155,7 +155,7 @@ def test_a5_a_damaged_rooms_pages_come_back_when_its_writer_has_stopped_and_not_
         both.sender.write(prompt.room, first, ())
         while not both.outcomes:
             both.outcomes += both.receiver.poll()
-            both.sender._peers[b"decode-0:1"].writes.flush()
+            both.sender_peers[b"decode-0:1"].writes.flush()
         assert isinstance(both.outcomes[0], HandoverFailed)
         assert both.outcomes[0].kind is ErrorKind.DAMAGED
         revocable = plane == "zmq"

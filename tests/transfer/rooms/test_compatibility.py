@@ -103,8 +103,8 @@ def test_every_hello_carries_the_whole_fingerprint() -> None:
     mark = Fingerprint(41, "a layout", "fast:by hand", "weights")
     with ends(SPEC, "zmq", marks=(mark, mark)) as e:
         e.start(e.prompt(4))
-        peer = next(iter(e.receiver._peers.values()))
-        hello = m.decode(m.encode(e.receiver._peers.hello(peer.ref)))
+        peer = next(iter(e.receiver_peers.values()))
+        hello = m.decode(m.encode(e.receiver_peers.hello(peer.ref)))
         assert isinstance(hello, m.Hello)
         assert hello.fingerprint == mark
         e.until(lambda: peer.welcome is not None, "the welcome")

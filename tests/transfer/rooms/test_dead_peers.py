@@ -47,11 +47,11 @@ def test_b10_a_dead_peers_leases_end_by_revocation(
         peer = PeerRef(WorkerName("prefill-0"), Incarnation(1), both.sender.control)
         both.receiver.open(prompt.room, peer, ExpectedPrompt(prompt.keys, 27))
         monkeypatch.setattr(process, "mine", lambda: identity_of(stand_in))
-        both.until(lambda: both.sender._peers, "hello")
+        both.until(lambda: both.sender_peers, "hello")
         leases = both.open(other)
         both.sender.write(other.room, {"full": other.part("full")}, (DONE,))
         both.receiver.abort(other.room, "cancelled")
-        revocable = both.receiver._plane.revocable
+        revocable = both.receiver_plane.revocable
         assert both.receiver.poll() == []
         assert [lease.live for lease in leases.values()] == [not revocable] * 3
         both.clock.advance(10_000)
@@ -97,10 +97,10 @@ def test_b10_a_dead_writers_leases_end_on_every_rank_of_both(
         monkeypatch.setattr(process, "mine", lambda: identity_of(stand_in))
         leases = both.open(prompt)
         both.sender.write(prompt.room, {"full": prompt.part("full")}, (DONE,))
-        (peer,) = both.sender._peers.values()
+        (peer,) = both.sender_peers.values()
         both.until(lambda: not len(peer.writes), "the write")
         both.receiver.abort(prompt.room, "cancelled")
-        assert [lease.live for lease in leases.values()] == [not both.receiver._plane.revocable] * 3
+        assert [lease.live for lease in leases.values()] == [not both.receiver_plane.revocable] * 3
         stand_in.kill()
         both.until(lambda: not any(lease.live for lease in leases.values()), "its end")
 

@@ -66,8 +66,8 @@ def test_a_grant_that_was_given_up_before_its_request_came_is_not_taken_for_it_a
             both.receiver.open(prompt.room, both.writer, ExpectedPrompt(prompt.keys, prompt.positions))
         leases = {"full": both.target.allocators["full"].lease(3, first.room)}
         assert both.receiver.grant(first.room, leases)
-        both.until(lambda: [p for p in both.sender._peers.values() if p.early.grants], "the early grant")
-        (peer,) = both.sender._peers.values()
+        both.until(lambda: [p for p in both.sender_peers.values() if p.early.grants], "the early grant")
+        (peer,) = both.sender_peers.values()
         both.receiver.abort(first.room, "the client has gone")
         both.until(lambda: not leases["full"].live, "the writer's word")
         assert (dict(peer.early.grants), peer.early.places) == ({}, 0)

@@ -38,7 +38,7 @@ def stopped_in_mid_write(
     with simulated_ends(SPEC, plane, seed=3, count=64, slots=4, device=CpuDevice(), nodes=nodes) as both:
         prompt = both.prompt(27)
         leases = both.open(prompt)
-        writer = both.sender._plane
+        writer = both.sender_plane
         assert isinstance(writer, SimPlane)
         both.sender.write(prompt.room, prompt.all(), ())
         writer.process.stop()
@@ -97,13 +97,13 @@ def test_a_reader_of_this_host_that_has_closed_is_forgotten_though_its_process_l
         prompt = both.prompt(27)
         both.open(prompt)
         both.sender.poll()
-        assert len(both.sender._peers) == 1
+        assert len(both.sender_peers) == 1
         both.sender.workers_ended(ended(READER))
         both.sender.poll()
-        assert len(both.sender._peers) == 1, "its process lives, and has said nothing"
+        assert len(both.sender_peers) == 1, "its process lives, and has said nothing"
         both.sender.workers_ended(ended(READER, 1, closed_from=1))
         both.sender.poll()
-        assert not both.sender._peers
+        assert not both.sender_peers
         for lease in prompt.leases.values():
             lease.release()
 
@@ -161,7 +161,7 @@ def test_a5_over_nixl_itself_nothing_of_a_writer_elsewhere_lands_after_the_contr
         prompt = both.prompt(27)
         leases = both.open(prompt)
         both.sender.write(prompt.room, {"full": prompt.part("full", range(2))}, ())
-        (peer,) = both.sender._peers.values()
+        (peer,) = both.sender_peers.values()
         both.until(lambda: not len(peer.writes), "the first write")
         both.receiver.abort(prompt.room, "cancelled")
         assert live(leases), "the writer has not heard of it"

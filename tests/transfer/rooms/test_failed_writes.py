@@ -60,8 +60,8 @@ def test_a_send_that_failed_is_never_announced_as_written(plane: str, verify: bo
 
 def test_a_room_with_a_failed_send_is_not_sealed_once_that_is_known() -> None:
     with failing("shm", True) as (both, prompt, _):
-        while not both.sender._rooms[prompt.room].failed:
-            both.sender._peers[b"decode-0:1"].writes.flush()
+        while not both.sender_rooms[prompt.room].failed:
+            both.sender_peers[b"decode-0:1"].writes.flush()
         with pytest.raises(WireError, match="can't be sealed: a write to decode-0 failed: CUDA error"):
             both.seal(prompt)
         both.sender.write(prompt.room, prompt.all(), ())
@@ -74,7 +74,7 @@ def test_a_room_that_cant_be_revoked_can_be_ended_again(monkeypatch: pytest.Monk
     with ends(SPEC, "zmq") as both:
         prompt = both.prompt(24)
         leases = both.open(prompt)
-        plane = both.receiver._plane
+        plane = both.receiver_plane
         revoke, refusals = plane.revoke, [PeerDead("rank 1 of this worker can't be reached")]
 
         def refuse_once(room: RoomId) -> None:
@@ -142,14 +142,14 @@ def two_readers() -> Iterator[tuple[Ends, Prompt, Prompt, SlowLink]]:
     with ends(SPEC, "shm") as both:
         slow, quick = both.prompt(24), both.prompt(24)
         both.open(slow)
-        peer = both.sender._peers[b"decode-0:1"]
+        peer = both.sender_peers[b"decode-0:1"]
         link = SlowLink(peer.link)
         peer.writes._link = link
         both.sender.write(slow.room, slow.all(), ())
         both.seal(slow)
-        both.receiver._peers._name = WorkerName("decode-9")
-        former = list(both.receiver._peers.values())
-        both.receiver._peers._peers.clear()
+        both.receiver_peers._name = WorkerName("decode-9")
+        former = list(both.receiver_peers.values())
+        both.receiver_peers._peers.clear()
         try:
             both.start(quick, wants=PeerRef(WorkerName("decode-9"), Incarnation(1), ""))
             both.until(lambda: both.sender.granted(quick.room), "the grant")
@@ -181,7 +181,7 @@ def test_a5_a_last_word_follows_the_writes_before_it_and_waits_for_them_without_
         for _ in range(20):
             both.poll()
         assert not any(o.room == slow.room for o in both.outcomes), "its pages are still being written"
-        assert both.receiver._rooms[slow.room].leases
+        assert both.receiver_rooms[slow.room].leases
         assert not link.completion.waited
         assert both.sender.next_deadline is not None
         link.completion.done = True
@@ -192,13 +192,13 @@ def test_writes_under_way_to_one_peer_are_bounded_and_cost_only_its_own_rooms(mo
     monkeypatch.setattr(write_queue, "_QUEUED", 3)
     with two_readers() as (both, slow, quick, link):
         more = both.prompt(24)
-        both.receiver._peers._name = WorkerName("decode-0")
-        peer = both.sender._peers[b"decode-0:1"]
+        both.receiver_peers._name = WorkerName("decode-0")
+        peer = both.sender_peers[b"decode-0:1"]
         both.sender.open(more.room, PeerRef(WorkerName("decode-0"), Incarnation(1), ""))
-        grant = both.sender._rooms[slow.room].grant
+        grant = both.sender_rooms[slow.room].grant
         assert grant is not None
-        both.sender._rooms[more.room].peer = peer
-        both.sender._rooms.grant(both.sender._rooms[more.room], peer, type(grant)(more.room, grant.places, 2, 0, 99))
+        both.sender_rooms[more.room].peer = peer
+        both.sender_rooms.grant(both.sender_rooms[more.room], peer, type(grant)(more.room, grant.places, 2, 0, 99))
         both.sender.write(more.room, {"full": more.part("full", range(1))}, ())
         assert len(peer.writes) == 3
         both.sender.write(more.room, {"full": more.part("full", range(1, 2))}, ())

@@ -26,19 +26,19 @@ SPEC = pool_sets()["all"]
 @contextmanager
 def said_to_the_writer(both: Ends) -> Iterator[list[object]]:
     """What the reader sends from here on."""
-    said, send = list[object](), both.receiver._peers.send
+    said, send = list[object](), both.receiver_peers.send
 
     def noting(peer: object, message: object) -> object:
         said.append(message)
         return send(peer, message)  # type: ignore[arg-type]
 
-    both.receiver._peers.send = noting  # type: ignore[method-assign, assignment]
+    both.receiver_peers.send = noting  # type: ignore[method-assign, assignment]
     yield said
-    both.receiver._peers.send = send  # type: ignore[method-assign]
+    both.receiver_peers.send = send  # type: ignore[method-assign]
 
 
 def writer_of(both: Ends) -> SenderPeer:
-    (peer,) = both.sender._peers.values()
+    (peer,) = both.sender_peers.values()
     return peer
 
 
@@ -47,7 +47,7 @@ def in_quarantine(both: Ends) -> Prompt:
     prompt = both.prompt(24)
     both.open(prompt)
     both.receiver.abort(prompt.room, "the client has gone")
-    assert both.receiver._rooms[prompt.room].aborting
+    assert both.receiver_rooms[prompt.room].aborting
     return prompt
 
 
@@ -75,9 +75,9 @@ def test_after_a_cut_each_room_says_its_own_last_message_again_and_the_writer_ta
         both.outcome(over.room).release()  # type: ignore[union-attr]
         both.start(granted)
         given_up = in_quarantine(both)
-        (peer,) = both.receiver._peers.values()
+        (peer,) = both.receiver_peers.values()
         with said_to_the_writer(both) as said:
-            both.receiver._rooms.resend(peer)
+            both.receiver_rooms.resend(peer)
         assert {message.room: type(message) for message in said} == {  # type: ignore[attr-defined]
             granted.room: m.PageGrant,
             given_up.room: m.AbortRoom,
@@ -98,7 +98,7 @@ def test_a_room_of_which_only_the_metadata_was_sent_fails_when_its_connection_is
         both.open(prompt, {pool: set(run.numbers) for pool, run in prompt.runs.items()})
         both.open(begun)
         both.seal(prompt)
-        both.sender._rooms.disconnected(writer_of(both))
+        both.sender_rooms.disconnected(writer_of(both))
         released = both.released(prompt.room)
         assert not released.received
         assert "was cut" in released.reason
@@ -112,15 +112,15 @@ def test_a_peer_that_cannot_be_reached_is_kept_as_long_as_it_may_write_somewhere
     """Its rooms are all given up, and none has its word: who forgot it would never hear that."""
     with ends(SPEC, "shm") as both:
         prompt = in_quarantine(both)
-        leases = both.receiver._rooms[prompt.room].leases
-        (peer,) = both.receiver._peers.values()
-        both.receiver._rooms.unreachable(PeerUnreachable(peer, "no connection", long))
-        assert list(both.receiver._peers.values()) == [peer]
+        leases = both.receiver_rooms[prompt.room].leases
+        (peer,) = both.receiver_peers.values()
+        both.receiver_rooms.unreachable(PeerUnreachable(peer, "no connection", long))
+        assert list(both.receiver_peers.values()) == [peer]
         assert all(lease.live for lease in leases.values())
         both.released(prompt.room)
         both.quiet()
-        both.receiver._rooms.unreachable(PeerUnreachable(peer, "no connection", long))
-        assert (list(both.receiver._peers.values()) == []) is long
+        both.receiver_rooms.unreachable(PeerUnreachable(peer, "no connection", long))
+        assert (list(both.receiver_peers.values()) == []) is long
 
 
 def test_a_room_whose_write_failed_ends_by_its_writers_word_and_others_of_the_peer_by_the_access_that_ended() -> None:

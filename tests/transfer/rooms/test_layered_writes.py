@@ -85,10 +85,10 @@ def test_a7_layers_arrive_as_their_marks_are_reached_and_are_announced_once_they
         both.until(lambda: arrived(both, prompt, leases) == below(marks.groups[0]), "the first layers")
         marks.end(None)
         both.until(lambda: arrived(both, prompt, leases) == below(LAYERS), "the other layers")
-        both.until(lambda: not len(both.sender._rooms[prompt.room].peer.writes), "the end of the writes")  # type: ignore[union-attr]
+        both.until(lambda: not len(both.sender_rooms[prompt.room].peer.writes), "the end of the writes")  # type: ignore[union-attr]
         assert both.sender.wanted(prompt.room) == {pool: run.numbers for pool, run in prompt.runs.items()}
         both.sender.write(prompt.room, prompt.all(), (step,))
-        assert both.sender._rooms[prompt.room].writes == len(marks), "nothing is written twice"
+        assert both.sender_rooms[prompt.room].writes == len(marks), "nothing is written twice"
         both.seal(prompt)
         assert isinstance(both.outcome(prompt.room), PromptArrived)
         placed(both, prompt, leases, {pool: run.numbers for pool, run in prompt.runs.items()})
@@ -100,7 +100,7 @@ def test_the_rate_of_a_step_is_that_of_its_links_each_counted_once_and_none_whil
         for prompt in (one, other):
             both.open(prompt)
         assert both.sender.bytes_per_s([one.room, other.room]) == 0.0, "nothing was carried"
-        link = both.sender._rooms[one.room].peer.link  # type: ignore[union-attr]
+        link = both.sender_rooms[one.room].peer.link  # type: ignore[union-attr]
         link.sent.nbytes, link.sent.busy_s = 600, 2.0
         assert both.sender.bytes_per_s([one.room, other.room]) == 300.0
         for prompt in (one, other):
@@ -145,10 +145,10 @@ def test_a5_what_takes_the_place_of_layers_is_written_once_those_have_landed(cam
         leases = both.open(prompt)
         elsewhere = {pool: PageNumbers(run.first, (9,) * len(run)) for pool, run in prompt.runs.items()}
         both.sender.write_layers({prompt.room: LayeredPages(elsewhere, 0)}, step, marks)
-        late = list(both.sender._rooms[prompt.room].posted)
+        late = list(both.sender_rooms[prompt.room].posted)
         assert late
         both.sender.write(prompt.room, prompt.all(), (step,), generation=came_to_nothing == "another life")
-        good = [queued for queued in both.sender._rooms[prompt.room].posted if queued not in late]
+        good = [queued for queued in both.sender_rooms[prompt.room].posted if queued not in late]
         assert good
         assert all(set(late) <= set(queued.over) for queued in good)
         for _ in range(20):
@@ -174,9 +174,9 @@ def test_what_later_steps_are_writing_is_left_to_them() -> None:
         assert not any(both.sender.unwritten(prompt.room).values())
         marks[0].end(None)
         both.sender.write(prompt.room, {"full": prompt.part("full", first["full"].numbers)}, (steps[0],))
-        both.until(lambda: both.receiver._rooms[prompt.room].shares.left("full") == left["full"], "the first page")
+        both.until(lambda: both.receiver_rooms[prompt.room].shares.left("full") == left["full"], "the first page")
         both.sender.write(prompt.room, prompt.all(), (Step(),))
-        assert both.sender._rooms[prompt.room].writes == len(marks[0]) + len(marks[1])
+        assert both.sender_rooms[prompt.room].writes == len(marks[0]) + len(marks[1])
         marks[1].end(None)
         both.sender.write(prompt.room, prompt.all(), (steps[1],))
         both.seal(prompt)
@@ -227,7 +227,7 @@ def test_a9_what_all_steps_of_an_earlier_life_of_a_request_wrote_is_written_agai
         assert both.sender.unwritten(prompt.room)["full"].start == run.first + 2 * steps
         for marks in lives:
             marks.end(None)
-        both.until(lambda: not len(both.sender._rooms[prompt.room].peer.writes), "what is wrong")  # type: ignore[union-attr]
+        both.until(lambda: not len(both.sender_rooms[prompt.room].peer.writes), "what is wrong")  # type: ignore[union-attr]
         both.source.region.copy_(genuine)
         both.sender.write(prompt.room, {}, (Step(),), generation=1)
         assert both.sender.unwritten(prompt.room)["full"] == run.numbers

@@ -42,8 +42,8 @@ def received(both: Ends, prompt: Prompt) -> None:
 
 def refused(both: Ends) -> None:
     """The writer refuses the reader, which hears of it."""
-    (writer,) = both.receiver._peers.values()
-    both.sender._peers.reply(b"decode-0:1", m.PeerRefused("not now"))
+    (writer,) = both.receiver_peers.values()
+    both.sender_peers.reply(b"decode-0:1", m.PeerRefused("not now"))
 
     def heard() -> bool:
         both.outcomes += both.receiver.poll()
@@ -70,7 +70,7 @@ def test_two_short_outages_of_a_writer_are_no_long_one() -> None:
     with ends(SPEC, "shm", transfer={"link_timeout_s": 5.0}) as both:
         prompt = both.prompt(24)
         both.open(prompt)
-        (writer,) = both.receiver._peers.values()
+        (writer,) = both.receiver_peers.values()
         line: Any = Line(writer.channel)
         writer.channel = line
         for _ in range(3):
@@ -88,7 +88,7 @@ def test_b3_two_short_outages_of_a_reader_are_no_long_one() -> None:
     with ends(SPEC, "shm", transfer={"peer_forget_s": 40.0}) as both:
         both.open(prompt := both.prompt(24))
         received(both, prompt)
-        (reader,) = both.sender._peers.values()
+        (reader,) = both.sender_peers.values()
         line: Any = Line(reader.link)
         reader.link = line
 
@@ -98,9 +98,9 @@ def test_b3_two_short_outages_of_a_reader_are_no_long_one() -> None:
 
         for _ in range(3):
             outage(both, line, look, 30.0)
-        assert list(both.sender._peers.values()) == [reader]
+        assert list(both.sender_peers.values()) == [reader]
         outage(both, line, look, 40.0)
-        assert not both.sender._peers
+        assert not both.sender_peers
 
 
 def test_a_writer_that_had_refused_is_met_again_with_all_the_time_that_a_new_one_has() -> None:
@@ -149,13 +149,13 @@ def test_b3_of_a_writer_that_is_forgotten_nothing_is_kept() -> None:
     with ends(SPEC, "shm") as both:
         both.open(prompt := both.prompt(24))
         received(both, prompt)
-        (writer,) = both.receiver._peers.values()
+        (writer,) = both.receiver_peers.values()
         kept = weakref.ref(writer)
         refused(both)
         del writer
         both.poll()
         gc.collect()
-        assert not both.receiver._peers
+        assert not both.receiver_peers
         assert kept() is None, "its last words are for nobody"
 
 
@@ -165,9 +165,9 @@ def test_b3_of_a_reader_that_is_lost_nothing_is_kept() -> None:
         both.receiver.abort(given_up.room, "enough")
         both.released(given_up.room)
         both.quiet()
-        (reader,) = both.sender._peers.values()
+        (reader,) = both.sender_peers.values()
         kept = weakref.ref(reader)
-        both.sender._rooms.lost(both.sender._peers.lose(reader, "it is gone"))
+        both.sender_rooms.lost(both.sender_peers.lose(reader, "it is gone"))
         del reader
         gc.collect()
         assert kept() is None
@@ -179,7 +179,7 @@ def test_a_message_that_one_writer_cannot_use_ends_no_room_of_another() -> None:
         elsewhere = PeerRef(WorkerName("prefill-1"), Incarnation(1), "tcp://127.0.0.1:1")
         other = both.prompt(12)
         both.receiver.open(other.room, elsewhere, ExpectedPrompt(other.keys, 12))
-        stranger = both.receiver._peers[elsewhere.name, elsewhere.incarnation]
+        stranger = both.receiver_peers[elsewhere.name, elsewhere.incarnation]
         both.receiver._hear(MessageRefused(stranger, prompt.room, "no message has the tag 99"))
         assert both.receiver.refused == 1
         received(both, prompt)
@@ -192,7 +192,7 @@ def test_rooms_to_one_reader_share_what_its_link_carries_a_second() -> None:
         rooms = [both.prompt(12) for _ in range(3)]
         for prompt in rooms:
             both.open(prompt)
-        (reader,) = both.sender._peers.values()
+        (reader,) = both.sender_peers.values()
         reader.link.sent.nbytes, reader.link.sent.busy_s = 600, 2.0
         assert both.sender.bytes_per_s([prompt.room for prompt in rooms]) == 300.0
         assert both.sender.bytes_per_s([rooms[0].room]) == 300.0

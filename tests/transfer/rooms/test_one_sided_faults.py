@@ -36,7 +36,7 @@ def befalling(*due: StoreFault | None, nodes: tuple[str, str] = HERE) -> Iterato
 
 
 def process(both: Ends) -> SimProcess:
-    plane = both.sender._plane
+    plane = both.sender_plane
     assert isinstance(plane, SimPlane)
     return plane.process
 

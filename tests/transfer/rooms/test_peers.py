@@ -223,7 +223,7 @@ def test_d3_pages_promised_to_an_older_incarnation_that_still_lives_stay_out_of_
         with monkeypatch.context() as patch:
             patch.setattr(process, "mine", lambda: mark(child))
             leases = both.open(prompt)
-        (old,) = both.receiver._peers.values()
+        (old,) = both.receiver_peers.values()
         if not watched:
             old.watch = None
         both.sender.write(prompt.room, {"full": prompt.part("full", range(2))}, (DONE,))
@@ -246,7 +246,7 @@ def test_d3_pages_promised_to_an_older_incarnation_that_still_lives_stay_out_of_
             broken = both.outcome(prompt.room)
             assert isinstance(broken, HandoverFailed)
             assert "is now incarnation 2" in broken.message
-            both.until(lambda: prompt.room not in both.receiver._rooms, "the old one's own word")
+            both.until(lambda: prompt.room not in both.receiver_rooms, "the old one's own word")
         assert not any(lease.live for lease in leases.values())
 
 
@@ -255,14 +255,14 @@ def test_a5_a_writer_that_nobody_could_watch_is_promised_nothing(plane: str, mon
     """Where the reader can't take its memory back, and no death could ever be proven."""
     with ends(SPEC, plane) as both:
         prompt = both.prompt(11)
-        real: Callable[..., object] = both.receiver._peers._transport.watch
+        real: Callable[..., object] = both.receiver_peers._transport.watch
         calls: list[int] = []
 
         def watch(processes: object) -> object:
             calls.append(1)
             return real(processes) if len(calls) == 1 else None  # The writer's own look at the reader comes first.
 
-        monkeypatch.setattr(both.receiver._peers._transport, "watch", watch)
+        monkeypatch.setattr(both.receiver_peers._transport, "watch", watch)
         leases = both.start(prompt)
         broken = both.outcome(prompt.room)
         assert isinstance(broken, HandoverFailed)
@@ -275,13 +275,13 @@ def test_d3_an_older_incarnation_takes_nobodys_place() -> None:
     with ends(SPEC, "local") as both:
         prompt = both.prompt(11)
         both.open(prompt)
-        (writer,) = both.receiver._peers.values()
-        old = replace(both.receiver._peers.hello(writer.ref), incarnation=0)
-        channel = both.receiver._peers._transport.connect(both.sender.control, b"decode-0:0")
+        (writer,) = both.receiver_peers.values()
+        old = replace(both.receiver_peers.hello(writer.ref), incarnation=0)
+        channel = both.receiver_peers._transport.connect(both.sender.control, b"decode-0:0")
         channel.send(m.encode(old))
         both.until(lambda: both.sender.refused, "the refusal")
         channel.close()
-        assert set(both.sender._peers) == {b"decode-0:1"}
+        assert set(both.sender_peers) == {b"decode-0:1"}
         both.sender.write(prompt.room, prompt.all(), (DONE,))
         both.seal(prompt)
         assert isinstance(both.outcome(prompt.room), PromptArrived), "the newer one's rooms go on"
@@ -324,10 +324,10 @@ def test_after_a_cut_rooms_of_which_nothing_was_sent_go_on_and_the_others_fail()
         for prompt in (begun, waiting):
             both.open(prompt)
         both.sender.write(begun.room, {"full": begun.part("full")}, (DONE,))
-        room = both.sender._rooms.get(begun.room)
+        room = both.sender_rooms.get(begun.room)
         assert room is not None
         assert room.peer is not None
-        both.sender._rooms.disconnected(room.peer)
+        both.sender_rooms.disconnected(room.peer)
         assert not both.sender.granted(begun.room)
         assert both.sender.granted(waiting.room)
         assert both.released(begun.room).reason == "the connection to decode-0 was cut"
@@ -344,18 +344,18 @@ def test_who_gave_a_room_up_says_so_again_after_a_cut(monkeypatch: pytest.Monkey
     with ends(SPEC, "shm") as both:
         prompt = both.prompt(12)
         both.open(prompt)
-        room = both.receiver._rooms.get(prompt.room)
+        room = both.receiver_rooms.get(prompt.room)
         assert room is not None
         both.receiver.abort(prompt.room, "cancelled")
         said: list[object] = []
-        send = both.receiver._peers.send
+        send = both.receiver_peers.send
 
         def listen(to: Any, word: Any) -> None:
             said.append(word)
             send(to, word)
 
-        monkeypatch.setattr(both.receiver._peers, "send", listen)
-        both.receiver._rooms.resend(room.peer)
+        monkeypatch.setattr(both.receiver_peers, "send", listen)
+        both.receiver_rooms.resend(room.peer)
         assert [type(message).__name__ for message in said] == ["AbortRoom"]
         both.quiet()
 
@@ -367,10 +367,10 @@ def test_a5_the_places_of_a_damaged_room_are_free_at_once_only_where_nobody_can_
     with ends(SPEC, plane) as both:
         prompt = both.prompt(12)
         leases = both.open(prompt)
-        room = both.receiver._rooms.get(prompt.room)
+        room = both.receiver_rooms.get(prompt.room)
         assert room is not None
-        both.receiver._rooms.damaged(room, "it was something else")
-        revocable = both.receiver._plane.revocable
+        both.receiver_rooms.damaged(room, "it was something else")
+        revocable = both.receiver_plane.revocable
         assert {lease.live for lease in leases.values()} == {not revocable}
         damaged = both.outcome(prompt.room)
         assert isinstance(damaged, HandoverFailed)
@@ -457,9 +457,9 @@ def test_a_peer_is_late_from_the_moment_on_by_which_it_should_have_answered() ->
         both.receiver.open(prompt.room, nobody, ExpectedPrompt(prompt.keys, 12))
         assert both.receiver.next_deadline == 7.0
         both.clock.advance(6.9)
-        assert both.receiver._peers.late() == []
+        assert both.receiver_peers.late() == []
         both.clock.advance(7.0 - both.clock.now())
-        (parted,) = both.receiver._peers.late()
+        (parted,) = both.receiver_peers.late()
         assert "did not answer within 7 s" in parted.reason
 
 
@@ -470,7 +470,7 @@ def test_b3_peers_on_other_hosts_that_never_come_back_are_forgotten_with_all_tha
     """No death can be proven of them; autoscaling brings a new name every time."""
     with ends(SPEC, "zmq", transfer={"link_timeout_s": 5.0}) as both:
         both.open(both.prompt(4))
-        (writer,) = both.receiver._peers.values()
+        (writer,) = both.receiver_peers.values()
         before = descriptors()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         for n in range(5):
@@ -481,28 +481,28 @@ def test_b3_peers_on_other_hosts_that_never_come_back_are_forgotten_with_all_tha
             mine = {"endpoint": endpoint, "pages": endpoint, "secret": bytes(32), "frame_bytes": 2**22}
             descriptor = {"ranks": [mine]}
             hello = replace(
-                both.receiver._peers.hello(writer.ref), worker=name, boot="another host", descriptor=descriptor
+                both.receiver_peers.hello(writer.ref), worker=name, boot="another host", descriptor=descriptor
             )
-            channel = both.receiver._peers._transport.connect(both.sender.control, f"{name}:1".encode())
+            channel = both.receiver_peers._transport.connect(both.sender.control, f"{name}:1".encode())
             channel.send(m.encode(hello))
 
             def met(identity: bytes = f"{name}:1".encode()) -> bool:
-                peer = both.sender._peers.get(identity)
+                peer = both.sender_peers.get(identity)
                 return peer is not None and peer.watch is None and peer.link.up
 
             both.until(met, f"{name} to be met")
             channel.close()
             inbound.close(linger=0)
-        assert len(both.sender._peers) == 6
-        both.until(lambda: sum(peer.link.up for peer in both.sender._peers.values()) == 1, "the others to be gone")
+        assert len(both.sender_peers) == 6
+        both.until(lambda: sum(peer.link.up for peer in both.sender_peers.values()) == 1, "the others to be gone")
         both.clock.advance(1.5)
         both.poll()
         both.clock.advance(both.sender._config.peer_forget_s - 1.0)
         both.poll()
-        assert len(both.sender._peers) == 6, "not yet: they may come back"
+        assert len(both.sender_peers) == 6, "not yet: they may come back"
         both.clock.advance(1.5)
         both.poll()
-        assert set(both.sender._peers) == {b"decode-0:1"}
+        assert set(both.sender_peers) == {b"decode-0:1"}
         both.until(lambda: len(descriptors() - before) <= 2, "their descriptors to be closed")
         assert both.sender.check() == []
 
@@ -511,15 +511,15 @@ def test_b3_a_writer_that_nobody_reaches_any_more_is_forgotten_by_its_readers() 
     with ends(SPEC, "zmq", transfer={"link_timeout_s": 5.0}) as both:
         prompt, other = both.prompt(4), both.prompt(4)
         both.open(prompt)
-        (writer,) = both.receiver._peers.values()
+        (writer,) = both.receiver_peers.values()
         elsewhere = PeerRef(WorkerName("prefill-1"), Incarnation(1), "tcp://127.0.0.1:1")
         both.receiver.open(other.room, elsewhere, ExpectedPrompt(other.keys, 4))
         assert writer.watch is not None
         writer.watch.close()
         writer.watch = None  # As of one on another host.
         before = descriptors()
-        both.sender._peers._inbox.close()
-        both.sender._peers._inbox.receive = list  # type: ignore[method-assign]
+        both.sender_peers._inbox.close()
+        both.sender_peers._inbox.receive = list  # type: ignore[method-assign]
         both.until(lambda: writer.down_since is not None, "the connection to be cut")
         both.clock.advance(both.receiver._config.link_timeout_s + 1)
         broken = both.outcome(prompt.room)
@@ -527,10 +527,10 @@ def test_b3_a_writer_that_nobody_reaches_any_more_is_forgotten_by_its_readers() 
         assert "not back after" in broken.message
         assert not [o for o in both.outcomes if o.room == other.room], "the rooms of others have nothing to do with it"
         both.receiver.abort(other.room, "enough")
-        assert writer in both.receiver._peers.values()
+        assert writer in both.receiver_peers.values()
         both.clock.advance(both.receiver._config.peer_forget_s)
         both.receiver.poll()
-        assert writer not in both.receiver._peers.values()
+        assert writer not in both.receiver_peers.values()
         assert len(descriptors()) < len(before)
 
 
@@ -538,8 +538,8 @@ def test_a_decode_worker_that_was_out_of_reach_for_long_is_served_again() -> Non
     with ends(SPEC, "zmq") as both:
         first, second = both.prompt(11), both.prompt(11)
         both.open(first)
-        peer = both.sender._peers[b"decode-0:1"]
-        both.sender._rooms.lost(both.sender._peers.lose(peer, "could not be reached"))
+        peer = both.sender_peers[b"decode-0:1"]
+        both.sender_rooms.lost(both.sender_peers.lose(peer, "could not be reached"))
         assert not both.released(first.room).received
         both.receiver.abort(first.room, "its writer is gone")
         both.start(second)

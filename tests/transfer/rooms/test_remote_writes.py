@@ -51,7 +51,7 @@ def test_a5_a_local_access_to_granted_pages_is_refused_until_their_room_has_ende
 
 
 def arrived(both: Ends, pool: str) -> None:
-    (room,) = both.receiver._rooms.values()
+    (room,) = both.receiver_rooms.values()
     both.until(lambda: room.digests.get(pool), "the pages")
 
 
