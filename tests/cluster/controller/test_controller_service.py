@@ -141,6 +141,9 @@ def test_a_request_is_looked_for_at_routers_that_answer_and_nobody_else_is_asked
             assert view.workers
         await answers.aclose()
         assert site.service._ask_routers(8, "r") == 0, "who has gone is asked nothing"
+        await site.watch(changes=True, records=True)
+        asked_of = [site.service._ask_routers(number, "r") for number in range(9, MAX_CHANGES + 12)]
+        assert asked_of == [1] * (MAX_CHANGES + 1) + [0] * 2, "who reads nothing answers nothing"
 
     on_loop(life)
 

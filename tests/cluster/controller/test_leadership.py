@@ -60,11 +60,12 @@ class ModelLedger(MemoryLedger):
     def __init__(self, table: SharedTable) -> None:
         super().__init__()
         self.table = table
-        self.away = False
+        self.away, self.asked = False, 0
         self.question_s = self.answer_s = 0.0
         """How long a question and its answer are on their way."""
 
     def reach(self) -> None:
+        self.asked += 1
         if self.away:
             raise OSError("the ledger is away")
         self.table.clock.advance(self.question_s)
@@ -170,6 +171,18 @@ def test_a_ledger_that_is_back_in_time_costs_nothing_and_later_it_is_taken_again
     scene.ledgers[0].away = False
     assert side.take()
     assert side.held
+
+
+def test_a_ledger_that_is_away_is_asked_once_a_pause_and_not_at_every_tick() -> None:
+    scene = Rivals(1)
+    (side,), (ledger,) = scene.sides, scene.ledgers
+    assert side.take()
+    scene.clock.advance(LEASE_S / 4)
+    ledger.away, ledger.asked = True, 0
+    for _ in range(20):
+        side.renew()
+        scene.clock.advance(side.pause_s / 10)
+    assert ledger.asked == 2
 
 
 @pytest.mark.parametrize("how", ["take", "renew"])

@@ -42,6 +42,21 @@ def test_a_claim_gives_back_what_wasnt_used_and_saying_it_twice_changes_nothing(
         assert scene.lease("a", used=QuotaAmounts(20, 2500)).left == QuotaAmounts(40, 3500, 10)
 
 
+def test_a_word_that_comes_late_is_not_counted_a_second_time_by_the_next_one() -> None:
+    scene = Ledger()
+    for used in (0, 20, 5, 20):
+        left = scene.lease("a", used=QuotaAmounts(used, 10 * used)).left
+    assert left == QuotaAmounts(40, 5800, 10)
+
+
+def test_what_was_used_of_a_slice_fills_again_from_the_time_at_which_it_was_leased() -> None:
+    scene = Ledger()
+    scene.lease("a", QuotaAmounts(60, 6000))
+    scene.clock.advance(4.5)
+    left = scene.lease("a", used=QuotaAmounts(30, 3000)).left
+    assert (left.requests, left.tokens) == pytest.approx((34.5, 3450))
+
+
 def test_answers_overdraw_and_the_next_minute_pays() -> None:
     scene = Ledger()
     scene.lease("a", QuotaAmounts(tokens=1000))
@@ -162,6 +177,8 @@ def test_what_is_kept_is_bounded_and_of_who_was_asked_for_last(monkeypatch: pyte
         scene.lease("a", QuotaAmounts(60), tenant=f"t{number}")
     scene.ledger = QuotaLedger(scene.clock, scene.ledger.kept())
     assert len(scene.ledger) == 3
+    kept = scene.ledger.kept()
+    assert QuotaLedger(scene.clock, kept).kept() == kept, "who was asked for last is so for the next one, too"
     assert scene.lease("b", tenant="t9").left.requests == 0
     assert scene.lease("b", tenant="t6").left.requests == 60
 

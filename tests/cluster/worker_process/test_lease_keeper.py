@@ -26,6 +26,7 @@ from twinpool.contracts.messages.fingerprint import Fingerprint
 from twinpool.contracts.messages.leases import LeaseGrant, Renewal
 from twinpool.contracts.messages.pool_changes import DrainWorkers, UndrainWorkers
 from twinpool.contracts.messages.worker_status import EndedWorker, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
+from twinpool.contracts.wire.controller_turns import TURN_S
 from twinpool.contracts.wire.grpc_calls import CallChannel
 from twinpool.contracts.wire.grpc_channels import channel_options
 from twinpool.router.links.controller_directory import ControllerDirectory
@@ -239,7 +240,13 @@ def test_an_order_to_leave_after_an_undrain_is_obeyed(monkeypatch: pytest.Monkey
 class Script:
     """A keeper whose renewals are answered as the test says, over calls; pauses are kept and pass at once."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: LeaseGrant | Exception, late_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *answers: LeaseGrant | Exception,
+        late_s: float = 0.0,
+        controllers: str = "127.0.0.1:1",
+    ) -> None:
         self.clock = ManualClock(100.0)
         self.heard: list[Renewal] = []
         self.pauses: list[float] = []
@@ -266,7 +273,7 @@ class Script:
         record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "e", "c", WorkerLimits(1, 1))
         self.keeper = LeaseKeeper(
             record,
-            "127.0.0.1:1",
+            controllers,
             self.clock,
             1.0,
             self.status,
@@ -389,6 +396,9 @@ def test_pauses_are_the_controllers_and_where_it_says_none_as_configured(monkeyp
     script = Script(monkeypatch, good, LeaseGrant(ONE, 60.0, renew_s=2.5), good, ConnectionError("cut"), good)
     script.run()
     assert script.pauses == [1.0, 2.5, 1.0, 1.0, 1.0]
+    several = Script(monkeypatch, good, ConnectionError("cut"), good, controllers="127.0.0.1:1,127.0.0.1:2")
+    several.run()
+    assert several.pauses == [1.0, TURN_S, 1.0], "the next one is asked soon"
 
 
 def test_a_lease_carries_the_fingerprint_over_the_wire(wired: Wired) -> None:

@@ -77,7 +77,9 @@ def test_the_longest_step_is_remembered_and_forgotten() -> None:
     clock = ManualClock()
     watchdog = StepWatchdog(clock)
     watchdog.turned(1, runnable=True, took_s=40.0)
-    assert watchdog.on(status(0.0)).longest_step_s == 40.0
+    for runnable in (True, False) * 200:
+        watchdog.turned(1, runnable=runnable, took_s=0.0)
+    assert watchdog.on(status(0.0)).longest_step_s == 40.0, "rounds without a step forget none"
     for steps in range(2, 400):
         watchdog.turned(steps, runnable=True, took_s=0.1)
     assert watchdog.on(status(0.0)).longest_step_s == 0.0

@@ -113,7 +113,11 @@ def test_a_worker_of_which_nothing_works_any_more_ends_for_all_the_same(
     def fail() -> None:
         raise OSError("the device is gone")
 
-    monkeypatch.setattr(running.worker, "close", closed.set)
+    def close() -> None:
+        assert running.ends.qsize() == 1, "it may take long, and nobody waits for that"
+        closed.set()
+
+    monkeypatch.setattr(running.worker, "close", close)
     monkeypatch.setattr(running.worker, broken, fail)
     _, got = running.session()
     calls: list[Future[WorkerStatus]] = []
