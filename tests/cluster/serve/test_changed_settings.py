@@ -130,6 +130,18 @@ def test_workers_beyond_the_plan_need_free_memory_for_larger_pools() -> None:
     assert "more with this, and 0 MiB are free" in small.change(cache={"device_tokens": 65536}).refusal
     assert not small.change(cache={"device_tokens": 2048}).refusal, "smaller ones need none"
     assert not Keeper(plan(), [DECODE_9], free=8 * GIB).change(cache={"device_tokens": 65536}).refusal
+    planned = Keeper(plan(), plan().workers, free=0)
+    assert not planned.change(cache={"device_tokens": 65536}).refusal, "what they take was looked at by the division"
+
+
+def test_what_serve_has_made_of_security_and_events_stays_as_it_runs() -> None:
+    given = plan()
+    security = replace(given.config.security, curve_key="made by serve")
+    events = replace(given.config.cache.events, endpoint="tcp://127.0.0.1:0")
+    config = replace(given.config, security=security, cache=replace(given.config.cache, events=events))
+    changed = replanned(replace(given, config=config), '{"cache": {"device_tokens": 8192}}')
+    assert (changed.config.security, changed.config.cache.events) == (security, events)
+    assert changed.config.cache.device_tokens == 8192
 
 
 def test_host_memory_for_workers_that_have_none_needs_agents() -> None:

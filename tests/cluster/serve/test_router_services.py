@@ -41,7 +41,7 @@ time.sleep(600)
 
 @pytest.fixture(scope="module")
 def prepared() -> ServePlan:
-    return plan(f"router.stall_s={STALL_S}", routers=2)
+    return plan(f"router.stall_s={STALL_S}", "security.admin_port=9300", routers=2)
 
 
 @pytest.fixture
@@ -182,10 +182,19 @@ def test_routers_with_other_settings_are_replaced_one_after_the_other(scene: Sce
     assert set(after).isdisjoint(before)
     assert {one.pid for one in scene.state.leaving.values()} == set(before), "they finish their answers"
     assert [scene.state.marks[f"router-{number}"] for number in range(2)] == [scene.routers.mark] * 2
-    arguments = scene.routers.services()[0]._command
-    assert "--take-over" in arguments
+    commands = [service._command for service in scene.routers.services()]
+    assert all("--take-over" in arguments for arguments in commands)
+    ports = [arguments[arguments.index("--admin-port") + 1] for arguments in commands]
+    assert ports == ["9300", "9301"], "operators reach each by itself"
     scene.change(worker_wait_s=77.0)
     assert scene.routers.stale() == (0, ""), "nothing has changed"
+    scene.clock.advance(STALL_S)
+    for router in scene.routers.services():
+        router.probe.started_again()
+    scene.routers.tend()
+    hung = [line.split(",")[0] for line in scene.said if "hung" in line]
+    assert [name.partition(".")[0] for name in hung] == ["router-0", "router-1"], "those before, which say nothing"
+    assert scene.pids() == after
 
 
 @pytest.mark.slow
@@ -252,6 +261,19 @@ def test_a_router_stays_where_its_successor_does_not_serve(scene: Scene, how: st
     assert scene.pids() == before
     assert scene.state.services["router-0"].pid == before[0]
     assert not scene.state.leaving
+
+
+@pytest.mark.slow
+def test_a_successor_that_is_on_its_way_does_not_come_after_the_end_has_begun(scene: Scene) -> None:
+    scene.start()
+    scene.settings.write_text("never listens")
+    scene.change(worker_wait_s=77.0)
+    scene.routers.tend()
+    successor = scene.state.services["router-0"]
+    assert lives(successor)
+    scene.routers.drain()
+    assert not lives(successor)
+    until(scene.routers.drained, "the end of the others")
 
 
 @pytest.mark.slow
