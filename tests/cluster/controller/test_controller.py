@@ -476,6 +476,11 @@ def test_where_every_node_is_cordoned_a_worker_waits_and_is_started_after_the_un
     assert nodes.states()["decode-0"] == "dead on a"
     nodes.core.pools.undrain("a")
     assert nodes.land(lambda start: "a") == ["decode-0"]
+    nodes.core.died(WorkerName("decode-0"), Incarnation(2), "killed")
+    nodes.core.pools.drain("a")
+    nodes.clock.advance(1.0)
+    told = [a.text for a in nodes.core.tick() if isinstance(a, OperatorNote) and "waits" in a.text]
+    assert told == reports, "and again each time that it comes to that"
 
 
 def test_a_start_that_waits_for_a_place_is_begun_anew_when_a_node_is_undrained() -> None:

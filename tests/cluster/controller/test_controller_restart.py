@@ -215,6 +215,19 @@ def test_processes_that_should_not_be_there_are_killed_and_their_arenas_forgotte
     assert core.tick() == [], "what nobody would carry out is not kept"
 
 
+def test_one_whose_lease_ended_while_nobody_could_kill_it_is_killed_by_the_supervisor_that_comes(
+    keeper: Keeper,
+) -> None:
+    lives = two(keeper)
+    core = lives.again()
+    lives.clock.advance(CONFIG.lease_s)
+    lives.renew(B)
+    core.tick()
+    assert lives.states() == {A: "dead", B: "ready"}
+    core.attach([(A, Incarnation(1)), (B, Incarnation(1))])
+    assert [(a.name, a.incarnation) for a in core.tick() if isinstance(a, KillWorker)] == [(A, 1)]
+
+
 def test_a_worker_that_has_served_long_under_the_next_controller_dies_no_quick_death(keeper: Keeper) -> None:
     lives = two(keeper)
     core = lives.again()

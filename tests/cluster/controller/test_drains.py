@@ -435,6 +435,9 @@ def test_a_drain_outlives_the_router_that_was_asked() -> None:
     report = command.run("decode-1")
     assert report.left
     assert command.calls == ["/cluster/drain/decode-1"], "asked once: it goes on at the worker"
+    looks = [*[[busy]] * 3, *[AWAY] * 3, [at("decode-1", "left")]]
+    late = Drained({"workers": [busy], "name": "decode-1"}, *looks).run("decode-1", timeout_s=4.0)
+    assert late.left, "what was seen before it was away is not what is so when time is up"
 
 
 def test_a_router_that_does_not_come_back_leaves_the_end_unknown() -> None:
