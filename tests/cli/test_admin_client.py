@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from twinpool.cli.admin_client import ASKED_AGAIN, POLL_S, AdminClient, RouterAway
+from twinpool.cli.admin_client import ASKED_AGAIN, POLL_S, AdminClient, ClusterNotFound, RouterAway
 
 ANSWER = json.dumps({"workers": []}).encode()
 RESET, CLOSED, HALF = "reset", "closed", "half an answer"
@@ -71,3 +71,14 @@ def test_what_changes_something_is_asked_once(how: str) -> None:
     with router([how]) as (url, asked), pytest.raises(RouterAway):
         AdminClient(url).call("POST", "/cluster/drain/decode-0")
     assert asked == [b"POST /cluster/drain/decode-0 HTTP/1.1"]
+
+
+def test_a_port_where_nobody_listens_has_no_cluster_unless_a_router_answered_there_before() -> None:
+    with router([]) as (url, _):
+        known = AdminClient(url)
+        known.status()
+    with pytest.raises(RouterAway):  # It may be started again: commands wait for it.
+        known.status()
+    with pytest.raises(ClusterNotFound) as nobody:
+        AdminClient(url).status()
+    assert not isinstance(nobody.value, RouterAway)

@@ -190,6 +190,20 @@ def test_a_start_that_the_supervisor_has_goes_on(keeper: Keeper) -> None:
     assert not core.register(record(A, Role.DECODE, 2)).fenced
 
 
+def test_a_start_under_way_has_all_its_time_from_when_the_next_controller_begins(keeper: Keeper) -> None:
+    lives = two(keeper)
+    lives.core.died(A, Incarnation(1), "killed")
+    lives.core.tick()
+    core = lives.again(away_s=CONFIG.start_timeout_s)
+    core.attach([(A, Incarnation(2)), (B, Incarnation(1))])
+    core.set_nodes([NodePlace("0123456789ab", "n")])
+    assert core.tick() == [], "Ray may only be slow to place it"
+    core.set_nodes([])
+    lives.clock.advance(CONFIG.lease_s)
+    lives.renew(B)
+    assert not [a for a in core.tick() if isinstance(a, KillWorker)]
+
+
 def test_what_ended_while_the_controller_was_away_is_dead_at_once_and_what_is_gone_by_its_lease(keeper: Keeper) -> None:
     lives = two(keeper)
     core = lives.again(away_s=1.0)
@@ -211,6 +225,7 @@ def test_processes_that_should_not_be_there_are_killed_and_their_arenas_forgotte
     assert ForgetArenas(A) in actions
     assert lives.states() == {A: "left", B: "ready"}
     core.pools.undrain(A)
+    core.died(B, Incarnation(1), "killed")
     core.detach()
     assert core.tick() == [], "what nobody would carry out is not kept"
 

@@ -71,7 +71,10 @@ def test_a_worker_that_changes_its_role_drains_and_comes_back_as_the_other_kind(
     assert cluster.renew("ready"), "it is told"
     assert not cluster.renew("draining"), "once"
     cluster.core.leave(NAME, cluster.incarnation)
+    row = cluster.core.table.rows[NAME]
+    assert not row.served, "it never was one of its new kind"
     start = cluster.up()
+    assert cluster.core.table.rows[NAME].served
     assert (start.role, start.incarnation) == (Role.PREFILL, 2)
     (view,) = cluster.core.views()
     assert (view.status.role, view.status.state) == (Role.PREFILL, "ready")

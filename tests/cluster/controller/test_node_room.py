@@ -75,6 +75,13 @@ def test_memory_that_is_free_now_binds_those_that_were_not_planned_for() -> None
     assert "50 MiB free now" in refusal
 
 
+def test_those_that_were_planned_for_take_none_of_what_is_free_for_others() -> None:
+    roles: dict[str, RoleRoom] = {Role.DECODE: RoleRoom(100 * MIB, planned=1), Role.PREFILL: RoleRoom(100 * MIB)}
+    cluster = ClusterRoom((NodeRoom(A, 1 << 40, 9, 2, roles, free=150 * MIB),))
+    assert cluster.refusal((), [*workers(Role.DECODE, 1), *workers(Role.PREFILL, 1)]) == ""
+    assert "1 would" in cluster.refusal((), [*workers(Role.DECODE, 1), *workers(Role.PREFILL, 2)])
+
+
 def test_a_pool_that_fits_after_another_is_refused_by_what_the_other_leaves() -> None:
     more = [*workers(Role.PREFILL, 4), *workers(Role.DECODE, 4)]
     assert "4 more decode workers would not fit, 3 would" in ClusterRoom((room(),)).refusal((), more)

@@ -148,6 +148,7 @@ def test_nobody_takes_the_room_of_one_that_served_and_waits_to_start_again() -> 
         "decode-1": "room for a decode worker on a node",
         "decode-2": "room for a decode worker on a node",
     }
+    assert cluster.states()["decode-1"] == "dead", "it has run before"
     cluster.core.set_room(ClusterRoom((here(3),)))
     assert cluster.tick() == ["decode-1"], "it has become larger"
 
