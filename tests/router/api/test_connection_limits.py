@@ -280,6 +280,16 @@ def test_large_bodies_of_all_clients_have_one_bound_and_small_ones_get_in_beside
         server.at_rest()
 
 
+def test_a_body_that_was_read_takes_nobodys_room_while_it_is_answered(bounded: Server) -> None:
+    bounded.pause("decode")
+    client = Client(bounded)
+    client.send("POST", "/v1/completions", b" " * 2 * FREE_BYTES + STREAM)
+    client.until(b"\n\n", after=b"data:")
+    assert bounded.service.buffer.held == 0
+    bounded.resume()
+    assert b"[DONE]" in client.until(b"[DONE]")
+
+
 def test_a_full_house_is_told_before_the_body_is_read() -> None:
     with serving(FakeCluster(1, 1), config=router_config(max_queue=1)) as server:
         server.pause("prefill")

@@ -112,3 +112,17 @@ def test_what_is_left_ends_with_an_error_after_its_time_or_when_asked_again(
         assert "the server is shutting down" in asked.raw
         assert "[DONE]" not in asked.raw
         assert not cluster.leftovers()
+
+
+def test_a_router_that_drains_or_leaves_must_be_gone_some_time_after_its_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    within: list[float] = []
+    with serving(FakeCluster()) as server:
+        monkeypatch.setattr(server.uvicorn, "_must_end", within.append)
+        server.call(server.uvicorn.leave)
+        server.call(server.uvicorn.asked_to_end)
+        server.wait_ended()
+        config, service = server.service.config, server.service
+    assert within[0] > config.max_timeout_s
+    assert service.stop_timeout_s < within[1] < service.stop_timeout_s + 10

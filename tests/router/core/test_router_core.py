@@ -11,7 +11,7 @@ from tests.router.fake_worker import expected
 from tests.router.stage import Stage
 from twinpool.contracts.errors import ErrorKind, IllegalTransition
 from twinpool.contracts.ids import PAIR, Role, WorkerName
-from twinpool.contracts.messages.kept_answers import Attached, KeptAnswer
+from twinpool.contracts.messages.kept_answers import AnswerName, Attached, KeptAnswer
 from twinpool.contracts.messages.worker_events import Done, LegReport, Tokens
 from twinpool.router.core.answer_lookups import LookupEnded
 from twinpool.router.core.failover import REFUSAL_LIMIT
@@ -808,3 +808,15 @@ def test_each_deadline_is_kept_behind_an_earlier_one() -> None:
     assert set(stage.ends) == {first}
     stage.tick(5.0)
     assert [stage.ends[rid].error for rid in (first, second)] == [ErrorKind.DEADLINE] * 2
+
+
+@pytest.mark.parametrize(("named", "finished"), [(True, True), (True, False), (False, True)])
+def test_workers_keep_an_answer_with_a_name_that_a_stop_string_has_ended(named: bool, finished: bool) -> None:
+    stage = Stage(1, 1)
+    request = stage.request(max_tokens=9)
+    request.name = AnswerName("key", "body", 0, 7) if named else None
+    rid = stage.take(request)
+    stage.say(rid, Role.PREFILL, 2)
+    stage.core.cancel(rid, finished=finished)
+    stage.play()
+    assert {cancel.keep for _, cancel in stage.cancels} == {named and finished}

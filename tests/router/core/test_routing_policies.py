@@ -102,6 +102,15 @@ def test_what_storage_holds_counts_for_all_and_most_for_who_has_least() -> None:
     assert policy.prefill([idle, holder], ask(device=held, held=held, storage=640)) is idle
 
 
+def test_of_two_that_are_as_quick_the_one_is_asked_that_has_less_to_compute() -> None:
+    """Whoever was chosen longest ago."""
+    stage = Stage(2, 1)
+    policy = cache_aware(stage)
+    idle, holder = entries(stage)
+    holder.load, holder.turn = 320, 9
+    assert policy.prefill([idle, holder], ask(held={holder.key: 320})) is holder
+
+
 def test_a_slow_worker_counts_for_more_and_noise_for_nothing() -> None:
     stage = Stage(3, 1)
     policy = cache_aware(stage, prefill_0=(1000, 0), prefill_1=(1380, 0), prefill_2=(480, 0))

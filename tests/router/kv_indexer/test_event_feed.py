@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -212,7 +213,8 @@ def test_storage_is_told_of_once_whoever_wrote_there(index: Index) -> None:
     assert index.find(prompt).storage == kept, "storage outlives the workers"
 
 
-def test_pages_of_another_size_are_left_out(index: Index) -> None:
+def test_pages_of_another_size_are_left_out_and_told_of_once(index: Index, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "twinpool.router")
     one = index.publish("prefill-0")
     index.follow(one)
     prompt = tuple(range(320))
@@ -220,6 +222,9 @@ def test_pages_of_another_size_are_left_out(index: Index) -> None:
     one.say(stored(tokens(2)))
     index.until(lambda: index.held(one, tokens(2)) not in (None, (0, 0)))
     assert index.feed.table.entries == len(prefix_hashes(tokens(2)).asked_marks[0])
+    one.say(stored(tokens(3)))
+    index.until(lambda: index.held(one, tokens(3)) not in (None, (0, 0)))
+    assert [record.getMessage() for record in caplog.records].count("KV events lost") == 1
 
 
 def test_slots_are_used_again_once_their_blocks_are_out_of_the_table(tmp_path: Path) -> None:

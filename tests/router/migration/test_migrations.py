@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from tests.router.stage import Stage
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Role, WorkerName
-from twinpool.contracts.messages.router_commands import Command, PauseForMigration, ResumeHere
+from twinpool.contracts.messages.router_commands import Command, PauseForMigration, PullPrefix, ResumeHere
 from twinpool.contracts.messages.worker_events import (
     Done,
     MigrationDone,
@@ -362,3 +362,19 @@ def test_a_request_is_asked_for_once_its_source_has_nothing_to_copy_ahead() -> N
     assert worker == SOURCE
     assert isinstance(order, PauseForMigration)
     assert (order.request_id, order.attempt, order.peer.name) == (scene.rid, 0, TARGET)
+
+
+def test_what_is_copied_ahead_is_found_under_its_requests_salt() -> None:
+    scene = Scene()
+    scene.request.salt = "acme\n"
+    scene.on.hear(scene.source, PushReady(scene.rid, 0, 2))
+    (pull,) = [order for _, order in scene.on.orders if isinstance(order, PullPrefix)]
+    assert (pull.salt, pull.tokens) == ("acme\n", scene.request.tokens[:2])
+
+
+def test_a_target_that_all_requests_are_taken_off_is_told_so() -> None:
+    scene = Scene()
+    scene.bring_to(MigrationState.OFFERED)
+    assert scene.on.core.fail_over(scene.target) == 0, "it is its source's"
+    scene.on.play()
+    assert (TARGET, 1) in scene.cancelled()

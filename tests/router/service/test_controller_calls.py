@@ -17,7 +17,7 @@ from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, Late
 from twinpool.contracts.messages.quota import QuotaClaim, QuotaSlice
 from twinpool.contracts.messages.router_report import RouterReport
 from twinpool.router.core.router_core import RouterCore
-from twinpool.router.links.controller_port import ControllerPorts
+from twinpool.router.links.controller_port import ControllerPorts, ReportCalls
 from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
 from twinpool.router.security.tenant_accounts import TenantAccounts
 from twinpool.router.service.controller_calls import ControllerCalls
@@ -85,3 +85,22 @@ async def test_every_kind_of_call_is_made_and_none_of_them_outlives_the_router()
     assert (controller.under_way, looking.done()) == (set(), True), "whoever looks is told the end"
     with pytest.raises(NoViewer, match="ends"):
         calls.dashboard.open()
+
+
+@pytest.mark.asyncio
+async def test_what_comes_when_there_was_nothing_to_report_is_reported_at_once() -> None:
+    """At the next turn, and the one after it has its second."""
+    said: list[str] = []
+    waiting: list[str] = []
+
+    async def told(what: str) -> None:
+        said.append(what)
+
+    calls = ReportCalls(ManualClock(), "away", lambda: told(waiting.pop()) if waiting else None)
+    calls.tick()
+    for what in ("first", "second"):
+        waiting.append(what)
+        calls.tick()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert said == ["first"]

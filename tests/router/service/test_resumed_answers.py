@@ -110,10 +110,11 @@ def ask_and_leave(server: Server, key: str) -> FakeWorker:
     return worker
 
 
-def test_an_answer_that_has_ended_comes_from_where_it_is_kept(server: Server) -> None:
-    one, answer = kept(server, 20, reason="length")
+@pytest.mark.parametrize("reason", ["length", ""], ids=["and is told so", "by its tokens"])
+def test_an_answer_that_has_ended_comes_from_where_it_is_kept(server: Server, reason: str) -> None:
+    one, answer = kept(server, 20, reason=reason)
     server.cluster["decode-1"].attached = lambda ask: Attached(ask.request_id, 0, answers=(one,))
-    told = server.post(PATH, BODY, **keyed("ended")).json()
+    told = server.post(PATH, BODY, **keyed(f"ended {reason}".strip().replace(" ", "-"))).json()
     assert told["choices"][0]["token_ids"] == answer
     assert told["created"] == 7
     assert told["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
@@ -132,6 +133,17 @@ def test_an_answer_that_was_cut_goes_on_from_its_tokens(server: Server) -> None:
     submits = [s for w in server.cluster.workers.values() for s in w.submits]
     assert {(s.attempt, s.tokens[3:]) for s in submits} == {(5, tuple(answer[:9]))}
     assert all(s.name is not None and s.name.created == 7 and s.name.cached_tokens == 2 for s in submits)
+
+
+def test_an_answer_whose_stop_string_came_while_its_client_was_away_is_ended_and_kept(server: Server) -> None:
+    one, answer = kept(server, 9, running=True, started=True)
+    worker = server.cluster["decode-0"]
+    worker.attached = lambda ask: Attached(ask.request_id, 0, answers=(one,))
+    stop = server.service.model_tokenizer.decode([answer[4]])
+    told = server.post(PATH, {**BODY, "stop": [stop]}, **keyed("stopped")).json()["choices"][0]
+    assert (told["finish_reason"], told["stop_reason"]) == ("stop", stop)
+    server.wait_until(lambda: [(c.request_id, c.keep) for c in worker.cancels] == [("kept-0", True)])
+    assert server.call(lambda: server.service.core.lookups.held) == 0
 
 
 def test_a_running_answer_that_nobody_waits_for_any_more_is_left_to_its_worker(server: Server) -> None:
