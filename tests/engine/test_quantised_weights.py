@@ -18,7 +18,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.engine.harness import Bench
+from tests.engine.harness import Bench, MakeCheckpoint
 from tests.support.checkpoints import Oracle, compare
 from tests.support.family_checkpoint import rewrite_tensors, tensors_of
 from tests.support.model_families import FAMILIES
@@ -427,6 +427,18 @@ def test_what_a_checkpoint_declares_and_is_not_done_is_told_by_name(
 
 
 # ------------------------------------------------------------ the value itself
+
+
+@pytest.mark.parametrize("keep", ["int8", "int4"])
+def test_a_weight_that_is_quantised_when_it_is_loaded_counts_as_it_is_kept(
+    checkpoint: MakeCheckpoint, keep: str
+) -> None:
+    spec, layer = read_model_spec(checkpoint("llama")), "model.layers.0.mlp.up_proj"
+    weights = Weights.dry(spec, keep=keep)
+    (n, k) = spec.headers[f"{layer}.weight"].shape
+    kept = weights.weight(layer, n, k)
+    assert isinstance(kept, BlockWeight)
+    assert weights.nbytes == kept.nbytes < n * k * (1.2 if keep == "int8" else 0.7)
 
 
 def test_rows_of_weights_of_one_layout_are_one_weight_and_others_are_stacked() -> None:

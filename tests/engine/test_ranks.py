@@ -44,6 +44,14 @@ def _all(ranks: list[Process], line: str) -> list[dict[str, Any]]:
     return [rank.hear() for rank in ranks]
 
 
+def test_parts_of_a_sum_are_rounded_once_and_not_with_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = torch.tensor([[256.0], [0.5], [0.5], [0.5]]).bfloat16()  # Neighbours of 256 are two apart in bfloat16.
+    group = TorchDistributedGroup.__new__(TorchDistributedGroup)
+    group._device, group._exact = torch.device("cpu"), True
+    monkeypatch.setattr(group, "_gathered", lambda x, within=None: parts)
+    assert group.sum(parts[0]).tolist() == [258.0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_c3_sums_are_in_the_order_of_the_ranks_for_any_rows_and_a_dead_rank_ends_the_others(

@@ -138,3 +138,15 @@ def test_of_what_was_prefetched_the_youngests_is_given_up_first_and_no_others(mo
     assert parts.scheduler.counters["prefetches_given_up"] == 1
     parts.pages.take(waiting[2])
     assert not parts.scheduler.give_up_prefetch(waiting), "pages come back without that"
+
+
+def test_a_prompt_whose_last_step_is_under_way_yields_its_place_to_nobody() -> None:
+    parts = PrefillParts()
+    first, second = (parts.ask(name, 8, tenant="a") for name in ("a1", "a2"))
+    other = parts.ask("b", 8, tenant="b")
+    parts.granted.add(other)
+    assert parts.scheduler.overserved(other, [first, second]) is second
+    second.launched = len(second.tokens)
+    assert parts.scheduler.overserved(other, [first, second]) is first
+    first.launched = len(first.tokens)
+    assert parts.scheduler.overserved(other, [first, second]) is None

@@ -101,6 +101,7 @@ class Sender:
     outcomes: list[RoomGranted | RoomReleased] = field(default_factory=list)
     unconfirmed: set[RoomId] = field(default_factory=set)
     refuses_metadata: bool = False
+    written: list[tuple[object, ...]] = field(default_factory=list)
 
     def check(self) -> list[str]:
         return []
@@ -115,7 +116,8 @@ class Sender:
     def wanted(self, room: RoomId) -> dict[str, range]:
         return {}
 
-    def write(self, *about: object) -> None: ...
+    def write(self, *about: object) -> None:
+        self.written.append(about)
 
     def seal(self, *about: object) -> None:
         if self.refuses_metadata:
@@ -157,7 +159,11 @@ def test_who_could_not_be_sent_whole_waits_for_no_word_of_decode() -> None:
         handover.write(request, DONE)
     assert handover.check() == []
     sender.refuses_metadata = False
+    request.starts = 2
     assert handover.write(request, DONE)
+    assert [about[3:] for about in sender.written] == [(0,), (2,)], (
+        "what earlier starts sent by layers is not announced"
+    )
     assert handover.check() == ["1 requests wait for decode's word, not the rooms that do"]
     sender.unconfirmed.add(request.submit.room)
     assert handover.check() == []
@@ -191,3 +197,12 @@ def test_only_a_later_attempt_takes_the_place_of_one_that_is_here(attempt: int) 
     assert (accepted, parts.requests.holds(request)) == ((later, False) if attempt == 2 else (None, True))
     told = [(event.attempt, event.error) for _, event in parts.requests.take_events() if isinstance(event, Done)]
     assert told == ([] if attempt == 2 else [(attempt, ErrorKind.INVALID)])
+
+
+def test_a_replay_is_as_long_as_its_tokens_whatever_its_client_asked_for() -> None:
+    parts, request = held(1)
+    longer = structs.replace(request.submit, attempt=2, tokens=tuple(range(parts.requests.fits.max_positions + 1)))
+    assert parts.requests.accept(SESSION, longer, lambda r, _: parts.requests.remove(r)) is None
+    ((_, told),) = parts.requests.take_events()
+    assert isinstance(told, Done)
+    assert told.error is ErrorKind.TOO_LONG
