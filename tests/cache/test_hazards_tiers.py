@@ -587,6 +587,8 @@ def test_pages_that_come_to_the_host_while_storage_is_asked_stay_there_for_what_
     world.adversarial.settle()
     world.queue.run_all()
     world.poll()
+    world.queue.run_next()  # They go to storage first, which keeps them as long.
+    world.manager.tiers.backup.poll()
     forget(world, Tier.HOST)
     answer(world)
     assert (visitor.prefetch.over, visitor.prefetch.gained) == (True, 2)

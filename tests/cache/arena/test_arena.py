@@ -10,10 +10,11 @@ from tests.support.cache_harness import World
 from tests.support.cache_random_schedule import _ACTIONS, _WEIGHTS, Schedule
 from tests.support.cache_requests import content
 from tests.support.pool_sets import NAMES, pool_sets
-from twinpool.cache.arena.arena import SALT_BYTES, Arena, arena_bytes, max_index_bytes
+from twinpool.cache.arena.arena import SALT_BYTES, Arena, SealedPage, arena_bytes, max_index_bytes
 from twinpool.cache.arena.arena_keeper import MAX_TAKEN, SETTLED_S, ArenaKeeper, _date, _FoundPages
 from twinpool.cache.memory.memory_layout import LayoutOrder, PoolSetLayout
 from twinpool.cache.prefix_cache.tree_node import Tier, TreeNode
+from twinpool.contracts.block_hash import TOKEN_BYTES
 
 PAGE_TOKENS = 2
 COUNT = 40
@@ -287,6 +288,19 @@ def test_an_arena_of_another_model_or_layout_has_no_bond() -> None:
     assert Arena(segment, layout_of("full"), "a model").bond == BOND
     assert Arena(segment, layout_of("full"), "another model").bond == b""
     assert Arena(segment, layout_of("full", COUNT - 1), "a model").bond == b""
+
+
+def test_records_of_a_later_life_are_later_than_all_that_it_took_over() -> None:
+    """Of two records of the same page the later one counts, and what was used last goes last."""
+    segment, layout = segment_for("full"), layout_of("full")
+    Arena(segment, layout, "a model").begin(BOND)
+    tokens = bytes(TOKEN_BYTES * layout.spec.page_tokens)
+    for life in (1, 2, 3):
+        arena = Arena(segment, layout, "a model")
+        before, _ = arena.read("full")
+        assert arena.seal("full", (life,), SealedPage(0, bytes([life]) * 16, (7,), tokens=tokens))
+        latest = {record.sequence for record in arena.read("full")[0] if record.index == life}
+        assert min(latest) > max((record.sequence for record in before), default=0)
 
 
 @pytest.mark.parametrize("word", range(8))

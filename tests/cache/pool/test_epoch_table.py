@@ -1,5 +1,7 @@
+import pytest
 import torch
 
+from twinpool.cache.pool import page_allocator
 from twinpool.cache.pool.page_allocator import EpochTable, PageAllocator
 
 
@@ -25,3 +27,14 @@ def test_a_copy_elsewhere_changes_with_the_steps_and_not_between_them() -> None:
     assert copy.tolist() == [0, 0, 0, 0, 1, 0], "a step that was launched before saw no later free"
     assert table.copy_on(here) is copy
     assert copy.tolist() == table.host.tolist() == [0, 1, 2, 0, 1, 1]
+
+
+def test_however_many_pages_come_and_go_between_two_steps_the_next_step_sees_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(page_allocator, "_MAX_BUMPED", 3)
+    table, here = EpochTable(6), torch.device("cpu")
+    copy = table.copy_on(here)
+    for page in (1, 2, 3, 4, 5, 5, 5, 2):
+        table.bump([page])
+    assert table.copy_on(here).tolist() == copy.tolist() == [0, 1, 2, 1, 1, 3]

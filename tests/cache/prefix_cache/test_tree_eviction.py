@@ -52,6 +52,19 @@ class Grove:
         return [name for name, tokens in (("a", A), ("b", B), ("c", C)) if self.depth(tokens) == 2]
 
 
+def test_a_node_that_is_cut_in_two_is_as_old_as_it_was_however_late_it_was_used() -> None:
+    grove = Grove(policy="fifo")
+    grove.put(A)
+    grove.put(B)
+    grove.use(A)
+    grove.put([*A[:2], 9, 9])
+    for below in (A, [*A[:2], 9, 9]):
+        grove.tree.invalidate(TokenPrefix.of(below, PAGE_TOKENS), 1)
+    assert grove.depth(A) == 1
+    assert grove.evict(1) == 1
+    assert (grove.depth(A), grove.depth(B)) == (0, 2)
+
+
 @pytest.mark.parametrize(
     ("policy", "left"),
     [("lru", ["b", "c"]), ("fifo", ["b", "c"]), ("lfu", ["a", "b"]), ("priority", ["a", "b"]), ("slru", ["b", "c"])],

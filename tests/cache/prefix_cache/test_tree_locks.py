@@ -61,6 +61,9 @@ def test_what_is_cut_off_a_leaf_before_storage_had_it_is_counted_as_missed() -> 
     tree.accounts.unstored[part], part.stored = (0, 0.0), 7
     assert tree.eviction.evict(Tier.HOST, "full", 4) == 4
     assert tree.accounts.missed == 2, "pages 5 to 8 went, and storage had seven"
+    part.stored = 1
+    assert tree.eviction.evict(Tier.HOST, "full", 2) == 2
+    assert tree.accounts.missed == 4, "pages 3 and 4 went: page 2 isn't stored, but it is still here"
     assert tree.check() == []
 
 

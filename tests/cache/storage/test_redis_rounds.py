@@ -22,6 +22,8 @@ class StandIn:
         self.there: dict[str, bytes] = {}
         self.refused: set[str] = set()
         """Keys that the server says it has no memory for."""
+        self.fails: Exception | None = None
+        """What becomes of each round trip; None: it goes well."""
         self.trips = 0
         self._asked: list[Callable[[], object]] = []
 
@@ -59,6 +61,8 @@ class StandIn:
     def _trip(self) -> None:
         self.trips += 1
         self.clock.advance(self.takes)
+        if self.fails is not None:
+            raise self.fails
 
 
 @pytest.fixture
@@ -126,3 +130,18 @@ def test_a_call_begins_no_round_trip_after_its_deadline_however_many_it_has(
         assert numbers(server) == [2, 3]
     assert server.trips == 2
     assert backend.counts().failed == {"exists": 2, "read": 2, "write": 3, "delete": 0}[call]
+
+
+@pytest.mark.parametrize(
+    ("fails", "rests"), [(redis.ResponseError("LOADING"), False), (redis.ConnectionError("refused"), True)]
+)
+def test_a_server_that_answers_is_asked_again_at_once_and_one_that_is_gone_is_not(
+    server: StandIn, fails: Exception, rests: bool
+) -> None:
+    backend, into = backend_of(server), memoryview(bytearray(8))
+    server.fails = fails
+    assert backend.read([name(1)], [into])[0].verdict is ObjectVerdict.FAILED
+    server.fails = None
+    (after,) = backend.read([name(1)], [into])
+    assert after.verdict is (ObjectVerdict.FAILED if rests else ObjectVerdict.MISSING)
+    assert server.trips == (1 if rests else 2)

@@ -9,6 +9,7 @@ from tests.support.cache_harness import World
 from twinpool.cache.allocation import Allocation
 from twinpool.cache.manager import swapped_requests
 from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.tree_node import Tier
 from twinpool.cache.storage.storage_backend import ObjectName
 from twinpool.cache.swap import swap_storage
 from twinpool.cache.swap.swap_storage import SwappedState, SwapPlace
@@ -76,6 +77,32 @@ def test_a9_damage_on_storage_is_told_by_the_pages_number_in_its_request(
     answer(world)
     assert (swapped.place, swapped.damage) == (SwapPlace.LOST, {pool: [page]})
     world.manager.swapped.drop(swapped)
+    world.settle()
+
+
+def test_a_state_of_which_storage_has_lost_a_page_keeps_no_host_memory() -> None:
+    """No byte was damaged: nobody is to look at it, and its request is computed again."""
+    world = world_of("all")
+    swapped = swapped_out(world, *computed(world))
+    assert world.manager.swapped.to_storage(swapped, TOKENS)
+    answer(world)
+    world.backend.store.pop(ObjectName("model", "full", swapped.prefix.key(SHARED)).key)
+    world.manager.swapped.from_storage(swapped, TOKENS)
+    answer(world)
+    assert (swapped.place, swapped.damage, swapped.leases) == (SwapPlace.LOST, {}, 0)
+    world.manager.swapped.drop(swapped)
+    world.settle()
+
+
+def test_room_for_a_copy_is_not_made_of_the_pages_that_are_left_to_the_tree() -> None:
+    world = world_of("full", host_pages=SHARED + 2)
+    allocation, prefix = computed(world)
+    with pytest.raises(CapacityError):
+        world.manager.swapped.swap_out(allocation, prefix, len(TOKENS))
+    assert world.manager.tree.accounts.sizes[Tier.HOST, "full"] == SHARED
+    (visitor,) = world.visitors
+    world.leave(visitor)
+    answer(world)
     world.settle()
 
 

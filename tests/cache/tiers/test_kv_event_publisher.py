@@ -120,6 +120,20 @@ def test_an_answer_ends_with_minus_one() -> None:
         assert messages[-1] == [b"", b"\xff" * 8, b""]
 
 
+def test_who_asks_for_batches_that_are_long_gone_gets_those_that_are_left_at_once() -> None:
+    """However many went before: not a bounded part of those each round."""
+    with working(both(buffer_batches=3)) as worker, zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        for _ in range(1000):
+            worker.step()
+        dealer.connect(worker.publisher.replay_endpoint)
+        dealer.send_multipart([b"", bytes(8)])
+        assert worker.publisher._replay is not None
+        assert worker.publisher._replay.poll(60_000), "the question"
+        worker.publisher.round()
+        assert dealer.poll(10_000)
+        assert int.from_bytes(dealer.recv_multipart()[1], "big") == 997
+
+
 def test_a_late_joiner_has_the_whole_index() -> None:
     with working(both()) as worker:
         for _ in range(50):
