@@ -105,11 +105,11 @@ class Serving:
     ) -> None:
         self.process, self.runtime, self.lines, self.url = process, runtime, lines, url
         self.access = access or Access()
-        self.model = httpx.get(f"{url}/v1/models", **self.access.web()).json()["data"][0]["id"]
+        self.model = httpx.get(f"{url}/v1/models", timeout=60, **self.access.web()).json()["data"][0]["id"]
 
     # ------------------------------------------------------------ the operator's side
 
-    def twinpool(self, *arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    def twinpool(self, *arguments: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
         """Run `twinpool ARGUMENTS` against this cluster, found by its run file."""
         return subprocess.run(
             [*COMMAND, *arguments], env=environment(self.runtime) | self.access.operator, cwd=self.runtime,
@@ -158,7 +158,7 @@ class Serving:
     def metrics(self) -> dict[str, float]:
         """Each sample of /metrics, by name with labels."""
         found = {}
-        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
+        for line in httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines():
             if line and not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
                 found[name] = float(value)
@@ -238,7 +238,7 @@ COMES_BACK_S = 0.5
 """The pause between two commands by which a worker's return is awaited: they would take the processor that it needs."""
 
 
-def until(true: Callable[[], bool], what: str, timeout: float = 60, pause_s: float = 0.05) -> None:
+def until(true: Callable[[], bool], what: str, timeout: float = 180, pause_s: float = 0.05) -> None:
     """Ask again and again, with a deadline."""
     deadline = time.monotonic() + timeout
     while not true():
@@ -258,7 +258,7 @@ def serving(
     runtime: Path,
     *flags: str,
     sections: dict[str, Any] | None = None,
-    ready_within: float = 150,
+    ready_within: float = 400,
     prefix: Sequence[str] = (),
     orderly: bool = True,
     temporary: Path | None = None,
@@ -271,7 +271,7 @@ def serving(
     `python`: the interpreter of an environment that has another build."""
     runtime.mkdir(parents=True, exist_ok=True)
     sections = {"cluster": {}, **(sections or {})}
-    sections["cluster"] = {"stop_timeout_s": 25, **sections["cluster"]}
+    sections["cluster"] = {"stop_timeout_s": 25, "start_timeout_s": 300, **sections["cluster"]}
     settings = [f"{s}.{key}={value}" for s, keys in sections.items() for key, value in keys.items()]
     twinpool = COMMAND if python is None else (str(python), *COMMAND[1:])
     command = [*prefix, *twinpool, "serve", "--model", str(model), "--port", "0", *flags]
@@ -320,11 +320,11 @@ def _end(process: subprocess.Popen[str], lines: list[str], orderly: bool) -> Non
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     try:
-        process.wait(60)
+        process.wait(120)
     except subprocess.TimeoutExpired:
         for relative in relatives:
             relative.kill()
-        raise AssertionError("serve didn't end within 60 s of Ctrl-C:\n" + "\n".join(lines[-20:])) from None
+        raise AssertionError("serve didn't end within 120 s of Ctrl-C:\n" + "\n".join(lines[-20:])) from None
     took = time.monotonic() - began
     _, alive = psutil.wait_procs(relatives, timeout=60)
     for relative in alive:

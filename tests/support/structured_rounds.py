@@ -133,7 +133,7 @@ def disturbed(
             counts["replayed"] += sum(answer.twinpool["attempts"] > 1 for answer in got)
             counts["migrated"] += sum(answer.twinpool["migrations"] > 0 for answer in got)
             counts["rounds"] += 1
-            until(lambda: all(w["state"] == "ready" for w in cluster.status().values()), "all workers to be back", 90)
+            until(lambda: all(w["state"] == "ready" for w in cluster.status().values()), "all workers to be back")
             cluster.settle()
     return found, counts
 

@@ -34,7 +34,6 @@ def sizing(cluster: Serving, role: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_pool_grows_under_a_burst_and_shrinks_by_drain_and_no_stream_is_lost(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "qwen3", seed=61)
     with serving(folder, tmp_path / "run", sections=SECTIONS) as cluster:

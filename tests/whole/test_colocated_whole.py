@@ -31,7 +31,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     sections = {
         "cache": {"device_tokens": 8192, "page_tokens": 16},
         "prefill": {"chunk_tokens": 128},
-        "cluster": {"lease_s": 3},
+        "cluster": {"lease_s": 8},
         "audit": {"fraction": 0.3},
         # Steps take their time, so that streams are in their middle when something happens.
         "faults": {"step_delay_s": 0.01},
@@ -51,13 +51,20 @@ def some_prompts(seed: int, count: int, longest: int) -> list[list[int]]:
     return [[rng.randrange(300) for _ in range(rng.randint(1, longest))] for _ in range(count)]
 
 
+def length(number: int, count: int) -> int:
+    return count * (5 if number % 4 == 1 else 1)
+
+
 def under_load(scene: Scene, prompts: list[list[int]], count: int, strike: list[str], pid: int = 0) -> list[Answer]:
-    """All answers, while a command is given or a process killed as soon as the first has ended."""
+    """All answers, while a command is given or a process killed as soon as the first has ended. Each fourth has
+    five times as many tokens, and so is in its middle by then."""
     cluster = scene.serving
 
     async def all_of_them() -> list[Answer]:
         async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
-            bodies = [cluster.body(p, max_tokens=count, stream=n % 2 == 0) for n, p in enumerate(prompts)]
+            bodies = [
+                cluster.body(p, max_tokens=length(n, count), stream=n // 2 % 2 == 0) for n, p in enumerate(prompts)
+            ]
             tasks = [asyncio.create_task(complete(client, body)) for body in bodies]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if pid:
@@ -90,8 +97,9 @@ def test_the_answers_are_audited_by_idle_workers(scene: Scene) -> None:
 def test_d5_a_worker_killed_under_load_costs_no_answer_and_comes_back(scene: Scene) -> None:
     cluster, prompts = scene.serving, some_prompts(4, 24, 300)
     before, replays = cluster.status()["colocated-1"], cluster.metric("twinpool_replays_total")
-    for prompt, answer in zip(prompts, under_load(scene, prompts, 90, [], before["pid"]), strict=True):
-        assert len(answer.tokens) == 90
+    answers = under_load(scene, prompts, 90, [], before["pid"])
+    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        assert len(answer.tokens) == length(number, 90)
         assert compare(scene.oracle, prompt, answer.tokens).equal
     assert cluster.metric("twinpool_replays_total") > replays, "the kill was to strike in the middle"
     until(lambda: cluster.status()["colocated-1"]["state"] == "ready", "colocated-1 to come back", pause_s=COMES_BACK_S)

@@ -24,14 +24,14 @@ def test_requests_are_answered_while_prefill_is_dead_by_decode_and_afterwards_by
     sections = {
         "disaggregation": {"mode": "conditional", "step_tokens": 64},
         "cache": {"device_tokens": 8192, "page_tokens": 16},
-        "cluster": {"lease_s": 3},
+        "cluster": {"lease_s": 8},
         "audit": {"fraction": 1.0},
         # Steps take their time, so that requests are in their middle when it happens.
         "faults": {"step_delay_s": 0.01},
     }
 
     async def under_load() -> None:
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
             asked = [[rng.randrange(300) for _ in range(rng.randint(20, 300))] for _ in range(12)]
             bodies = [cluster.body(p, max_tokens=COUNT, stream=n % 2 == 0) for n, p in enumerate(asked)]
             tasks = [asyncio.create_task(complete(client, body)) for body in bodies]
@@ -50,7 +50,7 @@ def test_requests_are_answered_while_prefill_is_dead_by_decode_and_afterwards_by
         # The last prefill worker may leave without force, and the cluster is well without it.
         left = cluster.twinpool("drain", "prefill-0")
         assert left.returncode == 0, left.stderr
-        health = httpx.get(f"{cluster.url}/health").json()
+        health = httpx.get(f"{cluster.url}/health", timeout=60).json()
         assert (health["status"], health["serving"]) == ("ok", {"prefill": 0, "decode": 1})
         # What was answered so far is audited by decode, now that there is nobody else, and so is what follows.
         until(lambda: cluster.metric("twinpool_audits_waiting") == 0, "all audits to be over")

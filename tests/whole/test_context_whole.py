@@ -52,7 +52,7 @@ def refusal(server: Serving, **body: Any) -> tuple[str, str]:
 
 
 def test_clients_and_the_operator_are_told_the_context(server: Serving) -> None:
-    (model,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+    (model,) = httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]
     assert model["max_model_len"] == CONTEXT
     assert any(f"context {CONTEXT}" in line for line in server.lines)
     assert any(f"{CONTEXT} tokens of context" in line for line in server.lines)

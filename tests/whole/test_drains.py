@@ -35,11 +35,8 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         "cache": {"device_tokens": 16384},
         "faults": {"step_delay_s": 0.01},
         "engine": {"threads": 1},
-        "cluster": {"start_timeout_s": 300},
     }
-    with serving(
-        folder, base / "run", "--prefill", "1", "--decode", "3", sections=sections, ready_within=300
-    ) as cluster:
+    with serving(folder, base / "run", "--prefill", "1", "--decode", "3", sections=sections) as cluster:
         yield Scene(Oracle(folder), cluster)
 
 
@@ -84,7 +81,7 @@ def running(scene: Scene, name: str) -> None:
     """Wait until this worker has something to do; asked of the router itself, as a command takes its time."""
 
     def busy() -> bool:
-        rows = httpx.get(f"{scene.serving.url}/cluster/status").json()["workers"]
+        rows = httpx.get(f"{scene.serving.url}/cluster/status", timeout=60).json()["workers"]
         return any(row["name"] == name and row["running"] > 0 for row in rows)
 
     until(busy, f"{name} to be busy")

@@ -23,7 +23,9 @@ ASKED, INTERRUPTED = 0, 130
 SERVE = ("serve", "--port", "0")
 CONTROLLER = ("controller", "--address", "127.0.0.1", "--port", "7400")
 ONE_PROCESS = (*SERVE, "--set", "transfer.plane=local")
-LONG = ("--set", "cluster.stop_timeout_s=300")
+SLOW = ("--set", "faults.step_delay_s=0.01")
+"""An answer is in its middle whenever a busy machine comes to what is done meanwhile."""
+LONG = (*SLOW, "--set", "cluster.stop_timeout_s=300")
 """Longer than an answer takes on a machine that is busy."""
 STOPS_AT = """
 import sys, time
@@ -95,10 +97,10 @@ class Run:
             os.killpg(self.process.pid, number)
 
     def code(self) -> int:
-        return self.process.wait(90)
+        return self.process.wait(180)
 
     def nothing_is_left(self) -> None:
-        until(lambda: not processes_of(self.folder), f"all processes of {self.folder} to be gone", 60)
+        until(lambda: not processes_of(self.folder), f"all processes of {self.folder} to be gone")
         assert not list(self.folder.glob("twinpool/run-*.json"))
 
 
@@ -120,7 +122,7 @@ class Streamed:
         self.lines: list[str] = []
         self._thread = threading.Thread(target=self._read, args=(url, tokens))
         self._thread.start()
-        until(lambda: len(self.lines) > 2, "the first tokens", 60)
+        until(lambda: len(self.lines) > 2, "the first tokens")
 
     def _read(self, url: str, tokens: int) -> None:
         body = {"prompt": "It was a fine morning", "max_tokens": tokens, "ignore_eos": True, "stream": True}
@@ -145,13 +147,13 @@ def refuses_what_is_new(url: str) -> None:
     assert int(refused.headers["retry-after"]) > 0
 
 
-def drains(run: Run, end: Callable[[], object], tokens: int = 400) -> None:
+def drains(run: Run, end: Callable[[], object], tokens: int = 700) -> None:
     """What runs is finished, to the last token, and what is new is refused meanwhile."""
     url = run.url
     answer = Streamed(url, tokens)
     end()
     run.line_with("new requests are refused")
-    until(lambda: httpx.get(f"{url}/health", timeout=60).status_code == 503, "the router to be told", 30, 0.01)
+    until(lambda: httpx.get(f"{url}/health", timeout=60).status_code == 503, "the router to be told", pause_s=0.01)
     refuses_what_is_new(url)
     lines = answer.ended()
     assert lines[-1] == "data: [DONE]", lines[-3:]
@@ -182,7 +184,7 @@ def test_an_end_that_is_asked_for_while_modules_are_imported_has_its_code(
     """The last one is a command that has not done its work; SIGTERM ends it as any process."""
     (tmp_path / "sitecustomize.py").write_text(STOPS_AT.format(module=module, swallows=swallows))
     with running(tmp_path / "run", *words, paths=(tmp_path,)) as run:
-        until(lambda: (tmp_path / "run" / "at").exists() or run.process.poll() is not None, f"{module}", 90)
+        until(lambda: (tmp_path / "run" / "at").exists() or run.process.poll() is not None, f"{module}")
         assert (tmp_path / "run" / "at").exists(), run.lines
         run.signalled(number)
         if code == INTERRUPTED and number is signal.SIGTERM:
@@ -201,7 +203,7 @@ def test_a_second_interrupt_that_comes_while_the_interpreter_ends_changes_no_cod
         "atexit.register(late)\n"
     )
     with running(tmp_path / "run", "status", paths=(tmp_path,)) as run:
-        until(lambda: (tmp_path / "run" / "at").exists() or run.process.poll() is not None, "the import", 90)
+        until(lambda: (tmp_path / "run" / "at").exists() or run.process.poll() is not None, "the import")
         run.signalled(signal.SIGINT, times=1)
         assert run.code() == INTERRUPTED, run.lines
 
@@ -272,7 +274,7 @@ def test_a_cluster_drains(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("serve", [ONE_PROCESS, SERVE], ids=["one process", "cluster"])
 def test_what_is_left_after_its_time_ends_with_an_error(tmp_path: Path, serve: tuple[str, ...]) -> None:
-    with running(tmp_path / "short", *serve, "--set", "cluster.stop_timeout_s=0.2") as run:
+    with running(tmp_path / "short", *serve, *SLOW, "--set", "cluster.stop_timeout_s=0.2") as run:
         answer = Streamed(run.url, 1900)
         run.signalled(signal.SIGINT)
         lines = answer.ended()
@@ -294,7 +296,7 @@ def test_a_launch_that_is_interrupted_leaves_no_cluster(tmp_path: Path) -> None:
 def test_the_demo_ends_with_the_same_code_while_its_cluster_starts(tmp_path: Path) -> None:
     with running(tmp_path / "run", "demo", "--port", "0") as run:
         run.line_with("starting two prefill")
-        until(lambda: len(psutil.Process(run.process.pid).children()) > 0, "its cluster to be started", 60)
+        until(lambda: len(psutil.Process(run.process.pid).children()) > 0, "its cluster to be started")
         run.signalled(signal.SIGTERM)
         assert run.code() == ASKED, run.lines
         run.nothing_is_left()

@@ -37,7 +37,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     sections = {
         "cache": {"device_tokens": 8192},
         "prefill": {"chunk_tokens": 128},
-        "cluster": {"lease_s": 3},
+        "cluster": {"lease_s": 8},
         # The first hand-over of each start of a prefill worker arrives damaged.
         "faults": {"step_delay_s": 0.004, "corrupt_page": 1},
     }
@@ -241,7 +241,7 @@ def test_b2_a_router_that_is_killed_leaves_nothing_on_the_workers_and_the_next_o
 
     def it_serves() -> bool:
         try:
-            return httpx.get(f"{cluster.url}/health").status_code == 200
+            return httpx.get(f"{cluster.url}/health", timeout=60).status_code == 200
         except httpx.HTTPError:
             return False
 

@@ -84,7 +84,7 @@ def test_the_openai_package_is_answered_over_https_as_without_protection(secured
 @pytest.mark.slow
 def test_the_operators_port_takes_operators_keys_and_the_endpoint_has_none_of_its_paths(secured: Secured) -> None:
     ca, key, admin_key = (secured.cluster.access.ca, secured.cluster.access.key, secured.cluster.access.admin_key)
-    with httpx.Client(verify=ssl.create_default_context(cafile=ca)) as web:
+    with httpx.Client(verify=ssl.create_default_context(cafile=ca), timeout=60) as web:
 
         def status(url: str, secret: str) -> int:
             return web.get(url, headers={"Authorization": f"Bearer {secret}"} if secret else {}).status_code
@@ -120,6 +120,7 @@ def test_a_tenant_finds_nothing_of_what_another_has_cached(secured: Secured) -> 
     cached, fresh = ([rng.randrange(200, 1000) for _ in range(400)] for _ in range(2))
     other = run(secured.folder, ["keys", "new", "rival", "--file", "keys.json"])
     web = cluster.access.web() | {"headers": {"Authorization": f"Bearer {other}"}}
+    web["timeout"] = 60
     until(lambda: httpx.get(f"{cluster.url}/v1/models", **web).status_code == 200, "the router to read the new key")
 
     def reused(prompt: list[int], **access: Any) -> int:
@@ -138,8 +139,9 @@ def test_no_log_holds_a_prompt_or_a_key(secured: Secured) -> None:
     cluster = secured.cluster
     cluster.complete(SECRET_PROMPT, max_tokens=4)
     refused = httpx.post(
-        f"{cluster.url}/v1/completions", json={"prompt": SECRET_PROMPT, "n": SECRET_PROMPT}, **cluster.access.web()
-    )
+        f"{cluster.url}/v1/completions", json={"prompt": SECRET_PROMPT, "n": SECRET_PROMPT}, timeout=60,
+        **cluster.access.web(),
+    )  # fmt: skip
     assert refused.status_code == 400
     (logs,) = [line.split("logs", 1)[1].strip() for line in cluster.lines if "  logs  " in line]
     texts = {path.name: path.read_text(errors="replace") for path in Path(logs).iterdir() if path.is_file()}

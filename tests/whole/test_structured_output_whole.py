@@ -11,6 +11,5 @@ from tests.support.structured_rounds import expect
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_answers_that_follow_a_grammar_are_the_same_through_retracts_a_migration_and_a_kill(tmp_path: Path) -> None:
     expect(all_cases()[::20], tmp_path, a_round=100, retract_every=15)

@@ -158,8 +158,9 @@ def test_a_chat_shows_the_model_its_tools_and_the_calls_before(cluster: Serving)
     ]}  # fmt: skip
     result = {"role": "tool", "tool_call_id": "c1", "content": "noon"}
     body = {"messages": [*ASKED, called, result], "tools": [TIME], "max_tokens": 1, "return_token_ids": True}
-    answer = httpx.post(f"{cluster.url}/v1/chat/completions", json=body).json()
-    text = httpx.post(f"{cluster.url}/detokenize", json={"tokens": answer["prompt_token_ids"]}).json()["prompt"]
+    answer = httpx.post(f"{cluster.url}/v1/chat/completions", json=body, timeout=60).json()
+    tokens = {"tokens": answer["prompt_token_ids"]}
+    text = httpx.post(f"{cluster.url}/detokenize", json=tokens, timeout=60).json()["prompt"]
     assert json.dumps(TIME) in text
     assert '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>' in text
     assert "noon" in text

@@ -30,7 +30,6 @@ def trace(model: Path) -> Trace:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_in_one_process_tiers_change_no_token_and_damage_is_counted(model: Path, trace: Trace, tmp_path: Path) -> None:
     storage = tmp_path / "storage"
     expect_first_run(model, trace, tmp_path / "first", storage, "local", decode_tiers=False)
@@ -39,7 +38,6 @@ def test_in_one_process_tiers_change_no_token_and_damage_is_counted(model: Path,
 
 @pytest.mark.soak
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_under_ray_tiers_change_no_token_and_a_restart_keeps_what_storage_has(
     model: Path, trace: Trace, tmp_path: Path
 ) -> None:
@@ -49,7 +47,6 @@ def test_under_ray_tiers_change_no_token_and_a_restart_keeps_what_storage_has(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_the_example_with_all_tiers_runs_and_finds_its_pages_after_a_restart(model: Path, tmp_path: Path) -> None:
     flags = ("--config", str(ROOT / "configs" / "tiers.yaml"))
     sections = {
