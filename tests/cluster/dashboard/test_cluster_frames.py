@@ -324,7 +324,8 @@ def test_damage_is_counted_by_site_over_restarts_and_told(frames: ClusterFrames)
     frame = frames.frame()
     assert frame["damage"][site] == 3
     assert sum(frame["damage"].values()) == 3
-    assert sum("damaged" in text for text in texts(frame)) == 2
+    told = [text.partition(";")[0] for text in texts(frame) if "damaged" in text]
+    assert told == [f"workers have found damaged state {times} times" for times in (2, 1)]
 
 
 def test_damage_of_several_workers_at_one_site_is_added_up(frames: ClusterFrames) -> None:

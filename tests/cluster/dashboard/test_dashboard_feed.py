@@ -40,12 +40,20 @@ async def test_the_state_is_asked_for_as_often_as_somebody_watches_and_else_for_
     scene = Scene()
     scene.run(60.0)
     assert scene.asked == pytest.approx(60 / SAMPLE_S, abs=1)
+    scene.clock.advance(600.0)
+    asked = scene.asked
+    scene.run(SAMPLE_S - 1.0)
+    assert scene.asked - asked <= 2, "what was missed while nothing ran isn't made up for"
     assert (scene.feed.report_s, scene.feed.counters_s) == (SAMPLE_S, SAMPLE_S)
     frames = scene.feed.watch()
     first = asyncio.ensure_future(anext(frames))
     await asyncio.sleep(0)
     asked = scene.asked
-    scene.run(30.0)
+    scene.run(0.1)
+    await asyncio.sleep(0)
+    assert scene.asked - asked == 1, "who has just come is shown something at once"
+    assert first.done()
+    scene.run(29.9)
     assert scene.asked - asked == pytest.approx(30 / FRAME_S, abs=1)
     assert (scene.feed.report_s, scene.feed.counters_s) == (FRAME_S, FRAME_S)
     await first
