@@ -14,6 +14,7 @@ from tests.support.colocated_worker import Colocated, colocated
 from tests.support.family_scenes import CHUNK, PAGE, Family, Watch, device_bytes, greedy, make_family, tokens_of
 from tests.support.model_families import FAMILIES
 from tests.support.worker_pair import Answer
+from tests.support.worker_parts import manager_of
 from twinpool.contracts.ids import RequestId, Role
 
 pytestmark = pytest.mark.slow
@@ -73,7 +74,7 @@ def test_state_of_every_kind_goes_through_all_tiers_and_is_retracted_and_brought
         cache=cache | {"prefetch": {"policy": "wait_complete"}}, decode={"retract": "copy"},
         colocate={"prompt_tokens": PAGE},
     ) as both:  # fmt: skip
-        watch = Watch(both.worker._manager)
+        watch = Watch(manager_of(both.worker))
         for _ in range(2):
             for words, answer in zip(said, ask(both, said, 9, at_once=3), strict=True):
                 asked.append((list(words), answer.list))
@@ -81,7 +82,7 @@ def test_state_of_every_kind_goes_through_all_tiers_and_is_retracted_and_brought
         counters = both.worker.status().counters
         assert counters["pages_damaged_on_host"] == counters["pages_damaged_in_storage"] == 0
         assert counters["resumptions"] > 5
-        for pool in both.worker._manager.spec.by_name:
+        for pool in manager_of(both.worker).spec.by_name:
             assert watch.hits[pool], f"{pool} was never hit"
         assert watch.loaded, "nothing came from the host"
     for prompt, tokens in asked:

@@ -11,6 +11,7 @@ import pytest
 from tests.support.checkpoints import Oracle
 from tests.support.colocated_worker import Colocated, colocated
 from tests.support.worker_pair import SESSION, Answer, pair
+from tests.support.worker_parts import manager_of, table_of
 from tests.workers.test_pair import expect_equal, greedy, prompts
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.cpu_device import CpuDevice
@@ -29,7 +30,7 @@ PAGE = 16
 
 
 def only(both: Colocated, request: RequestId) -> DecodeRequest:
-    return next(r for r in both.worker._request_table if r.submit.request_id == request)
+    return next(r for r in table_of(both.worker) if r.submit.request_id == request)
 
 
 def until(both: Colocated, what: Callable[[], bool], rounds: int = 2000) -> None:
@@ -102,7 +103,7 @@ class Recording(CpuDevice):
 
 def noted_copies(both: Colocated) -> list[str]:
     """A list that gets the name of each call that copies or clears pages from now on."""
-    pools, called = both.worker._manager.pools, list[str]()
+    pools, called = manager_of(both.worker).pools, list[str]()
 
     def noting(name: str) -> None:
         plain = getattr(pools, name)
@@ -328,7 +329,7 @@ def test_b2_a_request_can_be_cancelled_in_every_phase(model: Path) -> None:
             asked = [both.submit(p, greedy(30)) for p in prompts(rounds, 90, 60, 120)]
             for _ in range(rounds):
                 both.step()
-            seen |= {r.phase for r in both.worker._request_table}
+            seen |= {r.phase for r in table_of(both.worker)}
             for request in asked:
                 both.cancel(request)
             both.settle()

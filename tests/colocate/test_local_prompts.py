@@ -10,6 +10,7 @@ from tests.support.hash_colocated import PAGE, HashColocated, hash_colocated
 from tests.support.hash_workers import recite
 from tests.support.pool_sets import NAMES, pool_sets
 from tests.support.random_pairs import run_colocated_seed
+from tests.support.worker_parts import manager_of, table_of
 from twinpool.cache.allocation import Allocation
 from twinpool.cache.prefix_cache.tree_node import Tier
 from twinpool.contracts.errors import ErrorKind
@@ -27,7 +28,7 @@ def running(both: HashColocated, request: RequestId) -> Allocation:
         if len(both.answers[request].tokens) >= 2:
             break
         both.step()
-    return next(r for r in both.worker._request_table if r.submit.request_id == request).held
+    return next(r for r in table_of(both.worker) if r.submit.request_id == request).held
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -57,7 +58,7 @@ def test_c11_the_tree_gets_window_pages_only_where_others_take_their_place() -> 
     prompt = list(range(1, 50))
     for short in (False, True):
         with hash_colocated("full+window", 200, prefill={"chunk_tokens": 8}) as both:
-            manager = both.worker._manager
+            manager = manager_of(both.worker)
             pool, hold = manager.pools.allocators["window"], manager.kinds.windows["window"]
             others = pool.lease(pool.free - hold if short else 0, "somebody else")
             allocation = running(both, both.submit(prompt, greedy(60)))
@@ -74,15 +75,15 @@ def test_what_was_prefetched_for_a_prompt_is_let_go_with_its_hand_over_or_its_en
     storage = {"backend": "memory", "path": uuid.uuid4().hex, "max_bytes": 1 << 28}
     cache = {"host_bytes": 1 << 20, "storage": storage, "prefetch": {"policy": "wait_complete"}}
     with hash_colocated("full", 200, cache=cache) as both:
-        tree, prefetcher = both.worker._manager.tree, both.worker._manager.tiers.prefetcher
+        tree, prefetcher = manager_of(both.worker).tree, manager_of(both.worker).tiers.prefetcher
         (first,) = both.run(both.submit(prompt, greedy(4)))
         assert first.list == recite(spec, prompt, 4)
         both.settle()
         for _ in range(100_000):  # Storage takes what was finished in its own time, too.
-            if not both.worker._manager.busy:
+            if not manager_of(both.worker).busy:
                 break
             both.step()
-        assert not both.worker._manager.busy
+        assert not manager_of(both.worker).busy
         for tier in (Tier.DEVICE, Tier.HOST):
             tree.eviction.evict(tier, "full", 1 << 20)
         again = both.submit([*prompt, 7], greedy(40))
@@ -101,7 +102,7 @@ def test_what_was_prefetched_for_a_prompt_is_let_go_with_its_hand_over_or_its_en
         assert len(prefetcher) == 1, "it is being read again"
         both.cancel(given_up)
         for _ in range(100_000):
-            if not both.worker._manager.busy:
+            if not manager_of(both.worker).busy:
                 break
             both.step()
         assert (len(prefetcher), prefetcher.locks) == (0, 0)

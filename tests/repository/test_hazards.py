@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.router.stage import Stage
+from tests.support.worker_parts import scheduler_of, table_of
 from tests.workers.test_any_state import hash_pair
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import PeerDead
@@ -35,10 +36,10 @@ def test_every_hazard_has_a_test_that_bears_its_name() -> None:
 
 def queues_of(decode: DecodeWorker) -> dict[str, list[int]]:
     """Every list of a decode worker that owns requests, by the phase that it is for."""
-    retraction, migrations = decode._scheduler.retraction, decode._migrations
+    retraction, migrations = scheduler_of(decode).retraction, decode._migrations
     lists = {
-        "waiting": decode._scheduler.waiting,
-        "running": decode._scheduler.running,
+        "waiting": scheduler_of(decode).waiting,
+        "running": scheduler_of(decode).running,
         "retracting": retraction._leaving,
         "retracted": retraction._away,
         "resuming": retraction._coming,
@@ -50,11 +51,11 @@ def queues_of(decode: DecodeWorker) -> dict[str, list[int]]:
 def misplaced(decode: DecodeWorker) -> list[str]:
     """Requests that aren't in exactly the one queue that their phase names; what arrives is in none."""
     queues, found = queues_of(decode), []
-    for request in decode._request_table:
+    for request in table_of(decode):
         there = [name for name, queue in queues.items() for one in queue if one == id(request)]
         if there != ([] if request.phase == "arriving" else [str(request.phase)]):
             found.append(f"{request.submit.request_id} is {request.phase} and in {there}")
-    known = {id(request) for request in decode._request_table}
+    known = {id(request) for request in table_of(decode)}
     return found + [f"a request that has ended is in {name}" for name, q in queues.items() if set(q) - known]
 
 
@@ -115,10 +116,10 @@ def test_c6_a_request_in_two_queues_is_found() -> None:
         request = both.submit(list(range(9)), SamplingParams(max_tokens=20, temperature=0.0))
         while len(both.answers[request].tokens) < 3:
             both.step()
-        (running,) = both.decode._scheduler.running
-        both.decode._scheduler.waiting.append(running)
+        (running,) = scheduler_of(both.decode).running
+        scheduler_of(both.decode).waiting.append(running)
         assert any("in that queue" in v for v in both.decode.check().violations)
-        both.decode._scheduler.waiting.clear()
+        scheduler_of(both.decode).waiting.clear()
         both.cancel(request)
 
 

@@ -21,6 +21,7 @@ import torch
 from tests.support.checkpoints import VOCAB, Oracle, compare
 from tests.support.model_families import FAMILIES
 from tests.support.worker_pair import Answer, Pair, counts_for, pair
+from tests.support.worker_parts import manager_of
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from twinpool.cache.memory.memory_layout import BufferLayout
@@ -93,7 +94,7 @@ def greedy(count: int) -> SamplingParams:
 
 def managers(both: Pair) -> tuple[KVCacheManager, KVCacheManager]:
     """Those of prefill and decode."""
-    return both.prefill._manager, both.decode._manager
+    return manager_of(both.prefill), manager_of(both.decode)
 
 
 def ask(both: Pair, prompts: Sequence[Sequence[int]], count: int, at_once: int = 8) -> list[Answer]:
@@ -130,7 +131,7 @@ def expect_answers(family: Family, plane: str, lengths: Sequence[int], count: in
     with pair(
         family.folder, tokens=16384, transfer={"plane": plane}, prefill={"chunk_tokens": CHUNK}, cache=cache
     ) as both:
-        pools = both.prefill._manager.spec
+        pools = manager_of(both.prefill).spec
         answers = ask(both, prompts, count)
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.progress[Role.DECODE].transfer_bytes == bytes_due(pools, len(prompt))
@@ -253,7 +254,7 @@ def expect_tiers(family: Family, talks: int, turns: int, count: int = 9) -> None
         for worker in (both.prefill, both.decode):
             counters = worker.status().counters
             assert counters["pages_damaged_on_host"] == counters["pages_damaged_in_storage"] == 0
-        names = list(both.prefill._manager.spec.by_name)
+        names = list(manager_of(both.prefill).spec.by_name)
     prefill = watches[0]
     for pool in names:
         assert prefill.evicted[Tier.DEVICE, pool], f"{pool} was never evicted from the device: {prefill.evicted}"
@@ -326,7 +327,7 @@ def buffers_of(spec: PoolSetSpec) -> list[Buffer]:
 @contextmanager
 def damaged_on_the_way(both: Pair, buffer: Buffer, *, whole: bool) -> Iterator[list[int]]:
     """What prefill writes of `buffer` arrives damaged, while its own copy stays as it is; yields indices written."""
-    sender, pools = both.prefill._sender, both.prefill._manager.pools
+    sender, pools = both.prefill._sender, manager_of(both.prefill).pools
     write = sender.write
     hurt: list[int] = []
 
@@ -394,7 +395,7 @@ def expect_damage_is_caught(family: Family) -> None:
     """In hand-over: the request fails as damaged, and comes out right when it is asked again. In a load: it is computed
     again. Both are counted, for every buffer."""
     with tagged(family, verify=True) as both:
-        spec = both.prefill._manager.spec
+        spec = manager_of(both.prefill).spec
         for buffer, prompt in damage_prompts(spec, family):
             before = both.decode.status().counters["pages_damaged"]
             with damaged_on_the_way(both, buffer, whole=False) as hurt:
@@ -418,7 +419,7 @@ def expect_damage_is_caught(family: Family) -> None:
 def expect_unnoticed_damage_shows(family: Family) -> None:
     """Without tags the same damage changes the answer, in hand-over and in a load: so the buffer is really read."""
     with tagged(family, verify=False) as both:
-        spec = both.prefill._manager.spec
+        spec = manager_of(both.prefill).spec
         for buffer, prompt in damage_prompts(spec, family):
             (good,) = ask(both, [prompt], DAMAGED_TOKENS)
             with damaged_on_the_way(both, buffer, whole=True) as hurt:

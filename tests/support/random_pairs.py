@@ -14,6 +14,7 @@ from typing import Any
 from tests.support.hash_colocated import HashColocated, hash_colocated
 from tests.support.hash_workers import CONTEXT, recite
 from tests.support.pool_sets import NAMES, pool_sets
+from tests.support.worker_parts import table_of
 from tests.workers.test_any_state import PAGE, HashPair, hash_pair
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import Device
@@ -139,7 +140,7 @@ def _where(both: HashPair | HashColocated) -> list[tuple[str, str]]:
     return [
         (f"{worker.role} {request.submit.request_id}", str(request.phase))
         for worker in _workers(both)
-        for request in worker._request_table
+        for request in table_of(worker)
     ]
 
 

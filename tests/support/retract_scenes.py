@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.support.family_scenes import PAGE, Buffer, Family, buffers_of, device_bytes, greedy, tokens_of
 from tests.support.worker_pair import Answer, Pair, pair
+from tests.support.worker_parts import manager_of, scheduler_of
 from twinpool.cache.swap.swap_storage import SwappedState
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Role
@@ -119,10 +120,10 @@ def once_swapped(both: Pair, prompt: list[int], count: int, change: Change) -> A
     assert isinstance(decode, DecodeWorker)
     asked = both.submit(prompt, greedy(count))
     for _ in range(10_000):
-        if any(r.generated >= 3 for r in decode._scheduler.running):
+        if any(r.generated >= 3 for r in scheduler_of(decode).running):
             break
         both.step()
-    (request,) = decode._scheduler.running
+    (request,) = scheduler_of(decode).running
     request_swapped(both, decode, request)
     assert request.swapped is not None
     change(decode, request.swapped)
@@ -131,8 +132,8 @@ def once_swapped(both: Pair, prompt: list[int], count: int, change: Change) -> A
 
 def request_swapped(both: Pair, decode: DecodeWorker, request: DecodeRequest) -> None:
     """Retract it; it stays away until the next round."""
-    decode._scheduler.retract(request)
-    decode._act(decode._scheduler.retraction.advance())
+    scheduler_of(decode).retract(request)
+    decode._act(scheduler_of(decode).retraction.advance())
     assert request.phase == "retracted"
 
 
@@ -140,7 +141,7 @@ def flip_one(buffer: Buffer, damaged: list[int]) -> Change:
     """One bit of one page or slot, the second one where the first has number 0; its number goes to `damaged`."""
 
     def change(decode: DecodeWorker, swapped: SwappedState) -> None:
-        host, numbers = decode._manager.host, swapped.numbers[buffer.pool]
+        host, numbers = manager_of(decode).host, swapped.numbers[buffer.pool]
         assert host is not None
         at = 0 if numbers[0] else min(1, len(numbers) - 1)
         buffer.flip(host, swapped.saved.leases[buffer.pool].indices[at : at + 1], 5)
@@ -153,7 +154,7 @@ def scramble(buffer: Buffer) -> Change:
     """All that is swapped out of a buffer."""
 
     def change(decode: DecodeWorker, swapped: SwappedState) -> None:
-        host = decode._manager.host
+        host = manager_of(decode).host
         assert host is not None
         indices = swapped.saved.leases[buffer.pool].indices
         assert indices, f"nothing of {buffer} is swapped out"
@@ -173,7 +174,7 @@ def expect_swapped_damage_is_caught(family: Family, caplog: pytest.LogCaptureFix
     """Each registered buffer, damaged by a bit while it is swapped out: the attempt ends as damaged, is counted, and
     the log names the page by its number in the request."""
     with swapped_pair(family, verify=True) as both:
-        spec = both.decode._manager.spec
+        spec = manager_of(both.decode).spec
         for number, buffer in enumerate(buffers_of(spec), 1):
             damaged: list[int] = []
             caplog.clear()
@@ -188,7 +189,7 @@ def expect_swapped_damage_is_caught(family: Family, caplog: pytest.LogCaptureFix
 def expect_each_buffer_is_swapped_and_read(family: Family) -> None:
     """Untouched, an answer is what it was; without tags, damage to any registered buffer changes it."""
     with swapped_pair(family, verify=False) as both:
-        spec = both.decode._manager.spec
+        spec = manager_of(both.decode).spec
         for number, buffer in enumerate(buffers_of(spec), 1):
             prompt = tokens_of(number, 70)
             same = once_swapped(both, prompt, 12, lambda decode, swapped: None)

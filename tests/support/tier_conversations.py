@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.support.conversations import Talk, Turn
 from tests.support.worker_pair import Pair
+from tests.support.worker_parts import manager_of
 from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.sampling_params import SamplingParams
 
@@ -56,7 +57,7 @@ def converse(
 
 
 def busy(both: Pair) -> bool:
-    return any(worker._manager.busy for worker in (both.prefill, both.decode))
+    return any(manager_of(worker).busy for worker in (both.prefill, both.decode))
 
 
 def turn_of(both: Pair, request: RequestId, number: int, prompt: list[int], turn: int) -> Turn:

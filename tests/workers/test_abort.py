@@ -18,6 +18,7 @@ import pytest
 
 from tests.support.pool_sets import pool_sets
 from tests.support.worker_pair import SESSION, turns
+from tests.support.worker_parts import manager_of, scheduler_of, table_of
 from tests.workers.test_any_state import HashPair, hash_pair
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.contracts.clock import ManualClock
@@ -77,10 +78,10 @@ class Scene:
             self.both.prefill.wait(0.001)
 
     def at_prefill(self, rid: RequestId, phase: PrefillPhase) -> bool:
-        return any(r.phase is phase for r in self.prefill._request_table if r.submit.request_id == rid)
+        return any(r.phase is phase for r in table_of(self.prefill) if r.submit.request_id == rid)
 
     def at_decode(self, rid: RequestId, phase: DecodePhase) -> bool:
-        return any(r.phase is phase for r in self.decode._request_table if r.submit.request_id == rid)
+        return any(r.phase is phase for r in table_of(self.decode) if r.submit.request_id == rid)
 
     def check(self, prompt: list[int], rid: RequestId) -> None:
         from tests.support.hash_workers import recite
@@ -123,7 +124,7 @@ def prefetching(scene: Scene) -> RequestId:
     for _ in range(3):  # Others take the room that its pages have on the device and on the host.
         scene.both.run(scene.submit(scene.prompt(FILLER)))
     rid = scene.submit([*first, *scene.prompt(5)])
-    (request,) = [r for r in scene.prefill._request_table if r.submit.request_id == rid]
+    (request,) = [r for r in table_of(scene.prefill) if r.submit.request_id == rid]
     assert request.prefetch is not None
     return rid
 
@@ -135,21 +136,21 @@ def loading(scene: Scene) -> RequestId:
     for _ in range(3):  # Others take the room on the device; the host has enough.
         scene.both.run(scene.submit(scene.prompt(FILLER)))
     rid = scene.submit([*first, *scene.prompt(5)])
-    (request,) = [r for r in scene.prefill._request_table if r.submit.request_id == rid]
+    (request,) = [r for r in table_of(scene.prefill) if r.submit.request_id == rid]
     end = time.monotonic() + UNTIL_S
     while request.allocation is None:
         assert time.monotonic() < end, "it was not admitted"
         scene.prefill._poll()
-        scene.prefill._scheduler.admit()
+        scheduler_of(scene.prefill).admit()
         scene.prefill.wait(0.001)
     assert request.cached.host, "it was to come from the host"
-    scene.prefill._manager.launch()
+    manager_of(scene.prefill).launch()
     return rid
 
 
 def prefilling(scene: Scene) -> RequestId:
     rid = scene.submit(scene.prompt())
-    scene.until(lambda: any(0 < r.committed < PROMPT for r in scene.prefill._request_table), Role.PREFILL)
+    scene.until(lambda: any(0 < r.committed < PROMPT for r in table_of(scene.prefill)), Role.PREFILL)
     return rid
 
 
@@ -304,12 +305,12 @@ def test_a7_what_is_still_being_loaded_is_not_sent_when_its_grant_comes(
     """It goes out behind the step that waits for the load."""
     with opened(name, "local", seed=5, host_pages=200) as scene:
         rid = loading(scene)
-        (request,) = [r for r in scene.prefill._request_table if r.submit.request_id == rid]
+        (request,) = [r for r in table_of(scene.prefill) if r.submit.request_id == rid]
         assert request.allocation is not None
-        scene.decode._manager.tree.eviction.clear()  # It has nothing of the prefix itself.
+        manager_of(scene.decode).tree.eviction.clear()  # It has nothing of the prefix itself.
         before = scene.prefill._sender.sent_bytes
         with monkeypatch.context() as patched:
-            patched.setattr(scene.prefill._manager, "poll", list)  # Nobody looks at the load.
+            patched.setattr(manager_of(scene.prefill), "poll", list)  # Nobody looks at the load.
             for _ in turns(100):
                 scene.both.step(Role.DECODE)
                 scene.prefill._poll()
@@ -319,7 +320,7 @@ def test_a7_what_is_still_being_loaded_is_not_sent_when_its_grant_comes(
                 scene.both.step(Role.DECODE)
                 scene.prefill._poll()
         assert scene.prefill._sender.granted(request.submit.room)
-        assert not scene.prefill._manager.allocations.ready(request.allocation), "the load was to be under way"
+        assert not manager_of(scene.prefill).allocations.ready(request.allocation), "the load was to be under way"
         assert scene.prefill._sender.sent_bytes == before
         scene.check(list(request.submit.tokens), rid)
         assert scene.prefill._sender.sent_bytes > before
@@ -337,7 +338,7 @@ def test_a5_pages_of_a_request_given_up_in_mid_transfer_return_on_the_writers_wo
             scene.both.step(Role.DECODE)
             scene.clock.advance(100.0)
         assert bool(receiver.rooms) is not revocable
-        free = {pool: allocator.free for pool, allocator in scene.decode._manager.pools.allocators.items()}
+        free = {pool: allocator.free for pool, allocator in manager_of(scene.decode).pools.allocators.items()}
         held = sum(receiver.holds(pool) for pool in free)
         assert (held > 0) is not revocable, "what a writer may still write to belongs to nobody else"
         scene.prefill.handle(SESSION, Cancel(rid, 0))

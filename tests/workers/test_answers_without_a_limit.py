@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.checkpoints import CONTEXT, make_checkpoint
 from tests.support.worker_pair import pair
+from tests.support.worker_parts import scheduler_of
 from twinpool.contracts.ids import Role
 from twinpool.contracts.sampling_params import SamplingParams
 
@@ -32,11 +33,11 @@ def test_many_run_at_once_in_a_pool_that_holds_one_context(small: Path) -> None:
     ) as both:
         asked = [both.submit(p, SamplingParams(max_tokens=CONTEXT - 50, temperature=1.0, seed=3)) for p in prompts]
         steps = 0
-        while steps < 40 or (len(both.decode._scheduler.running) < 6 and steps < 400):  # Hand-overs take their time.
+        while steps < 40 or (len(scheduler_of(both.decode).running) < 6 and steps < 400):  # Hand-overs take their time.
             both.step()
             steps += 1
         status = both.decode.status()
-        assert len(both.decode._scheduler.running) == 6
+        assert len(scheduler_of(both.decode).running) == 6
         assert status.pages_total - status.pages_free <= 6 * (-(-50 // 16) + -(-steps // 16))
         assert not any(both.answers[rid].done for rid in asked)
         for rid in asked:

@@ -14,6 +14,7 @@ import pytest
 from tests.support.hash_workers import hash_worker, recite
 from tests.support.pool_sets import NAMES, pool_sets
 from tests.support.worker_pair import Answer, Pair, UnhurriedClock
+from tests.support.worker_parts import manager_of
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
@@ -124,9 +125,9 @@ def test_windows_go_back_to_the_pool_as_the_answer_goes_on() -> None:
         request = both.submit(prompt, SamplingParams(max_tokens=60, temperature=0.0))
         while len(both.answers[request].tokens) < 50:
             both.step()
-        (allocation,) = both.decode._manager.allocations
-        seen = both.decode._manager.spec.window_pages("window")
+        (allocation,) = manager_of(both.decode).allocations
+        seen = manager_of(both.decode).spec.window_pages("window")
         assert sum(page != 0 for page in allocation.tables["window"].pages[: (60 + 48) // PAGE]) <= seen + 1
-        assert both.decode._manager.tree.accounts.sizes[Tier.DEVICE, "window"] == 0
+        assert manager_of(both.decode).tree.accounts.sizes[Tier.DEVICE, "window"] == 0
         (answer,) = both.run(request)
         assert answer.list == recite(pool_sets(PAGE)["full+window"], prompt, 60)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.worker_pair import SESSION, Pair, pair
+from tests.support.worker_parts import manager_of
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.interfaces.worker_interface import SessionId
@@ -207,8 +208,8 @@ def test_an_audit_that_finds_a_page_of_it_given_away_is_no_verdict_and_is_counte
         running = both.prefill._auditor._running
         assert running is not None
         pages = running.held.tables["full"].pages[:1]
-        both.prefill._manager.pools.gates["full"].layer(0)["k"][pages[0]].fill_(torch.nan)
-        both.prefill._manager.pools.allocators["full"].epochs.bump(pages)
+        manager_of(both.prefill).pools.gates["full"].layer(0)["k"][pages[0]].fill_(torch.nan)
+        manager_of(both.prefill).pools.allocators["full"].epochs.bump(pages)
         ((_, told),) = both.prefill.step()
         assert isinstance(told, Audited)
         assert (told.end, told.checked, told.differences) == (AuditEnd.REFUSED, 0, ())
@@ -234,7 +235,7 @@ def test_a_full_tree_makes_room_for_an_audit_and_no_more_than_it_needs(model: Pa
     with pair(model, tokens=512) as both:
         answers = [(words(n, 100), both.run(both.submit(words(n, 100), GREEDY))[0].list) for n in range(8, 14)]
         both.settle()
-        allocator = both.prefill._manager.pools.allocators["full"]
+        allocator = manager_of(both.prefill).pools.allocators["full"]
         before, free = both.prefill.status().counters["device_pages_kept"], allocator.free
         assert audited(both, audit_of(*answers[-1], GREEDY)).differing == 0
         needs = -(-(100 + 12 - 1) // 16)
@@ -265,11 +266,11 @@ def test_workers_of_unequal_ranks_are_held_to_the_margin_only(
             {"prefill": {"tp": prefill}, "decode": {"tp": decode}, "audit": {"margin": 1e9}, "cache": {"host_bytes": 0}}
         )
         told: list[Event] = []
-        most = worker._manager.supply.max_positions
+        most = manager_of(worker).supply.max_positions
         auditor = AuditRunner(
             config,
             worker._engine,
-            worker._manager,
+            manager_of(worker),
             lambda _, event: told.append(event),
             lambda: None,
             most,

@@ -16,6 +16,7 @@ from tests.support.model_families import FAMILIES
 from tests.support.pool_sets import NAMES, pool_sets
 from tests.support.stepped_router import Cell
 from tests.support.worker_pair import pair
+from tests.support.worker_parts import manager_of
 from tests.workers.test_any_state import PAGE, hash_pair
 from twinpool.contracts.ids import Role
 from twinpool.contracts.sampling_params import SamplingParams
@@ -110,7 +111,7 @@ def expect_audits_of(name: str, folder: Path, answers: int) -> None:
         for n in range(answers):
             cell.ask(words(n, 30 + 23 * n), samplings[n % 3])
         assert cell.audit_all() == {AuditResult.EXACT: answers}, (name, cell.findings)
-        prompt, spec = words(77, 107), both.prefill._manager.spec
+        prompt, spec = words(77, 107), manager_of(both.prefill).spec
         buffer = buffers_of(spec)[-1]
         with damaged_on_the_way(both, buffer, whole=True) as hurt:
             cell.ask(prompt, samplings[0])

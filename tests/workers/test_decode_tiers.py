@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.checkpoints import Oracle, compare
 from tests.support.worker_pair import Pair, pair
+from tests.support.worker_parts import manager_of, scheduler_of
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.prefix_cache.tree_node import Tier
 from twinpool.contracts.errors import ErrorKind
@@ -34,7 +35,7 @@ def turn(both: Pair, oracle: Oracle, prompt: list[int]) -> tuple[list[int], int]
 
 def to_the_host(worker: DecodeWorker) -> None:
     """Other requests need the device: what the tree has there goes."""
-    while worker._manager.supply.evict("full", 1 << 20):
+    while manager_of(worker).supply.evict("full", 1 << 20):
         pass
 
 
@@ -52,7 +53,7 @@ def test_what_went_to_decodes_host_comes_back_before_the_request_joins_a_batch(m
     with pair(model, decode={"cache": {"host_bytes": 1 << 22}}) as both:
         said, _ = turn(both, oracle, tokens(3, 90))
         to_the_host(both.decode)
-        assert not both.decode._manager.tree.accounts.sizes[Tier.DEVICE, "full"]
+        assert not manager_of(both.decode).tree.accounts.sizes[Tier.DEVICE, "full"]
         known = (len(said) - 1) // PAGE * PAGE
         _, held = turn(both, oracle, [*said, *tokens(4, 20)])
         assert held == known
@@ -68,13 +69,13 @@ def test_while_all_that_runs_is_being_loaded_the_worker_sleeps_between_two_looks
         naps: list[float] = []
         monkeypatch.setattr(both.decode._waiter, "wait", naps.append)
         said, _ = turn(both, oracle, tokens(9, 90))
-        while not both.decode._manager.tree.accounts.sizes[Tier.HOST, "full"] or both.decode._manager.busy:
+        while not manager_of(both.decode).tree.accounts.sizes[Tier.HOST, "full"] or manager_of(both.decode).busy:
             both.step()
         to_the_host(both.decode)
         device._polled = 0.0  # From now on nothing comes by itself.
         prompt = [*said, *tokens(10, 20)]
         request = both.submit(prompt, GREEDY)
-        while not both.decode._scheduler.running:
+        while not scheduler_of(both.decode).running:
             both.step()
         for _ in range(3):
             both.step()
@@ -97,9 +98,9 @@ def test_a9_a_page_that_rotted_on_decodes_host_costs_an_attempt_and_no_token(mod
     with pair(model, decode={"cache": {"host_bytes": 1 << 22}}) as both:
         said, _ = turn(both, oracle, tokens(5, 90))
         to_the_host(both.decode)
-        host = both.decode._manager.host
+        host = manager_of(both.decode).host
         assert host is not None
-        part = next(both.decode._manager.tree.accounts.nodes()).parts[Tier.HOST]["full"]
+        part = next(manager_of(both.decode).tree.accounts.nodes()).parts[Tier.HOST]["full"]
         host.layout.page(host.region, "full", part.lease.indices[2])[7] ^= 64
         prompt = [*said, *tokens(6, 20)]
         (failed,) = both.run(both.submit(prompt, GREEDY))
@@ -114,7 +115,7 @@ def test_a9_a_page_that_rotted_on_decodes_host_costs_an_attempt_and_no_token(mod
 def test_without_reuse_decode_keeps_and_holds_nothing(model: Path, oracle: Oracle) -> None:
     with pair(model, decode={"cache": {"prefix_reuse": False}}) as both:
         said, _ = turn(both, oracle, tokens(7, 50))
-        assert both.decode._manager.tree.accounts.sizes[Tier.DEVICE, "full"] == 0
+        assert manager_of(both.decode).tree.accounts.sizes[Tier.DEVICE, "full"] == 0
         assert turn(both, oracle, said)[1] == 0
 
 
@@ -128,6 +129,6 @@ def test_a_reasoning_span_and_what_follows_it_is_not_kept(model: Path, oracle: O
     with pair(model, cache=strip) as both:
         again, _ = turn(both, oracle, prompt)
         assert again == said
-        manager = both.decode._manager
+        manager = manager_of(both.decode)
         assert manager.tree.accounts.sizes[Tier.DEVICE, "full"] == first // PAGE
         assert manager.pools.allocators["full"].free == manager.pools.allocators["full"].total - first // PAGE

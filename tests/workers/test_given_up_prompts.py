@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.hash_colocated import hash_colocated
 from tests.support.worker_pair import SESSION
+from tests.support.worker_parts import table_of
 from tests.workers.test_any_state import hash_pair
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.ids import RequestId, Role
@@ -63,7 +64,7 @@ def test_prefill_reports_what_it_computed(how: str, least: int) -> None:
     with hash_pair("full", pages, clock=clock, prefill={"chunk_tokens": CHUNK}) as both:
         request = both.submit(PROMPT, PARAMS, deadline_s=DEADLINE_S)
         assert isinstance(both.prefill, PrefillWorker)
-        table = both.prefill._request_table
+        table = table_of(both.prefill)
         given_up = GivenUp(both.prefill, lambda: next(iter(table), None))
         computed = given_up.until_computed(least)
         end(given_up, request, clock, how)
@@ -116,7 +117,7 @@ def test_the_part_that_a_cache_had_is_reported_as_such() -> None:
         both.run(both.submit(PROMPT[:16], PARAMS))
         request = both.submit(PROMPT, PARAMS, deadline_s=DEADLINE_S)
         assert isinstance(both.prefill, PrefillWorker)
-        table = both.prefill._request_table
+        table = table_of(both.prefill)
         given_up = GivenUp(both.prefill, lambda: next(iter(table), None))
         computed = given_up.until_computed(CHUNK)
         end(given_up, request, clock, "cancelled")

@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.served_cluster import ROOT, environment
 from tests.support.worker_pair import Pair, pair
+from tests.support.worker_parts import manager_of
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.manager.tier_set import NoEvents
 from twinpool.cache.prefix_cache.token_prefix import TokenPrefix, token_ids
@@ -44,7 +45,7 @@ def events(**more: Any) -> dict[str, Any]:
 
 
 def managers(both: Pair) -> list[KVCacheManager]:
-    return [both.prefill._manager, both.decode._manager]
+    return [manager_of(both.prefill), manager_of(both.decode)]
 
 
 def publisher_of(manager: KVCacheManager) -> Any:

@@ -12,6 +12,7 @@ import pytest
 from tests.support.checkpoints import Oracle, compare
 from tests.support.model_families import FAMILIES
 from tests.support.worker_pair import Pair, pair
+from tests.support.worker_parts import table_of
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.cpu_device import AsyncCpuDevice, CpuDevice
 from twinpool.cache.device.device_port import Device
@@ -35,7 +36,7 @@ def answers_are_the_oracles(both: Pair, oracle: Oracle, *asked: list[int]) -> No
     """Decode grants pages for all prompts before prefill computes the first."""
     requests = [both.submit(prompt, GREEDY) for prompt in asked]
     until = time.monotonic() + 60
-    while sum(both.prefill._sender.granted(r.submit.room) for r in both.prefill._request_table) < len(asked):
+    while sum(both.prefill._sender.granted(r.submit.room) for r in table_of(both.prefill)) < len(asked):
         assert time.monotonic() < until, "decode grants nothing"
         both.step(Role.DECODE)
         both.prefill._poll()

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.stepped_cluster import Company, company, generated, hears
 from tests.support.worker_pair import SESSION, turns
+from tests.support.worker_parts import manager_of, table_of
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId
@@ -158,7 +159,7 @@ def test_a_target_that_refuses_sends_the_request_back(going: tuple[Company, Requ
     c, rid = going
     worker = c.decode("decode-1")
     worker.drain()
-    for request in worker._request_table:
+    for request in table_of(worker):
         worker._fail(request, ErrorKind.DRAINING, "planted")
     assert c.run(rid) == [alone]
     assert c.told[rid].replays == []
@@ -194,7 +195,7 @@ def test_state_damaged_on_its_way_is_noticed_and_the_source_whose_state_is_whole
     c, rid = going
     target = c.decode("decode-1")
     room = next(iter(target._receiver._rooms.values()))
-    pools, full = target._manager.pools, target._manager.full
+    pools, full = manager_of(target).pools, manager_of(target).full
     index = room.runs[full].indices[room.shares.left(full).start]
     pools.layout.buffers[full][0].stack(pools.region, pools.layout.counts[full])[0, index] += 1
     assert c.run(rid) == [alone]
@@ -435,7 +436,7 @@ def test_what_is_damaged_on_its_way_ahead_is_not_taken_and_the_migration_goes_on
     target = c.decode("decode-1")
     c.until(lambda: any(r.state == "granted" for r in target._receiver._rooms.values()), "a grant")
     (room,) = target._receiver._rooms.values()
-    pools, full = target._manager.pools, target._manager.full
+    pools, full = manager_of(target).pools, manager_of(target).full
     for _ in turns(500):
         c.step("decode-1")
         c.step("decode-0")

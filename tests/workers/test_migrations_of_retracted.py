@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.stepped_cluster import Company, company, generated, hears
 from tests.support.worker_pair import SESSION
+from tests.support.worker_parts import scheduler_of
 from tests.workers.test_migrations import prompts, seeded
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.ids import RequestId, Role, RoomId, WorkerName
@@ -44,13 +45,13 @@ def test_d1_who_is_retracted_at_a_draining_worker_comes_back_and_is_handed_on(
         c.start(Role.DECODE, WorkerName("decode-1"))
         before, after = on_worker(c, rids[0]), on_worker(c, rids[3])
         with monkeypatch.context() as patch:
-            patch.setattr(worker._scheduler.pressure, "has_room_for", lambda request: False)
-            worker._scheduler.retract(before, on_purpose=True)
+            patch.setattr(scheduler_of(worker).pressure, "has_room_for", lambda request: False)
+            scheduler_of(worker).retract(before, on_purpose=True)
             c.drain("decode-0")
             c.step()
             assert {e.request_id for e in told} == set(rids[1:]), "what is off the device can't be handed on yet"
             assert after.phase is DecodePhase.RUNNING
-            worker._scheduler.retract(after, on_purpose=True)
+            scheduler_of(worker).retract(after, on_purpose=True)
             c.step()
             assert {before.phase, after.phase} == {DecodePhase.RETRACTED}
             assert not worker.drained
@@ -69,8 +70,8 @@ def test_a9_of_a_request_that_is_coming_back_nothing_is_given_away(
         worker, request = c.decode("decode-0"), on_worker(c, rid)
         peer = PeerRef(WorkerName("decode-9"), c.key("decode-0")[1], "tcp://127.0.0.1:1")
         with monkeypatch.context() as patch:
-            patch.setattr(worker._scheduler.retraction, "returned", lambda: ([], []))
-            worker._scheduler.retract(request, on_purpose=True)
+            patch.setattr(scheduler_of(worker).retraction, "returned", lambda: ([], []))
+            scheduler_of(worker).retract(request, on_purpose=True)
             c.until(lambda: request.phase is DecodePhase.RESUMING, "it to come back")
             shared: list[DecodeRequest] = []
             patch.setattr(worker._request_pages, "cache", shared.append)

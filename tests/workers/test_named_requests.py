@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from tests.support.stepped_cluster import Company, company, generated
 from tests.support.worker_pair import SESSION, turns
+from tests.support.worker_parts import table_of
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, RoomId
@@ -239,7 +240,7 @@ def test_what_failed_for_nobody_is_kept_only_where_another_try_may_come_to_more(
     scene.until(generated(scene, rid, 6), "its middle")
     decode = scene.decode(scene.worker_of(rid))
     drop(scene)
-    (request,) = decode._request_table
+    (request,) = table_of(decode)
     decode._act([RequestFailed(request, kind, "it failed")])
     assert decode.status().counters["kept_answers"] == kept
     found = finds(attach(scene)[0])

@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.support.checkpoints import Oracle
 from tests.support.stepped_cluster import Company, company
 from tests.support.worker_pair import SESSION, pair, turns
+from tests.support.worker_parts import manager_of
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.prefix_cache.tree_node import Tier
 from twinpool.contracts.clock import ManualClock
@@ -215,11 +216,11 @@ def test_the_second_time_it_is_computed_from_its_tokens_alone(model: Path, oracl
                 group.drain(other, False)
                 pages = [
                     i
-                    for node in worker._manager.tree.accounts.nodes()
+                    for node in manager_of(worker).tree.accounts.nodes()
                     for i in node.parts[Tier.DEVICE]["full"].lease.indices
                 ]
                 assert pages
-                for buffer in worker._manager.pools.gates["full"].layer(0).values():
+                for buffer in manager_of(worker).pools.gates["full"].layer(0).values():
                     buffer[pages] = torch.nan
         # Decode has sound pages of it: those are spared nothing, as the prompt's own are computed anew.
         rid = group.submit(prompt, SamplingParams(max_tokens=6, temperature=0.0))

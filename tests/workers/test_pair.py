@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.checkpoints import Oracle, compare
 from tests.support.worker_pair import SESSION, Answer, Pair, pair
+from tests.support.worker_parts import manager_of
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ErrorKind, WireError
@@ -233,7 +234,7 @@ def test_a9_a_page_that_rotted_in_the_tree_is_found_and_computed_again(model: Pa
     (prompt,) = prompts(25, 70)
     with pair(model, decode={"cache": {"prefix_reuse": False}}) as both:
         both.run(both.submit(prompt, greedy(4)))
-        both.prefill._manager.pools.gates["full"].layer(0)["v"][2, 3, 0, 0] += 1.0
+        manager_of(both.prefill).pools.gates["full"].layer(0)["v"][2, 3, 0, 0] += 1.0
         (answer,) = both.run(both.submit(prompt, greedy(4)))
         assert answer.done is not None
         assert answer.done.error is ErrorKind.DAMAGED

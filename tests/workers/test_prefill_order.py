@@ -12,6 +12,7 @@ import pytest
 from tests.support.checkpoints import Oracle, make_checkpoint
 from tests.support.model_families import FAMILIES
 from tests.support.worker_pair import Pair, pair
+from tests.support.worker_parts import scheduler_of
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role
@@ -38,7 +39,7 @@ class Steps:
     def __init__(self, both: Pair) -> None:
         self.launched: list[dict[tuple[int, ...], tuple[int, int]]] = []
         worker: Any = both.prefill
-        batch = worker._scheduler.next_batch
+        batch = scheduler_of(worker).next_batch
 
         def noted() -> Any:
             rows = batch()
@@ -46,7 +47,7 @@ class Steps:
                 self.launched.append({c.request.tokens: (c.row.start, len(c.row.tokens)) for c in rows})
             return rows
 
-        worker._scheduler.next_batch = noted
+        scheduler_of(worker).next_batch = noted
 
     def of(self, prompt: Sequence[int]) -> list[tuple[int, int, int]]:
         """Number of the step, start and count, for a prompt."""
@@ -238,7 +239,7 @@ def test_an_idle_worker_wakes_for_a_prompt_that_must_be_begun(small: Path) -> No
     with pair(small, clock=clock, prefill={"max_running": 1}) as both:
         prefill: Any = both.prefill
         waits = both.submit(words(31, 20), FOUR, legs=(Role.PREFILL,), first_token_s=5.0)
-        prefill._scheduler.admit = lambda: None
+        scheduler_of(prefill).admit = lambda: None
         prefill.step()
         slept: list[float] = []
         prefill._waiter.wait = slept.append
@@ -258,14 +259,14 @@ def test_steps_of_one_tenant_are_kept_short_by_their_measured_time_once_another_
     with pair(small, clock=clock, prefill={"chunk_tokens": CHUNK, "shared_step_s": 0.01}) as both:
         steps = Steps(both)
         worker: Any = both.prefill
-        batch = worker._scheduler.next_batch
+        batch = scheduler_of(worker).next_batch
 
         def timed() -> Any:
             rows = batch()
             clock.advance(sum(len(chunk.row.tokens) for chunk in rows) * 4e-4)
             return rows
 
-        worker._scheduler.next_batch = timed
+        scheduler_of(worker).next_batch = timed
         both.submit(flood, ONE, tenant="flood")
         for _ in range(6):
             both.step()

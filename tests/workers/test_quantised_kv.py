@@ -26,6 +26,7 @@ from tests.support.quantised_cache import QuantisedFamily
 from tests.support.rank_followers import RankProcesses, rank_processes
 from tests.support.retract_scenes import expect_each_buffer_is_swapped_and_read, expect_same_answers
 from tests.support.worker_pair import pair
+from tests.support.worker_parts import manager_of
 from twinpool.contracts.ids import Role
 
 pytestmark = pytest.mark.slow
@@ -105,7 +106,7 @@ def test_ranks_hand_over_the_scales_of_their_heads(
         decode={"tp": decode}, **sections,
     ) as both:  # fmt: skip
         answers = ask(both, asked, 8)
-        pools = both.decode._manager.spec.whole
+        pools = manager_of(both.decode).spec.whole
     for prompt, answer in zip(asked, answers, strict=True):
         quantised.expect(prompt, answer.list)
         assert answer.progress[Role.DECODE].transfer_bytes == bytes_due(pools, len(prompt))
@@ -121,6 +122,6 @@ def test_storage_of_another_kv_dtype_is_not_read(family: Callable[[str, str], Qu
             (answer,) = ask(both, [prompt], 4)
             assert answer.progress[Role.PREFILL].cached_by_tier.get("storage", 0) == found, kv_dtype
             both.settle()
-            while both.prefill._manager.busy:
+            while manager_of(both.prefill).busy:
                 both.step()
     quantised.expect(prompt, answer.list)

@@ -11,6 +11,7 @@ import pytest
 from tests.support.checkpoints import Oracle
 from tests.support.rank_followers import RankProcesses, rank_processes
 from tests.support.worker_pair import pair, turns
+from tests.support.worker_parts import manager_of
 from tests.workers.test_pair import expect_equal, greedy, prompts
 from twinpool.contracts.ids import Role
 
@@ -74,5 +75,5 @@ def test_what_two_ranks_have_stored_one_rank_reads_and_the_other_way_round(
             assert again.progress[Role.PREFILL].cached_tokens == 192
             for number in turns(50):
                 both.step()
-                if number >= 49 and not both.prefill._manager.busy:
+                if number >= 49 and not manager_of(both.prefill).busy:
                     break

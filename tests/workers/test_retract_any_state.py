@@ -9,6 +9,7 @@ import pytest
 from tests.support.hash_workers import recite
 from tests.support.pool_sets import NAMES, pool_sets
 from tests.support.worker_pair import turns
+from tests.support.worker_parts import manager_of, scheduler_of
 from tests.workers.test_any_state import PAGE, HashPair, hash_pair, talk
 from twinpool.contracts.ids import Role
 from twinpool.contracts.sampling_params import SamplingParams
@@ -68,20 +69,20 @@ def test_a_shared_prefix_is_swapped_out_once_and_comes_back_once() -> None:
         requests = [both.submit(prompt, SamplingParams(max_tokens=30, temperature=0.0)) for prompt in prompts]
         for _ in turns(1000):
             both.step()
-            if sum(r.generated > 2 for r in worker._scheduler.running) == count:
+            if sum(r.generated > 2 for r in scheduler_of(worker).running) == count:
                 break
-        for request in list(worker._scheduler.running):
-            worker._scheduler.retract(request)
-        worker._act(worker._scheduler.retraction.advance())
-        away = worker._scheduler.retraction._away
+        for request in list(scheduler_of(worker).running):
+            scheduler_of(worker).retract(request)
+        worker._act(scheduler_of(worker).retraction.advance())
+        away = scheduler_of(worker).retraction._away
         assert [r.swapped.kept for r in away if r.swapped is not None] == [60 // PAGE] * count
         own = [r.swapped.leased("full") for r in away if r.swapped is not None]
         assert max(own) <= 3, "what they share isn't copied"
         assert worker.check().violations == ()
-        worker._manager.supply.evict("full", 1000)
-        free = worker._manager.pools.allocators["full"].free
+        manager_of(worker).supply.evict("full", 1000)
+        free = manager_of(worker).pools.allocators["full"].free
         both.step(Role.DECODE)
-        held = free - worker._manager.pools.allocators["full"].free
+        held = free - manager_of(worker).pools.allocators["full"].free
         assert held <= 60 // PAGE + count * 4, "and comes back once for all of them"
         for prompt, answer in zip(prompts, both.run(*requests), strict=True):
             assert answer.list == recite(spec, prompt, 30)

@@ -13,6 +13,7 @@ import pytest
 from msgspec import structs
 
 from tests.support.worker_pair import SESSION, Pair, pair, turns
+from tests.support.worker_parts import manager_of, scheduler_of, table_of
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import CapacityError, ErrorKind
@@ -64,7 +65,7 @@ def run_until(both: Pair, decode: DecodeWorker, *, generated: int = 3, count: in
     """Step until so many requests run that have drawn so many tokens."""
     for _ in turns(2000):
         both.step()
-        good = [r for r in decode._scheduler.running if r.generated >= generated]
+        good = [r for r in scheduler_of(decode).running if r.generated >= generated]
         if len(good) >= count:
             return good
     raise AssertionError("they never ran")
@@ -85,7 +86,7 @@ def undisturbed(model: Path, asked: list[tuple[list[int], int]]) -> list[list[in
 
 def hold_back(decode: DecodeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody comes back for now."""
-    monkeypatch.setattr(decode._scheduler.pressure, "has_room_for", lambda request: False)
+    monkeypatch.setattr(scheduler_of(decode).pressure, "has_room_for", lambda request: False)
 
 
 # ------------------------------------------------------------ the life cycle
@@ -103,7 +104,7 @@ def test_a_request_that_was_retracted_gives_the_same_answer(model: Path) -> None
     with working(model) as (both, decode):
         requests = [both.submit(prompt, greedy(count)) for prompt, count in asked]
         for request in run_until(both, decode, count=2):
-            decode._scheduler.retract(request)
+            scheduler_of(decode).retract(request)
         assert [answer.list for answer in both.run(*requests)] == expected
         counters = decode.status().counters
         assert counters["retractions"] == counters["resumptions"] == 2
@@ -125,7 +126,7 @@ def test_what_a_copy_would_cost_is_judged_by_the_bytes_that_it_would_have(
     with working(model, decode=alone) as (both, decode):
         request = both.submit(prompt_of(1, 40), greedy(30))
         (running,) = run_until(both, decode, count=1)
-        decode._scheduler.retract(running)
+        scheduler_of(decode).retract(running)
         positions = running.committed
         until(both, lambda: decode.status().counters["retractions"] == 1)
         both.run(request)
@@ -138,18 +139,18 @@ def test_who_came_back_is_in_nobodys_way_before_it_took_a_step_and_its_copy_was_
         asked = [both.submit(prompt_of(seed, 20), greedy(30)) for seed in (1, 2)]
         first, second = run_until(both, decode, count=2)
         until(both, lambda: first.stepped and second.stepped)
-        assert decode._scheduler.pressure.choose_victims([first], [first, second])
+        assert scheduler_of(decode).pressure.choose_victims([first], [first, second])
         for request in (first, second):
-            decode._scheduler.retract(request)
+            scheduler_of(decode).retract(request)
         while first.under_way or second.under_way:
             both.step()
         for _ in range(2000):
             decode._admit()  # A round without its step.
             if first.phase is second.phase is DecodePhase.RUNNING:
                 break
-        assert decode._scheduler.pressure.choose_victims([first], [first, second]) == []
-        assert decode._scheduler.retraction.rates.out_bytes_per_s > 0
-        assert decode._scheduler.retraction.rates.back_bytes_per_s > 0
+        assert scheduler_of(decode).pressure.choose_victims([first], [first, second]) == []
+        assert scheduler_of(decode).retraction.rates.out_bytes_per_s > 0
+        assert scheduler_of(decode).retraction.rates.back_bytes_per_s > 0
         both.run(*asked)
 
 
@@ -163,7 +164,7 @@ def test_sampled_answers_with_penalties_go_on_with_their_seed_and_history(model:
         again = both.submit(prompt, params)
         for generated in (4, 11):
             (request,) = run_until(both, decode, generated=generated)
-            decode._scheduler.retract(request)
+            scheduler_of(decode).retract(request)
         (second,) = both.run(again)
         assert (second.list, second.logprobs) == (first.list, first.logprobs)
 
@@ -185,7 +186,7 @@ def test_a_recomputed_request_ends_its_attempt_and_goes_on_from_its_tokens(model
     with working(model, decode={"retract": "recompute"}) as (both, decode):
         first = both.submit(prompt, greedy(count))
         (request,) = run_until(both, decode, generated=6)
-        decode._scheduler.retract(request)
+        scheduler_of(decode).retract(request)
         (answer,) = both.run(first)
         assert answer.done is not None
         assert answer.done.error is ErrorKind.RETRACTED
@@ -204,10 +205,10 @@ def test_what_is_quicker_by_the_rates_measured_is_done(model: Path, quicker: str
     with working(model, decode={"cache": {"host_bytes": HOST_BYTES}}) as (both, decode):
         asked = both.submit(prompt_of(1, 40), greedy(20))
         (request,) = run_until(both, decode)
-        rates = decode._scheduler.retraction.rates
+        rates = scheduler_of(decode).retraction.rates
         assert rates.positions_per_s > 0, "measured with its own hand-over"
         rates.out_bytes_per_s = rates.back_bytes_per_s = 1e12 if quicker == "copying" else 1.0
-        decode._scheduler.retract(request)
+        scheduler_of(decode).retract(request)
         (answer,) = both.run(asked)
         assert answer.done is not None
         assert answer.done.error is (None if quicker == "copying" else ErrorKind.RETRACTED)
@@ -218,7 +219,7 @@ def test_what_is_quicker_by_the_rates_measured_is_done(model: Path, quicker: str
 def test_without_room_on_the_host_it_is_computed_again(model: Path) -> None:
     with working(model, decode={"cache": {"host_bytes": 1 << 14}}) as (both, decode):
         request = both.submit(prompt_of(6, 200), greedy(20))
-        decode._scheduler.retract(run_until(both, decode)[0])
+        scheduler_of(decode).retract(run_until(both, decode)[0])
         (answer,) = both.run(request)
         assert answer.done is not None
         assert answer.done.error is ErrorKind.RETRACTED
@@ -227,13 +228,13 @@ def test_without_room_on_the_host_it_is_computed_again(model: Path) -> None:
 
 def test_what_only_the_tree_holds_on_the_host_makes_room(model: Path) -> None:
     with working(model) as (both, decode):
-        host = decode._manager.host
+        host = manager_of(decode).host
         assert host is not None
         seeds = iter(range(100, 200))
         while host.allocators["full"].free >= 3:
             both.run(both.submit(prompt_of(next(seeds), 200), greedy(2)))
         request = both.submit(prompt_of(7, 200), greedy(20))
-        decode._scheduler.retract(run_until(both, decode)[0])
+        scheduler_of(decode).retract(run_until(both, decode)[0])
         (answer,) = both.run(request)
         assert answer.done is not None
         assert answer.done.error is None
@@ -269,15 +270,15 @@ def test_c10_who_was_retracted_comes_back_oldest_first_and_before_anybody_new(mo
     with working(model, tokens=30 * PAGE) as (both, decode):
         learned(decode, 1)
         olds = [both.submit(prompt_of(seed, 60), greedy(110)) for seed in range(4)]
-        until(both, lambda: sum(r.phase is DecodePhase.RETRACTED for r in decode._request_table) >= 2)
+        until(both, lambda: sum(r.phase is DecodePhase.RETRACTED for r in table_of(decode)) >= 2)
         news = [both.submit(prompt_of(9 + n, 5), greedy(4)) for n in range(2)]
-        until(both, lambda: sum(r.submit.request_id in news for r in decode._request_table) == 2)
+        until(both, lambda: sum(r.submit.request_id in news for r in table_of(decode)) == 2)
         back, waited = 0, 0
         granted: list[str] = []
         for _ in range(5000):
             if all(both.answers[r].done is not None for r in [*olds, *news]):
                 break
-            before = {r: r.phase for r in decode._request_table}
+            before = {r: r.phase for r in table_of(decode)}
             both.step()
             still_off = [r for r, phase in before.items() if phase in off and r.phase in off]
             came = [
@@ -306,17 +307,17 @@ def test_c10_the_oldest_is_asked_first_and_who_cannot_come_holds_those_behind_it
     with working(model) as (both, decode):
         names = [both.submit(prompt_of(seed, 20), greedy(20)) for seed in range(3)]
         for request in sorted(run_until(both, decode, count=3), key=lambda r: -r.generated):
-            decode._scheduler.retract(request)
-        decode._act(decode._scheduler.retraction.advance())
+            scheduler_of(decode).retract(request)
+        decode._act(scheduler_of(decode).retraction.advance())
         asked: list[str] = []
 
         def may(request: DecodeRequest) -> bool:
             asked.append(str(request.submit.request_id))
             return len(asked) < 3
 
-        decode._scheduler.retraction.resume(may)
+        scheduler_of(decode).retraction.resume(may)
         assert asked == names
-        assert [r.phase for r in decode._request_table] == [
+        assert [r.phase for r in table_of(decode)] == [
             DecodePhase.RESUMING,
             DecodePhase.RESUMING,
             DecodePhase.RETRACTED,
@@ -335,7 +336,7 @@ def test_c10_at_least_one_always_advances_in_a_pool_for_one(model: Path) -> None
         while any(both.answers[r].done is None for r in requests):
             before = decode._steps.counters["tokens_generated"]
             both.step()
-            here = [r for r in decode._request_table if r.phase not in (DecodePhase.WAITING, DecodePhase.ARRIVING)]
+            here = [r for r in table_of(decode) if r.phase not in (DecodePhase.WAITING, DecodePhase.ARRIVING)]
             quiet = 0 if decode._steps.counters["tokens_generated"] > before or not here else quiet + 1
             assert quiet < 50, "nobody advances"
         assert [both.answers[r].list for r in requests] == expected
@@ -355,12 +356,12 @@ def test_after_the_limit_a_request_comes_back_with_all_its_pages_and_leaves_no_m
         both.submit(prompt_of(1, 30), greedy(90))
         for generated in (3, 8):
             (request,) = run_until(both, decode, generated=generated)
-            decode._scheduler.retract(request)
+            scheduler_of(decode).retract(request)
         (request,) = run_until(both, decode, generated=12)
         assert request.allocation is not None
         assert len(request.allocation.tables["full"]) == -(-119 // PAGE)
-        assert decode._scheduler.pressure.choose_victims([request], [request]) == []
-        assert not decode._scheduler.pressure._may_go(request)
+        assert scheduler_of(decode).pressure.choose_victims([request], [request]) == []
+        assert not scheduler_of(decode).pressure._may_go(request)
 
 
 def test_admission_learns_how_long_answers_are(model: Path) -> None:
@@ -372,7 +373,7 @@ def test_admission_learns_how_long_answers_are(model: Path) -> None:
             most = 0
             while any(both.answers[r].done is None for r in requests):
                 both.step()
-                most = max(most, sum(r.allocation is not None for r in decode._request_table))
+                most = max(most, sum(r.allocation is not None for r in table_of(decode)))
             return most
 
     assert granted_together(lengths=0) == 2, "before anything is known, whole answers"
@@ -399,7 +400,7 @@ def test_a2_what_prefill_handed_over_is_the_requests_own_whatever_becomes_of_its
         (request,) = run_until(both, decode)
         assert request.metadata is not None
         had = replace(request.metadata)
-        decode._scheduler.retract(request)
+        scheduler_of(decode).retract(request)
         until(both, lambda: request.swapped is not None or request.stepped)
         decode._receiver._arrivals._slots.fill_(255)
         both.run(asked)
@@ -411,10 +412,10 @@ def test_a2_what_prefill_handed_over_is_the_requests_own_whatever_becomes_of_its
 def test_a4_only_what_is_committed_is_swapped_out_also_with_a_step_under_way(model: Path) -> None:
     with late(model) as (both, decode):
         asked = both.submit(prompt_of(1, 20), greedy(20))
-        until(both, lambda: any(r.under_way for r in decode._scheduler.running))
-        (request,) = decode._scheduler.running
+        until(both, lambda: any(r.under_way for r in scheduler_of(decode).running))
+        (request,) = scheduler_of(decode).running
         tokens = len(request.tokens)
-        decode._scheduler.retract(request)
+        scheduler_of(decode).retract(request)
         decode._admit()
         assert request.under_way == 1
         assert request.swapped is None, "a step of it is still to land"
@@ -433,12 +434,12 @@ def test_a6_pages_of_a_request_that_leaves_are_nobodys_before_the_copy_is_comple
         # Its prompt's whole pages are the tree's and on the host by now: the copy is of the others.
         pages = {index for run in request.allocation.runs["full"] for index in run.lease.indices}
         assert pages
-        decode._scheduler.retract(request)
+        scheduler_of(decode).retract(request)
         until(both, lambda: request.swapped is not None)
         assert request.swapped is not None
-        pool = decode._manager.pools.allocators["full"]
+        pool = manager_of(decode).pools.allocators["full"]
         assert not request.swapped.saved._copy.ended
-        decode._manager.supply.evict("full", pool.total)
+        manager_of(decode).supply.evict("full", pool.total)
         assert not pages & set(pool._free), "the copy reads them"
         with pytest.raises(CapacityError):
             pool.lease(pool.free + 1, "a thief")
@@ -452,9 +453,9 @@ def test_what_was_damaged_on_the_device_is_found_as_it_leaves(model: Path, caplo
         asked = both.submit(prompt_of(1, 40), greedy(20))
         (request,) = run_until(both, decode)
         assert request.allocation is not None
-        pools, page = decode._manager.pools, request.allocation.tables["full"].pages[1]
+        pools, page = manager_of(decode).pools, request.allocation.tables["full"].pages[1]
         pools.layout.buffers["full"][0].stack(pools.region, pools.layout.counts["full"])[0, page, 3] ^= 8
-        decode._scheduler.retract(request)
+        scheduler_of(decode).retract(request)
         (answer,) = both.run(asked)
         assert answer.done is not None
         assert answer.done.error is ErrorKind.DAMAGED
@@ -496,11 +497,11 @@ def test_b1_b2_whoever_ends_while_it_is_off_the_device_leaves_nothing_behind(
     clock = ManualClock(100.0)
     with late(model, clock=clock) as (both, decode):
         both.submit(prompt_of(1, 40), greedy(30))
-        until(both, lambda: any(r.under_way and r.generated > 3 for r in decode._scheduler.running))
-        (request,) = decode._scheduler.running
+        until(both, lambda: any(r.under_way and r.generated > 3 for r in scheduler_of(decode).running))
+        (request,) = scheduler_of(decode).running
         if at == "retracted":
             hold_back(decode, monkeypatch)
-        decode._scheduler.retract(request)
+        scheduler_of(decode).retract(request)
         if at != "landing":
             until(both, lambda: AT[at](request))
         assert AT[at](request)
@@ -513,25 +514,25 @@ def test_b1_b2_whoever_ends_while_it_is_off_the_device_leaves_nothing_behind(
         assert decode.check().violations == ()
         monkeypatch.undo()
         both.settle()
-        host = decode._manager.host
+        host = manager_of(decode).host
         assert host is not None
-        decode._manager.tree.eviction.clear()
+        manager_of(decode).tree.eviction.clear()
         assert all(allocator.free == allocator.total for allocator in host.allocators.values())
-        assert not decode._manager.busy
+        assert not manager_of(decode).busy
 
 
 def test_b9_a_request_comes_back_with_all_pools_or_takes_nothing(model: Path) -> None:
     with working(model, tokens=16 * PAGE) as (both, decode):
         asked = both.submit(prompt_of(1, 40), greedy(30))
         (request,) = run_until(both, decode)
-        thief = decode._manager.pools.allocators["full"]
-        decode._scheduler.retract(request)
-        decode._act(decode._scheduler.retraction.advance())
+        thief = manager_of(decode).pools.allocators["full"]
+        scheduler_of(decode).retract(request)
+        decode._act(scheduler_of(decode).retraction.advance())
         assert request.phase is DecodePhase.RETRACTED
-        decode._manager.supply.evict("full", thief.total)
+        manager_of(decode).supply.evict("full", thief.total)
         taken = thief.lease(thief.free - 1, "a thief")
         free = thief.free
-        assert decode._scheduler.retraction.resume(lambda r: True) == []
+        assert scheduler_of(decode).retraction.resume(lambda r: True) == []
         assert (request.phase, thief.free, request.allocation) == (DecodePhase.RETRACTED, free, None)
         taken.release()
         assert len(both.run(asked)[0].list) == 30
@@ -545,7 +546,7 @@ def test_a_drained_worker_is_one_without_retracted_requests(model: Path, monkeyp
         (request,) = run_until(both, decode)
         with monkeypatch.context() as patch:
             hold_back(decode, patch)
-            decode._scheduler.retract(request)
+            scheduler_of(decode).retract(request)
             decode.drain()
             for _ in range(20):
                 both.step()

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.support.worker_pair import Pair
+from tests.support.worker_parts import manager_of, scheduler_of
 from tests.workers.test_retraction import greedy, hold_back, prompt_of, run_until, undisturbed, working
 from twinpool.cache.storage.io_queue import InlineIoQueue, StorageTicket, WriteChain
 from twinpool.cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome, StorageBackend
@@ -29,17 +30,18 @@ def small_host(model: Path, pages: int, **faults: Any) -> Iterator[tuple[Pair, D
     storage = {"backend": "memory", "path": uuid.uuid4().hex, "max_bytes": 1 << 26}
     tier = {"prefix_reuse": False, "host_bytes": (pages + 1) * PAGE_BYTES}
     with working(model, decode={"retract": "copy", "cache": tier}, storage=storage, faults=faults) as (both, decode):
-        assert decode._manager.host is not None
-        assert decode._manager.host.allocators["full"].total == pages
+        host = manager_of(decode).host
+        assert host is not None
+        assert host.allocators["full"].total == pages
         yield both, decode
 
 
 def all_away(both: Pair, decode: DecodeWorker, patch: pytest.MonkeyPatch) -> list[DecodeRequest]:
     """Everybody leaves the device and nobody comes back before `patch` is undone."""
     hold_back(decode, patch)
-    requests = list(decode._scheduler.running)
+    requests = list(scheduler_of(decode).running)
     for request in requests:
-        decode._scheduler.retract(request)
+        scheduler_of(decode).retract(request)
     for _ in range(100_000):
         both.step()
         if all(r.phase == "retracted" for r in requests if r.phase != "gone"):
@@ -167,9 +169,9 @@ def test_who_has_no_way_back_through_the_host_is_computed_again_and_the_answer_s
             def refuse(*_: object) -> None:
                 raise CapacityError("no room for it on the host")
 
-            patch.setattr(decode._manager.swapped, "from_storage", refuse)
-            patch.setattr(decode._scheduler.retraction, "_make_room", lambda: False)
-            (lost,) = decode._scheduler.retraction._bring_to_host(stored, stored.swapped)
+            patch.setattr(manager_of(decode).swapped, "from_storage", refuse)
+            patch.setattr(scheduler_of(decode).retraction, "_make_room", lambda: False)
+            (lost,) = scheduler_of(decode).retraction._bring_to_host(stored, stored.swapped)
             assert (lost.request, lost.kind) == (stored, ErrorKind.RETRACTED)
             assert lost.message == "decode was short of pages: no room for it on the host"
             assert decode.status().counters["recomputed"] == 1
@@ -220,11 +222,11 @@ def test_b2_whoever_ends_while_its_state_is_on_storage_or_on_the_way_leaves_noth
     with small_host(model, 9) as (both, decode):
         asked = [both.submit(prompt, greedy(count)) for prompt, count in ASKED]
         run_until(both, decode, count=3)
-        requests = list(decode._scheduler.running)
+        requests = list(scheduler_of(decode).running)
         with monkeypatch.context() as patch:
             hold_back(decode, patch)
             for request in requests:
-                decode._scheduler.retract(request)
+                scheduler_of(decode).retract(request)
             for _ in range(20):
                 both.step()
             if place is not SwapPlace.STORING:
@@ -248,6 +250,6 @@ def test_b2_whoever_ends_while_its_state_is_on_storage_or_on_the_way_leaves_noth
         for one in queues:
             one.run_all()
         both.settle()
-        host = decode._manager.host
+        host = manager_of(decode).host
         assert host is not None
         assert host.allocators["full"].free == host.allocators["full"].total

@@ -15,6 +15,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.model_families import FAMILIES
 from tests.support.stepped_cluster import company, generated
 from tests.support.worker_pair import Answer, Pair, pair, turns
+from tests.support.worker_parts import scheduler_of, table_of
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.sampling_params import SamplingParams
@@ -102,7 +103,7 @@ def test_prompts_with_a_common_half_wait_for_each_other_and_those_with_less_do_n
             both.step(Role.PREFILL)
             rid = both.submit(mine, replace(SAMPLED, choice=1))
             both.step()
-            (request,) = [r for r in both.decode._request_table if r.submit.request_id == rid]
+            (request,) = [r for r in table_of(both.decode) if r.submit.request_id == rid]
             assert (request.phase is DecodePhase.WAITING) is waits
             (answer,) = both.run(rid)
             assert (answer.progress[Role.DECODE].cached_tokens == 96) is waits
@@ -124,7 +125,7 @@ def start_receiving(both: Pair, prompt: Sequence[int], count: int) -> list[Reque
     both.step(Role.DECODE)
     for _ in range(3):
         both.step()
-    phases = [r.phase for r in both.decode._request_table]
+    phases = [r.phase for r in table_of(both.decode)]
     assert phases == [DecodePhase.ARRIVING] + [DecodePhase.WAITING] * (count - 1)
     return asked
 
@@ -152,7 +153,7 @@ def test_when_the_first_is_refused_by_prefill_the_next_one_is_sent_it(small: Pat
         for _ in range(20):
             both.step()
         assert not any(
-            r.phase is not DecodePhase.WAITING for r in both.decode._request_table if r.submit.request_id in others
+            r.phase is not DecodePhase.WAITING for r in table_of(both.decode) if r.submit.request_id in others
         )
         clock.advance(3.0)
         answers = both.run(*others)
@@ -219,7 +220,7 @@ def test_in_short_memory_choices_fit_that_would_not_with_a_prompt_each(small: Pa
         most = 0
         for _ in turns(400):
             both.step()
-            most = max(most, len(both.decode._scheduler.running))
+            most = max(most, len(scheduler_of(both.decode).running))
             if all(both.answers[rid].done is not None for rid in asked):
                 break
         answers = both.run(*asked)

@@ -13,6 +13,7 @@ import torch
 
 from tests.support.checkpoints import Oracle, compare
 from tests.support.worker_pair import Pair, pair
+from tests.support.worker_parts import manager_of, scheduler_of, table_of
 from twinpool.cache.prefix_cache.tree_node import Tier
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role
@@ -41,11 +42,11 @@ def test_decode_drops_what_a_step_drew_from_a_stale_page_and_the_attempt_can_be_
         a, b = both.submit(first, GREEDY), both.submit(second, GREEDY)
         decoding(both, a, 3)
         decoding(both, b, 2)
-        victim = next(r for r in both.decode._request_table if r.submit.request_id == a)
+        victim = next(r for r in table_of(both.decode) if r.submit.request_id == a)
         assert victim.phase is DecodePhase.RUNNING
         assert victim.allocation is not None
         before = dict(both.answers[a].tokens)
-        both.decode._manager.pools.allocators["full"].epochs.bump(victim.allocation.tables["full"].pages[1:2])
+        manager_of(both.decode).pools.allocators["full"].epochs.bump(victim.allocation.tables["full"].pages[1:2])
         failed, fine = both.run(a, b)
         assert failed.done is not None
         assert failed.done.error is ErrorKind.WORKER
@@ -62,9 +63,9 @@ def test_prefill_starts_over_when_pages_of_a_request_were_given_away(model: Path
     first, second = prompts(42, 150, 90)
     with pair(model, prefill={"chunk_tokens": 64}) as both:
         a = both.submit(first, GREEDY)
-        while not any(r.committed for r in both.prefill._request_table):
+        while not any(r.committed for r in table_of(both.prefill)):
             both.step(Role.PREFILL)
-        (request,) = list(both.prefill._request_table)
+        (request,) = list(table_of(both.prefill))
         assert request.allocation is not None
         request.allocation.runs["full"][0].lease.release()
         b = both.submit(second, GREEDY)
@@ -78,12 +79,12 @@ def test_what_a_prompt_reads_in_a_page_that_was_given_away_says_nothing_of_the_d
     (prompt,) = prompts(43, 100)
     with pair(model, prefill={"chunk_tokens": 64}) as both:
         asked = both.submit(prompt, GREEDY)
-        while not any(r.committed for r in both.prefill._request_table):
+        while not any(r.committed for r in table_of(both.prefill)):
             both.step(Role.PREFILL)
-        (request,) = list(both.prefill._request_table)
+        (request,) = list(table_of(both.prefill))
         page = request.held.tables["full"].pages[0]
-        both.prefill._manager.pools.gates["full"].layer(0)["k"][page].fill_(torch.nan)
-        both.prefill._manager.pools.allocators["full"].epochs.bump([page])
+        manager_of(both.prefill).pools.gates["full"].layer(0)["k"][page].fill_(torch.nan)
+        manager_of(both.prefill).pools.allocators["full"].epochs.bump([page])
         both.run(asked)
         counters = both.prefill.status().counters
         assert (counters["stale_pages"], counters["damage_logits"]) == (1, 0)
@@ -98,15 +99,15 @@ def test_a_prompt_that_starts_over_in_its_middle_reports_the_score_of_each_token
         assert calm.scores is not None
         assert len(calm.scores) == len(prompt) - 1
         again = both.submit(prompt, scored)
-        while not any(r.committed for r in both.prefill._request_table):
+        while not any(r.committed for r in table_of(both.prefill)):
             both.step(Role.PREFILL)
-        (request,) = list(both.prefill._request_table)
+        (request,) = list(table_of(both.prefill))
         assert 0 < request.committed < len(prompt)
         if way == "given away":
             own = request.held.tables["full"].pages[:1]
-            both.prefill._manager.pools.allocators["full"].epochs.bump(own)
+            manager_of(both.prefill).pools.allocators["full"].epochs.bump(own)
         else:
-            assert both.prefill._scheduler.preempt_youngest()
+            assert scheduler_of(both.prefill).preempt_youngest()
         (answer,) = both.run(again)
         assert request.starts == 1
         assert (answer.scores, answer.list) == (calm.scores, calm.list)
@@ -121,7 +122,7 @@ def test_prefill_gives_up_what_is_stale_again_and_again(model: Path) -> None:
         def thief(r: PrefillRequest) -> bool:
             taken = take(r)
             assert r.allocation is not None
-            both.prefill._manager.pools.allocators["full"].epochs.bump(r.allocation.tables["full"].pages[:1])
+            manager_of(both.prefill).pools.allocators["full"].epochs.bump(r.allocation.tables["full"].pages[:1])
             return taken
 
         both.prefill._request_pages.take = thief  # type: ignore[method-assign, assignment]
@@ -136,7 +137,7 @@ def test_a_tree_that_serves_a_page_it_no_longer_owns_is_not_believed(model: Path
     (prompt,) = prompts(44, 100)
     with pair(model) as both:
         both.run(both.submit(prompt, GREEDY))
-        node = next(both.prefill._manager.tree.accounts.nodes())
+        node = next(manager_of(both.prefill).tree.accounts.nodes())
         node.parts[Tier.DEVICE]["full"].lease.release()
         (answer,) = both.run(both.submit(prompt, GREEDY))
         assert compare(oracle, prompt, answer.list).equal

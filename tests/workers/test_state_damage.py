@@ -19,6 +19,7 @@ from tests.support.pool_sets import NAMES, pool_sets
 from tests.support.stepped_router import Cell
 from tests.support.storage_damage import damage_folder
 from tests.support.worker_pair import pair
+from tests.support.worker_parts import manager_of
 from tests.workers.test_any_state import PAGE, hash_pair
 from twinpool.cache.prefix_cache.tree_node import Tier
 from twinpool.contracts.damage import COUNTERS, PREFIX, DamageSite, where_of
@@ -67,7 +68,7 @@ def test_damage_in_a_hand_over(name: str, caplog: pytest.LogCaptureFixture) -> N
 def damage_host(cell: Cell, role: Role) -> int:
     """A byte of every page and slot on a worker's host; its device keeps nothing."""
     worker = cell.both.prefill if role is Role.PREFILL else cell.both.decode
-    manager = worker._manager
+    manager = manager_of(worker)
     host = manager.host
     assert host is not None
     parts = [part for node in manager.tree.accounts.nodes() for part in node.parts[Tier.HOST].values()]
@@ -122,7 +123,7 @@ def test_damage_in_storage(name: str, caplog: pytest.LogCaptureFixture, tmp_path
     with cell_of(name, cache=cache, decode=quiet) as cell:
         expect(cell, name, prompt)
         cell.rest()
-        while cell.both.prefill._manager.busy:
+        while manager_of(cell.both.prefill).busy:
             cell.round()
     assert damage_folder(tmp_path / "pages", 5, share=0.6)
     with cell_of(name, cache=cache, decode=quiet) as cell:
@@ -138,7 +139,7 @@ def given_away(cell: Cell, role: Role) -> bool:
     worker = cell.both.prefill if role is Role.PREFILL else cell.both.decode
     for request in worker._request_table:
         if request.allocation is not None and request.committed > 10 and not request.submit.attempt:
-            worker._manager.pools.allocators["full"].epochs.bump(request.allocation.tables["full"].pages[1:2])
+            manager_of(worker).pools.allocators["full"].epochs.bump(request.allocation.tables["full"].pages[1:2])
             return True
     return False
 

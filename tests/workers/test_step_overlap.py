@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.support.worker_pair import Answer, Pair, pair, turns
+from tests.support.worker_parts import manager_of, scheduler_of, table_of
 from twinpool.cache.allocation import Allocation
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.contracts.ids import PAIR, Role
@@ -115,8 +116,8 @@ def running(both: Pair, decode: DecodeWorker, params: SamplingParams, length: in
     both.submit(prompts(7, length)[0], params)
     for _ in turns(1000):
         both.step()
-        if decode._scheduler.running and decode._scheduler.running[0].under_way:
-            return decode._scheduler.running[0]
+        if scheduler_of(decode).running and scheduler_of(decode).running[0].under_way:
+            return scheduler_of(decode).running[0]
     raise AssertionError("no step was ever under way")
 
 
@@ -152,14 +153,14 @@ def named(allocation: Allocation | None) -> set[int]:
 
 def held_until_complete(both: Pair, worker: PrefillWorker | DecodeWorker, pages: set[int]) -> None:
     """Nobody gets `pages`, also not by eviction, before the step under way is complete; then all can be had."""
-    pool = worker._manager.pools.allocators["full"]
-    worker._manager.supply.evict("full", pool.total)
+    pool = manager_of(worker).pools.allocators["full"]
+    manager_of(worker).supply.evict("full", pool.total)
     assert not pages & set(pool._free)
     assert pool.quarantined >= len(pages) > 0
     assert len(worker._steps) > 0
     for _ in range(2):
         both.step(worker.role)
-    worker._manager.supply.evict("full", pool.total)
+    manager_of(worker).supply.evict("full", pool.total)
     assert (pool.quarantined, pool.free) == (0, pool.total)
 
 
@@ -192,9 +193,9 @@ def test_a11_prefill_holds_what_a_cancelled_chunk_reads_and_writes(model: Path) 
         greedy = SamplingParams(max_tokens=3, temperature=0.0)
         both.run(both.submit(prompt[:64], greedy))
         request = both.submit(prompt, greedy)
-        while not any(r.launched > r.committed for r in prefill._request_table):
+        while not any(r.launched > r.committed for r in table_of(prefill)):
             both.step()
-        (mine,) = list(prefill._request_table)
+        (mine,) = list(table_of(prefill))
         assert mine.allocation is not None
         assert mine.allocation.depth > 0, "part of it is the tree's"
         pages = named(mine.allocation)
@@ -206,9 +207,9 @@ def test_what_a_preempted_request_had_under_way_is_dropped(model: Path, undistur
     with lagging_pair(model, tokens=1024) as (both, prefill, _):
         prompt, params = asks()[3]
         request = both.submit(prompt, params, legs=(Role.PREFILL,))
-        while not any(r.launched > r.committed for r in prefill._request_table):
+        while not any(r.launched > r.committed for r in table_of(prefill)):
             both.step()
-        assert prefill._scheduler.preempt_youngest()
+        assert scheduler_of(prefill).preempt_youngest()
         for _ in range(50):
             both.step(Role.PREFILL)
         answer = both.answers[request]

@@ -19,6 +19,7 @@ from tests.support.checkpoints import Oracle, compare
 from tests.support.rank_followers import Warm, rank_processes
 from tests.support.worker_child import SESSION, Child, stopped, worker_child
 from tests.support.worker_pair import counts_for, pair, turns
+from tests.support.worker_parts import manager_of
 from twinpool.cluster.assembly.build_worker import build_worker
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.clock import ManualClock
@@ -297,7 +298,7 @@ def test_a_worker_whose_round_broke_off_closes_all_the_same(
             raise PeerDead("rank 1 of this worker can't be reached")
 
         with monkeypatch.context() as patch:
-            patch.setattr(worker._manager.allocations, "free", broken)
+            patch.setattr(manager_of(worker).allocations, "free", broken)
             with pytest.raises(PeerDead):
                 worker.drop_session(request.session)
             assert list(worker._request_table) == [request], "it isn't out of the books"
@@ -307,6 +308,6 @@ def test_a_worker_whose_round_broke_off_closes_all_the_same(
         if not still_broken:
             worker.close()
             assert list(worker._request_table) == []
-            assert len(worker._manager.allocations) == 0
+            assert len(manager_of(worker).allocations) == 0
         assert isinstance(worker._waiter, Waiter)
         assert worker._waiter._event < 0, "what it listens on is closed, whatever went wrong"

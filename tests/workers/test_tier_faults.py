@@ -15,6 +15,7 @@ import pytest
 from tests.support.conversations import make_talks
 from tests.support.tier_conversations import GREEDY, PAGE, by_turn, converse, counters, in_folder, tiers
 from tests.support.worker_pair import Answer, Pair, pair
+from tests.support.worker_parts import table_of
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.prefix_cache.tree_node import Tier
 from twinpool.cache.storage.io_queue import InlineIoQueue, StorageOp
@@ -132,7 +133,7 @@ def test_a_request_that_waits_for_pages_is_not_woken_again_and_again_as_storage_
             both.step(Role.PREFILL)
         assert both.answers[holder].tokens, "it is computed, and decode has no pages for it yet"
         first, second = both.submit(tokens(4, 5 * PAGE + 3), GREEDY), both.submit(prompt, GREEDY)
-        *_, prefetch = [r.prefetch for r in both.prefill._request_table if r.allocation is None]
+        *_, prefetch = [r.prefetch for r in table_of(both.prefill) if r.allocation is None]
         assert prefetch is not None
         both.step(Role.PREFILL)
         due = manager.tiers.prefetcher.deadline(prefetch)

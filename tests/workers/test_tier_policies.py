@@ -11,6 +11,7 @@ import pytest
 from tests.support.conversations import Seen, Turn, make_talks
 from tests.support.tier_conversations import GREEDY, PAGE, by_turn, converse, counters, expect_hand_overs, tiers
 from tests.support.worker_pair import Pair, pair
+from tests.support.worker_parts import manager_of
 from twinpool.cache.prefix_cache.tree_node import Tier
 from twinpool.contracts.ids import Role
 
@@ -41,7 +42,7 @@ def cached(both: Pair, prompt: list[int]) -> dict[str, int]:
 def push_out(both: Pair) -> None:
     """Other requests need prefill's device: what its tree has there goes."""
     both.settle()
-    while both.prefill._manager.supply.evict("full", 1 << 20):
+    while manager_of(both.prefill).supply.evict("full", 1 << 20):
         both.step()
 
 
@@ -140,7 +141,7 @@ def test_with_prefixes_of_a_reasoning_span_decode_frees_exactly_the_rest(model: 
     with pair(model, cache=strip) as both:
         both.run(both.submit(prompt, GREEDY))
         both.settle()
-        manager = both.decode._manager
+        manager = manager_of(both.decode)
         kept = before // PAGE
         assert (
             manager.tree.accounts.sizes[Tier.DEVICE, "full"] == manager.tree.accounts.sizes[Tier.HOST, "full"] == kept

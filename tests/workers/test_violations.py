@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.served_cluster import ROOT, until
 from tests.support.worker_pair import SESSION, Pair, pair
+from tests.support.worker_parts import manager_of, scheduler_of
 from twinpool.cache.pool.page_allocator import Lease, PageAllocator
 from twinpool.cache.swap.swap_storage import SwapPlace
 from twinpool.cluster.serve.serve_one_process import LocalDirectory
@@ -68,12 +69,12 @@ def its_lease(worker: PrefillWorker | DecodeWorker) -> Lease:
 
 
 def pages(worker: PrefillWorker | DecodeWorker) -> PageAllocator:
-    return worker._manager.pools.allocators["full"]
+    return manager_of(worker).pools.allocators["full"]
 
 
 def first(worker: DecodeWorker) -> DecodeRequest:
     """Of those that run."""
-    return worker._scheduler.running[0]
+    return scheduler_of(worker).running[0]
 
 
 def grow(lease: object, index: int) -> None:
@@ -102,7 +103,7 @@ def departs(worker: DecodeWorker, stage: MigrationStage) -> None:
 
 def swaps_out(worker: DecodeWorker) -> None:
     first(worker).swapped = SimpleNamespace(positions=10**6, place=SwapPlace.GONE)  # type: ignore[assignment]
-    worker._scheduler.retraction._away.append(first(worker))
+    scheduler_of(worker).retraction._away.append(first(worker))
 
 
 PREFILL: dict[str, tuple[Plant, str]] = {
@@ -119,11 +120,11 @@ PREFILL: dict[str, tuple[Plant, str]] = {
         "in quarantine without a pin",
     ),
     "a written null page": (
-        lambda p, d: p._manager.pools.gates["full"].layer(0)["k"][0].fill_(1.0),
+        lambda p, d: manager_of(p).pools.gates["full"].layer(0)["k"][0].fill_(1.0),
         "the null page of k",
     ),
     "a lock that no request holds": (
-        lambda p, d: p._manager.tree.locks.keep([], "a thief"),
+        lambda p, d: manager_of(p).tree.locks.keep([], "a thief"),
         "locks, allocations and moves hold",
     ),
     "a waiting request with pages": (
@@ -165,7 +166,7 @@ DECODE: dict[str, tuple[Plant, str]] = {
     "a page that nobody owns": (lambda p, d: pages(d)._free.pop(), "belongs to nobody"),
     "a lease that neither room nor request holds": (lambda p, d: pages(d).lease(1, "a thief"), "accounted for"),
     "a written null page": (
-        lambda p, d: d._manager.pools.gates["full"].layer(1)["v"][0].fill_(1.0),
+        lambda p, d: manager_of(d).pools.gates["full"].layer(1)["v"][0].fill_(1.0),
         "the null page of v",
     ),
     "an epoch that moved under a lease": (
@@ -178,7 +179,7 @@ DECODE: dict[str, tuple[Plant, str]] = {
         lambda p, d: opened(d._receiver._rooms.values(), ReceiverState.OPEN),
         "its leases say otherwise",
     ),
-    "a request outside its queue": (lambda p, d: d._scheduler.running.append(first(d)), "are in that queue"),
+    "a request outside its queue": (lambda p, d: scheduler_of(d).running.append(first(d)), "are in that queue"),
     "a running request without pages": (lambda p, d: its_lease(d).release(), "its lease has ended"),
     "an allocation that no request holds": (
         lambda p, d: setattr(first(d), "allocation", None),
@@ -207,11 +208,11 @@ DECODE: dict[str, tuple[Plant, str]] = {
         "is sending and running",
     ),
     "a running request among those that are away": (
-        lambda p, d: d._scheduler.retraction._away.append(first(d)),
+        lambda p, d: scheduler_of(d).retraction._away.append(first(d)),
         "is running and in the queue of those retracted",
     ),
     "a request that is away and has its pages": (
-        lambda p, d: d._scheduler.retraction._away.append(first(d)),
+        lambda p, d: scheduler_of(d).retraction._away.append(first(d)),
         "is retracted, and its allocation or its swapped out copy says otherwise",
     ),
     "a swapped out copy that nobody keeps": (lambda p, d: swaps_out(d), "0 swapped out copies, requests hold 1"),

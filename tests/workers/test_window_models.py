@@ -11,6 +11,7 @@ from tests.support.checkpoints import VOCAB, Oracle, compare
 from tests.support.family_window import WINDOW
 from tests.support.model_families import FAMILIES
 from tests.support.worker_pair import pair
+from tests.support.worker_parts import manager_of
 from twinpool.contracts.ids import Role
 from twinpool.contracts.sampling_params import SamplingParams
 
@@ -61,10 +62,10 @@ def test_pages_that_the_window_has_left_go_back_while_prompt_and_answer_go_on(ge
         leased = 0
         while both.answers[request].done is None:
             both.step()
-            leased = max([leased, *(allocation.own("window") for allocation in both.prefill._manager.allocations)])
+            leased = max([leased, *(allocation.own("window") for allocation in manager_of(both.prefill).allocations)])
             tables = [
                 allocation.tables["window"].pages
-                for allocation in both.decode._manager.allocations
+                for allocation in manager_of(both.decode).allocations
                 if allocation.tables
             ]
             held += [[page for page in table if page] for table in tables if any(table)]
