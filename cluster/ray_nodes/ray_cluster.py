@@ -43,9 +43,9 @@ OWN_SLOTS = 10_000
 """Number of places for each role on a Ray of our own: flags decide the number of workers, not Ray."""
 LOOPBACK = "127.0.0.1"
 REACH_TIMEOUT_S = 3.0
-JOIN_S = 60.0
+JOIN_S = 180.0
 """How long a Ray that runs may take to let this process in."""
-KEPT_START_S = 60.0
+KEPT_START_S = 180.0
 """How long a Ray that outlives this process may take to start."""
 MEASURE_TIMEOUT_S = 60.0
 """How long a node may take to start a process that measures it."""

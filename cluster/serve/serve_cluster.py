@@ -60,7 +60,7 @@ SECRETS = ("TWINPOOL_ADMIN_TOKEN", SECRET_VARIABLE, PASSWORD_VARIABLE)
 POLL_S = 0.1
 ROUTER_END_S = 2.5
 """How long a router may take to end once the answers that ran have ended, or were cut off."""
-HEALTHY_S = 15.0
+HEALTHY_S = 60.0
 """How long the router may take to reach the workers once all have registered."""
 
 

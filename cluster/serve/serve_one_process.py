@@ -308,7 +308,7 @@ log = logging.getLogger("twinpool.serve")
 
 HOST = "127.0.0.1"
 FLUSH_S = 1.5
-HEALTHY_S = 15.0
+HEALTHY_S = 60.0
 POLL_S = 0.02
 
 
