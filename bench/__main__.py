@@ -43,9 +43,7 @@ BENCHES = {
         "bench.engine.engine_speed",
         lambda n: f"--threads 1 --repeats {3 * n}",
     ),
-    "steps": Bench(
-        "What does planning a decode step cost the host?", "bench.engine.step_planning", lambda n: f"--rounds {15 * n}"
-    ),
+    "formats": Bench("How fast are weights of each format, beside other engines?", "bench.engine.formats"),
     "copies": Bench("How fast are copies between tiers?", "bench.cache.copy_speed", lambda n: f"--rounds {3 * n}"),
     "handover": Bench("How fast are the data planes?", "bench.serving.handover_speed", lambda n: f"--rounds {3 * n}"),
     "cache": Bench(
@@ -65,7 +63,6 @@ BENCHES = {
         lambda n: f"--rounds {2 * n}",
     ),
     "drain": Bench("How long does a stream pause when its worker is drained?", "bench.serving.drain_cost"),
-    "frames": Bench("What do frames between routers and workers cost?", "bench.serving.frame_cost"),
     "router": Bench("What does a router cost, per request and per token?", "bench.serving.router_speed"),
     "hostile": Bench("What harm can hostile clients do?", "bench.serving.hostile_clients"),
     "tenants": Bench("What does a tenant see while another floods?", "bench.serving.tenant_fairness"),

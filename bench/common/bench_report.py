@@ -12,6 +12,11 @@ from typing import Any
 
 from rich.table import Table
 
+from twinpool.contracts.cpu_levels import flags
+
+INSTRUCTIONS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
+"""Flags of a processor that products are written for."""
+
 
 def describe() -> dict[str, object]:
     """Processor, usable cores, versions, torch's threads and the load of the last minute: not idle means noisy."""
@@ -22,6 +27,7 @@ def describe() -> dict[str, object]:
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "processor": names[0] if names else platform.processor(),
+        "instructions": [name for name in INSTRUCTIONS if name in flags()],
         "cores": len(os.sched_getaffinity(0)),
         "load_1min": os.getloadavg()[0],
         "python": platform.python_version(),

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
+from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig, LogitsProcessor
 
 from tests.support.bare_engine import CLOCKS, Answer, Prompts
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.config.worker_config import EngineConfig
 
 _RESULT_TIMEOUT_S = 120.0
@@ -42,7 +43,15 @@ class _Stamp(LogitsProcessor):  # type: ignore[misc]
 
 
 def _load(folder: Path, config: EngineConfig) -> Any:
+    """The model of a folder, or of a GGUF file, dequantised to bfloat16."""
     factory: Any = AutoModelForCausalLM
+    if folder.is_file():
+        plain: Any = GgufConfig(dequantize=True)
+        read = {"gguf_file": folder.name, "quantization_config": plain, "dtype": torch.bfloat16}
+        # Of some architectures it doesn't read this, and takes its default.
+        if (head_dim := read_model_spec(folder).config.values.get("head_dim")) is not None:
+            read["head_dim"] = head_dim
+        return factory.from_pretrained(folder.parent, **read).eval()
     return factory.from_pretrained(folder, dtype=config.dtype).eval()
 
 

@@ -1,9 +1,14 @@
-"""Made-up names, and the fifty of them that training never sees."""
+"""Made-up names, the fifty of them that training never sees, and prompts that ask for one far behind its mention."""
 
 from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
 
 # fmt: off
 _ONSETS = (
@@ -35,6 +40,9 @@ THINGS = (
 
 HELD_OUT_SEED = 20_240_229
 HELD_OUT_COUNT = 50
+FILLER = Path(__file__).parent / "heldout.txt"
+_LEAD_IN_TOKENS = 24
+_FILLER_STRIDE = 331
 
 
 def make_name(rng: random.Random) -> str:
@@ -66,3 +74,46 @@ def training_names(count: int, seed: int) -> list[str]:
         if name not in held_out:
             names[name] = None
     return list(names)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question: the text, the name that should come next, and how far back it stands."""
+
+    text: str
+    name: str
+    distance: int
+
+
+def count_tokens(tokenizer: Tokenizer, text: str) -> int:
+    """The length of a text for the model."""
+    return len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def take_words(words: list[str], start: int, tokens: int, tokenizer: Tokenizer) -> str:
+    """Words from ``start`` on (wrapping around), at least ``tokens`` tokens of them."""
+    taken: list[str] = []
+    total = 0
+    position = start
+    while total < tokens:
+        word = " " + words[position % len(words)]
+        total += count_tokens(tokenizer, word)
+        taken.append(word)
+        position += 1
+    return "".join(taken)
+
+
+def build_prompt(name: str, index: int, distance: int, words: list[str], tokenizer: Tokenizer) -> Prompt:
+    """State ``name``, add filler, and ask for it again ``distance`` tokens later (or a few more)."""
+    query = f" The secret name of the {THINGS[index * 7 % len(THINGS)]} is"
+    start = index * _FILLER_STRIDE
+    lead_in = take_words(words, start, _LEAD_IN_TOKENS, tokenizer).rstrip(" .,;:-").lstrip() + "."
+    wanted = max(distance - count_tokens(tokenizer, "." + query) - 1, 0)
+    filler = take_words(words, start + 100, wanted, tokenizer).rstrip(" .,;:-") + "."
+    between = f".{filler}{query}"
+    return Prompt(f"{lead_in}{query} {name}{between}", name, count_tokens(tokenizer, between))
+
+
+def build_prompts(distance: int, words: list[str], tokenizer: Tokenizer, names: Iterable[str]) -> list[Prompt]:
+    """One prompt for each name."""
+    return [build_prompt(name, index, distance, words, tokenizer) for index, name in enumerate(names)]

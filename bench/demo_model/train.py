@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bench.common.bench_report import flag_parser
-from bench.demo_model.copying_range import FILLER, Prompt, build_prompts
 from bench.demo_model.corpus_data import EARLY, LATE, MIDDLE, Mix, Mixture
 from bench.demo_model.demo_checkpoint import export, make_model, parameters_of, train_tokenizer
-from bench.demo_model.made_up_names import training_names
+from bench.demo_model.made_up_names import FILLER, Prompt, build_prompts, training_names
 
 MUON_RATE = 6e-3
 ADAM_RATE = 4e-3

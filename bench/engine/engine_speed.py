@@ -4,7 +4,7 @@
     python -m bench.engine.engine_speed --make qwen3-445m  # a Qwen3-shaped one with random weights
     python -m bench.engine.engine_speed --make qwen3-445m --threads 2 --sides generate openvino vllm  # and rivals
     python -m bench.engine.engine_speed --families  # a miniature of every family, or of those that are named
-    python -m bench.engine.engine_speed --model DIR --profile  # and where our time goes
+    python -m bench.engine.formats --rivals  # weights of several formats
 
 Prefill: one prompt, tokens a second until its first token. Decode: tokens a second of a batch once all of its
 sequences have their first token. Repetitions go round all sides in turns, each with new prompts, so that a noisy
@@ -81,10 +81,17 @@ class Measured:
     rates: list[float] = field(default_factory=list)
     equal: list[bool] = field(default_factory=list)
     """For each sequence: the same tokens as the first side's."""
+    begun_equal: list[bool] = field(default_factory=list)
+    """The same first token."""
 
     @property
     def median(self) -> float:
         return statistics.median(self.rates)
+
+    @property
+    def spread(self) -> float:
+        """Half of what lies between the least and the most, over the median."""
+        return (max(self.rates) - min(self.rates)) / 2 / self.median
 
 
 Results = dict[str, dict[str, Measured]]
@@ -96,12 +103,12 @@ def measure(
     scenarios: Sequence[SpeedScenario],
     vocab: int,
     repeats: int,
-    no_memory: Callable[[str, str, Exception], None] | None = None,
+    left_out: Callable[[str, str, Exception], None] | None = None,
 ) -> Results:
     """Rounds of all sides in turns; round 0 warms up and counts for nothing.
 
-    `no_memory`: told of a scenario, and of a side that has no device memory for it and is left out of its figures from
-    then on; without it the error is raised.
+    `left_out`: told of a scenario, and of a side that has no device memory for it, or that has died, and is left out of
+    its figures from then on; without it the error is raised.
     """
     random = np.random.default_rng(1)
     results: Results = {s.name: {side.name: Measured() for side in sides} for s in scenarios}
@@ -113,16 +120,17 @@ def measure(
             for side in (side for side in (*sides[turn:], *sides[:turn]) if side.name in found):
                 try:
                     answers[side.name] = side.run(prompts, scenario.output_tokens)
-                except torch.OutOfMemoryError as error:
-                    if no_memory is None:
+                except (torch.OutOfMemoryError, ConfigError) as error:
+                    if left_out is None:
                         raise
                     del found[side.name]
-                    no_memory(scenario.name, side.name, error)
+                    left_out(scenario.name, side.name, error)
             first = answers.get(sides[0].name)
             for name, answer in answers.items() if number else ():
                 found[name].rates.append(scenario.rate(answer))
-                pairs = zip(answer.tokens, first.tokens, strict=True) if first is not None else ()
+                pairs = list(zip(answer.tokens, first.tokens, strict=True)) if first is not None else []
                 found[name].equal += [a == b for a, b in pairs]
+                found[name].begun_equal += [a[0] == b[0] for a, b in pairs]
     return results
 
 
@@ -134,14 +142,6 @@ def table(results: Results, title: str, figure: Callable[[Sequence[float]], floa
         ours, *others = (figure(by_side[name].rates) for name in names)
         out.add_row(scenario, f"{ours:.1f}", *(f"{other:.1f} ({ours / other:.2f})" for other in others))
     return out
-
-
-def profile(side: Twinpool, scenario: SpeedScenario, vocab: int) -> str:
-    """Where the time of some decode steps goes, by torch operation."""
-    prompts = np.random.default_rng(2).integers(0, vocab, (scenario.batch, scenario.prompt_tokens)).tolist()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
-        side.run(prompts, scenario.output_tokens)
-    return str(recorded.key_averages().table(sort_by="self_cpu_time_total", row_limit=14, max_name_column_width=40))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -166,33 +166,26 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--output-tokens", type=int, default=33, help="tokens of a decode run, the first uncounted")
     out.add_argument("--repeats", type=int, default=5)
     out.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: of the processor, for busy machines")
-    out.add_argument("--profile", action="store_true", help="print where the time of our largest batch goes")
     return out
 
 
-def make_sides(
-    args: argparse.Namespace, folder: Path, scenarios: Sequence[SpeedScenario], close: ExitStack
-) -> list[Side]:
-    """All of `args.sides`, loaded; `close` closes them."""
-    # Whole pages for every sequence, at either side's page size.
+def make_side(
+    name: str, model: Path, args: argparse.Namespace, scenarios: Sequence[SpeedScenario], **rival: str
+) -> Side:
+    """One of `SIDES` or another rival, loaded; `rival`: what else a rival is told."""
+    # Whole pages for every sequence, at any side's page size.
     tokens = max(s.batch * (s.prompt_tokens + s.output_tokens + 32) for s in scenarios)
     sequences = max(s.batch for s in scenarios)
     config: dict[str, Any] = {"dtype": args.dtype, "threads": args.threads}
-    sides: list[Side] = []
-    for name in args.sides:
-        side: Side
-        if name in _OWN:
-            side = Twinpool(folder, EngineConfig(**_OWN[name], **config), tokens, sequences, clock=args.clock)
-            side.name = f"twinpool, {name}"
-        elif name in PACKAGES:
-            side = Rival(name, folder, args.threads or torch.get_num_threads(), args.clock)
-        elif name == "generate":
-            side = Generate(folder, EngineConfig(**config), clock=args.clock)
-        else:
-            side = ContinuousBatching(folder, EngineConfig(**config), tokens)
-        close.callback(side.close)
-        sides.append(side)
-    return sides
+    if name in _OWN:
+        ours = Twinpool(model, EngineConfig(**_OWN[name], **config), tokens, sequences, clock=args.clock)
+        ours.name = f"twinpool, {name}"
+        return ours
+    if name in PACKAGES:
+        return Rival(name, model, args.threads or torch.get_num_threads(), args.clock, **rival)
+    if name == "generate":
+        return Generate(model, EngineConfig(**config), clock=args.clock)
+    return ContinuousBatching(model, EngineConfig(**config), tokens)
 
 
 Agreement = dict[str, float]
@@ -200,7 +193,7 @@ Agreement = dict[str, float]
 
 
 def measure_model(args: argparse.Namespace, folder: Path) -> tuple[Results, Agreement]:
-    """All of `args.sides` on one checkpoint; prints where our time goes if that is asked for."""
+    """All of `args.sides` on one checkpoint."""
     spec = read_model_spec(folder)
     scenarios = [SpeedScenario(1, args.prefill_tokens, 1)]
     scenarios += [SpeedScenario(batch, args.context, args.output_tokens) for batch in args.batches]
@@ -208,16 +201,15 @@ def measure_model(args: argparse.Namespace, folder: Path) -> tuple[Results, Agre
     if longest > spec.context:
         raise ConfigError(f"{longest} tokens don't fit the checkpoint's context of {spec.context}")
     with ExitStack() as close:
-        sides = make_sides(args, folder, scenarios, close)
+        sides = []
+        for name in args.sides:
+            sides.append(make_side(name, folder, args, scenarios))
+            close.callback(sides[-1].close)
         results = measure(sides, scenarios, spec.vocab_size, args.repeats)
         agreement = {
             side.name: statistics.fmean(e for by_side in results.values() for e in by_side[side.name].equal)
             for side in sides[1:]
         }
-        first = sides[0]
-        if args.profile and isinstance(first, Twinpool):
-            for scenario in (scenarios[0], scenarios[-1]):
-                print(f"{folder.name}: {scenario.name}\n{profile(first, scenario, spec.vocab_size)}")
     return results, agreement
 
 

