@@ -33,8 +33,9 @@ class EngineConfig:
     """invariant: a row's result depends on its own sequence alone, never on the batch or on chunk ends; fast: results
     may differ by rounding."""
     numerics_class: Literal["auto", "x86-64-v3", "x86-64-v4"] = "auto"
-    """The instructions that a worker's kernels and libraries may use. auto: all that its machine has. A level: only
-    those of the level, so that unlike machines compute the same bits; a machine without them refuses to start."""
+    """The processors that a worker's results are the same on, bit for bit. auto: its own kind. A level: all that have
+    its instructions; libraries use no others, and kernels add up in the order that all have; a machine without them
+    refuses to start."""
     device: str = "auto"
     """auto, cpu, cuda, or cuda:N for one GPU alone. auto: the GPUs if torch sees any and Triton is there (``pip install
     'twinpool[cuda]'``), else the CPU. Ranks are dealt the GPUs of a machine in turn; under a Ray that `serve` joins

@@ -68,7 +68,7 @@ template <typename T> struct Words {
     template <typename S> static f32x16 take(const S *p, int count) { return load_some(p, count); }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(PAIRED_SCORES)
 template <> struct Words<bf16> {
     static constexpr int pack = 2;
     static f32x16 dot(f32x16 a, f32x16 b, f32x16 c) {

@@ -316,22 +316,21 @@ static float *thread_room() {
     return room.data();
 }
 
-template <typename T>
-inline void put_sums(const float *sums, const Blocks &b, long panel, const float *bias, T *out) {
+inline void put_sums(const float *sums, const Blocks &b, long panel, const float *bias, float *out) {
     const int width = (int)std::min((long)PANEL, b.n - panel * PANEL);
     f32x16 left = load(sums), right = load(sums + LANES);
     if (bias) {
         left += load(bias + panel * PANEL);
         right += load(bias + panel * PANEL + LANES);
     }
-    T *to = out + panel * PANEL;
+    float *to = out + panel * PANEL;
     store_some(to, left, std::min(width, LANES));
     if (width > LANES) store_some(to + LANES, right, width - LANES);
 }
 
 // x [m, k] with rows x_stride apart, out [m, n] with rows out_stride apart. bias: whole panels of float32, or null.
-template <typename T>
-void block_product(const Blocks &b, const T *x, long x_stride, const float *bias, T *out, long out_stride, long m) {
+inline void block_product(const Blocks &b, const float *x, long x_stride, const float *bias, float *out,
+                          long out_stride, long m) {
     if (!m) return;
     const long panels = (b.n + PANEL - 1) / PANEL, blocks = (m + MOST_ROWS - 1) / MOST_ROWS;
     static thread_local Buffer<float> kept;
@@ -344,14 +343,9 @@ void block_product(const Blocks &b, const T *x, long x_stride, const float *bias
     each(m, MOST_ROWS, [&](long row) {
         const long block = row / MOST_ROWS * MOST_ROWS;
         const long beside = few ? together : std::min((long)MOST_ROWS, m - block);
-        const T *from = x + row * x_stride;
+        const float *from = x + row * x_stride;
         float *to = rows + block * b.k + row - block;
-        for (long j = 0; j < b.k; j += LANES) {
-            const int count = (int)std::min((long)LANES, b.k - j);
-            float values[LANES];
-            store(values, load_some(from + j, count));
-            for (int i = 0; i < count; i++) to[(j + i) * beside] = values[i];
-        }
+        for (long j = 0; j < b.k; j++) to[j * beside] = from[j];
     });
     const long chunk = std::max(1L, std::min(panels / 16, 65536 / (b.k * PANEL) + 1));
     for_code(b.code, [&](auto kind) {

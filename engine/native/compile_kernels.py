@@ -30,11 +30,24 @@ log = logging.getLogger(__name__)
 
 MACHINE = "native"
 """The level that stands for all instructions of this processor, in compilers' own word."""
+COMMON = "common"
+"""The level that stands for all instructions of this processor, in the order of additions that every level has: its
+bits are those of each of `contracts.cpu_levels`."""
 _FLAGS = (
     "-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-Wno-psabi", "-fPIC",
     "-fvisibility=hidden",
 )  # fmt: skip
-_SOURCES = ("vector.h", "buffer.h", "threads.h", "rows.h", "gemm.h", "block_gemm.h", "attention.h", "kernels.cpp")
+_SOURCES = (
+    "vector.h",
+    "buffer.h",
+    "threads.h",
+    "rows.h",
+    "gemm.h",
+    "block_gemm.h",
+    "tile_gemm.h",
+    "attention.h",
+    "kernels.cpp",
+)
 _CODE = {name: (Path(__file__).parent / name).read_bytes() for name in _SOURCES}
 """The sources, read when this module is imported, so that an update under a running worker changes neither them nor
 the Python code that calls them."""
@@ -47,12 +60,12 @@ class NativeUnavailable(Exception):
 
 @cache
 def load_library(level: str = MACHINE) -> ctypes.CDLL:
-    """Load the kernels, compiled for the instructions of `level` (of `contracts.cpu_levels`; `MACHINE`: all that this
-    machine has). Takes milliseconds, or some seconds where they must be compiled first.
+    """Load the kernels, compiled for the instructions of `level` (of `contracts.cpu_levels`; `MACHINE` and
+    `COMMON`: all that this machine has). Takes milliseconds, or some seconds where they must be compiled first.
 
     Raises `NativeUnavailable`; only a success is cached, so that a later call tries again.
     """
-    if level != MACHINE and level not in processor.levels():
+    if level not in {MACHINE, COMMON, *processor.levels()}:
         raise NativeUnavailable(f"this processor can't run {level}")
     compiler = find_compiler()
     about = [
@@ -80,10 +93,13 @@ class Compiler:
     """Whether it is Zig's: Clang, with its own headers and no built C++ library, which the kernels don't need."""
 
     def compiling(self, level: str) -> tuple[str, ...]:
+        order = ("-DCOMMON_ORDER",) if level == COMMON else ()
+        wanted = MACHINE if level == COMMON else level
         if not self.zig:
-            return (f"-march={level}", *_FLAGS)
+            return (f"-march={wanted}", *order, *_FLAGS)
         # Zig writes levels with underscores, and catches what C++ leaves undefined unless told otherwise.
-        return ("-target", f"{platform.machine()}-linux-gnu", f"-mcpu={level.replace('-', '_')}", *_FLAGS, *_ZIG)
+        instructions = f"-mcpu={wanted.replace('-', '_')}"
+        return ("-target", f"{platform.machine()}-linux-gnu", instructions, *order, *_FLAGS, *_ZIG)
 
     @property
     def linking(self) -> tuple[str, ...]:

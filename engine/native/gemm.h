@@ -25,7 +25,7 @@ template <> struct Step<float> {
     static inline f32x16 dot(f32x16 acc, Packed x, const float *w) { return fma(x, load(w), acc); }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(PAIR_DOTS)
 template <> struct Step<bf16> {
     static constexpr int depth = 2;
     typedef __m512bh Packed;
@@ -79,7 +79,7 @@ inline void panel_rows(int rows, const T *x, long row_stride, long step_stride, 
 #undef ROWS_CASE
 }
 
-// Bytes of a packed weight [n, k].
+// Elements of a packed weight [n, k].
 template <typename T> long packed_elements(long n, long k) {
     constexpr long depth = Step<T>::depth;
     return (n + PANEL - 1) / PANEL * PANEL * ((k + depth - 1) / depth * depth);
@@ -99,9 +99,10 @@ template <typename T> void pack(const T *weight, T *packed, long n, long k) {
     });
 }
 
-// x [m, k] with rows x_stride apart; out [m, n] contiguous. bias: whole panels of float32, or null.
+// x [m, k] with rows x_stride apart; out [m, n] with rows out_stride apart. bias: whole panels of float32, or null.
 template <typename T>
-void product(const T *x, long x_stride, const T *packed, const float *bias, T *out, long m, long n, long k) {
+void product(const T *x, long x_stride, const T *packed, const float *bias, T *out, long out_stride, long m, long n,
+             long k) {
     constexpr long depth = Step<T>::depth;
     const long steps = (k + depth - 1) / depth, panels = (n + PANEL - 1) / PANEL;
     const long blocks = (m + MOST_ROWS - 1) / MOST_ROWS;
@@ -129,13 +130,13 @@ void product(const T *x, long x_stride, const T *packed, const float *bias, T *o
         const int width = (int)std::min((long)PANEL, n - panel * PANEL);
         T *to = out + panel * PANEL;
         if (direct) {
-            panel_rows<T>((int)m, x, x_stride, depth, w, steps, panel_bias, to, n, width);
+            panel_rows<T>((int)m, x, x_stride, depth, w, steps, panel_bias, to, out_stride, width);
             return;
         }
         for (long block = 0; block < blocks; block++) {
             const int count = (int)std::min((long)MOST_ROWS, m - block * MOST_ROWS);
             panel_rows<T>(count, rows + block * block_size, depth, MOST_ROWS * depth, w, steps, panel_bias,
-                          to + block * MOST_ROWS * n, n, width);
+                          to + block * MOST_ROWS * out_stride, out_stride, width);
         }
     });
 }

@@ -4,6 +4,7 @@
 #include "block_gemm.h"
 #include "gemm.h"
 #include "rows.h"
+#include "tile_gemm.h"
 
 #define FOR_DTYPE(T, name)                                                                                            \
     void rms_norm_##name(const T *x, long x_stride, const T *weight, long weight_rows, T *out, long rows, long n,     \
@@ -22,7 +23,7 @@
         attend(*a, sequences, q, *pages, tables, first_pages, starts, offsets, sinks, out);                           \
     }
 
-#define FOR_BLOCKS(T, name)                                                                                           \
+#define FOR_BLOCKS(T, name, block_product)                                                                            \
     void block_product_##name(const Blocks *b, const T *x, long x_stride, const float *bias, T *out,                  \
                               long out_stride, long m) {                                                              \
         block_product(*b, x, x_stride, bias, out, out_stride, m);                                                     \
@@ -31,12 +32,12 @@
         return block_rows(*b, rows, count, out);                                                                      \
     }
 
-#define FOR_PRODUCT(T, name)                                                                                          \
-    long packed_elements_##name(long n, long k) { return packed_elements<T>(n, k); }                                  \
+#define FOR_PRODUCT(T, name, packed_elements, pack, product)                                                          \
+    long packed_elements_##name(long n, long k) { return packed_elements(n, k); }                                     \
     void pack_##name(const T *weight, T *packed, long n, long k) { pack(weight, packed, n, k); }                      \
-    void product_##name(const T *x, long x_stride, const T *packed, const float *bias, T *out, long m, long n,        \
-                        long k) {                                                                                     \
-        product(x, x_stride, packed, bias, out, m, n, k);                                                             \
+    void product_##name(const T *x, long x_stride, const T *packed, const float *bias, T *out, long out_stride,       \
+                        long m, long n, long k) {                                                                     \
+        product(x, x_stride, packed, bias, out, out_stride, m, n, k);                                                 \
     }
 
 // All else stays in the library: builds for other processors may be in the same process.
@@ -45,15 +46,16 @@ extern "C" {
 void set_threads(int count) { omp_set_num_threads(count); }
 FOR_DTYPE(float, float32)
 FOR_DTYPE(bf16, bfloat16)
-FOR_BLOCKS(float, float32)
-FOR_BLOCKS(bf16, bfloat16)
+FOR_BLOCKS(float, float32, block_product)
+FOR_BLOCKS(bf16, bfloat16, block_tile_product)
 void pack_codes(const uint8_t *codes, uint8_t *packed, long n, long k, int bits) {
     pack_blocks(codes, packed, n, k, bits);
 }
-FOR_PRODUCT(float, float32)
-// Where there are tile instructions, oneDNN's products of many rows are several times as fast as these can be.
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-FOR_PRODUCT(bf16, bfloat16)
+FOR_PRODUCT(float, float32, packed_elements<float>, pack, product)
+#if defined(PAIR_DOTS)
+FOR_PRODUCT(bf16, bfloat16, packed_elements<bf16>, pack, product)
+#else
+FOR_PRODUCT(bf16, bfloat16, tile_elements, tile_pack, dense_tile_product)
 #endif
 }
 #pragma GCC visibility pop

@@ -82,7 +82,7 @@ _SIGNATURES = {
     "attend": "plpppppppp",
     "packed_elements": "ll",
     "pack": "ppll",
-    "product": "plppplll",
+    "product": "plpppllll",
     "block_product": "pplppll",
     "block_rows": "pplp",
 }
@@ -137,8 +137,8 @@ class NativeKernels:
             return StackedBlocks(self, weight, bias_n)
         return PackedBlocks(self, weight, bias_n)
 
-    def packed_heads(self, weight_hkn: Tensor) -> None:
-        return None
+    def packed_heads(self, weight_hkn: Tensor) -> PackedHeads:
+        return PackedHeads(self, weight_hkn)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm over the last axis, [..., n]; `weight` is [n], or [rows, n] where x is [..., rows, n].
@@ -267,18 +267,40 @@ class PackedWeight:
         """``x @ weight.T + bias``, [M, n], summed in float32 and rounded once; rows are exact."""
         if x_mk.stride(1) != 1:
             x_mk = x_mk.contiguous()
-        rows = x_mk.shape[0]
-        out = torch.empty(rows, self._n, dtype=x_mk.dtype)
+        out = torch.empty(x_mk.shape[0], self._n, dtype=x_mk.dtype)
+        self.multiply(x_mk, out)
+        return out
+
+    def multiply(self, x_mk: Tensor, out_mn: Tensor) -> None:
+        """The same into `out_mn`; of both the rows may lie apart."""
         self._kernels.functions["product", x_mk.dtype](
             x_mk.data_ptr(),
             x_mk.stride(0),
             self._packed.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
-            out.data_ptr(),
-            rows,
+            out_mn.data_ptr(),
+            out_mn.stride(0),
+            x_mk.shape[0],
             self._n,
             self._k,
         )
+
+
+class PackedHeads:
+    """One weight [k, n] a head, each for its own part of the columns, packed."""
+
+    def __init__(self, kernels: NativeKernels, weight_hkn: Tensor) -> None:
+        self._heads = [PackedWeight(kernels, weight_kn.T, None) for weight_kn in weight_hkn]
+        self._k, self._n = weight_hkn.shape[1:]
+
+    def __call__(self, x_mk: Tensor) -> Tensor:
+        """[m, heads * k] gives [m, heads * n]; rows are exact."""
+        if x_mk.stride(1) != 1:
+            x_mk = x_mk.contiguous()
+        out = torch.empty(len(x_mk), len(self._heads) * self._n, dtype=x_mk.dtype)
+        parts = zip(self._heads, torch.split(x_mk, self._k, 1), torch.split(out, self._n, 1), strict=True)
+        for head, x, columns in parts:
+            head.multiply(x, columns)
         return out
 
 

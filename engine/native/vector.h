@@ -11,6 +11,16 @@
 #include <immintrin.h>
 #endif
 
+// Whether bfloat16 is multiplied by the instruction that adds two products at a time. Its order of additions is its own:
+// COMMON_ORDER asks for the one that all processors have in common, half as fast where there is that instruction and no
+// tiles.
+#if defined(__AVX512BF16__) && !defined(COMMON_ORDER)
+#define PAIRED_SCORES
+#if !defined(__AMX_BF16__)
+#define PAIR_DOTS
+#endif
+#endif
+
 typedef float f32x16 __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t i32x16 __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t u32x16 __attribute__((vector_size(64), aligned(4), may_alias));

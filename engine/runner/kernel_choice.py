@@ -51,8 +51,8 @@ def kernels_for_config(config: EngineConfig, device: torch.device) -> LayerKerne
 
 
 def native_level(config: EngineConfig) -> str:
-    """The instruction set that the C++ kernels are compiled for: a level of `contracts.cpu_levels`, or `MACHINE`."""
-    return compile_kernels.MACHINE if config.numerics_class == "auto" else config.numerics_class
+    """What the C++ kernels are compiled for: this machine; with its level's bits where the class is set to a level."""
+    return compile_kernels.MACHINE if config.numerics_class == "auto" else compile_kernels.COMMON
 
 
 def kernels_name(config: EngineConfig, device: torch.device) -> str:

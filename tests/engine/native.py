@@ -8,20 +8,17 @@ import torch
 from twinpool.contracts import cpu_levels as processor
 from twinpool.engine.native import compile_kernels, current_kernels, native_kernels
 
-BUILDS = (compile_kernels.MACHINE, *processor.levels())
+COMMON = (compile_kernels.COMMON, *processor.levels())
+"""The builds that have one order of additions, each with other instructions."""
+BUILDS = (compile_kernels.MACHINE, *COMMON)
 """All that the kernels can be compiled for and run here."""
-
-
-def has_products(build: str, dtype: torch.dtype) -> bool:
-    """Whether a build multiplies matrices of this dtype itself: bfloat16 only for processors that have instructions for
-    such products and no tiles, with which oneDNN is faster."""
-    has = processor.flags()
-    own = build == compile_kernels.MACHINE and "avx512_bf16" in has and "amx_bf16" not in has
-    return dtype == torch.float32 or own
-
-
 DTYPES = (torch.float32, torch.bfloat16)
-PRODUCTS = [(build, dtype) for build in BUILDS for dtype in DTYPES if has_products(build, dtype)]
+
+
+def has_pairs(build: str) -> bool:
+    """Whether a build multiplies bfloat16 by the instruction that adds two products at a time, in its own order."""
+    has = processor.flags()
+    return build == compile_kernels.MACHINE and "avx512_bf16" in has and "amx_bf16" not in has
 
 
 def kernels_or_skip(build: str = compile_kernels.MACHINE) -> native_kernels.NativeKernels:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from tests.engine.harness import Bench, MakeCheckpoint
-from tests.engine.native import BUILDS, PRODUCTS, has_products, kernels_or_skip
+from tests.engine.native import BUILDS, COMMON, has_pairs, kernels_or_skip
 from tests.support.listed_plans import listed_plan
+from tests.support.tile_chain import dense_product
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.engine.attention.attention_backend import ScoreOptions
@@ -27,7 +28,7 @@ from twinpool.engine.native import compile_kernels as build
 from twinpool.engine.native.native_kernels import NativeKernels, PackedWeight
 from twinpool.engine.runner.kernel_choice import kernels_for_config
 from twinpool.engine.runner.numerics_class import digest
-from twinpool.engine.tensors.row_exact_linear import FAST, Numerics
+from twinpool.engine.tensors.row_exact_linear import FAST, HeadLinear, Numerics
 
 CPU = torch.device("cpu")
 
@@ -62,9 +63,9 @@ def close(got: Tensor, want: Tensor) -> None:
 
 @pytest.mark.parametrize(("n", "k"), [(96, 64), (1, 7), (33, 51), (200, 129)])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("level", "dtype"), PRODUCTS)
-def test_products_are_right_and_their_rows_exact(level: str, dtype: torch.dtype, n: int, k: int, bias: bool) -> None:
-    kernels = kernels_or_skip(level)
+def test_products_are_right_and_their_rows_exact(
+    kernels: NativeKernels, dtype: torch.dtype, n: int, k: int, bias: bool
+) -> None:
     x, weight = draw(1, 150, k, dtype=dtype), draw(2, n, k, dtype=dtype)
     bias_n = draw(3, n, dtype=dtype) if bias else None
     packed = PackedWeight(kernels, weight, bias_n)
@@ -79,9 +80,87 @@ def test_products_are_right_and_their_rows_exact(level: str, dtype: torch.dtype,
     assert torch.equal(packed(wide[:, :k]), want), "rows may lie apart"
 
 
-def test_a_build_has_products_of_the_dtypes_that_it_is_quicker_with(kernels: NativeKernels, build_level: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        assert kernels.multiplies(dtype) == has_products(build_level, dtype)
+def spread(seed: int, *shape: int, low: int, high: int) -> Tensor:
+    """bfloat16 numbers of many sizes: times powers of two from 2**low to 2**high."""
+    powers = torch.randint(low, high + 1, shape, generator=torch.Generator().manual_seed(seed + 1000))
+    return (draw(seed, *shape) * torch.exp2(powers.double())).bfloat16()
+
+
+@pytest.mark.parametrize(("n", "k"), [(96, 64), (1, 7), (33, 51), (70, 333)])
+@pytest.mark.parametrize("sizes", [(0, 0), (-12, 12), (-70, -50), (-140, -40)], ids=str)
+def test_products_of_bfloat16_have_the_bits_of_their_definition(
+    kernels: NativeKernels, build_level: str, n: int, k: int, sizes: tuple[int, int]
+) -> None:
+    """On every processor the same; products that are denormal, and weights and inputs that are, count as zeros."""
+    if has_pairs(build_level):
+        pytest.skip("this build adds up as its processor's instruction for bfloat16 does")
+    low, high = sizes
+    x, weight = spread(1, 40, k, low=low, high=high), spread(2, n, k, low=low, high=min(high, 5))
+    bias = draw(3, n)
+    for bias_n in (None, bias):
+        want = dense_product(x, weight, bias_n)
+        assert torch.equal(PackedWeight(kernels, weight, bias_n)(x), want)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 16, 17, 33, 48, 513, 1030])
+def test_however_many_rows_and_outputs_there_are_every_path_has_the_bits_of_one_row(
+    kernels: NativeKernels, rows: int
+) -> None:
+    """Rows are taken 8, 16, 32 or 512 at a time, outputs 32, 64 or 256, columns 128, 256 or 512."""
+    x, weight = draw(1, rows, 1100).bfloat16(), draw(2, 300, 1100).bfloat16()
+    packed = PackedWeight(kernels, weight, None)
+    got = packed(x)
+    for row in {0, 15 % rows, 16 % rows, rows - 1}:
+        assert torch.equal(got[row : row + 1], packed(x[row : row + 1]))
+    torch.testing.assert_close(got.double(), x.double() @ weight.double().T, rtol=2**-8, atol=1e-3)
+
+
+def test_what_is_no_number_stays_none_and_in_its_row(kernels: NativeKernels) -> None:
+    x, weight = draw(1, 20, 64).bfloat16(), draw(2, 40, 64).bfloat16()
+    packed = PackedWeight(kernels, weight, None)
+    want = packed(x)
+    x[3, 5], x[17, 0] = torch.nan, torch.inf
+    got = packed(x)
+    assert got[3].isnan().all()
+    assert (got[3].view(torch.int16) == 0x7FC0).all(), "the same bits on every processor"
+    assert got[17].isinf().all()
+    kept = [row for row in range(20) if row not in (3, 17)]
+    assert torch.equal(got[kept], want[kept])
+
+
+def test_denormal_numbers_are_taken_as_before_once_a_product_is_over(kernels: NativeKernels) -> None:
+    PackedWeight(kernels, draw(2, 40, 64).bfloat16(), None)(draw(1, 20, 64).bfloat16())
+    assert float(torch.tensor(2.0**-130) * 0.5) == 2.0**-131
+
+
+def test_a_matrix_a_head_is_a_product_a_head(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    weight, wide = draw(1, 3, 50, 70, dtype=dtype), draw(2, 19, 200, dtype=dtype)
+    x = wide[:, 20:170]
+    with current_kernels.using(kernels):
+        linear = HeadLinear(weight)
+    assert linear.row_exact
+    got = linear(x)
+    for head in range(3):
+        alone = PackedWeight(kernels, weight[head].T, None)(x[:, 50 * head : 50 * head + 50])
+        assert torch.equal(got[:, 70 * head : 70 * head + 70], alone)
+    exact = torch.einsum("mhk,hkn->mhn", x.double().view(19, 3, 50), weight.double()).reshape(19, 210)
+    torch.testing.assert_close(got.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
+    assert torch.equal(linear(x[7:8]), got[7:8])
+
+
+def test_builds_for_other_instructions_with_one_order_have_the_same_bits(dtype: torch.dtype) -> None:
+    """Products, attention, norms and activations of all levels that this machine runs."""
+    found = []
+    for level in COMMON:
+        kernels = kernels_or_skip(level)
+        x = draw(1, 37, 200, dtype=dtype)
+        packed = PackedWeight(kernels, draw(2, 90, 200, dtype=dtype), draw(3, 90, dtype=dtype))
+        norm = kernels.rms_norm(x, draw(4, 200, dtype=dtype), 1e-6)
+        attention = attended(NativeAttention(FAST, kernels), [(0, 0, 200), (1, 60, 1)], dtype, 16)
+        found.append([packed(x), packed(x[:1]), norm, kernels.silu_product(x), attention])
+    for level, results in zip(COMMON[1:], found[1:], strict=True):
+        for number, (one, other) in enumerate(zip(found[0], results, strict=True)):
+            assert torch.equal(one, other), (level, number)
 
 
 def test_threads_do_not_change_a_bit_of_a_product(kernels: NativeKernels) -> None:
