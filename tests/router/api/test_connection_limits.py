@@ -288,6 +288,8 @@ def test_a_body_that_was_read_takes_nobodys_room_while_it_is_answered(bounded: S
     assert bounded.service.buffer.held == 0
     bounded.resume()
     assert b"[DONE]" in client.until(b"[DONE]")
+    bounded.wait_until(lambda: not bounded.service.answering)
+    assert bounded.service.buffer.held == 0, "nor is it given back twice"
 
 
 def test_a_full_house_is_told_before_the_body_is_read() -> None:

@@ -100,6 +100,16 @@ async def test_notable_records_wait_for_the_next_report_and_the_wait_is_bounded(
 
 
 @pytest.mark.asyncio
+async def test_without_room_a_usual_record_goes_before_a_notable_one_that_is_older() -> None:
+    scene = Scene(most=1)
+    scene.end(draft(0, outcome="worker"))
+    for number in range(1, WAITING_REPORTS + 3):
+        scene.end(draft(number))
+    await scene.tick()
+    assert scene.listener.heard == [["r0-0"]]
+
+
+@pytest.mark.asyncio
 async def test_a_controller_that_is_away_costs_its_report_and_nothing_else() -> None:
     scene = Scene()
     scene.listener.away = True
