@@ -76,7 +76,7 @@ def product(kernels: NativeKernels | None, blocks: BlockWeight, bias_n: Tensor |
 
 @pytest.mark.parametrize(("n", "k", "group"), SHAPES)
 @pytest.mark.parametrize(("code", "scale", "zeros"), KINDS, ids=str)
-def test_bits_are_those_of_the_unpacked_weight_and_of_the_definition(
+def test_bits_are_those_of_the_unpacked_weight(
     kernels: NativeKernels, code: Code, scale: torch.dtype, zeros: bool, n: int, k: int, group: int
 ) -> None:
     blocks = weight(code, scale, n, k, group, zeros=zeros)
@@ -104,7 +104,7 @@ def gguf_weight(kind: str, n: int, k: int, dtype: torch.dtype = torch.float32) -
 
 
 @pytest.mark.parametrize("kind", sorted(GGUF_TYPES))
-def test_bits_are_those_of_a_gguf_type(kernels: NativeKernels, kind: str) -> None:
+def test_bits_are_those_of_a_gguf_type_unpacked(kernels: NativeKernels, kind: str) -> None:
     for n, k in ((70, 512), (5, 256)):
         check_bits(kernels, (kind, n, k), gguf_weight(kind, n, k))
 
