@@ -819,7 +819,7 @@ inline void block_tile_product(const Blocks &b, const bf16 *x, long x_stride, co
         TileRows rows{x, x_stride, m, nullptr, bias, out, out_stride};
         static thread_local Buffer<float> sums;
         if (w.has_offsets()) {
-            sums.resize(m * w.steps.groups);
+            sums.resize(std::max(m, FEW_LANE_ROWS) * w.steps.groups);  // Some rows may be read that there aren't.
             sums_of_rows(w.steps, x, x_stride, m, sums.data());
             rows.row_sums = sums.data();
         }
