@@ -324,3 +324,17 @@ def test_another_thread_waits_until_the_one_that_steps_has_run_what_it_deferred(
     step.wait()
     waited.join(WAIT_S)
     assert ran == ["step", "waited"]
+
+
+def test_who_ends_a_lane_does_not_wait_for_what_is_under_way_on_it() -> None:
+    """It is the thread that steps the worker, and the reader at the other end may be silent for long."""
+    device, go = AsyncCpuDevice(), threading.Event()
+    sent = device.submit(DeviceOp("send", DeviceStream.SEND, lane="to a silent reader"), go.wait)
+    ending = threading.Thread(target=device.end_lane, args=("to a silent reader",), daemon=True)
+    ending.start()
+    ending.join(10)
+    waited = ending.is_alive()
+    go.set()
+    sent.wait()
+    device.close()
+    assert not waited

@@ -1,3 +1,5 @@
+from contextlib import suppress
+
 from torch import zeros
 
 from twinpool.cache.pool.load_gate import LoadGate
@@ -51,6 +53,25 @@ def test_a_step_waits_for_the_loads_of_its_launch_and_for_no_later_ones() -> Non
     gate.expect(0, Load("later", seen))
     passage.layer(0)
     assert seen == []
+
+
+class FailedLoad(Load):
+    def order(self) -> None:
+        super().order()
+        raise RuntimeError("an illegal address was touched")
+
+
+def test_a_step_goes_on_behind_a_load_that_failed_and_is_behind_the_others_all_the_same() -> None:
+    """Requests of the step that rely on it are told before they commit; the others have nothing to do with it."""
+    seen: list[str] = []
+    gate = LoadGate([{"k": zeros(1)}])
+    gate.expect(0, FailedLoad("failed", seen))
+    gate.expect(0, Load("whole", seen))
+    given: object = None
+    with suppress(RuntimeError):
+        given = gate.enter("full").layer(0)
+    assert given is not None
+    assert seen == ["failed", "whole"]
 
 
 def test_the_host_waits_where_it_reads_itself() -> None:

@@ -79,3 +79,15 @@ def test_the_tree_hashes_only_what_it_lacks_and_comes_to_the_same_keys() -> None
         TokenPrefix.of(range(24), 4).chain[3 * KEY_BYTES :],
         branch.chain[3 * KEY_BYTES :],
     }
+
+
+def test_of_the_known_hashes_those_of_whole_pages_count() -> None:
+    """A prompt's last hash is of a page that isn't full."""
+    tokens = list(range(10))
+    keys = block_hashes(tokens, 4)
+    assert len(keys) == 3
+    prefix = TokenPrefix.of(tokens, 4, chain=keys)
+    assert (len(prefix), prefix.chain) == (2, b"".join(keys[:2]))
+    longer = prefix.longer([10, 11])
+    assert longer.chain == b"".join(block_hashes(range(8), 4)) + longer.key(2)
+    assert len(longer.chain) == KEY_BYTES * len(longer)

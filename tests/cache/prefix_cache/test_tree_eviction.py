@@ -65,6 +65,23 @@ def test_a_node_that_is_cut_in_two_is_as_old_as_it_was_however_late_it_was_used(
     assert (grove.depth(A), grove.depth(B)) == (0, 2)
 
 
+def test_no_more_is_saved_than_there_is_to_be_room_for() -> None:
+    """What is on its way to the host is room to come: each look for a page would else save the whole device."""
+    grove, saved = Grove(), list[TreeNode]()
+    grove.tree = RadixTree(grove.pools.spec, write_back=True)
+    for tokens in (A, B, C):
+        grove.put(tokens)
+
+    def spill(node: TreeNode) -> bool:
+        saved.append(node)
+        return True
+
+    for _ in range(2):
+        assert grove.tree.eviction.evict(Tier.DEVICE, "full", 3, spill) == 0
+        assert len(saved) == 2
+        saved.clear()
+
+
 @pytest.mark.parametrize(
     ("policy", "left"),
     [("lru", ["b", "c"]), ("fifo", ["b", "c"]), ("lfu", ["a", "b"]), ("priority", ["a", "b"]), ("slru", ["b", "c"])],

@@ -31,3 +31,12 @@ def test_pages_behind_ones_that_the_device_does_not_have_are_not_taken_for_the_d
     assert len(whole) == 0
     assert tree.match(prefix).device_depth == 4
     assert tree.check() == []
+
+
+def test_of_the_nodes_of_one_insertion_parents_are_told_of_first() -> None:
+    """Whoever keeps an index of them hangs each below the one before it."""
+    tree, pages, told = RadixTree(pool_sets(PAGE_TOKENS)["full"]), PageAllocator("pages", 9, first=1), list[int]()
+    tree.accounts.observe_nodes(lambda node, tier, there: told.append(node.start))
+    offers = [PageOffer(first, pages.lease(2, "a request"), (first, first + 1)) for first in (0, 2)]
+    tree.insert(TokenPrefix.of(range(4 * PAGE_TOKENS), PAGE_TOKENS), {"full": offers})
+    assert told == [0, 2]
