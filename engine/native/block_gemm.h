@@ -1,4 +1,5 @@
-// Products of rows with a weight in blocks (engine/weight_formats/block_weight.py): out = sum over k of x[m, k] * w[n, k].
+// Products of float32 rows with a weight in blocks (engine/weight_formats/block_weight.py): out = sum over k of
+// x[m, k] * w[n, k].
 //
 // A group of columns of a panel of 32 outputs is unpacked to float32 into a buffer of the first cache, and then
 // multiplied with all rows; so many rows cost one unpacking, and one row the reading of its codes. An element of the

@@ -41,7 +41,7 @@ struct Steps {
 // One step after the other, from any on.
 struct StepPlace {
     const Steps &steps;
-    long step, group, inner, first, width;  // inner: its number in the group; first: its first column; width: of the row
+    long step, group, inner, first, width;  // inner: its number in the group; width: of the row's columns
 
     StepPlace(const Steps &all, long begin)
         : steps(all), step(begin), group(begin / all.per_group), inner(begin % all.per_group) {
@@ -154,7 +154,8 @@ class DenseColumns : public Columns {
     }
     PanelGroup group(long, long) const { return {}; }
     // Calls put(pair, even, odd) for a step's pairs of columns, each of both halves of the panel.
-    template <typename Put> void each_pair(long panel, const StepPlace &place, const PanelGroup &, const Put &put) const {
+    template <typename Put>
+    void each_pair(long panel, const StepPlace &place, const PanelGroup &, const Put &put) const {
         const bf16 *from = at(panel, place.step);
         fetch_ahead(from, steps.depth * PANEL * sizeof(bf16));
         for (long pair = 0; pair < steps.depth / 2; pair++, from += 2 * PANEL) {
@@ -204,8 +205,8 @@ template <int CODE> class BlockColumns : public Columns {
         }
         return g;
     }
-    // Calls put(pair, even, odd) for a step's pairs of columns, each of both halves of the panel, less their zeros; zeros
-    // for columns that the row doesn't have.
+    // Calls put(pair, even, odd) for a step's pairs of columns, each of both halves of the panel, less their zeros;
+    // columns that the row doesn't have are zeros.
     template <typename Put>
     void each_pair(long panel, const StepPlace &place, const PanelGroup &group, const Put &put) const {
         constexpr bool whole = CODE != E2M1 && CODE != E4M3 && CODE != IQ4 && CODE != UINT4_OFFSET;
@@ -228,8 +229,8 @@ template <int CODE> class BlockColumns : public Columns {
             put(pair, even, odd);
         });
     }
-    // Calls put(pair, even, odd) with the codes of a step's pairs of columns, and rest(pair, even) for pairs whose second
-    // column, or both (even: null), the row doesn't have.
+    // Calls put(pair, even, odd) with the codes of a step's pairs of columns, and rest(pair, even) for pairs of which
+    // the row doesn't have the second column, or either (even: null).
     template <typename Put, typename Rest>
     void each_code_pair(long panel, const StepPlace &place, const Put &put, const Rest &rest) const {
         const uint8_t *codes = b.codes + (panel * b.k + place.first) * column_bytes<CODE>();
@@ -576,8 +577,8 @@ inline void few_tiles(TileBlock rows, const bf16 *one, const bf16 *two, long dep
     _tile_stored(3, sums.at + PANEL + LANES, sums.bytes);
 }
 
-// `steps` steps of two blocks of rows (or one) and one panel. `next`: columns of later steps, of which so many lines are
-// fetched with each step.
+// `steps` steps of two blocks of rows (or one) and one panel. `next`: columns of later steps, of which each step
+// fetches so many lines.
 template <bool TWO>
 inline void many_tiles(TileBlock rows, long block, const bf16 *w, long depth, long steps, bool fresh, TileSums sums,
                        const bf16 *next, long lines) {
@@ -726,8 +727,8 @@ inline void product_of_tiles(const Columns &w, long one, long last_panel, TileBl
                     const bool fresh = step % steps.per_group == 0;
                     const long inner = (step - first) * steps.depth * PANEL, taken_wide = few ? 2 * PANEL : PANEL;
                     const TileBlock from{x.x + (begin + row) / FEW_TILE_ROWS * block + step * x.step, x.stride, x.step};
-                    const TileSums to = apart ? TileSums{taken, taken_wide * (long)sizeof(float)}
-                                              : TileSums{found + row * wide + panel * PANEL, wide * (long)sizeof(float)};
+                    float *of_group = apart ? taken : found + row * wide + panel * PANEL;
+                    const TileSums to{of_group, (apart ? taken_wide : wide) * (long)sizeof(float)};
                     if (few)
                         few_tiles(from, left + inner, right + inner, steps.depth, stop - step, fresh, to,
                                   w.scaled ? 0 : 4096);

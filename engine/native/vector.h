@@ -11,9 +11,9 @@
 #include <immintrin.h>
 #endif
 
-// Whether bfloat16 is multiplied by the instruction that adds two products at a time. Its order of additions is its own:
-// COMMON_ORDER asks for the one that all processors have in common, half as fast where there is that instruction and no
-// tiles.
+// Whether bfloat16 is multiplied by the instruction that adds two products at a time. Its order of additions is its
+// own: COMMON_ORDER asks for the one that all processors have in common, half as fast where there is that instruction
+// and no tiles.
 #if defined(__AVX512BF16__) && !defined(COMMON_ORDER)
 #define PAIRED_SCORES
 #if !defined(__AMX_BF16__)
