@@ -37,7 +37,7 @@ from twinpool.engine.runner.kernel_choice import (
 )
 from twinpool.engine.runner.model_image import image_of, model_of
 from twinpool.engine.runner.model_runner import ModelRunner
-from twinpool.engine.tensors.row_exact_linear import FAST, Numerics, probe
+from twinpool.engine.tensors.row_exact_linear import FAST, TILE_ROWS, Numerics, probe
 from twinpool.engine.tensors.shard import Shard
 from twinpool.engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
 from twinpool.engine.tensors.weight_loader import Weights, dtype_for
@@ -223,7 +223,15 @@ def numerics_for(weights: Weights, config: EngineConfig, device: torch.device) -
         return FAST
     products = () if weights.triton else sorted(set(weights.products))
     with torch.inference_mode():
-        return probe(weights.linears, products, device)
+        found = probe(weights.linears, products, device)
+    if found.tiled:
+        log.warning(
+            "rows of products are exact only in tiles of %d here: a step computes as many rows, and a prompt reads each "
+            "weight as often as it has tiles; install a C++ compiler for kernels without tiles, or set "
+            "engine.numerics=fast where rounding may differ attention=%s",
+            TILE_ROWS, config.attention,
+        )  # fmt: skip
+    return found
 
 
 def agreed(numerics: Numerics, ranks: TensorParallelGroup, device: torch.device) -> Numerics:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import cast
@@ -171,8 +172,23 @@ def test_ranks_divide_heads_and_have_all_of_latents_and_index_keys(tmp_path_fact
 def test_products_of_attention_are_probed_where_torch_computes_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Triton does, there is no quantum for them to find, and none that could make others padded."""
     probed: list[list[tuple[int, int, int]]] = []
-    monkeypatch.setattr(load_model, "probe", lambda linears, products, device: probed.append(list(products)))
+
+    def note(linears: object, products: Sequence[tuple[int, int, int]], device: torch.device) -> Numerics:
+        probed.append(list(products))
+        return Numerics(1)
+
+    monkeypatch.setattr(load_model, "probe", note)
     for triton in (False, True):
         weights = SimpleNamespace(linears=[], products=[(1, 40, 128), (1, 40, 128)], triton=triton)
         numerics_for(cast(Weights, weights), EngineConfig(), torch.device("cpu"))
     assert probed == [[(1, 40, 128)], []]
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_products_that_are_exact_only_in_tiles_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tiled: bool
+) -> None:
+    weights = SimpleNamespace(linears=[], products=[], triton=False)
+    monkeypatch.setattr(load_model, "probe", lambda *_: Numerics(16, tiled=tiled))
+    assert numerics_for(cast(Weights, weights), EngineConfig(), torch.device("cpu")).tiled is tiled
+    assert ("tiles of 16" in caplog.text) is tiled
