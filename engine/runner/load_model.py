@@ -226,8 +226,8 @@ def numerics_for(weights: Weights, config: EngineConfig, device: torch.device) -
         found = probe(weights.linears, products, device)
     if found.tiled:
         log.warning(
-            "rows of products are exact only in tiles of %d here: a step computes as many rows, and a prompt reads each "
-            "weight as often as it has tiles; install a C++ compiler for kernels without tiles, or set "
+            "rows of products are exact only in tiles of %d here: a step computes as many rows, and a prompt reads "
+            "each weight as often as it has tiles; install a C++ compiler for kernels without tiles, or set "
             "engine.numerics=fast where rounding may differ attention=%s",
             TILE_ROWS, config.attention,
         )  # fmt: skip
