@@ -1,13 +1,14 @@
 """Compilation of the C++ kernels beside this file, once a machine, into the user's cache folder.
 
 The library's name is a digest of all that its contents depend on: the sources, the flags, the compiler and the
-processor (code is made for this one). The library is written under another name and renamed, so that processes that
-start together may each compile it, and none loads half a file.
+processor (code is made for this one). The library is written under another name and renamed, so that none loads half a
+file; of processes that start together one compiles it, and the others wait for it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import importlib.util
 import logging
@@ -17,9 +18,12 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from time import monotonic, sleep
 
 import torch
 
@@ -51,7 +55,8 @@ _SOURCES = (
 _CODE = {name: (Path(__file__).parent / name).read_bytes() for name in _SOURCES}
 """The sources, read when this module is imported, so that an update under a running worker changes neither them nor
 the Python code that calls them."""
-_COMPILE_TIMEOUT_S = 300.0
+_COMPILE_TIMEOUT_S = 600.0
+_LOOK_S = 0.1
 
 
 class NativeUnavailable(Exception):
@@ -74,8 +79,9 @@ def load_library(level: str = MACHINE) -> ctypes.CDLL:
     ]  # fmt: skip
     digest = hashlib.sha256(b"\0".join([*_CODE.values(), *(text.encode() for text in about)])).hexdigest()[:20]
     path = _cache_folder() / f"kernels-{digest}.so"
-    if not path.exists():
-        _compile(compiler, level, path)
+    with _alone(path):
+        if not path.exists():
+            _compile(compiler, level, path)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -152,6 +158,30 @@ def _cache_folder() -> Path:
         if found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and os.access(folder, 7):
             return folder
     raise NativeUnavailable("neither the cache folder nor the temporary folder can be written to safely")
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Holds the lock of a library's folder while it is compiled, so that of processes that start together one does.
+
+    Ends the wait when the library is there, and when a compilation would have been given up. The system lets go of the
+    lock of a process that ends.
+    """
+    if path.exists():
+        yield
+        return
+    lock = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = monotonic() + _COMPILE_TIMEOUT_S
+        while not path.exists() and monotonic() < deadline:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                sleep(_LOOK_S)
+        yield
+    finally:
+        os.close(lock)
 
 
 def _compile(compiler: Compiler, level: str, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import logging
 import os
@@ -295,6 +296,43 @@ def test_without_a_compiler_torch_computes_alone_and_says_so_once(
     assert type(bench.engine.attention) is TorchAttention
     assert not any(linear.row_exact for linear in [bench.engine.decoder.head])
     assert len(bench.generate([1, 2, 3], 2)) == 2
+
+
+def test_processes_that_start_together_compile_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = Path(kernels_or_skip_path())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "twinpool").mkdir(mode=0o700)
+    path = tmp_path / "twinpool" / made.name
+    compiled: list[Path] = []
+
+    def compile_it(compiler: build.Compiler, level: str, at: Path) -> None:
+        compiled.append(at)
+        at.write_bytes(made.read_bytes())
+
+    other = os.open(path.parent, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        """Another process is about to have it."""
+        waits.append(seconds)
+        if len(waits) == 3:
+            path.write_bytes(made.read_bytes())
+
+    monkeypatch.setattr(build, "_compile", compile_it)
+    monkeypatch.setattr(build, "sleep", wait)
+    load = build.load_library.__wrapped__
+    assert Path(load()._name) == path
+    assert (len(waits), compiled) == (3, []), "the one that held the lock compiled it"
+    path.unlink()
+    os.close(other)
+    load()
+    assert (len(waits), compiled) == (3, [path]), "nobody compiles it, so this process does"
+
+
+def kernels_or_skip_path() -> str:
+    kernels_or_skip()
+    return str(build.load_library()._name)
 
 
 def test_kernels_that_do_not_compile_are_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
