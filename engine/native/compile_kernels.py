@@ -179,6 +179,8 @@ def _alone(path: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 sleep(_LOOK_S)
+            except OSError:  # This file system has no locks.
+                break
         yield
     finally:
         os.close(lock)
