@@ -112,7 +112,8 @@ def worker_child(
         ours.close()
         if process.is_alive():
             assert process.pid is not None
-            os.kill(process.pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):  # It may end meanwhile.
+                os.kill(process.pid, signal.SIGCONT)
         process.join(60)
         if process.is_alive():
             process.kill()

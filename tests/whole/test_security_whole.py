@@ -125,7 +125,7 @@ def test_a_tenant_finds_nothing_of_what_another_has_cached(secured: Secured) -> 
 
     def reused(prompt: list[int], **access: Any) -> int:
         body = {"model": "demo", "prompt": prompt, "max_tokens": 1}
-        answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60, **access)
+        answer = httpx.post(f"{cluster.url}/v1/completions", json=body, **access)
         return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
     assert reused(cached, **cluster.access.web()) == 0
