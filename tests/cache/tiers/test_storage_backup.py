@@ -543,6 +543,7 @@ def test_a_prefetch_that_is_stopped_begins_no_read_that_it_had_still_to_begin(mo
     end = office.queue.begin_next()
     assert end is not None
     office.manager.tiers.prefetcher.stop(prefetch)  # type: ignore[union-attr]
+    assert office.queue.waiting == 0, "nor one begun by being stopped"
     for _ in range(3):
         office.manager.poll()
         assert (office.queue.waiting, len(prefetch.batches), prefetch.over) == (0, 1, False)

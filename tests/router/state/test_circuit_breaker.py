@@ -129,6 +129,19 @@ def test_a_trial_that_fails_is_followed_by_a_longer_wait_unless_the_worker_is_ne
         breaker.failed(RequestId("trial"), now)
 
 
+def test_failures_from_before_a_trial_that_succeeds_count_no_more() -> None:
+    breaker = CircuitBreaker(RouterConfig(breaker_failures=2, breaker_window_s=30.0, breaker_open_s=5.0))
+    for name in ("first", "second"):
+        breaker.failed(RequestId(name), 100.0)
+    assert breaker.admits(105.0)
+    breaker.sent(RequestId("trial"))
+    breaker.succeeded(RequestId("trial"), 106.0)
+    breaker.failed(RequestId("next"), 107.0)
+    assert breaker.state is CircuitState.CLOSED, "one failure of two"
+    breaker.failed(RequestId("the one after"), 108.0)
+    assert breaker.state is CircuitState.OPEN
+
+
 def test_only_the_trial_itself_says_how_it_went_and_after_it_all_is_as_at_first() -> None:
     """Requests from before run on meanwhile, and what they say is of before."""
     breaker = CircuitBreaker(RouterConfig(breaker_failures=1, breaker_open_s=5.0))
