@@ -1,4 +1,5 @@
-"""Llama: grouped-query attention, in kin of it with a sliding window in some layers, and gated feed-forward layers."""
+"""Llama and Mistral: grouped-query attention, in kin of Llama with a sliding window in some layers, and gated
+feed-forward layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-// Products of rows with a packed weight: out[m, n] = sum over k of x[m, k] * w[n, k], rounded once.
+// Products of rows with a packed weight: out[m, n] = sum over k of x[m, k] * w[n, k], rounded once. Of float32; and of
+// bfloat16 where it is multiplied by pairs (vector.h), else tile_gemm.h does that.
 //
 // Each element of the result is one chain of multiply-adds over k from first to last, in a lane of its own. The chain
 // is the same however many rows are computed together and whichever thread does it, so rows are exact by construction.

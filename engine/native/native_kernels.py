@@ -126,8 +126,8 @@ class NativeKernels:
             self._local.threads = threads
 
     def multiplies(self, dtype: torch.dtype) -> bool:
-        """Whether products of this dtype are compiled in, which takes instructions that a processor may lack."""
-        return ("product", dtype) in self.functions
+        """Whether products of this dtype are these kernels': all of `dtypes`."""
+        return dtype in self.dtypes
 
     def packed(self, weight_nk: Tensor, bias_n: Tensor | None) -> PackedWeight:
         return PackedWeight(self, weight_nk, bias_n)
@@ -346,8 +346,8 @@ class PackedBlocks:
         )  # fmt: skip
 
     def __call__(self, x_mk: Tensor) -> Tensor:
-        """``x @ weight.T + bias``, [M, n], of the weight unpacked to float32: summed in float32 and rounded once; rows
-        are exact."""
+        """``x @ weight.T + bias``, [M, n], summed in float32 and rounded once; rows are exact. Of float32 the bits are
+        those of the product with the unpacked weight, of bfloat16 those of tile_gemm.h."""
         out = torch.empty(x_mk.shape[0], self._n, dtype=x_mk.dtype)
         self.multiply(x_mk, out)
         return out

@@ -540,22 +540,36 @@ struct TileSums {
     long bytes;
 };
 
-constexpr long PAIR_BYTES = 2 * PANEL * sizeof(bf16);
-
-// `steps` steps of one block of rows and two panels.
-inline void few_tiles(TileBlock rows, const bf16 *one, const bf16 *two, long depth, long steps, bool fresh,
-                      TileSums sums, long ahead) {
+// Tiles 0 and 1 from there on, and 2 and 3 from `other` on where there is one: zeros where they are fresh.
+inline void begin_sums(TileSums sums, const float *other, bool fresh) {
     if (fresh) {
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
-    } else {
-        _tile_loadd(0, sums.at, sums.bytes);
-        _tile_loadd(1, sums.at + LANES, sums.bytes);
-        _tile_loadd(2, sums.at + PANEL, sums.bytes);
-        _tile_loadd(3, sums.at + PANEL + LANES, sums.bytes);
+        return;
     }
+    _tile_loadd(0, sums.at, sums.bytes);
+    _tile_loadd(1, sums.at + LANES, sums.bytes);
+    if (!other) return;
+    _tile_loadd(2, other, sums.bytes);
+    _tile_loadd(3, other + LANES, sums.bytes);
+}
+
+inline void store_sums(TileSums sums, float *other) {
+    _tile_stored(0, sums.at, sums.bytes);
+    _tile_stored(1, sums.at + LANES, sums.bytes);
+    if (!other) return;
+    _tile_stored(2, other, sums.bytes);
+    _tile_stored(3, other + LANES, sums.bytes);
+}
+
+constexpr long PAIR_BYTES = 2 * PANEL * sizeof(bf16);
+
+// `steps` steps of one block of rows and two panels.
+inline void few_tiles(TileBlock rows, const bf16 *one, const bf16 *two, long depth, long steps, bool fresh,
+                      TileSums sums, long ahead) {
+    begin_sums(sums, sums.at + PANEL, fresh);
     for (long step = 0; step < steps; step++, one += depth * PANEL, two += depth * PANEL) {
         _tile_loadd(4, rows.x + step * rows.step, rows.stride * sizeof(bf16));
         _tile_loadd(6, one, PAIR_BYTES);
@@ -571,10 +585,7 @@ inline void few_tiles(TileBlock rows, const bf16 *one, const bf16 *two, long dep
             _mm_prefetch((const char *)(two + ahead + i), _MM_HINT_T0);
         }
     }
-    _tile_stored(0, sums.at, sums.bytes);
-    _tile_stored(1, sums.at + LANES, sums.bytes);
-    _tile_stored(2, sums.at + PANEL, sums.bytes);
-    _tile_stored(3, sums.at + PANEL + LANES, sums.bytes);
+    store_sums(sums, sums.at + PANEL);
 }
 
 // `steps` steps of two blocks of rows (or one) and one panel. `next`: columns of later steps, of which each step
@@ -583,17 +594,7 @@ template <bool TWO>
 inline void many_tiles(TileBlock rows, long block, const bf16 *w, long depth, long steps, bool fresh, TileSums sums,
                        const bf16 *next, long lines) {
     float *below = (float *)((char *)sums.at + FEW_TILE_ROWS * sums.bytes);
-    if (fresh) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    } else {
-        _tile_loadd(0, sums.at, sums.bytes);
-        _tile_loadd(1, sums.at + LANES, sums.bytes);
-        if (TWO) _tile_loadd(2, below, sums.bytes);
-        if (TWO) _tile_loadd(3, below + LANES, sums.bytes);
-    }
+    begin_sums(sums, TWO ? below : nullptr, fresh);
     const bf16 *x = rows.x;
     for (long step = 0; step < steps; step++, w += depth * PANEL, x += rows.step) {
         _tile_loadd(6, w, PAIR_BYTES);
@@ -608,10 +609,7 @@ inline void many_tiles(TileBlock rows, long block, const bf16 *w, long depth, lo
         }
         for (long line = 0; line < lines; line++, next += PANEL) _mm_prefetch((const char *)next, _MM_HINT_T1);
     }
-    _tile_stored(0, sums.at, sums.bytes);
-    _tile_stored(1, sums.at + LANES, sums.bytes);
-    if (TWO) _tile_stored(2, below, sums.bytes);
-    if (TWO) _tile_stored(3, below + LANES, sums.bytes);
+    store_sums(sums, TWO ? below : nullptr);
 }
 
 // Rows as tiles read them: blocks of sixteen; in a block step after step, of which each has sixteen rows. Those behind

@@ -8,8 +8,8 @@ products of one fixed tile. The smallest quantum that passes is used. Where none
 tiles of `TILE_ROWS` rows: slow, but the same call each time.
 
 Twinpool's own kernels (engine/native on CPUs, engine/gpu on GPUs) need no quantum: there, an element of a product is
-added up in one order, however many rows are computed with it. So all this is for torch alone (`engine.attention=torch`,
-or no compiler).
+added up in one order, however many rows are computed with it. So all this is for what torch multiplies: everything
+where it computes alone (`engine.attention=torch`, or no compiler), and batched products of latents and recurrences.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ This is the one form in which products take a quantised weight, whatever the che
 computed in float32 from left to right. Column j is the input's column order_k[j] where columns were reordered (GPTQ's
 `desc_act`). `block_formats` reads the layouts of published checkpoints' folders, `gguf_formats` those of GGUF files.
 
-Every product is the one of the unpacked weight in float32: activations aren't quantised, so that a checkpoint that
+Every product is with these values, summed in float32: activations aren't quantised, so that a checkpoint that
 declares quantised activations (W8A8) computes closer to the model that it was made from than it asks for.
 """
 
