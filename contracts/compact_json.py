@@ -28,20 +28,21 @@ def compact_json(tree: object, default: Callable[[Any], object] | None = None) -
 
 
 DATA, END, DONE = "data: ", "\n\n", b"[DONE]"
-"""An event's begin, unless it has a kind or an id, and its end; what the last event of OpenAI's streams says."""
+"""The begin of a server-sent event without a kind, its end, and the data of the last event of OpenAI's streams."""
 
 
 def sse_event(data: str | bytes, kind: str = "") -> bytes:
-    """Return the event that says `data`, one line."""
-    said = data.encode() if isinstance(data, str) else data
-    return b"".join((f"event: {kind}\n{DATA}".encode() if kind else DATA.encode(), said, END.encode()))
+    """Return the server-sent event with this data, which is one line, and of this kind."""
+    line = data.encode() if isinstance(data, str) else data
+    return b"".join((f"event: {kind}\n{DATA}".encode() if kind else DATA.encode(), line, END.encode()))
 
 
 class SseReader:
-    """What the events of a stream say, whose bytes come in pieces."""
+    """The data of a stream's server-sent events, each in one line, whose bytes come in pieces."""
 
     _line = b""
 
     def feed(self, received: bytes) -> list[bytes]:
+        """Return the data of the events that have come to their end with these bytes."""
         *lines, self._line = (self._line + received).split(b"\n")
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]

@@ -279,19 +279,20 @@ class DemoLoad:
     async def _ask(self, body: dict[str, Any]) -> tuple[str, bool]:
         """The whole text of a streamed answer, and whether workers had to change for it. Raises `ValueError` where the
         stream says an error or breaks off."""
-        text, again, reader, said = "", False, SseReader(), b""
+        text, again, events, data = "", False, SseReader(), b""
         headers = {"X-Twinpool-Timeline": "1"}
         async with self._client.stream("POST", "/v1/completions", json=body | {"stream": True}, headers=headers) as got:
             if got.status_code != 200:
                 raise ValueError(f"status {got.status_code}: {(await got.aread())[:200]!r}")
-            async for said in (said async for received in got.aiter_bytes() for said in reader.feed(received)):
-                event = json.loads(said) if said != DONE else {}
-                if "error" in event:
-                    raise ValueError(str(event["error"])[:200])
-                text += "".join(choice["text"] for choice in event.get("choices", ()))
-                told = event.get("twinpool") or {}
-                again |= told.get("attempts", 1) > 1 or bool(told.get("migrations"))
-        if said != DONE:
+            async for received in got.aiter_bytes():
+                for data in events.feed(received):
+                    event = {} if data == DONE else json.loads(data)
+                    if "error" in event:
+                        raise ValueError(str(event["error"])[:200])
+                    text += "".join(choice["text"] for choice in event.get("choices", ()))
+                    timeline = event.get("twinpool") or {}
+                    again |= timeline.get("attempts", 1) > 1 or bool(timeline.get("migrations"))
+        if data != DONE:
             raise ValueError("the answer broke off")
         return text, again
 

@@ -32,6 +32,9 @@ from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Role
 from twinpool.contracts.outside_data import read_json, read_yaml
 
+MAX_STANDBYS = 8
+"""Standby controllers that `serve` may start: each looks for the leader several times a second."""
+
 
 def load_config(path: Path | None = None, assignments: Iterable[str] = ()) -> Config:
     """Read the configuration from a YAML file and `section.key=value` assignments, in that order.
@@ -353,10 +356,6 @@ def _in_range(value: Any, name: str) -> Any:
     if name.endswith(".page_tokens") and isinstance(value, int) and value & (value - 1):
         raise ConfigError(f"config key {name} must be a power of two; got {value}")
     return value
-
-
-MAX_STANDBYS = 8
-"""Standby controllers that `serve` may start: each looks for the leader several times a second."""
 
 
 def _controller_conflicts(config: ClusterConfig) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Configuration sections of the router: queueing, replay, audits, the stream watch."""
+"""Configuration sections of the router: queueing, replay, sampling defaults, audits, the stream watch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from twinpool.contracts.errors import ConfigError
+
+_CHECKPOINT, _NONE = "checkpoint", "none"
+SAMPLING_BOUNDS: dict[str, tuple[float, float]] = {
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+}
+"""The sampling parameters that have a default, with the least and the most that each may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,34 +179,24 @@ class WatchConfig:
     """Tokens of a model before its usual rate is known: until then no stream is flagged for its rare tokens."""
 
 
-CHECKPOINT, NONE = "checkpoint", "none"
-BOUNDS: dict[str, tuple[float, float]] = {
-    "temperature": (0, 100),
-    "top_p": (0, 1),
-    "top_k": (-1, 2**31 - 1),
-    "min_p": (0, 1),
-    "repetition_penalty": (0.01, 100),
-}
-"""The parameters that have a default, with the least and the most that each may be."""
-
-
 def read_sampling_defaults(text: str, checkpoint: dict[str, float]) -> dict[str, float]:
-    """Return the defaults that `text` asks for: ``checkpoint`` has those of the `checkpoint`, ``none`` has none, and
-    pairs such as ``temperature=0,top_p=0.9`` count before those of the checkpoint.
+    """Return the sampling defaults that `text` asks for, the value of `router.sampling_defaults`: ``checkpoint`` has
+    those of the `checkpoint`, ``none`` has none, and pairs such as ``temperature=0,top_p=0.9`` count before those of
+    the checkpoint.
 
-    Raises `ConfigError` for a name that isn't in `BOUNDS`, and a value that is out of them.
+    Raises `ConfigError` for a name that isn't in `SAMPLING_BOUNDS`, and a value that is out of them.
     """
-    if text in (CHECKPOINT, NONE):
-        return dict(checkpoint) if text == CHECKPOINT else {}
+    if text in (_CHECKPOINT, _NONE):
+        return dict(checkpoint) if text == _CHECKPOINT else {}
     found = dict(checkpoint)
     for pair in text.split(","):
         name, _, value = (part.strip() for part in pair.partition("="))
-        if name not in BOUNDS:
+        if name not in SAMPLING_BOUNDS:
             raise ConfigError(
-                f"config key router.sampling_defaults is {CHECKPOINT}, {NONE}, or pairs such as "
-                f"temperature=0,top_p=0.9 of {', '.join(BOUNDS)}; got {text!r:.60}"
+                f"config key router.sampling_defaults is {_CHECKPOINT}, {_NONE}, or pairs such as "
+                f"temperature=0,top_p=0.9 of {', '.join(SAMPLING_BOUNDS)}; got {text!r:.60}"
             )
-        least, most = BOUNDS[name]
+        least, most = SAMPLING_BOUNDS[name]
         try:
             found[name] = float(value)
         except ValueError:

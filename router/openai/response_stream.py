@@ -29,6 +29,8 @@ from twinpool.router.openai.choice_output import ChoiceOutput, OutputDelta
 from twinpool.router.openai.parse_request import GenerateRequest
 from twinpool.router.openai.request_headers import NO_TRACE, SeenEvents, TraceContext, event_id
 
+_END = END.encode()
+
 
 class NumberedEvents:
     """The numbering of one stream. `seen`: what the client has already, which is left out."""
@@ -44,10 +46,10 @@ class NumberedEvents:
         return b"".join(self._new(index, whole))
 
     def _new(self, index: int, events: bytes) -> Iterator[bytes]:
-        for event in events.split(END.encode())[:-1]:
+        for event in events.split(_END)[:-1]:
             self._counts[index] += 1
             if self._counts[index] > self._seen[index]:
-                yield f"id: {event_id(SeenEvents(self._created, self._told))}\n".encode() + event + END.encode()
+                yield f"id: {event_id(SeenEvents(self._created, self._told))}\n".encode() + event + _END
 
     @property
     def _told(self) -> tuple[int, ...]:

@@ -75,7 +75,8 @@ KINDS: Mapping[str, Pretokenizer] = {
     "llama4": Pretokenizer(_GPT4O),
     "gpt-4o": Pretokenizer(_GPT4O),
 }
-"""The families by name."""
+"""The families of published tokenizers, by the name that a file gives what splits its text (``tokenizer.ggml.pre``);
+each as the `tokenizer.json` of these has it."""
 
 
 def merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
