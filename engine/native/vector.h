@@ -12,8 +12,7 @@
 #endif
 
 // Whether bfloat16 is multiplied by the instruction that adds two products at a time. Its order of additions is its
-// own: COMMON_ORDER asks for the one that all processors have in common, half as fast where there is that instruction
-// and no tiles.
+// own: COMMON_ORDER asks for the one that all processors have in common.
 #if defined(__AVX512BF16__) && !defined(COMMON_ORDER)
 #define PAIRED_SCORES
 #if !defined(__AMX_BF16__)
