@@ -77,6 +77,14 @@ def rotate(x_thd: Tensor, cos_t1d: Tensor, sin_t1d: Tensor) -> Tensor:
     return (x_thd * cos_t1d).add_(swapped.mul_(sin_t1d))
 
 
+def rotate_first(x_thd: Tensor, cos_t1d: Tensor, sin_t1d: Tensor) -> Tensor:
+    """Rotate as many of each head's first dimensions as the angles are for; the others stay as they are."""
+    turning = cos_t1d.shape[-1]
+    if turning == x_thd.shape[-1]:
+        return rotate(x_thd, cos_t1d, sin_t1d)
+    return torch.cat((rotate(x_thd[..., :turning], cos_t1d, sin_t1d), x_thd[..., turning:]), dim=-1)
+
+
 def _number(rope: RopeSpec, key: str) -> float:
     return float(cast(float, rope.parameters[key]))
 

@@ -97,7 +97,6 @@ class Qwen3Next(Model):
             heads=self.heads,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
-            rope_dim=self.rope_dim,
             eps=self.eps,
             bias=self.bias,
         )

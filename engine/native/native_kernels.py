@@ -24,7 +24,8 @@ _MADV_HUGEPAGE = 14
 
 
 class _Heads(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_long) for name in ("tokens", "heads", "kv_heads", "dim")] + [("eps", ctypes.c_float)]
+    _fields_ = [(name, ctypes.c_long) for name in ("tokens", "heads", "kv_heads", "dim", "turning")]
+    _fields_ += [("eps", ctypes.c_float)]
 
 
 class AttentionShape(ctypes.Structure):
@@ -189,14 +190,15 @@ class NativeKernels:
         """Norm (where there is one) and rotate queries and keys, and write keys and values to their slots.
 
         `qkv_mn` is [M, (heads + 2 kv_heads) * dim], of which the first T rows are used; `norm_nd` [heads + kv_heads,
-        dim]; `cos` and `sin` [M, 1, dim], the first half of sin negated; pages [pages, page_tokens, kv_heads, dim];
-        `slots_t` [T] int64; muted tokens ([T] bool) are written as zeros. Returns the queries, [T, heads, dim].
+        dim]; `cos` and `sin` [M, 1, rope_dim], the first half of sin negated, turn a head's first dimensions; pages
+        [pages, page_tokens, kv_heads, dim]; `slots_t` [T] int64; muted tokens ([T] bool) are written as zeros. Returns
+        the queries, [T, heads, dim].
         """
         tokens, (kv_heads, dim) = slots_t.shape[0], k_pages.shape[2:]
         assert dim <= _MAX_HEAD_DIM and qkv_mn.stride(1) == 1, "heads fit the kernel's room"  # noqa: PT018
         assert k_pages.is_contiguous() and v_pages.is_contiguous(), "pages follow each other"  # noqa: PT018
         q_thd = torch.empty(tokens, heads, dim, dtype=qkv_mn.dtype)
-        shape = _Heads(tokens, heads, kv_heads, dim, eps)
+        shape = _Heads(tokens, heads, kv_heads, dim, cos.shape[-1], eps)
         cos, sin = cos.contiguous(), sin.contiguous()
         self.functions["rope_and_store", qkv_mn.dtype](
             ctypes.addressof(shape),

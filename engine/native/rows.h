@@ -49,9 +49,11 @@ template <typename T> void silu_product(const T *x, T *out, long rows, long n) {
     });
 }
 
-// One head through its norm (or none) and the rotation of half-split pairs; sin has its first half negated.
+// One head through its norm (or none) and the rotation of half-split pairs of its first `turning` dimensions; the rest is
+// copied. sin has its first half negated.
 template <typename T>
-inline void norm_and_rotate(const T *x, const T *weight, const T *cos, const T *sin, T *out, long dim, float eps) {
+inline void norm_and_rotate(const T *x, const T *weight, const T *cos, const T *sin, T *out, long dim, long turning,
+                            float eps) {
     T normed[1024];
     if (weight) {
         const f32x16 factor = splat(inverse_rms(x, dim, eps));
@@ -62,7 +64,8 @@ inline void norm_and_rotate(const T *x, const T *weight, const T *cos, const T *
         }
         x = normed;
     }
-    const long half = dim / 2;
+    memcpy((void *)(out + turning), (const void *)(x + turning), (dim - turning) * sizeof(T));
+    const long half = turning / 2;
     for (int side = 0; side < 2; side++)
         for (long i = 0; i < half; i += LANES) {
             const int count = (int)(half - i);
@@ -74,12 +77,12 @@ inline void norm_and_rotate(const T *x, const T *weight, const T *cos, const T *
 }
 
 struct Heads {
-    long tokens, heads, kv_heads, dim;
+    long tokens, heads, kv_heads, dim, turning;
     float eps;
 };
 
 // The joint projection x [tokens, heads + 2 * kv_heads, dim] (rows x_stride apart) into queries q [tokens, heads, dim]
-// and the pages' slots; norm [heads + kv_heads, dim] or null; cos and sin [tokens, dim]; muted [tokens] or null: those
+// and the pages' slots; norm [heads + kv_heads, dim] or null; cos and sin [tokens, turning]; muted [tokens] or null: those
 // tokens are written as zeros. A slot is page * page_tokens + offset; the strides of pages and tokens are in elements.
 template <typename T>
 void rope_and_store(const Heads &h, const T *x, long x_stride, const T *norm, const T *cos, const T *sin, T *q,
@@ -94,8 +97,8 @@ void rope_and_store(const Heads &h, const T *x, long x_stride, const T *norm, co
             if (muted && muted[t] && head >= h.heads)
                 memset((void *)to, 0, h.dim * sizeof(T));
             else if (head < rotated)
-                norm_and_rotate(from, norm ? norm + head * h.dim : nullptr, cos + t * h.dim, sin + t * h.dim, to,
-                                h.dim, h.eps);
+                norm_and_rotate(from, norm ? norm + head * h.dim : nullptr, cos + t * h.turning,
+                                sin + t * h.turning, to, h.dim, h.turning, h.eps);
             else
                 memcpy((void *)to, (const void *)from, h.dim * sizeof(T));
         }

@@ -217,14 +217,14 @@ def test_the_activation_is_torchs_whatever_its_argument(kernels: NativeKernels, 
     assert kernels.silu_product(torch.full((1, 40), torch.nan, dtype=dtype)).isnan().all()
 
 
-@pytest.mark.parametrize("dim", [18, 64])
+@pytest.mark.parametrize(("dim", "turning"), [(18, 18), (64, 64), (64, 32), (40, 6)])
 @pytest.mark.parametrize("normed", [False, True])
 def test_heads_are_normed_rotated_and_stored_as_torch_does_it(
-    kernels: NativeKernels, dtype: torch.dtype, dim: int, normed: bool
+    kernels: NativeKernels, dtype: torch.dtype, dim: int, turning: int, normed: bool
 ) -> None:
     heads, kv_heads, tokens = 4, 2, 7
     qkv = draw(1, tokens + 2, (heads + 2 * kv_heads) * dim, dtype=dtype)
-    angles = 3 * draw(2, tokens + 2, 1, dim // 2)
+    angles = 3 * draw(2, tokens + 2, 1, turning // 2)
     cos = torch.cat((angles.cos(), angles.cos()), -1).to(dtype)
     sin = torch.cat((-angles.sin(), angles.sin()), -1).to(dtype)
     norm_nd = draw(3, heads + kv_heads, dim, dtype=dtype) if normed else None
@@ -235,7 +235,8 @@ def test_heads_are_normed_rotated_and_stored_as_torch_does_it(
 
     every = qkv[:tokens].view(tokens, -1, dim)
     qk, v = torch.split(every, [heads + kv_heads, kv_heads], dim=1)
-    qk = rotate(qk if norm_nd is None else rms_norm(qk, norm_nd, 1e-6), cos[:tokens], sin[:tokens])
+    qk = qk if norm_nd is None else rms_norm(qk, norm_nd, 1e-6)
+    qk = torch.cat((rotate(qk[..., :turning], cos[:tokens], sin[:tokens]), qk[..., turning:]), -1)
     close(q_thd, qk[:, :heads])
     want_k, want_v = (torch.full((32, kv_heads, dim), 7.0, dtype=dtype) for _ in "kv")
     want_k[slots_t], want_v[slots_t] = (x.masked_fill(muted_t.view(-1, 1, 1), 0) for x in (qk[:, heads:], v))

@@ -31,15 +31,16 @@ def stored(
     heads: int = 3,
     kv_heads: int = 1,
     dim: int = 10,
+    turning: int = 0,
     norm: bool = True,
     rope: bool = True,
     muted: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Queries, key pages and value pages by the kernel and by its twin."""
+    """Queries, key pages and value pages by the kernel and by its twin. `turning`: dimensions with rope; 0: all."""
     qkv = draw(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     norm_nd = draw(heads + kv_heads, dim, seed=1, dtype=dtype) if norm else None
-    table = RopeTable(RopeSpec("default", 10000.0, {}), dim, dtype, CPU)
+    table = RopeTable(RopeSpec("default", 10000.0, {}), turning or dim, dtype, CPU)
     turns = table.at(torch.arange(tokens) * 7, 4096) if rope else None
     slots = torch.randperm(5 * 4, generator=torch.Generator().manual_seed(2))[:tokens] + 4
     muted_t = torch.arange(tokens) % 3 == 1 if muted else None
@@ -52,7 +53,8 @@ def stored(
     if norm_nd is not None:
         qk = rms_norm(qk, norm_nd, 1e-6)
     if turns is not None:
-        qk = rotate(qk, *turns)
+        first = turning or dim
+        qk = torch.cat((rotate(qk[..., :first], *turns), qk[..., first:]), dim=-1)
     q_twin, k = torch.split(qk, [heads, kv_heads], dim=1)
     for pages, entries in zip(theirs, (k, v), strict=True):
         kept = entries if muted_t is None else entries.masked_fill(muted_t[:, None, None], 0.0)
@@ -69,6 +71,7 @@ def claim_norm_rope_and_store_in_one_equal_the_operations_one_by_one() -> None:
     check(2e-6, 7)
     check(2e-6, 1, heads=4, kv_heads=2, dim=16)
     check(2e-6, 5, norm=False, dim=48)
+    check(2e-6, 5, dim=48, turning=10)
     check(2e-6, 3, rope=False)
     check(2e-6, 0)
 

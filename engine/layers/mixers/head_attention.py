@@ -15,7 +15,7 @@ from twinpool.engine.attention.attention_plan import BLOCK_TOKENS, AttentionPlan
 from twinpool.engine.attention.kv_quantization import kv_scales, store, with_scales
 from twinpool.engine.layers.decoder import ForwardContext, LayerPlace
 from twinpool.engine.layers.norm import rms_norm, sigmoid
-from twinpool.engine.layers.rope import RopeTable, rotate
+from twinpool.engine.layers.rope import RopeTable, rotate_first
 from twinpool.engine.native.current_kernels import in_use, native_for
 from twinpool.engine.tensors.shard import Shard
 from twinpool.engine.tensors.weight_loader import Weights
@@ -109,7 +109,7 @@ class HeadAttention:
         if norm_nd is not None:
             qk = rms_norm(qk, norm_nd, self._eps or 0.0)
         if turns is not None:
-            qk = rotate(qk, *turns)
+            qk = rotate_first(qk, *turns)
         q, k = torch.split(qk, [self._heads, self._kv], dim=1)
         store(buffers, "k", k[: ctx.count], plan)
         store(buffers, "v", v[: ctx.count], plan)
@@ -133,13 +133,12 @@ class GatedAttention:
         heads: int,
         kv_heads: int,
         head_dim: int,
-        rope_dim: int,
         eps: float,
         bias: bool = False,
     ) -> None:
         shard = weights.shard
         self._place, self._rope, self._eps = place, rope, eps
-        self._dim, self._rope_dim = head_dim, rope_dim
+        self._dim = head_dim
         self._heads, self._kv = len(shard.heads(heads)), len(shard.heads(kv_heads, "key-value heads"))
         q, kv = shard.axis(heads, 2 * head_dim), shard.axis(kv_heads, head_dim)
         self._qkv = weights.linear({"q_proj": q, "k_proj": kv, "v_proj": kv}, hidden, bias=bias)
@@ -156,8 +155,7 @@ class GatedAttention:
         wide, k, v = torch.split(rows, [2 * self._heads * dim, self._kv * dim, self._kv * dim], dim=1)
         q, gate = wide.reshape(len(h_mh), -1, 2 * dim).chunk(2, dim=2)
         qk = rms_norm(torch.cat((q, k.reshape(len(h_mh), -1, dim)), dim=1), self._qk_norm_nd, self._eps)
-        turned = rotate(qk[..., : self._rope_dim], *ctx.rope(self._rope))
-        qk = torch.cat((turned, qk[..., self._rope_dim :]), dim=2)[: ctx.count]
+        qk = rotate_first(qk, *ctx.rope(self._rope))[: ctx.count]
         q, k = torch.split(qk, [self._heads, self._kv], dim=1)
         store(buffers, "k", k, plan)
         store(buffers, "v", v[: ctx.count].reshape(ctx.count, -1, dim), plan)

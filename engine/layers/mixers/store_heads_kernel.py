@@ -27,7 +27,7 @@ def store_heads_kernel(
     qkv_ptr, norm_ptr, cos_ptr, sin_ptr, q_ptr, k_pages_ptr, v_pages_ptr, slots_ptr, muted_ptr,
     qkv_stride, cos_stride, sin_stride, k_stride_p, k_stride_t, v_stride_p, v_stride_t, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    PAGE_TOKENS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, MUTED: tl.constexpr,
+    ROPE_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, MUTED: tl.constexpr,
 ):  # fmt: skip
     """One program: one head of one token; heads of queries, then of keys, then of values. Grid (tokens, heads).
 
@@ -41,15 +41,15 @@ def store_heads_kernel(
     x = tl.load(row_ptr + d, mask=mask, other=0.0).to(tl.float32)
     dtype = qkv_ptr.dtype.element_ty
     if head < HEADS + KV_HEADS:
-        partner = tl.where(d < HEAD_DIM // 2, d + HEAD_DIM // 2, d - HEAD_DIM // 2)
+        partner = tl.where(d < ROPE_DIM // 2, d + ROPE_DIM // 2, d - ROPE_DIM // 2)
         other = tl.load(row_ptr + partner, mask=mask, other=0.0).to(tl.float32)
         if NORM:
             scale = tl.rsqrt(tl.sum(x * x, 0) / HEAD_DIM + eps)
             x = _normed(x, norm_ptr, head * HEAD_DIM + d, mask, scale)
             other = _normed(other, norm_ptr, head * HEAD_DIM + partner, mask, scale)
         if ROPE:
-            cos = tl.load(cos_ptr + token * cos_stride + d, mask=mask, other=0.0).to(tl.float32)
-            sin = tl.load(sin_ptr + token * sin_stride + d, mask=mask, other=0.0).to(tl.float32)
+            cos = tl.load(cos_ptr + token * cos_stride + d, mask=d < ROPE_DIM, other=1.0).to(tl.float32)
+            sin = tl.load(sin_ptr + token * sin_stride + d, mask=d < ROPE_DIM, other=0.0).to(tl.float32)
             x = (x * cos).to(dtype).to(tl.float32) + (other * sin).to(dtype).to(tl.float32)
     if head < HEADS:
         tl.store(q_ptr + (token * HEADS + head) * HEAD_DIM + d, x.to(dtype), mask=mask)

@@ -23,8 +23,8 @@ def store_heads(
 
     qkv_tn: [T, (heads + 2 * kv_heads) * head_dim], heads of queries, keys, values; norm_nd: [heads + kv_heads,
     head_dim] weights of their norms with epsilon `eps`, or None; turns: cos and sin as `ForwardContext.rope` gives
-    them, [T or more, 1, head_dim] each, or None; pages [pages, page_tokens, kv_heads, head_dim]; all of one dtype.
-    slots_t [T] int64; muted_t [T] bool or None: tokens for which zeros are stored instead.
+    them for a head's first dimensions, [T or more, 1, rope_dim] each, or None; pages [pages, page_tokens, kv_heads,
+    head_dim]; all of one dtype. slots_t [T] int64; muted_t [T] bool or None: tokens for which zeros are stored instead.
     """
     tokens, kv_heads, dim = len(qkv_tn), k_pages.shape[2], k_pages.shape[3]
     total = qkv_tn.shape[1] // dim
@@ -40,6 +40,7 @@ def store_heads(
         qkv_tn.stride(0), cos_td.stride(0), sin_td.stride(0),
         k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1), eps,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, BLOCK_D=triton.next_power_of_2(dim),
+        ROPE_DIM=cos_td.shape[-1] if turns is not None else dim,
         PAGE_TOKENS=k_pages.shape[1], NORM=norm_nd is not None, ROPE=turns is not None, MUTED=muted_t is not None,
     )  # fmt: skip
     return q_thd
