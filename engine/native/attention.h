@@ -17,12 +17,11 @@
 #include <algorithm>
 
 #include "buffer.h"
+#include "chains.h"
 #include "threads.h"
-#include "vector.h"
 
 constexpr int BLOCK = 64;
 constexpr int ROW_GROUP = 12;
-constexpr int COLUMNS = 2 * LANES;
 constexpr int TILE_ROWS = 96;
 constexpr float HIDDEN = -1e30f;
 
@@ -61,19 +60,13 @@ struct Tile {
     long first, count;  // queries, counted from the sequence's first of this step
 };
 
-// How queries and keys are held while scores are computed: words of one float, or of two bf16.
-template <typename T> struct Words {
-    static constexpr int pack = 1;
-    static f32x16 dot(f32x16 a, f32x16 b, f32x16 c) { return fma(a, b, c); }
+// Words of queries and keys, as scores are computed from them: some elements from p on, and zeros.
+template <typename T> struct WordsOf {
     template <typename S> static f32x16 take(const S *p, int count) { return load_some(p, count); }
 };
 
 #if defined(PAIRED_SCORES)
-template <> struct Words<bf16> {
-    static constexpr int pack = 2;
-    static f32x16 dot(f32x16 a, f32x16 b, f32x16 c) {
-        return (f32x16)_mm512_dpbf16_ps((__m512)c, (__m512bh)(__m512)a, (__m512bh)(__m512)b);
-    }
+template <> struct WordsOf<bf16> {
     static f32x16 take(const bf16 *p, int count) {
         f32x16 out = {};
         if (count >= 2 * LANES) return load((const float *)p);
@@ -88,42 +81,6 @@ template <> struct Words<bf16> {
     }
 };
 #endif
-
-// c[r][0..32) = (what is there, or 0) + sum over k of a[r][k] * b[k][0..32); one chain an element.
-template <int ROWS, typename W>
-inline void chains(const float *a, long a_stride, const float *b, long b_stride, long depth, float *c, bool from_zero,
-                   long c_stride) {
-    f32x16 low[ROWS], high[ROWS];
-#pragma GCC unroll 12
-    for (int r = 0; r < ROWS; r++) {
-        low[r] = from_zero ? f32x16{} : load(c + r * c_stride);
-        high[r] = from_zero ? f32x16{} : load(c + r * c_stride + LANES);
-    }
-    for (long k = 0; k < depth; k++) {
-        const f32x16 left = load(b + k * b_stride), right = load(b + k * b_stride + LANES);
-#pragma GCC unroll 12
-        for (int r = 0; r < ROWS; r++) {
-            const f32x16 factor = splat_bits(a[r * a_stride + k]);
-            low[r] = W::dot(factor, left, low[r]);
-            high[r] = W::dot(factor, right, high[r]);
-        }
-    }
-#pragma GCC unroll 12
-    for (int r = 0; r < ROWS; r++) {
-        store(c + r * c_stride, low[r]);
-        store(c + r * c_stride + LANES, high[r]);
-    }
-}
-
-template <int H> inline void exchange(f32x16 &a, f32x16 &b) {
-#define LOW(i) (i & H ? LANES + i - H : i)
-#define HIGH(i) (i & H ? LANES + i : i + H)
-    const f32x16 first = CHOSEN(a, b, LOW);
-    b = CHOSEN(a, b, HIGH);
-    a = first;
-#undef LOW
-#undef HIGH
-}
 
 template <int H> inline void exchange_all(f32x16 *rows) {
     for (int i = 0; i < LANES; i++)
@@ -187,7 +144,7 @@ void take_block(const AttentionShape &a, const Sequence &seq, const Pages &pages
             f32x16 square[LANES];
             for (int n = 0; n < LANES; n++)
                 square[n] = group + n >= skipped && group + n < filled
-                                ? Words<T>::take(rows[group + n] + word * pack, (int)(a.dim - word * pack))
+                                ? WordsOf<T>::take(rows[group + n] + word * pack, (int)(a.dim - word * pack))
                                 : f32x16{};
             transpose(square);
             for (int i = 0; i < LANES; i++) store(room.keys.data() + (word + i) * BLOCK + group, square[i]);
@@ -198,17 +155,6 @@ void take_block(const AttentionShape &a, const Sequence &seq, const Pages &pages
             if (n >= skipped && n < filled) value = load_some(v_pages + offsets[n] + d, (int)(a.value_dim - d));
             store(room.values.data() + n * wide + d, value);
         }
-}
-
-template <typename T, int ROWS>
-void score_group(const float *q, long words, const float *keys, float *s, long filled) {
-    for (long n = 0; n < filled; n += COLUMNS)
-        chains<ROWS, Words<T>>(q, words, keys + n, BLOCK, words, s + n, true, BLOCK);
-}
-
-template <int ROWS> void value_group(const float *p, const float *values, long wide, float *sums, long filled) {
-    for (long d = 0; d < wide; d += COLUMNS)
-        chains<ROWS, Words<float>>(p, BLOCK, values + d, wide, filled, sums + d, false, wide);
 }
 
 // Scores to weights, in place; the row's maximum, total and sums brought along. Sees [from, to) of the block. Scales of
@@ -228,7 +174,7 @@ inline void soften(const AttentionShape &a, float *s, const float *key_scales, c
             value[c] = (1.0f - 2.0f / (grown + 1.0f)) * a.softcap;
         }
         const i32x16 at = lane + c * LANES;
-        value[c] = ((at >= (int)from) & (at < (int)to)) ? value[c] : splat(HIDDEN);
+        value[c] = chosen_by((at >= (int)from) & (at < (int)to), value[c], splat(HIDDEN));
         top = larger(value[c], top);
     }
     const float now = std::max(highest, max_of(top));
@@ -236,7 +182,7 @@ inline void soften(const AttentionShape &a, float *s, const float *key_scales, c
     for (int c = 0; c < BLOCK / LANES; c++) {
         const i32x16 at = lane + c * LANES;
         f32x16 weight = exp_of(value[c] - now);
-        weight = ((at >= (int)from) & (at < (int)to)) ? weight : f32x16{};
+        weight = chosen_by((at >= (int)from) & (at < (int)to), weight, f32x16{});
         added += weight;
         store(s + c * LANES, value_scales ? weight * load(value_scales + c * LANES) : weight);
     }
@@ -249,27 +195,11 @@ inline void soften(const AttentionShape &a, float *s, const float *key_scales, c
     total += sum_of(added);
 }
 
-#define BY_ROWS(call)                                                                                                 \
-    switch (rows) {                                                                                                   \
-        case 1: call(1); break;                                                                                       \
-        case 2: call(2); break;                                                                                       \
-        case 3: call(3); break;                                                                                       \
-        case 4: call(4); break;                                                                                       \
-        case 5: call(5); break;                                                                                       \
-        case 6: call(6); break;                                                                                       \
-        case 7: call(7); break;                                                                                       \
-        case 8: call(8); break;                                                                                       \
-        case 9: call(9); break;                                                                                       \
-        case 10: call(10); break;                                                                                     \
-        case 11: call(11); break;                                                                                     \
-        default: call(12); break;                                                                                     \
-    }
-
 template <typename T>
 void attend_tile(const AttentionShape &a, const Sequence &seq, const Tile &tile, long kv_head, const T *q,
                  const Pages &pages, const float *sinks, T *out) {
     constexpr int pack = Words<T>::pack;
-    const long wide = (a.value_dim + COLUMNS - 1) / COLUMNS * COLUMNS;
+    const long wide = (a.value_dim + PANEL - 1) / PANEL * PANEL;
     const long words = ((a.dim + pack - 1) / pack + LANES - 1) / LANES * LANES;
     const long group = a.heads / a.kv_heads, count = tile.count * group;
     static thread_local Room room;
@@ -285,7 +215,7 @@ void attend_tile(const AttentionShape &a, const Sequence &seq, const Tile &tile,
     for (long r = 0; r < count; r++) {
         for (long word = 0; word < words; word += LANES)
             store(room.queries.data() + r * words + word,
-                  Words<T>::take(q + head(r) * a.dim + word * pack, (int)(a.dim - word * pack)));
+                  WordsOf<T>::take(q + head(r) * a.dim + word * pack, (int)(a.dim - word * pack)));
         for (long d = 0; d < wide; d += LANES) store(room.sums.data() + r * wide + d, f32x16{});
         room.highest[r] = sinks ? sinks[kv_head * group + r % group] : HIDDEN;
         room.total[r] = sinks ? 1.0f : 0.0f;
@@ -301,9 +231,9 @@ void attend_tile(const AttentionShape &a, const Sequence &seq, const Tile &tile,
             const long rows = std::min((long)ROW_GROUP, count - r);
             if (begin > first + (r + rows - 1) / group) continue;  // None of them sees any of it.
             float *s = room.scores.data() + r * BLOCK;
-#define CALL(n) score_group<T, n>(room.queries.data() + r * words, words, room.keys.data(), s, filled)
-            BY_ROWS(CALL)
-#undef CALL
+            for (long n = 0; n < filled; n += PANEL)
+                chains<Words<T>>(rows, {room.queries.data() + r * words, words * WORD, WORD, room.keys.data() + n,
+                                        BLOCK * WORD, words}, true, s + n, BLOCK);
             for (long i = r; i < r + rows; i++) {
                 const long position = first + i / group;
                 const long from = a.window ? std::max(0L, position + 1 - a.window - begin) : 0;
@@ -311,9 +241,9 @@ void attend_tile(const AttentionShape &a, const Sequence &seq, const Tile &tile,
                 soften(a, room.scores.data() + i * BLOCK, key_scales, value_scales, from, to, room.highest[i],
                        room.total[i], room.sums.data() + i * wide, wide);
             }
-#define CALL(n) value_group<n>(s, room.values.data(), wide, room.sums.data() + r * wide, filled)
-            BY_ROWS(CALL)
-#undef CALL
+            for (long d = 0; d < wide; d += PANEL)
+                chains<Words<float>>(rows, {s, BLOCK * WORD, WORD, room.values.data() + d, wide * WORD, filled}, false,
+                                     room.sums.data() + r * wide + d, wide);
         }
     }
     for (long r = 0; r < count; r++)
@@ -349,4 +279,3 @@ void attend(const AttentionShape &a, long sequences, const T *q, const Pages &pa
         attend_tile(a, all[tile.sequence], tile, item % a.kv_heads, q, pages, sinks, out);
     });
 }
-#undef BY_ROWS

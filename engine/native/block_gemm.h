@@ -30,15 +30,14 @@ struct Blocks {
     const uint16_t *offset_factors;  // float16, or null
 };
 
-inline f32x16 floats(i32x16 numbers) { return __builtin_convertvector(numbers, f32x16); }
 inline i32x16 widened_at(const uint8_t *codes) { return widened(*(const u8x16 *)codes); }
 
 // Two bits of exponent and one of mantissa; without an exponent, mantissa / 2.
 inline f32x16 e2m1(i32x16 bits) {
     const i32x16 size = bits & 7;
-    const f32x16 small = __builtin_convertvector(size, f32x16) * splat(0.5f);
+    const f32x16 small = floats(size) * splat(0.5f);
     const i32x16 normal = (size << 22) + (126 << 23);
-    return (f32x16)((size < 2 ? (i32x16)small : normal) | (bits & 8) << 28);
+    return (f32x16)(chosen_by(size < 2, (i32x16)small, normal) | (bits & 8) << 28);
 }
 
 // ggml's codebook of four bits (kvalues_iq4nl); of a code's bits the lowest four count.
@@ -77,10 +76,10 @@ inline f32x16 half_values(const uint16_t *p) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 #else
-    const i32x16 bits = __builtin_convertvector(*(const u16x16 *)p, i32x16), size = bits & 0x7fff;
-    const f32x16 small = __builtin_convertvector(size, f32x16) * splat(0x1p-24f);
+    const i32x16 bits = widened(*(const u16x16 *)p), size = bits & 0x7fff;
+    const f32x16 small = floats(size) * splat(0x1p-24f);
     const i32x16 normal = (size << 13) + (112 << 23);
-    return (f32x16)((size < 0x400 ? (i32x16)small : normal) | (bits & 0x8000) << 16);
+    return (f32x16)(chosen_by(size < 0x400, (i32x16)small, normal) | (bits & 0x8000) << 16);
 #endif
 }
 
@@ -96,7 +95,7 @@ inline f32x16 scale_values(int type, const void *scales, long at) {
     case SCALE_PAIRED: return floats(widened_at(bytes) & 15);
     }
     const i32x16 exponent = widened_at(bytes);
-    return (f32x16)(exponent == 0 ? i32x16{} + (1 << 22) : exponent << 23);  // 2^-127 is a denormal number.
+    return (f32x16)chosen_by(exponent == 0, i32x16{} + (1 << 22), exponent << 23);  // 2^-127 is a denormal number.
 }
 
 // Whether an unpacked value is one fused multiply-add, of a code with its scale and an offset. Their product must be
@@ -224,7 +223,9 @@ __attribute__((noinline)) void unpack_group(const Blocks &b, long panel, long gr
 template <int CODE, int ROWS>
 __attribute__((noinline)) void pair_sums(const Blocks &b, const float *x, long panel, float *sums) {
     f32x16 sum[ROWS][4];
+#pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
         for (int i = 0; i < 4; i++) sum[r][i] = f32x16{};
     const uint8_t *one = b.codes + panel * b.k * column_bytes<CODE>();
     // The last panel may be alone: then it is computed twice.
@@ -247,7 +248,9 @@ __attribute__((noinline)) void pair_sums(const Blocks &b, const float *x, long p
             }
         }
     }
+#pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
         for (int i = 0; i < 4; i++) store(sums + r * 2 * PANEL + i * LANES, sum[r][i]);
 }
 
@@ -271,43 +274,9 @@ template <typename Body> void for_code(int code, const Body &body) {
     }
 }
 
-// Adds `steps` columns to the sums of ROWS rows; row r, column j begins at x[r * row_stride + j * step_stride].
-template <int ROWS>
-inline void add_columns(const float *x, long row_stride, long step_stride, const float *w, long steps, float *sums) {
-    f32x16 low[ROWS], high[ROWS];
-    for (int r = 0; r < ROWS; r++) {
-        low[r] = load(sums + r * PANEL);
-        high[r] = load(sums + r * PANEL + LANES);
-    }
-    for (long j = 0; j < steps; j++) {
-        const f32x16 left = load(w + j * PANEL), right = load(w + j * PANEL + LANES);
-#pragma GCC unroll 14
-        for (int r = 0; r < ROWS; r++) {
-            const f32x16 factor = splat(x[r * row_stride + j * step_stride]);
-            low[r] = fma(factor, left, low[r]);
-            high[r] = fma(factor, right, high[r]);
-        }
-    }
-    for (int r = 0; r < ROWS; r++) {
-        store(sums + r * PANEL, low[r]);
-        store(sums + r * PANEL + LANES, high[r]);
-    }
-}
-
-inline void add_rows(int rows, const float *x, long row_stride, long step_stride, const float *w, long steps,
-                     float *sums) {
-#define ROWS_CASE(n)                                                                                                  \
-    case n: return add_columns<n>(x, row_stride, step_stride, w, steps, sums);
-    switch (rows) {
-        ROWS_CASE(1) ROWS_CASE(2) ROWS_CASE(3) ROWS_CASE(4) ROWS_CASE(5) ROWS_CASE(6)
-        ROWS_CASE(7) ROWS_CASE(8) ROWS_CASE(9) ROWS_CASE(10) ROWS_CASE(11) ROWS_CASE(12) ROWS_CASE(13) ROWS_CASE(14)
-    }
-#undef ROWS_CASE
-}
-
 constexpr long MOST_COLUMNS = 128;  // of float32 that are unpacked at once: 16 KiB
 constexpr long FEW_ROWS = 4;
-constexpr long SUM_BLOCKS = 256;  // of MOST_ROWS rows whose sums lie in memory at once: 448 KiB
+constexpr long SUM_BLOCKS = 256;  // of MOST_ROWS rows whose sums lie in memory at once: 384 KiB
 constexpr long KEPT_BYTES = 4 << 20;  // of a thread's rows of inputs between two products
 
 // A thread's room for the sums of so many rows and the unpacked columns of a panel; one for all codes and dtypes.
@@ -315,18 +284,6 @@ static float *thread_room() {
     static thread_local Buffer<float> room;
     room.resize(SUM_BLOCKS * MOST_ROWS * PANEL + MOST_COLUMNS * PANEL);
     return room.data();
-}
-
-inline void put_sums(const float *sums, const Blocks &b, long panel, const float *bias, float *out) {
-    const int width = (int)std::min((long)PANEL, b.n - panel * PANEL);
-    f32x16 left = load(sums), right = load(sums + LANES);
-    if (bias) {
-        left += load(bias + panel * PANEL);
-        right += load(bias + panel * PANEL + LANES);
-    }
-    float *to = out + panel * PANEL;
-    store_some(to, left, std::min(width, LANES));
-    if (width > LANES) store_some(to + LANES, right, width - LANES);
 }
 
 // x [m, k] with rows x_stride apart, out [m, n] with rows out_stride apart. bias: whole panels of float32, or null.
@@ -360,7 +317,7 @@ inline void block_product(const Blocks &b, const float *x, long x_stride, const 
                     pair_sums<CODE, FEW_ROWS>(b, rows, 2 * pair, sums);
                 for (long row = 0; row < m; row++)
                     for (long half = 0; half < 2 && 2 * pair + half < panels; half++)
-                        put_sums(sums + (2 * row + half) * PANEL, b, 2 * pair + half, bias, out + row * out_stride);
+                        put_row(sums + (2 * row + half) * PANEL, b.n, 2 * pair + half, bias, out + row * out_stride);
             });
             return;
         }
@@ -374,15 +331,16 @@ inline void block_product(const Blocks &b, const float *x, long x_stride, const 
                     const long last = std::min({first + MOST_COLUMNS, (group + 1) * b.group, b.k});
                     unpack_group<CODE>(b, panel, group, first, last, unpacked);
                     for (long block = begin; block < end; block++) {
-                        const int count = (int)std::min((long)MOST_ROWS, m - block * MOST_ROWS);
-                        add_rows(count, rows + block * MOST_ROWS * b.k + first * count, 1, count, unpacked,
-                                 last - first, sums + (block - begin) * MOST_ROWS * PANEL);
+                        const long count = std::min((long)MOST_ROWS, m - block * MOST_ROWS);
+                        const float *some = rows + block * MOST_ROWS * b.k + first * count;
+                        chains<Words<float>>(count, {some, WORD, count * WORD, unpacked, PANEL * WORD, last - first}, false,
+                                             sums + (block - begin) * MOST_ROWS * PANEL, PANEL);
                     }
                     first = last;
                 }
                 const long first_row = begin * MOST_ROWS, last_row = std::min(end * MOST_ROWS, m);
                 for (long row = first_row; row < last_row; row++)
-                    put_sums(sums + (row - first_row) * PANEL, b, panel, bias, out + row * out_stride);
+                    put_row(sums + (row - first_row) * PANEL, b.n, panel, bias, out + row * out_stride);
             }
         });
     });

@@ -42,9 +42,11 @@ _FLAGS = (
     "-fvisibility=hidden",
 )  # fmt: skip
 _SOURCES = (
+    "lanes.h",
     "vector.h",
     "buffer.h",
     "threads.h",
+    "chains.h",
     "rows.h",
     "gemm.h",
     "block_gemm.h",

@@ -10,84 +10,31 @@
 #include <algorithm>
 
 #include "buffer.h"
+#include "chains.h"
 #include "threads.h"
-#include "vector.h"
 
-constexpr int PANEL = 2 * LANES;
-constexpr int MOST_ROWS = 14;
+constexpr int MOST_ROWS = 12;
 
-// What is multiplied at once: one k in float32; two neighbours in bf16, which hardware adds up in one instruction.
-template <typename T> struct Step;
-
-template <> struct Step<float> {
-    static constexpr int depth = 1;
-    typedef f32x16 Packed;
-    static inline Packed broadcast(const float *x) { return splat(*x); }
-    static inline f32x16 dot(f32x16 acc, Packed x, const float *w) { return fma(x, load(w), acc); }
-};
-
-#if defined(PAIR_DOTS)
-template <> struct Step<bf16> {
-    static constexpr int depth = 2;
-    typedef __m512bh Packed;
-    static inline Packed broadcast(const bf16 *x) {
-        int32_t pair;
-        memcpy(&pair, x, 4);
-        return (__m512bh)_mm512_set1_epi32(pair);
+// The sums of one row and a panel, with a bias (32 floats) or none.
+template <typename T> inline void put_row(const float *sums, long n, long panel, const float *bias, T *out) {
+    const int width = (int)std::min((long)PANEL, n - panel * PANEL);
+    f32x16 left = load(sums), right = load(sums + LANES);
+    if (bias) {
+        left += load(bias + panel * PANEL);
+        right += load(bias + panel * PANEL + LANES);
     }
-    static inline f32x16 dot(f32x16 acc, Packed x, const bf16 *w) {
-        return (f32x16)_mm512_dpbf16_ps((__m512)acc, x, (__m512bh)_mm512_loadu_si512(w));
-    }
-};
-#endif
-
-// ROWS rows against one panel. Row r, step k begins at x[r * row_stride + k * step_stride].
-template <typename T, int ROWS>
-inline void panel_product(const T *x, long row_stride, long step_stride, const T *w, long steps, const float *bias,
-                          T *out, long out_stride, int width) {
-    constexpr long wide = PANEL * Step<T>::depth;
-    f32x16 low[ROWS], high[ROWS];
-    for (int r = 0; r < ROWS; r++) low[r] = high[r] = f32x16{};
-    for (long k = 0; k < steps; k++) {
-        // About 4 KiB ahead: far enough to hide memory, and across the pages that the hardware stops at.
-#pragma GCC unroll 14
-        for (int r = 0; r < ROWS; r++) {
-            auto factor = Step<T>::broadcast(x + r * row_stride + k * step_stride);
-            low[r] = Step<T>::dot(low[r], factor, w + k * wide);
-            high[r] = Step<T>::dot(high[r], factor, w + k * wide + wide / 2);
-        }
-    }
-    for (int r = 0; r < ROWS; r++) {
-        f32x16 left = low[r], right = high[r];
-        if (bias) {
-            left += load(bias);
-            right += load(bias + LANES);
-        }
-        store_some(out + r * out_stride, left, std::min(width, LANES));
-        if (width > LANES) store_some(out + r * out_stride + LANES, right, width - LANES);
-    }
-}
-
-template <typename T>
-inline void panel_rows(int rows, const T *x, long row_stride, long step_stride, const T *w, long steps,
-                       const float *bias, T *out, long out_stride, int width) {
-#define ROWS_CASE(n)                                                                                                  \
-    case n: return panel_product<T, n>(x, row_stride, step_stride, w, steps, bias, out, out_stride, width);
-    switch (rows) {
-        ROWS_CASE(1) ROWS_CASE(2) ROWS_CASE(3) ROWS_CASE(4) ROWS_CASE(5) ROWS_CASE(6)
-        ROWS_CASE(7) ROWS_CASE(8) ROWS_CASE(9) ROWS_CASE(10) ROWS_CASE(11) ROWS_CASE(12) ROWS_CASE(13) ROWS_CASE(14)
-    }
-#undef ROWS_CASE
+    store_some(out + panel * PANEL, left, std::min(width, LANES));
+    if (width > LANES) store_some(out + panel * PANEL + LANES, right, width - LANES);
 }
 
 // Elements of a packed weight [n, k].
 template <typename T> long packed_elements(long n, long k) {
-    constexpr long depth = Step<T>::depth;
+    constexpr long depth = Words<T>::pack;
     return (n + PANEL - 1) / PANEL * PANEL * ((k + depth - 1) / depth * depth);
 }
 
 template <typename T> void pack(const T *weight, T *packed, long n, long k) {
-    constexpr long depth = Step<T>::depth;
+    constexpr long depth = Words<T>::pack;
     const long steps = (k + depth - 1) / depth, panels = (n + PANEL - 1) / PANEL;
     each(panels, 1, [&](long panel) {
         T *at = packed + panel * steps * PANEL * depth;
@@ -104,7 +51,7 @@ template <typename T> void pack(const T *weight, T *packed, long n, long k) {
 template <typename T>
 void product(const T *x, long x_stride, const T *packed, const float *bias, T *out, long out_stride, long m, long n,
              long k) {
-    constexpr long depth = Step<T>::depth;
+    constexpr long depth = Words<T>::pack;
     const long steps = (k + depth - 1) / depth, panels = (n + PANEL - 1) / PANEL;
     const long blocks = (m + MOST_ROWS - 1) / MOST_ROWS;
     // A block's rows in the order of reading, where they are read many times or end in the middle of a step.
@@ -126,18 +73,15 @@ void product(const T *x, long x_stride, const T *packed, const float *bias, T *o
             }
         });
     each(panels, chunk, [&](long panel) {
-        const T *w = packed + panel * steps * PANEL * depth;
-        const float *panel_bias = bias ? bias + panel * PANEL : nullptr;
-        const int width = (int)std::min((long)PANEL, n - panel * PANEL);
-        T *to = out + panel * PANEL;
-        if (direct) {
-            panel_rows<T>((int)m, x, x_stride, depth, w, steps, panel_bias, to, out_stride, width);
-            return;
-        }
-        for (long block = 0; block < blocks; block++) {
-            const int count = (int)std::min((long)MOST_ROWS, m - block * MOST_ROWS);
-            panel_rows<T>(count, rows + block * block_size, depth, MOST_ROWS * depth, w, steps, panel_bias,
-                          to + block * MOST_ROWS * out_stride, out_stride, width);
+        const float *w = (const float *)packed + panel * steps * PANEL;
+        float sums[MOST_ROWS * PANEL];
+        for (long first = 0; first < m; first += MOST_ROWS) {
+            const long count = std::min((long)MOST_ROWS, m - first);
+            const T *some = direct ? x : rows + first / MOST_ROWS * block_size;
+            const long apart = direct ? x_stride * (long)sizeof(T) : WORD, step = direct ? WORD : MOST_ROWS * WORD;
+            chains<Words<T>>(count, {some, apart, step, w, PANEL * WORD, steps}, true, sums, PANEL);
+            for (long row = 0; row < count; row++)
+                put_row(sums + row * PANEL, n, panel, bias, out + (first + row) * out_stride);
         }
     });
 }

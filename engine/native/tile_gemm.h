@@ -94,6 +94,11 @@ struct TileRows {
     const float *bias;
     bf16 *out;
     long out_stride;
+
+    TileRows from(long row, long groups) const {
+        return {x + row * x_stride, x_stride, m - row, row_sums ? row_sums + row * groups : nullptr, bias,
+                out + row * out_stride, out_stride};
+    }
 };
 
 // The columns of a weight. What is done for each row asks it through these few functions, so that it is compiled once.
@@ -112,7 +117,7 @@ class Columns {
     virtual void groups(long, long, long, PanelGroup *) const {}
     // The columns of these steps in float32, [steps, depth, PANEL].
     virtual void for_lanes(long, long, long, const PanelGroup *, float *) const {}
-    // A panel of a product of one row, or of FEW_LANE_ROWS, whose columns are unpacked in registers.
+    // A panel of a product of few rows, whose columns are unpacked in registers.
     virtual void few_rows(long, const float *, const TileRows &) const {}
     // The columns as tiles read them: where they lie, or unpacked into a room.
     virtual const bf16 *for_tiles(long, long, long, const PanelGroup *, bf16 *room) const { return room; }
@@ -161,7 +166,7 @@ class DenseColumns : public Columns {
         for (long pair = 0; pair < steps.depth / 2; pair++, from += 2 * PANEL) {
             f32x16 even[2], odd[2];
             for (int half = 0; half < 2; half++) {
-                const i32x16 both = *(const i32x16 *)(from + half * PANEL);
+                const i32x16 both = load_words(from + half * PANEL);
                 even[half] = (f32x16)(both << 16);
                 odd[half] = (f32x16)(both & (int32_t)0xffff0000);
             }
@@ -251,12 +256,14 @@ template <int CODE> class BlockColumns : public Columns {
     }
 };
 
-// Rows as vectors read them: blocks of `beside` rows (the last may have less); in a block column after column, of which
-// a step has `depth`.
-inline void rows_for_lanes(const Steps &steps, const bf16 *x, long x_stride, long m, long beside, float *to) {
-    const long padded = steps.count() * steps.depth;
+// Rows as vectors read them: blocks of `beside` rows; in a block column after column, of which a step has `depth`. The
+// last block may have less rows, or zeros for those that there aren't.
+inline void rows_for_lanes(const Steps &steps, const bf16 *x, long x_stride, long m, long beside, bool zeros,
+                           float *to) {
+    const long padded = steps.count() * steps.depth, last = m / beside * beside;
+    if (zeros && last < m) memset((void *)(to + last * padded), 0, beside * padded * sizeof(float));
     each(m, 2 * beside, [&](long row) {
-        const long block = row / beside * beside, together = std::min(beside, m - block);
+        const long block = row / beside * beside, together = zeros ? beside : std::min(beside, m - block);
         float *at = to + block * padded + row - block;
         for (StepPlace place(steps, 0); place.step < steps.count(); place.next()) {
             const bf16 *from = x + row * x_stride + place.first;
@@ -327,9 +334,9 @@ inline void put_panel(const float *sums, long n, long panel, const float *bias, 
 // ---- with vectors
 
 #if defined(__AVX512F__)
-constexpr long LANE_ROWS = 8, FEW_LANE_ROWS = 4;
+constexpr long LANE_ROWS = 8, FEW_LANE_ROWS = 4, FEW_DENSE_ROWS = 12;
 #else
-constexpr long LANE_ROWS = 2, FEW_LANE_ROWS = 1;
+constexpr long LANE_ROWS = 2, FEW_LANE_ROWS = 1, FEW_DENSE_ROWS = 1;
 #endif
 constexpr long LANE_STEPS = 4;  // that are unpacked to float32 at once: 16 KiB
 
@@ -376,7 +383,8 @@ __attribute__((noinline)) void few_lanes(const W &w, long panel, const float *x,
 
 template <typename W> void few_lanes_of(const W &w, long panel, const float *x, const TileRows &rows) {
     if (rows.m == 1) return few_lanes<1>(w, panel, x, rows);
-    few_lanes<FEW_LANE_ROWS>(w, panel, x, rows);
+    for (long row = 0; row < rows.m; row += FEW_LANE_ROWS)
+        few_lanes<FEW_LANE_ROWS>(w, panel, x + row * w.steps.count() * w.steps.depth, rows.from(row, w.steps.groups));
 }
 
 // Adds `count` steps to the sums of ROWS rows, [ROWS, PANEL]; from zero where they are fresh.
@@ -469,22 +477,12 @@ inline void many_lanes(const Columns &w, long panel, const float *x, const TileR
 
 inline void product_by_lanes(const Columns &w, const TileRows &rows, long chunk) {
     const Steps &steps = w.steps;
-    const bool few = rows.m <= FEW_LANE_ROWS;
-    const long together = few ? rows.m == 1 ? 1 : FEW_LANE_ROWS : LANE_ROWS, padded = steps.count() * steps.depth;
+    const bool few = rows.m <= (w.scaled ? FEW_LANE_ROWS : FEW_DENSE_ROWS);
+    const long together = !few ? LANE_ROWS : rows.m == 1 ? 1 : FEW_LANE_ROWS;
     static thread_local Buffer<float> kept;
-    const long size = padded * std::max(rows.m, few ? together : 0);
-    kept.resize(size);
+    kept.resize(steps.count() * steps.depth * ((rows.m + together - 1) / together * together));
     float *x = kept.data();
-    if (few && rows.m < together) {
-        // Rows that there aren't are zeros.
-        memset((void *)x, 0, size * sizeof(float));
-        for (StepPlace place(steps, 0); place.step < steps.count(); place.next())
-            for (long row = 0; row < rows.m; row++)
-                for (long j = 0; j < place.width; j++)
-                    x[(place.step * steps.depth + j) * together + row] =
-                        value_of(rows.x[row * rows.x_stride + place.first + j]);
-    } else
-        rows_for_lanes(steps, rows.x, rows.x_stride, rows.m, together, x);
+    rows_for_lanes(steps, rows.x, rows.x_stride, rows.m, together, few, x);
     each(w.panels(), chunk, [&](long panel) {
         const DenormalsAreZero mode;
         if (few) return w.few_rows(panel, x, rows);
@@ -668,7 +666,7 @@ const bf16 *columns_for_tiles(const BlockColumns<CODE> &w, long panel, long firs
                 if (even) put(pair, even, even);
                 for (int half = 0; half < 2; half++) {
                     float *at = (float *)(to + (2 * pair + half) * PANEL);
-                    store(at, even ? (f32x16)(*(const i32x16 *)at & 0xffff) : f32x16{});
+                    store(at, even ? (f32x16)(load_words(at) & 0xffff) : f32x16{});
                 }
             });
         }
@@ -818,7 +816,7 @@ inline void block_tile_product(const Blocks &b, const bf16 *x, long x_stride, co
         TileRows rows{x, x_stride, m, nullptr, bias, out, out_stride};
         static thread_local Buffer<float> sums;
         if (w.has_offsets()) {
-            sums.resize(std::max(m, FEW_LANE_ROWS) * w.steps.groups);  // Some rows may be read that there aren't.
+            sums.resize((m + FEW_LANE_ROWS) * w.steps.groups);  // Some rows may be read that there aren't.
             sums_of_rows(w.steps, x, x_stride, m, sums.data());
             rows.row_sums = sums.data();
         }

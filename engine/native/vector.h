@@ -5,11 +5,8 @@
 #pragma once
 
 #include <cmath>
-#include <cstdint>
-#include <cstring>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+
+#include "lanes.h"
 
 // Whether bfloat16 is multiplied by the instruction that adds two products at a time. Its order of additions is its
 // own: COMMON_ORDER asks for the one that all processors have in common.
@@ -19,35 +16,6 @@
 #define PAIR_DOTS
 #endif
 #endif
-
-typedef float f32x16 __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t i32x16 __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint32_t u32x16 __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(2), may_alias));
-typedef uint8_t u8x16 __attribute__((vector_size(16), aligned(1), may_alias));
-
-constexpr int LANES = 16;
-
-inline f32x16 splat(float x) { return x - f32x16{}; }
-
-// The same for bits that needn't be a number's.
-inline f32x16 splat_bits(float x) {
-    int32_t bits;
-    memcpy(&bits, &x, 4);
-    return (f32x16)(bits - i32x16{});
-}
-
-inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
-#if defined(__AVX512F__)
-    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__) || defined(__aarch64__)
-    f32x16 out;
-    for (int i = 0; i < LANES; i++) out[i] = __builtin_fmaf(a[i], b[i], c[i]);
-    return out;
-#else
-    return a * b + c;
-#endif
-}
 
 struct bf16 {
     uint16_t bits;
@@ -60,34 +28,15 @@ inline float value_of(bf16 x) {
     return out;
 }
 
-inline f32x16 load(const float *p) { return *(const f32x16 *)p; }
-
-inline f32x16 load(const bf16 *p) {
-    return (f32x16)(__builtin_convertvector(*(const u16x16 *)p, u32x16) << 16);
-}
-
-// By instruction where there is one: GCC takes a vector that comes from memory apart, byte by byte.
-inline i32x16 widened(u8x16 codes) {
-#if defined(__AVX512F__)
-    return (i32x16)_mm512_cvtepu8_epi32((__m128i)codes);
-#elif defined(__AVX2__)
-    const __m128i all = (__m128i)codes;
-    const __m256i halves[2] = {_mm256_cvtepu8_epi32(all), _mm256_cvtepu8_epi32(_mm_unpackhi_epi64(all, all))};
-    i32x16 out;
-    memcpy(&out, halves, sizeof(out));
-    return out;
-#else
-    return __builtin_convertvector(codes, i32x16);
-#endif
-}
+inline f32x16 load(const bf16 *p) { return (f32x16)(widened(*(const u16x16 *)p) << 16); }
 
 // Four bits of exponent and three of mantissa, moved to where float32 has them; without an exponent, mantissa * 2^-9.
 // (Moved alone, these would be denormal numbers of float32, with which processors compute very slowly.)
 inline f32x16 e4m3(i32x16 bits) {
     const i32x16 size = bits & 0x7f;
-    const f32x16 small = __builtin_convertvector(size, f32x16) * splat(0x1p-9f);
+    const f32x16 small = floats(size) * splat(0x1p-9f);
     const i32x16 normal = (size << 20) + (120 << 23);
-    return (f32x16)((size < 8 ? (i32x16)small : normal) | (bits & 0x80) << 24);
+    return (f32x16)(chosen_by(size < 8, (i32x16)small, normal) | (bits & 0x80) << 24);
 }
 
 // Codes of quantised keys and values.
@@ -101,16 +50,13 @@ struct int8 {
 
 inline f32x16 load(const float8 *p) { return e4m3(widened(*(const u8x16 *)p)); }
 
-inline f32x16 load(const int8 *p) { return __builtin_convertvector(widened(*(const u8x16 *)p) << 24 >> 24, f32x16); }
-
-inline void store(float *p, f32x16 x) { *(f32x16 *)p = x; }
+inline f32x16 load(const int8 *p) { return floats(widened(*(const u8x16 *)p) << 24 >> 24); }
 
 // To the nearest, ties to even, as torch rounds.
 inline u16x16 round_to_bf16(f32x16 x) {
     u32x16 bits = (u32x16)x;
     u32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    rounded = x == x ? rounded : u32x16{} + 0x7fc0u;
-    return __builtin_convertvector(rounded, u16x16);
+    return narrowed(chosen_by(x == x, rounded, u32x16{} + 0x7fc0u));
 }
 
 inline void store(bf16 *p, f32x16 x) { *(u16x16 *)p = round_to_bf16(x); }
@@ -118,7 +64,7 @@ inline void store(bf16 *p, f32x16 x) { *(u16x16 *)p = round_to_bf16(x); }
 // What is left of a value when it is written as T and read again.
 inline f32x16 rounded(f32x16 x, const float *) { return x; }
 inline f32x16 rounded(f32x16 x, const bf16 *) {
-    return (f32x16)(__builtin_convertvector(round_to_bf16(x), u32x16) << 16);
+    return (f32x16)(widened(round_to_bf16(x)) << 16);
 }
 
 template <typename T> inline f32x16 load_some(const T *p, int count) {
@@ -135,25 +81,6 @@ template <typename T> inline void store_some(T *p, f32x16 x, int count) {
     memcpy(p, padded, count * sizeof(T));
 }
 
-// A vector of integers from a macro of the lane; constant, so that shuffles by it are single instructions.
-#define EACH_LANE(f)                                                                                                  \
-    (i32x16) { f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15) }
-
-// Lanes of a and b, side by side, that a macro of the lane chooses.
-#if defined(__clang__)
-#define CHOSEN(a, b, f)                                                                                               \
-    __builtin_shufflevector(a, b, f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12),    \
-                            f(13), f(14), f(15))
-#else
-#define CHOSEN(a, b, f) __builtin_shuffle(a, b, EACH_LANE(f))
-#endif
-
-template <int WIDTH> inline f32x16 rotated(f32x16 x) {
-#define AHEAD(i) ((i + WIDTH) % LANES)
-    return CHOSEN(x, x, AHEAD);
-#undef AHEAD
-}
-
 // Lane with lane half the width away, down to one: a fixed order of additions.
 inline float sum_of(f32x16 x) {
     x += rotated<8>(x);
@@ -163,7 +90,7 @@ inline float sum_of(f32x16 x) {
     return x[0];
 }
 
-inline f32x16 larger(f32x16 a, f32x16 b) { return a > b ? a : b; }
+inline f32x16 larger(f32x16 a, f32x16 b) { return chosen_by(a > b, a, b); }
 
 inline float max_of(f32x16 x) {
     x = larger(x, rotated<8>(x));
@@ -176,8 +103,8 @@ inline float max_of(f32x16 x) {
 // exp within two units in the last place; 0 below -87, the largest power that fits above 88.
 inline f32x16 exp_of(f32x16 x) {
     const f32x16 low = splat(-87.0f), high = splat(88.0f);
-    f32x16 bounded = x > high ? high : x;
-    bounded = bounded < low ? low : bounded;
+    f32x16 bounded = chosen_by(x > high, high, x);
+    bounded = chosen_by(bounded < low, low, bounded);
     // Adding and taking away 1.5 * 2^23 rounds to the nearest integer.
     const f32x16 magic = splat(12582912.0f);
     f32x16 shifted = fma(bounded, splat(1.44269504088896341f), magic);
@@ -193,6 +120,6 @@ inline f32x16 exp_of(f32x16 x) {
     y = fma(y, r * r, r + 1.0f);
     i32x16 power = ((i32x16)shifted - (i32x16)magic) << 23;
     f32x16 out = (f32x16)((i32x16)y + power);
-    out = x < low ? f32x16{} : out;
-    return x == x ? out : x;
+    out = chosen_by(x < low, f32x16{}, out);
+    return chosen_by(x == x, out, x);
 }
