@@ -87,20 +87,25 @@ _LATENT = {
     "num_experts": "another name of n_routed_experts",
     "num_nextn_predict_layers": "layers that predict further tokens are left unused",
     "num_mtp_layers": "layers that predict further tokens are left unused",
-    "mlp_bias": "not read: feed-forward layers have no biases",
 }
+_NO_BIASES = {"mlp_bias": "not read: feed-forward layers have no biases"}
+_ALL_HEADS = {"num_key_value_heads": SameKey("num_attention_heads")}
 _EXPERTS = {"num_experts": "read as num_local_experts where that is given", "num_local_experts": "as num_experts"}
 _MTP = {"mtp_num_hidden_layers": "layers that predict further tokens are left unused"}
 
 KEYS: Mapping[str, ConfigKeys] = {
     "Llama": ConfigKeys(),
     "Qwen2": ConfigKeys(_WINDOWS),
+    "Qwen2Moe": ConfigKeys(_WINDOWS | _EXPERTS),
     "Qwen3": ConfigKeys(_WINDOWS),
     "Qwen3Moe": ConfigKeys(_WINDOWS | _EXPERTS | {"max_window_layers": "its window is of all layers or of none"}),
     "Mistral": ConfigKeys(),
-    "DeepseekV3": ConfigKeys(_LATENT, {"num_key_value_heads": SameKey("num_attention_heads")}),
-    "DeepseekV32": ConfigKeys(_LATENT, {"num_key_value_heads": SameKey("num_attention_heads")}),
-    "GlmMoeDsa": ConfigKeys(_LATENT, {"num_key_value_heads": SameKey("num_attention_heads")}),
+    "Mixtral": ConfigKeys(_EXPERTS),
+    "DeepseekV2": ConfigKeys(_LATENT, _ALL_HEADS | {"norm_topk_prob": False, "mlp_bias": False}),
+    "Glm4MoeLite": ConfigKeys(_LATENT | _NO_BIASES, _ALL_HEADS),
+    "DeepseekV3": ConfigKeys(_LATENT | _NO_BIASES, _ALL_HEADS),
+    "DeepseekV32": ConfigKeys(_LATENT | _NO_BIASES, _ALL_HEADS),
+    "GlmMoeDsa": ConfigKeys(_LATENT | _NO_BIASES, _ALL_HEADS),
     "Gemma3": ConfigKeys(),
     "Gemma4": ConfigKeys(
         {

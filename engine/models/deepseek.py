@@ -1,4 +1,5 @@
-"""DeepSeek-V3, DeepSeek-V3.2 and GLM-5: latent attention, in the latter two to positions that an indexer selects.
+"""DeepSeek-V2 and V3, Kimi K2, GLM-4.7-Flash: latent attention; DeepSeek-V3.2 and GLM-5: to positions that an indexer
+selects.
 
 A layer that predicts further tokens (``num_nextn_predict_layers``: tensors of layers past the last) is left unused.
 """
@@ -6,6 +7,7 @@ A layer that predicts further tokens (``num_nextn_predict_layers``: tensors of l
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import cast
 
 from twinpool.cache.memory.kv_cache_spec import PoolSpec
@@ -23,14 +25,30 @@ from twinpool.engine.layers.mixers.mla import (
     shared_selection,
 )
 from twinpool.engine.layers.mlp import GatedMlp, MixtureOfExperts
-from twinpool.engine.layers.moe.experts import ExpertSizes, SigmoidRouter
+from twinpool.engine.layers.moe.experts import CORRECTION, ExpertSizes, RouterRules, ScoreRouter, softmax
 from twinpool.engine.layers.rope import RopeTable
 from twinpool.engine.models.model_base import FULL_POOL, Model, StateOptions
 from twinpool.engine.tensors.weight_loader import Weights
 
 
+def deepseek_mixture(
+    weights: Weights, sizes: ExpertSizes, top_k: int, rules: RouterRules, *, correction: str = CORRECTION
+) -> MixtureOfExperts:
+    """Build a mixture with shared experts, by DeepSeek's keys and names."""
+    router = ScoreRouter(weights, sizes, top_k, rules, correction=correction)
+    shared = None
+    if count := weights.spec.config.count("n_shared_experts", 0):
+        shared = GatedMlp(weights.scope("shared_experts."), sizes.hidden, count * sizes.inner)
+    return MixtureOfExperts(weights, router, sizes, shared=shared)
+
+
 class DeepseekV3(Model):
-    """``DeepseekV3ForCausalLM``"""
+    """``DeepseekV3ForCausalLM``, and the text of ``KimiK25ForConditionalGeneration``."""
+
+    dense_layers = 3
+    """How many layers come before the first mixture, where `config.json` doesn't say."""
+    scoring = "sigmoid"
+    methods: tuple[str, ...] = ("noaux_tc",)
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
@@ -52,20 +70,18 @@ class DeepseekV3(Model):
         if self.latent.rope_dim % 2:
             raise config.refuse(f"qk_rope_head_dim {self.latent.rope_dim} must be even for rotary embeddings")
         config.text("hidden_act", "silu", choices=("silu",))
-        config.text("scoring_func", "sigmoid", choices=("sigmoid",))
-        config.text("topk_method", "noaux_tc", choices=("noaux_tc",))
+        config.text("scoring_func", self.scoring, choices=(self.scoring,))
+        self.method = config.text("topk_method", self.methods[0], choices=self.methods)
         if config.size("moe_layer_freq", 1) != 1:
             raise config.refuse("moe_layer_freq other than 1 is not supported")
-        dense = min(config.count("first_k_dense_replace", 3), self.layers)
+        dense = min(config.count("first_k_dense_replace", self.dense_layers), self.layers)
         by_number = ["dense"] * dense + ["sparse"] * (self.layers - dense)
         self.mlp_kinds = config.words("mlp_layer_types", self.layers, ("dense", "sparse"), by_number)
         if "sparse" in self.mlp_kinds:
             self.experts = ExpertSizes(
                 config.size("n_routed_experts"), self.hidden, config.size("moe_intermediate_size")
             )
-            self.top_k = config.size("num_experts_per_tok")
-            if self.top_k > self.experts.experts:
-                raise config.refuse(f"num_experts_per_tok {self.top_k} is more than the {self.experts.experts} experts")
+            self.top_k = self.experts.top_k(config)
 
     def scale(self) -> float:
         """The factor on scores. With yarn, `mscale_all_dim` adds a factor here, besides yarn's own on cos and sin."""
@@ -95,26 +111,36 @@ class DeepseekV3(Model):
     def mlp(self, number: int, weights: Weights) -> Sublayer:
         if self.mlp_kinds[number] == "dense":
             return GatedMlp(weights, self.hidden, self.inner)
-        config = self.config
-        router = SigmoidRouter(
-            weights,
-            self.hidden,
-            self.experts.experts,
-            self.top_k,
-            groups=config.size("n_group", 1),
-            top_groups=config.size("topk_group", 1),
-            normalise=config.flag("norm_topk_prob", True),
-            scale=config.number("routed_scaling_factor", 1.0),
-        )
-        shared = None
-        if count := config.count("n_shared_experts", 0):
-            shared = GatedMlp(weights.scope("shared_experts."), self.hidden, count * self.experts.inner)
-        return MixtureOfExperts(weights, router, self.experts, shared=shared)
+        return self.mixture(weights)
+
+    def mixture(self, weights: Weights) -> MixtureOfExperts:
+        return deepseek_mixture(weights, self.experts, self.top_k, RouterRules.of(self.config))
 
     def rope_table(self, weights: Weights) -> RopeTable:
         """The table of angles that all layers share."""
         make = lambda: RopeTable(self.rope, self.latent.rope_dim, weights.dtype, weights.device)  # noqa: E731
         return weights.once("rope", make)
+
+
+class Glm4MoeLite(DeepseekV3):
+    """``Glm4MoeLiteForCausalLM`` (GLM-4.7-Flash)"""
+
+    dense_layers = 1
+
+
+class DeepseekV2(DeepseekV3):
+    """``DeepseekV2ForCausalLM``: experts are chosen by a softmax, without a correction, whose weights stay as they are
+    but for a factor. A group is rated by its best expert."""
+
+    dense_layers = 0
+    scoring = "softmax"
+    methods = ("greedy", "group_limited_greedy")
+
+    def mixture(self, weights: Weights) -> MixtureOfExperts:
+        rules = replace(RouterRules.of(self.config), score=softmax, rated_by=1, normalise=False)
+        if self.method == "greedy":
+            rules = replace(rules, groups=1, top_groups=1)
+        return deepseek_mixture(weights, self.experts, self.top_k, rules, correction="")
 
 
 class DeepseekV32(DeepseekV3):

@@ -48,8 +48,8 @@ class Gemma4(Gemma):
             else None
         )
         self.top_k = config.size("top_k_experts", 1)
-        if self.experts is not None and self.top_k > self.experts.experts:
-            raise config.refuse(f"top_k_experts {self.top_k} is more than the {self.experts.experts} experts")
+        if self.experts is not None:
+            self.experts.top_k(config, "top_k_experts", 1)
         if self.input_size and self.input_vocab < spec.vocab_size:
             raise config.refuse(f"vocab_size_per_layer_input {self.input_vocab} is below vocab_size {spec.vocab_size}")
 
@@ -131,7 +131,7 @@ class Gemma4Layer:
         self._mlp = GatedMlp(weights.scope("mlp."), model.hidden, inner, activation=gelu_tanh)
         self._experts = None
         if model.experts is not None:
-            router = ScaledSoftmaxRouter(weights, model.hidden, model.experts.experts, model.top_k, model.eps)
+            router = ScaledSoftmaxRouter(weights, model.experts, model.top_k, model.eps)
             self._experts = MixtureOfExperts(weights, router, model.experts, activation=gated_gelu)
             self._after_dense, self._after_experts = (norm(f"post_feedforward_layernorm_{n}") for n in (1, 2))
             self._before_experts = norm("pre_feedforward_layernorm_2")

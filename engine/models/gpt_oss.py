@@ -23,10 +23,8 @@ class GptOss(WindowModel):
         config = spec.config
         self.bias = config.flag("attention_bias", default=True)
         self.sizes = ExpertSizes(config.size("num_local_experts"), self.hidden, config.size("intermediate_size"))
-        self.top_k = config.size("num_experts_per_tok", 4)
+        self.top_k = self.sizes.top_k(config, default=4)
         self.activation = clamped_swiglu(config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702))
-        if self.top_k > self.sizes.experts:
-            raise config.refuse(f"num_experts_per_tok {self.top_k} is more than the {self.sizes.experts} experts")
 
     def kind(self, name: str) -> LayerKind:
         config = self.config
@@ -58,5 +56,5 @@ class GptOss(WindowModel):
         )
 
     def experts(self, weights: Weights) -> MixtureOfExperts:
-        router = ChosenSoftmaxRouter(weights, self.hidden, self.sizes.experts, self.top_k)
+        router = ChosenSoftmaxRouter(weights, self.sizes, self.top_k)
         return MixtureOfExperts(weights, router, self.sizes, read=interleaved_expert, activation=self.activation)

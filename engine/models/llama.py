@@ -78,7 +78,7 @@ class Llama(Model):
 
     def layer(self, number: int, weights: Weights) -> Layer:
         attention = self.attention(number, weights.scope("self_attn."))
-        return self.pre_norm(weights, attention, self.mlp(number, weights.scope("mlp.")))
+        return self.pre_norm(weights, attention, self.mlp(number, self.mlp_weights(weights)))
 
     def attention(self, number: int, weights: Weights) -> HeadAttention:
         return HeadAttention(
@@ -99,6 +99,10 @@ class Llama(Model):
     def scale(self) -> float:
         """The factor on attention scores."""
         return float(self.head_dim**-0.5)
+
+    def mlp_weights(self, weights: Weights) -> Weights:
+        """A layer's tensors below its feed-forward layer's prefix."""
+        return weights.scope("mlp.")
 
     def mlp(self, number: int, weights: Weights) -> Sublayer:
         return GatedMlp(weights, self.hidden, self.inner, bias=self.mlp_bias)

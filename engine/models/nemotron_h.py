@@ -13,7 +13,7 @@ from twinpool.engine.layers.decoder import ForwardContext, Layer, LayerPlace, Su
 from twinpool.engine.layers.mixers.head_attention import HeadAttention, kv_buffers
 from twinpool.engine.layers.mixers.recurrences import Mamba2, MambaShape, mamba_buffers
 from twinpool.engine.layers.mlp import MixtureOfExperts, PlainMlp
-from twinpool.engine.layers.moe.experts import ExpertSizes, SigmoidRouter, relu_squared, ungated_expert
+from twinpool.engine.layers.moe.experts import ExpertSizes, RouterRules, ScoreRouter, relu_squared, ungated_expert
 from twinpool.engine.layers.norm import rms_norm
 from twinpool.engine.models.model_base import FULL_POOL, STATE_POOL, Model, StateOptions
 from twinpool.engine.tensors.weight_loader import Weights
@@ -103,16 +103,7 @@ class NemotronH(Model):
     def _experts(self, weights: Weights) -> MixtureOfExperts:
         config = self.config
         sizes = ExpertSizes(config.size("n_routed_experts"), self.hidden, config.size("moe_intermediate_size"))
-        router = SigmoidRouter(
-            weights,
-            self.hidden,
-            sizes.experts,
-            config.size("num_experts_per_tok"),
-            groups=config.size("n_group", 1),
-            top_groups=config.size("topk_group", 1),
-            normalise=config.flag("norm_topk_prob", True),
-            scale=config.number("routed_scaling_factor", 1.0),
-        )
+        router = ScoreRouter(weights, sizes, sizes.top_k(config), RouterRules.of(config))
         shared = self._mlp(weights.scope("shared_experts."), config.size("moe_shared_expert_intermediate_size"))
         return MixtureOfExperts(weights, router, sizes, read=ungated_expert, activation=relu_squared, shared=shared)
 

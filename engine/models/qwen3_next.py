@@ -17,11 +17,10 @@ from twinpool.engine.layers.mixers.recurrences import (
     grouped,
     separate,
 )
-from twinpool.engine.layers.mlp import GatedMlp, GatedShared, MixtureOfExperts
-from twinpool.engine.layers.moe.experts import ExpertSizes, SoftmaxRouter
+from twinpool.engine.layers.mlp import GatedMlp, GatedShared
 from twinpool.engine.layers.rope import RopeTable
 from twinpool.engine.models.model_base import FULL_POOL, STATE_POOL, Model, StateOptions
-from twinpool.engine.models.qwen3 import sparse_layers
+from twinpool.engine.models.qwen import QwenMixture
 from twinpool.engine.tensors.weight_loader import Weights
 
 _KINDS = ("linear_attention", "full_attention")
@@ -52,7 +51,9 @@ class Qwen3Next(Model):
             value_dim=config.size("linear_value_head_dim", 128),
             kernel=config.size("linear_conv_kernel_dim", 4),
         )
-        self.sparse = sparse_layers(config, self.layers) if "num_experts" in config else frozenset[int]()
+        self.mixture = None
+        if "num_experts" in config:
+            self.mixture = QwenMixture.of(config, self.hidden, self.layers, top_k=None, normalise=True)
         self._refuse()
 
     def _refuse(self) -> None:
@@ -102,16 +103,11 @@ class Qwen3Next(Model):
         )
 
     def mlp(self, number: int, weights: Weights) -> Sublayer:
-        if number not in self.sparse:
-            return GatedMlp(weights, self.hidden, self.config.size("intermediate_size"))
         config, hidden = self.config, self.hidden
-        sizes = ExpertSizes(config.size("num_experts"), hidden, config.size("moe_intermediate_size"))
-        top_k = config.size("num_experts_per_tok")
-        if top_k > sizes.experts:
-            raise config.refuse(f"num_experts_per_tok {top_k} is more than the {sizes.experts} experts")
-        router = SoftmaxRouter(weights, hidden, sizes.experts, top_k, normalise=config.flag("norm_topk_prob", True))
+        if self.mixture is None or number not in self.mixture.layers:
+            return GatedMlp(weights, hidden, config.size("intermediate_size"))
         shared = GatedMlp(weights.scope("shared_expert."), hidden, config.size("shared_expert_intermediate_size"))
-        return MixtureOfExperts(weights, router, sizes, shared=GatedShared(weights, hidden, shared))
+        return self.mixture.layer(weights, GatedShared(weights, hidden, shared))
 
     def norm_weight(self, weights: Weights, name: str, size: int) -> Tensor:
         """Read a norm's weight as float32; checkpoints have it around zero, so one is added."""

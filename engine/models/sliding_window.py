@@ -105,12 +105,14 @@ def given_window(config: JsonFields) -> int:
     return 0 if "sliding_window" in config.nulls else config.size("sliding_window", 4096)
 
 
-def qwen_windows(config: JsonFields, layers: int) -> list[int]:
+def qwen_windows(config: JsonFields, layers: int, *, alternating: bool = False) -> list[int]:
     """The window of each layer by the keys of Qwen2 and Qwen3, 0 for none: with `use_sliding_window` those that
-    `layer_types` says, or those from `max_window_layers` on. Raises `CheckpointError`."""
+    `layer_types` says, or those from `max_window_layers` on; `alternating`: every second one before it, from the first
+    on (Qwen2-MoE's). Raises `CheckpointError`."""
     window = given_window(config) if config.flag("use_sliding_window") else 0
     first = config.count("max_window_layers", 28)
-    usual = [SLIDING if window and number >= first else FULL for number in range(layers)]
+    sees = [number % 2 == 0 and number < first if alternating else number >= first for number in range(layers)]
+    usual = [SLIDING if window and has else FULL for has in sees]
     names = config.words("layer_types", layers, (FULL, SLIDING), usual)
     if SLIDING in names and not window:
         raise config.refuse(f"layer_types has {SLIDING} layers, but use_sliding_window or sliding_window says none")

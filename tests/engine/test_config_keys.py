@@ -95,7 +95,8 @@ def test_the_other_names_of_an_architecture_read_the_same_text() -> None:
         "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM",
         "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "Gemma3ForCausalLM", "Gemma4ForCausalLM", "GptOssForCausalLM",
         "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "FalconH1ForCausalLM", "NemotronHForCausalLM",
-        "MistralForCausalLM",
+        "MistralForCausalLM", "MixtralForCausalLM", "Qwen2MoeForCausalLM", "DeepseekV2ForCausalLM",
+        "Glm4MoeLiteForCausalLM",
     }  # fmt: skip
     assert set(ARCHITECTURES) == of_families | others, "a new architecture needs a family here"
     assert set(KEYS) == {entry.partition(".")[2] for entry in ARCHITECTURES.values()}

@@ -26,12 +26,14 @@ from twinpool.engine.layers.moe.experts import (
     ChosenSoftmaxRouter,
     ExpertRoutes,
     ExpertSizes,
-    SigmoidRouter,
+    RouterRules,
+    ScoreRouter,
     SoftmaxRouter,
     TorchExperts,
     clamped_swiglu,
     interleaved_expert,
     relu_squared,
+    softmax,
     ungated_expert,
 )
 from twinpool.engine.tensors.row_exact_linear import FAST, Numerics, RowExactLinear
@@ -100,17 +102,17 @@ def test_deepseeks_groups_correction_scaling_and_shared_expert(tmp_path: Path) -
     theirs = DeepseekV3MoE(config)
     spread(theirs)
     weights = written(tmp_path, one_by_one(theirs))
-    router = SigmoidRouter(weights, HIDDEN, EXPERTS, TOP_K, groups=4, top_groups=2, scale=2.5)
+    router = ScoreRouter(weights, SIZES, TOP_K, RouterRules(groups=4, top_groups=2, scale=2.5))
     shared = GatedMlp(weights.scope("shared_experts."), HIDDEN, INNER)
     ours = MixtureOfExperts(weights, router, SIZES, shared=shared)
     x = draw(50, HIDDEN)
     torch.testing.assert_close(ours(x, context(50)), theirs(x[None])[0], rtol=1e-5, atol=1e-5)
     in_reach = router(x, context(50)).experts_mk // 2
     assert max(len(set(row)) for row in in_reach.tolist()) <= 2, "experts of two groups only"
-    free = SigmoidRouter(weights, HIDDEN, EXPERTS, TOP_K, groups=1, scale=2.5)(x, context(50))
+    free = ScoreRouter(weights, SIZES, TOP_K, RouterRules(scale=2.5))(x, context(50))
     assert not torch.equal(free.experts_mk.sort(-1).values // 2, in_reach.sort(-1).values)
     with pytest.raises(CheckpointError, match="3 groups"):
-        SigmoidRouter(weights, HIDDEN, EXPERTS, TOP_K, groups=3, top_groups=2)
+        ScoreRouter(weights, SIZES, TOP_K, RouterRules(groups=3, top_groups=2))
 
 
 @pytest.mark.slow
@@ -127,7 +129,7 @@ def test_gpt_oss_experts_take_turns_are_clamped_and_have_biases(tmp_path: Path) 
     parts = []
     for shard in (WHOLE, Shard(0, 2), Shard(1, 2)):
         weights = written(tmp_path, theirs.state_dict(), shard)
-        router = ChosenSoftmaxRouter(weights, HIDDEN, EXPERTS, TOP_K)
+        router = ChosenSoftmaxRouter(weights, SIZES, TOP_K)
         ours = MixtureOfExperts(weights, router, SIZES, read=interleaved_expert, activation=activation)
         parts.append(ours(x, context(50)))
     torch.testing.assert_close(parts[0], want, rtol=1e-4, atol=1e-3)
@@ -148,7 +150,7 @@ def test_qwens_shared_expert_is_gated_and_fused_tensors_split_between_ranks(tmp_
     parts = []
     for shard in (WHOLE, Shard(0, 2), Shard(1, 2)):
         weights = written(tmp_path, theirs.state_dict(), shard)
-        router = SoftmaxRouter(weights, HIDDEN, EXPERTS, TOP_K, normalise=True)
+        router = SoftmaxRouter(weights, SIZES, TOP_K, normalise=True)
         shared = GatedShared(weights, HIDDEN, GatedMlp(weights.scope("shared_expert."), HIDDEN, 16))
         parts.append(MixtureOfExperts(weights, router, SIZES, shared=shared)(x, context(50)))
     torch.testing.assert_close(parts[0], want, rtol=1e-5, atol=1e-5)
@@ -169,7 +171,7 @@ def test_experts_without_a_gate_are_read_in_both_layouts(tmp_path: Path) -> None
         folder = tmp_path / str(number)
         folder.mkdir()
         weights = written(folder, tensors)
-        router = SoftmaxRouter(weights, HIDDEN, EXPERTS, TOP_K, normalise=False)
+        router = SoftmaxRouter(weights, SIZES, TOP_K, normalise=False)
         moe = MixtureOfExperts(weights, router, SIZES, read=ungated_expert, activation=relu_squared)
         got.append(moe(x, context(9)))
         routes = router(x, context(9))
@@ -224,11 +226,12 @@ def test_routers_give_a_row_the_same_bits_in_any_batch(tmp_path: Path) -> None:
     tensors = {"gate.weight": draw(count, width), "router.weight": draw(count, width, seed=1)}
     tensors |= {"router.bias": draw(count, seed=2), "gate.e_score_correction_bias": draw(count, seed=3)}
     weights = written(tmp_path, tensors)
-    x = draw(64, width, seed=4)
+    x, sizes = draw(64, width, seed=4), ExpertSizes(count, width, 1)
     for router in (
-        SoftmaxRouter(weights, width, count, 5, normalise=True),
-        ChosenSoftmaxRouter(weights, width, count, 5),
-        SigmoidRouter(weights, width, count, 5, scale=1.5),
+        SoftmaxRouter(weights, sizes, 5, normalise=True),
+        ChosenSoftmaxRouter(weights, sizes, 5),
+        ScoreRouter(weights, sizes, 5, RouterRules(scale=1.5)),
+        ScoreRouter(weights, sizes, 5, RouterRules(softmax, normalise=False), correction=""),
     ):
         want = router(x, context(64, Numerics(4)))
         for rows in (4, 8, 12, 20, 36, 60):

@@ -1,4 +1,4 @@
-"""DeepSeek-V3, DeepSeek-V3.2 and GLM-5, for the tests that go over all families.
+"""DeepSeek-V2 to V3.2, GLM-4.7-Flash and GLM-5, for the tests that go over all families.
 
 Small, but with all their parts: yarn with its extra scale, a dense layer before expert layers, an indexer of 16 heads
 whose top-k is far below the prompts of tests, and in GLM-5 layers that share a selection.
@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DeepseekV3Config, DeepseekV32Config, GlmMoeDsaConfig, PretrainedConfig
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    DeepseekV32Config,
+    Glm4MoeLiteConfig,
+    GlmMoeDsaConfig,
+    PretrainedConfig,
+)
 
 from tests.support.family_checkpoint import COMMON, published_config, rewrite_tensors, tensors_of, write_family
 
@@ -54,6 +61,35 @@ def make_deepseek_v3(
     return _write(folder, DeepseekV3Config(**(_NUMBERS | yarn | changes)), dtype, seed, published)
 
 
+def make_deepseek_v2(
+    folder: Path, *, dtype: str = "float32", seed: int = 0, published: bool = False, **changes: object
+) -> Path:
+    """Three layers; weights of experts don't add up to 1."""
+    numbers = {
+        "rope_parameters": {"rope_theta": 10000.0, **YARN},
+        "topk_method": "group_limited_greedy",
+        "n_routed_experts": 12,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": False,
+    }
+    config = DeepseekV2Config(**(_NUMBERS | numbers | changes))
+    return _write(folder, config, dtype, seed, published, topk_method=config.topk_method, scoring_func="softmax")
+
+
+def make_glm4_moe_lite(
+    folder: Path, *, dtype: str = "float32", seed: int = 0, published: bool = False, **changes: object
+) -> Path:
+    """Three layers, of which the first is dense by default."""
+    numbers = {key: value for key, value in _NUMBERS.items() if key != "first_k_dense_replace"}
+    factor = {"routed_scaling_factor": 1.8}
+    config = Glm4MoeLiteConfig(**(numbers | factor | changes))
+    return _write(folder, config, dtype, seed, published, first_k_dense_replace=1, partial_rotary_factor=1.0)
+
+
 def make_deepseek_v32(
     folder: Path, *, dtype: str = "float32", seed: int = 0, published: bool = False, **changes: object
 ) -> Path:
@@ -69,12 +105,12 @@ def make_glm5(
     return _write(folder, GlmMoeDsaConfig(**(_NUMBERS | _INDEX | shared | changes)), dtype, seed, published)
 
 
-def _write(folder: Path, config: PretrainedConfig, dtype: str, seed: int, published: bool) -> Path:
+def _write(folder: Path, config: PretrainedConfig, dtype: str, seed: int, published: bool, **more: object) -> Path:
     write_family(folder, config, dtype=dtype, seed=seed)
     if published:
         changes: dict[str, Any] = dict.fromkeys(_DERIVED)
         changes |= {"num_nextn_predict_layers": 1, "moe_layer_freq": 1}
-        changes |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        changes |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"} | more
         published_config(folder, **changes)
         _add_predicting_layer(folder, config.num_hidden_layers)
     return folder

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
-import torch
 from transformers import Qwen2Config, Qwen3MoeConfig
 
-from tests.support.family_checkpoint import COMMON, published_config, rewrite_tensors, tensors_of, write_family
+from tests.support.family_checkpoint import COMMON, published_config, write_family
+from tests.support.family_mixture import fuse_experts
 
 
 def make_qwen2(
@@ -60,21 +59,5 @@ def make_qwen3_moe(
     if published:
         published_config(folder, num_experts=(COMMON | numbers | changes)["num_experts"], num_local_experts=None)
     if fused:
-        _fuse(folder)
+        fuse_experts(folder)
     return folder
-
-
-def _fuse(folder: Path) -> None:
-    tensors = tensors_of(folder)
-    parts: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
-    for name in list(tensors):
-        found = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name)
-        if found:
-            prefix, number, kind = found.groups()
-            parts.setdefault(prefix, {}).setdefault(int(number), {})[kind] = tensors.pop(name)
-    assert parts, "transformers saves experts one by one"
-    for prefix, experts in parts.items():
-        mine = [experts[number] for number in range(len(experts))]
-        tensors[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat((e["gate_proj"], e["up_proj"])) for e in mine])
-        tensors[f"{prefix}.down_proj"] = torch.stack([e["down_proj"] for e in mine])
-    rewrite_tensors(folder, tensors)

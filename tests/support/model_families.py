@@ -10,7 +10,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from tests.support import family_hybrid, family_latent, family_llama, family_qwen, family_window
+from tests.support import family_hybrid, family_latent, family_llama, family_mixture, family_qwen, family_window
 
 
 class Make(Protocol):
@@ -26,8 +26,12 @@ FAMILIES: dict[str, Make] = {
     "qwen3": partial(family_llama.make, kind="qwen3"),
     "qwen2": family_qwen.make_qwen2,
     "qwen3_moe": family_qwen.make_qwen3_moe,
+    "mixtral": family_mixture.make_mixtral,
+    "qwen2_moe": family_mixture.make_qwen2_moe,
+    "deepseek_v2": family_latent.make_deepseek_v2,
     "deepseek_v3": family_latent.make_deepseek_v3,
     "deepseek_v32": family_latent.make_deepseek_v32,
+    "glm4_moe_lite": family_latent.make_glm4_moe_lite,
     "glm5": family_latent.make_glm5,
     # With tied embeddings a random model of these repeats its last token, whatever it has read.
     "gemma3": partial(family_window.make_gemma3, tie_word_embeddings=False),

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from twinpool.contracts.checkpoint.json_fields import JsonFields
 from twinpool.engine.layers.decoder import ForwardContext
 from twinpool.engine.layers.norm import gelu_tanh, rms_norm, sigmoid, silu
 from twinpool.engine.native.current_kernels import kernels_for
@@ -38,35 +39,36 @@ ExpertRouter = Callable[[Tensor, ForwardContext], ExpertRoutes]
 
 
 class SoftmaxRouter:
-    """The router by a softmax over all experts, of which the `top_k` likeliest are chosen (Qwen's)."""
+    """The router by a softmax over all experts, of which the `top_k` likeliest are chosen (Qwen's, Mixtral's)."""
 
     def __init__(
-        self, weights: Weights, hidden: int, experts: int, top_k: int, *, normalise: bool, name: str = "gate"
+        self, weights: Weights, sizes: ExpertSizes, top_k: int, *, normalise: bool, rounded: bool = True
     ) -> None:
-        """`normalise`: the weights of the chosen experts are scaled to add up to 1."""
-        self._linear = weights.linear({name: experts}, hidden)
-        self._top_k, self._normalise = top_k, normalise
+        """`normalise`: the weights of the chosen experts are scaled to add up to 1. `rounded`: they are rounded to the
+        model's dtype."""
+        self._linear = weights.linear({"gate": sizes.experts}, sizes.hidden)
+        self._top_k, self._normalise, self._rounded = top_k, normalise, rounded
 
     def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> ExpertRoutes:
         chosen = ctx.linear(h_mh, self._linear).float().softmax(-1).topk(self._top_k)
         weights_mk = chosen.values
         if self._normalise:
             weights_mk = weights_mk / weights_mk.sum(-1, keepdim=True)
-        return ExpertRoutes(chosen.indices, weights_mk.to(h_mh.dtype).float())
+        return ExpertRoutes(chosen.indices, weights_mk.to(h_mh.dtype).float() if self._rounded else weights_mk)
 
 
 class ScaledSoftmaxRouter:
     """The router by a softmax over all experts, of the normed and scaled input; the weights of the chosen are scaled to
     add up to 1, then multiplied by a learned factor of each expert (Gemma 4's)."""
 
-    def __init__(self, weights: Weights, hidden: int, experts: int, top_k: int, eps: float) -> None:
+    def __init__(self, weights: Weights, sizes: ExpertSizes, top_k: int, eps: float) -> None:
         """Reads its tensors below ``router.``."""
         mine = weights.scope("router.")
-        self._linear = mine.linear({"proj": experts}, hidden)
-        self._scale_h = mine.tensor("scale", hidden)
-        self._factor_e = mine.tensor("per_expert_scale", experts, dtype=torch.float32)
-        self._ones_h = torch.ones(hidden, device=weights.device)
-        self._top_k, self._root, self._eps = top_k, hidden**-0.5, eps
+        self._linear = mine.linear({"proj": sizes.experts}, sizes.hidden)
+        self._scale_h = mine.tensor("scale", sizes.hidden)
+        self._factor_e = mine.tensor("per_expert_scale", sizes.experts, dtype=torch.float32)
+        self._ones_h = torch.ones(sizes.hidden, device=weights.device)
+        self._top_k, self._root, self._eps = top_k, sizes.hidden**-0.5, eps
 
     def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> ExpertRoutes:
         scaled_mh = rms_norm(h_mh, self._ones_h, self._eps).mul_(self._scale_h).mul_(self._root)
@@ -79,9 +81,9 @@ class ChosenSoftmaxRouter:
     """The router by the `top_k` largest logits, with a softmax over those alone (gpt-oss's)."""
 
     def __init__(
-        self, weights: Weights, hidden: int, experts: int, top_k: int, *, bias: bool = True, name: str = "router"
+        self, weights: Weights, sizes: ExpertSizes, top_k: int, *, bias: bool = True, name: str = "router"
     ) -> None:
-        self._linear = weights.linear({name: experts}, hidden, bias=bias)
+        self._linear = weights.linear({name: sizes.experts}, sizes.hidden, bias=bias)
         self._top_k = top_k
 
     def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> ExpertRoutes:
@@ -90,51 +92,90 @@ class ChosenSoftmaxRouter:
         return ExpertRoutes(chosen.indices, weights_mk.to(h_mh.dtype).float())
 
 
-class SigmoidRouter:
-    """The router by sigmoid scores, with a learned correction and a choice of groups first (DeepSeek-V3's).
+def softmax(x: Tensor) -> Tensor:
+    """The softmax over the last axis."""
+    return x.softmax(-1)
 
-    A group is rated by the sum of its two best corrected scores; experts of the `top_groups` best groups may be
-    chosen, by corrected score. The weight of a chosen expert is its score without the correction. Scores are computed
-    in float32 whatever the model's dtype. DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.1.2.
+
+CORRECTION = "gate.e_score_correction_bias"
+"""How DeepSeek names the correction of a router's scores."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterRules:
+    """How `ScoreRouter` makes scores, and of them a choice and weights."""
+
+    score: Callable[[Tensor], Tensor] = sigmoid
+    """From logits [M, experts], float32."""
+    groups: int = 1
+    top_groups: int = 1
+    """Only experts of so many of the groups may be chosen."""
+    rated_by: int = 2
+    """A group is rated by the sum of so many of its best scores."""
+    normalise: bool = True
+    """Whether the weights of the chosen experts are scaled to add up to 1, plus `least`."""
+    least: float = 1e-20
+    scale: float = 1.0
+
+    @classmethod
+    def of(cls, config: JsonFields) -> RouterRules:
+        """Read DeepSeek's keys."""
+        return cls(
+            groups=config.size("n_group", 1),
+            top_groups=config.size("topk_group", 1),
+            normalise=config.flag("norm_topk_prob", True),
+            scale=config.number("routed_scaling_factor", 1.0),
+        )
+
+
+class ScoreRouter:
+    """The router by a score of each expert, with a learned correction and a choice of groups first (DeepSeek's).
+
+    Experts are chosen by corrected score, among those of the best groups, which are rated by corrected scores. The
+    weight of a chosen expert is its score without the correction. Scores are computed in float32 whatever the model's
+    dtype. DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.1.2.
     """
 
     def __init__(
         self,
         weights: Weights,
-        hidden: int,
-        experts: int,
+        sizes: ExpertSizes,
         top_k: int,
+        rules: RouterRules,
         *,
-        groups: int = 1,
-        top_groups: int = 1,
-        normalise: bool = True,
-        scale: float = 1.0,
         name: str = "gate",
+        correction: str = CORRECTION,
     ) -> None:
-        """Raises `CheckpointError` where the experts don't divide into groups of two or more."""
-        if groups > 1 and (experts % groups or experts // groups < 2 or not 0 < top_groups <= groups):
+        """`correction`: the name of the correction [experts]; empty: there is none. Raises `CheckpointError` where the
+        experts don't divide into groups that can be rated."""
+        groups, experts, best = rules.groups, sizes.experts, rules.rated_by
+        if groups > 1 and (experts % groups or experts // groups < best or not 0 < rules.top_groups <= groups):
+            text = f"{rules.top_groups} of {groups} groups can't be chosen among {experts} experts"
+            raise weights.spec.config.refuse(f"{text}; a group has {best} or more")
+        if top_k > rules.top_groups * experts // groups:
             raise weights.spec.config.refuse(
-                f"{top_groups} of {groups} groups can't be chosen among {experts} experts; a group has 2 or more"
+                f"{rules.top_groups} groups of {groups} don't have {top_k} of {experts} experts"
             )
-        self._linear = weights.made(weights.tensor(f"{name}.weight", experts, hidden, dtype=torch.float32))
-        self._correction_e = weights.tensor(f"{name}.e_score_correction_bias", experts, dtype=torch.float32)
-        self._top_k, self._groups, self._top_groups = top_k, groups, top_groups
-        self._normalise, self._scale = normalise, scale
+        self._linear = weights.made(weights.tensor(f"{name}.weight", experts, sizes.hidden, dtype=torch.float32))
+        self._correction_e = weights.tensor(correction, experts, dtype=torch.float32) if correction else None
+        self._top_k, self._rules = top_k, rules
 
     def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> ExpertRoutes:
-        scores_me = sigmoid(ctx.linear(h_mh.float(), self._linear))
-        experts_mk = self._in_groups(scores_me + self._correction_e).topk(self._top_k, sorted=False).indices
+        scores_me = self._rules.score(ctx.linear(h_mh.float(), self._linear))
+        corrected_me = scores_me if self._correction_e is None else scores_me + self._correction_e
+        experts_mk = self._in_groups(corrected_me).topk(self._top_k, sorted=False).indices
         weights_mk = scores_me.gather(1, experts_mk)
-        if self._normalise:
-            weights_mk = weights_mk / (weights_mk.sum(-1, keepdim=True) + 1e-20)
-        return ExpertRoutes(experts_mk, weights_mk * self._scale)
+        if self._rules.normalise:
+            weights_mk = weights_mk / (weights_mk.sum(-1, keepdim=True) + self._rules.least)
+        return ExpertRoutes(experts_mk, weights_mk * self._rules.scale)
 
     def _in_groups(self, scores_me: Tensor) -> Tensor:
         """The scores, set to minus infinity outside the best groups."""
-        if self._top_groups == self._groups:
+        rules = self._rules
+        if rules.top_groups == rules.groups:
             return scores_me
-        scores_mge = scores_me.view(len(scores_me), self._groups, -1)
-        best_mg = scores_mge.topk(2).values.sum(-1).topk(self._top_groups, sorted=False).indices
+        scores_mge = scores_me.view(len(scores_me), rules.groups, -1)
+        best_mg = scores_mge.topk(rules.rated_by).values.sum(-1).topk(rules.top_groups, sorted=False).indices
         barred_mg = torch.ones_like(scores_mge[..., 0], dtype=torch.bool).scatter_(1, best_mg, False)
         return scores_mge.masked_fill(barred_mg.unsqueeze(-1), -torch.inf).flatten(1)
 
@@ -194,17 +235,29 @@ class ExpertSizes:
     hidden: int
     inner: int
 
+    def top_k(self, config: JsonFields, key: str = "num_experts_per_tok", default: int | None = None) -> int:
+        """Read how many experts a row goes to. Raises `CheckpointError` where there aren't so many."""
+        top_k = config.size(key, default)
+        if top_k > self.experts:
+            raise config.refuse(f"{key} {top_k} is more than the {self.experts} experts")
+        return top_k
+
 
 ExpertReader = Callable[[Weights, int, ExpertSizes, ShardAxis], ExpertWeights]
 """Reads expert `number` below ``experts.``; the axis is the inner units', as divided among ranks."""
+
+
+_GATED = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))
+"""How published checkpoints name the weights of an expert with a gate: gate, up and down."""
 
 
 def plain_expert(weights: Weights, number: int, sizes: ExpertSizes, units: ShardAxis) -> ExpertWeights:
     """Read an expert with a gate: from tensors of its own, as published, or a fused [experts, 2 * inner, hidden]."""
     if not _fused(weights):
         mine = weights.scope(f"{number}.")
-        gate_up = [mine.weight(name, units, sizes.hidden) for name in ("gate_proj", "up_proj")]
-        return ExpertWeights(mine.stacked(gate_up), mine.weight("down_proj", sizes.hidden, units))
+        gate, up, down = next((names for names in _GATED if any(mine.has(f"{n}.weight") for n in names)), _GATED[-1])
+        gate_up = [mine.weight(name, units, sizes.hidden) for name in (gate, up)]
+        return ExpertWeights(mine.stacked(gate_up), mine.weight(down, sizes.hidden, units))
     one = ShardAxis(sizes.experts, number, 1)
     fused = [weights.tensor("gate_up_proj", one, part, sizes.hidden)[0] for part in _halves(units)]
     return ExpertWeights(
