@@ -161,10 +161,7 @@ class LocalPrompts(TransferQueue):
     def next_deadline(self) -> float | None:
         """When a read from storage ends at the latest that a prompt waits for, or a prompt must be begun, in seconds of
         the clock."""
-        deadline = self.prompt_pages.manager.tiers.prefetcher.deadline
-        due = [deadline(prompt.prefetch) for prompt in self._waiting.values() if prompt.prefetch is not None]
-        due += [prompt.begin_by for prompt in self._all() if not prompt.begun]
-        return min((at for at in due if at is not None), default=None)
+        return self.prompt_pages.next_due(self._all())
 
     # ------------------------------------------------------------ what decode asks for
 

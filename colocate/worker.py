@@ -25,9 +25,10 @@ many prompts come is the router's decision (`router.core.routing_policies`).
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+
+from msgspec import structs
 
 from twinpool.cache.allocation import Allocation
 from twinpool.colocate.local_prompts import LocalPrompts
@@ -36,6 +37,7 @@ from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Role
 from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages import router_commands as commands
+from twinpool.contracts.messages.worker_status import WorkerStatus
 from twinpool.decode.drafting import Drafter
 from twinpool.decode.request import DecodePhase, DecodeRequest
 from twinpool.decode.worker import DecodeWorker, Outcome
@@ -45,7 +47,7 @@ from twinpool.prefill.scheduler import ScheduledChunk
 from twinpool.prefill.step_commit import PrefillStepCommit
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.worker.step_commit import split
-from twinpool.worker.worker_loop import WorkerSetup, seconds_until
+from twinpool.worker.worker_loop import WorkerSetup
 
 
 def prompt_tokens(budget: int, taken: int, least: int, page_tokens: int) -> int:
@@ -62,6 +64,7 @@ class ColocatedWorker(DecodeWorker):
 
     role = Role.COLOCATED
     prompts = LocalPrompts
+    at_work = DecodeWorker.at_work | {DecodePhase.ARRIVING}
 
     def __init__(self, setup: WorkerSetup, receiver: KVReceiver, drafter: Drafter | None = None) -> None:
         """As `DecodeWorker`."""
@@ -77,7 +80,13 @@ class ColocatedWorker(DecodeWorker):
         most = min(self.fits.context, self.fits.max_positions)
         emit, nonfinite = self._request_table.emit, self._fitness.nonfinite
         self._auditor = AuditRunner(config, engine, manager, emit, nonfinite, most, self._grammars)
-        self._ended_steps = self._mixed = 0
+        self._ended_steps, self.counters = 0, {"mixed_steps": 0.0}
+        report = self.report
+        self._session_parts.append(self._auditor)
+        report.counted += (self._chunks, self._auditor, self)
+        report.timed.append(local)
+        report.recounted += (local, self._auditor)
+        report.holding.append(self._auditor)
 
     # ------------------------------------------------------------ the host's side
 
@@ -85,16 +94,12 @@ class ColocatedWorker(DecodeWorker):
         if self._auditor and not self._busy:
             return
         if not (self._local.admitted or self._chunks or self._chunks.committed):
-            super().wait(min(timeout_s, seconds_until(self._clock, self._local.next_deadline)))
+            super().wait(timeout_s)
 
     @property
     def _busy(self) -> bool:
         """Whether the worker has work that comes before audits, or drains."""
         return bool(self._request_table or self._steps or self._chunks or self._request_table.draining)
-
-    def drop_session(self, session: SessionId) -> None:
-        self._auditor.drop_session(session)
-        super().drop_session(session)
 
     def _hand_to(self, session: SessionId, request: DecodeRequest, deadline: float) -> None:
         self._local.hand_to(session, request)
@@ -112,28 +117,9 @@ class ColocatedWorker(DecodeWorker):
     def runnable(self) -> bool:
         return bool(self._local.admitted or self._chunks) or super().runnable
 
-    @property
-    def _ended(self) -> int:
-        return self._ended_steps
-
-    @property
-    def _prompt_tokens(self) -> int:
-        return self._local.tokens_left
-
-    def _counters(self) -> dict[str, float]:
-        both = Counter(super()._counters())
-        both.update(self._chunks.counters)
-        return {**both, **self._auditor.counters, "mixed_steps": self._mixed}
-
-    def _runs(self, request: DecodeRequest) -> bool:
-        return request.phase is DecodePhase.ARRIVING or super()._runs(request)
-
-    def _violations(self) -> list[str]:
-        return super()._violations() + self._local.check() + self._auditor.check()
-
-    @property
-    def _allocations(self) -> int:
-        return super()._allocations + self._auditor.allocations
+    def status(self) -> WorkerStatus:
+        left = self._local.tokens_left
+        return structs.replace(super().status(), steps=self._ended_steps, prompt_tokens=left)
 
     def close(self) -> None:
         self._local.prompt_pages.close()
@@ -148,13 +134,12 @@ class ColocatedWorker(DecodeWorker):
     def _submit(
         self, session: SessionId, command: commands.Submit | commands.Cancel | commands.Audit,
         grammar: AnswerGrammar | None,
-    ) -> Iterable[Outcome]:  # fmt: skip
+    ) -> None:  # fmt: skip
         if self._auditor.handle(session, command, grammar, busy=self._busy):
-            return ()
-        told = super()._submit(session, command, grammar)
+            return
+        super()._submit(session, command, grammar)
         if isinstance(command, commands.Submit) and len(self._request_table):
             self._auditor.preempt("a request came")
-        return told
 
     # ------------------------------------------------------------ the round
 
@@ -200,7 +185,7 @@ class ColocatedWorker(DecodeWorker):
             rows, prompts = split(step, (len(batch), len(chunks)))
             self._steps.launched(step, rows, batch)
             self._chunks.launched(prompts, chunks)
-            self._mixed += 1
+            self.counters["mixed_steps"] += 1
         else:
             if chunks:
                 self._chunks.launched(self._engine.launch([chunk.row for chunk in chunks]), chunks)

@@ -10,11 +10,9 @@ committed.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from typing import ClassVar, assert_never
 
-from msgspec import structs
 from msgspec.structs import replace
 
 from twinpool.cache.allocation import Allocation
@@ -23,11 +21,10 @@ from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import UNOWNED, SessionId
 from twinpool.contracts.messages import router_commands as commands
-from twinpool.contracts.messages.kept_answers import Attach, Attached
-from twinpool.contracts.messages.worker_events import Done
-from twinpool.contracts.messages.worker_status import CheckReport, EndedWorker, WorkerStatus
+from twinpool.contracts.messages.kept_answers import Attach, Detach
+from twinpool.contracts.messages.worker_status import CheckReport, WorkerStatus
 from twinpool.decode.drafting import Drafter, Drafting, PromptLookupDrafter
-from twinpool.decode.kept_answers import KeptAnswers
+from twinpool.decode.kept_answers import NamedAnswers
 from twinpool.decode.migration.drain_offers import DrainAdvisor, MigrationCosts, PrefixOffers
 from twinpool.decode.migration.outgoing_migrations import OutgoingMigrations
 from twinpool.decode.migration.prefix_push import PrefixPulls, PrefixPushes
@@ -53,7 +50,7 @@ from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
 from twinpool.transfer.rooms.room_outcomes import RoomGranted, RoomReleased
 from twinpool.transfer.rooms.sender.sender_rooms import SenderOutcome
 from twinpool.worker.request_table import AdmissionRefusal
-from twinpool.worker.worker_loop import WorkerLoop, WorkerSetup, seconds_until
+from twinpool.worker.worker_loop import WorkerLoop, WorkerSetup
 
 Outcome = (
     RouterEvent
@@ -70,13 +67,15 @@ _LOOK_S = 0.002
 
 
 class DecodeWorker(WorkerLoop[DecodeRequest]):
-    """The worker of the decode role; see the module's prose. Implements `contracts.interfaces.worker_interface.Worker`,
-    which has half of its more than twenty methods; the others are the steps of a round, and one for each outcome that
-    the parts report."""
+    """The worker of the decode role; see the module's prose. Implements `contracts.interfaces.worker_interface.Worker`:
+    commands come in by `_take`, a round is `_poll`, `_admit` and `_compute`, `_act` does what the parts report, and
+    requests end by `_leave`."""
 
     role = Role.DECODE
     prompts: ClassVar[type[TransferQueue]] = TransferQueue
     """Where prompts come from: the rooms in which others hand them over."""
+    at_work: ClassVar[frozenset[DecodePhase]] = frozenset({DecodePhase.RUNNING, DecodePhase.LEAVING})
+    """The phases of requests that count as running in the status; the others wait."""
 
     def __init__(self, setup: WorkerSetup, receiver: KVReceiver, drafter: Drafter | None = None) -> None:
         """`drafter`: makes drafts, where the configuration asks for some; None: by prompt lookup."""
@@ -84,8 +83,6 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         config, engine, manager, clock = setup.config, setup.engine, setup.manager, setup.clock
         sender, pause = setup.sender, setup.pause
         self._receiver = receiver
-        self._kept = KeptAnswers(config.decode, clock)
-        self._claims = itertools.count(1)
         requests, fitness = self._request_table, self._fitness
         self._lengths = OutputLengths(config.decode.output_length_quantile, config.decode.first_answer_tokens)
         self._request_pages = pages = DecodePages(manager, config.cache_for(self.role))
@@ -98,40 +95,74 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         self._pushes = PrefixPushes(requests, pages, sender, config, clock)
         self._pulls = PrefixPulls(requests, pages, receiver)
         self._offers = PrefixOffers(setup.name, manager, self._pushes, requests, config, clock)
-        self._commands: dict[type[commands.Command], Callable[[SessionId, Any], Iterable[Outcome]]] = {
-            commands.InvalidatePrefix: self._invalidate,
-            commands.PauseForMigration: self._migrations.begin,
-            commands.ResumeHere: self._migrations.undo,
-            commands.PushPrefix: self._push,
-            commands.PullPrefix: self._pulls.begin,
-            Attach: self._attach,
-        }
+        self._named = NamedAnswers(requests, self._migrations, advisor, config.decode, self._hand_to)
+        report, named, pushes, pulls = self.report, self._named, self._pushes, self._pulls
+        self._may_go_on = self._named.may_go_on
+        self._peer_parts.append(receiver)
+        report.counted += (
+            self._steps, self._prompts, self._scheduler, self._migrations, advisor, sender, receiver, pushes, pulls,
+            named,
+        )  # fmt: skip
+        report.timed += (receiver, self._migrations, advisor, pushes, self._offers, named)
+        report.recounted += (receiver, self._migrations, self._scheduler, named)
+        report.holding += (pushes, pulls)
 
     # ------------------------------------------------------------ the host's side
 
     def _take(self, session: SessionId, command: commands.Command, grammar: AnswerGrammar | None) -> None:
-        if isinstance(command, commands.Submit | commands.Cancel | commands.Audit):
-            self._act(self._submit(session, command, grammar))
-        else:
-            self._act(self._commands[type(command)](session, command))
+        self._offers.heard_from(session)
+        match command:
+            case commands.Submit() | commands.Cancel() | commands.Audit():
+                self._submit(session, command, grammar)
+            case commands.InvalidatePrefix():
+                prefix = TokenPrefix.of(command.tokens, self._request_pages.page_tokens, command.salt)
+                self._manager.finished.invalidate(prefix)
+            case commands.PauseForMigration():
+                self._act(self._migrations.begin(session, command))
+            case commands.ResumeHere():
+                self._act(self._migrations.undo(session, command))
+            case commands.PushPrefix():
+                if command.tokens:
+                    self._offers.asked_for()
+                self._act(self._pushes.begin(session, command))
+            case commands.PullPrefix():
+                self._act(self._pulls.begin(session, command))
+            case Attach():
+                self._act(self._named.attach(session, command))
+            case Detach():
+                raise AssertionError("the loop carries it out")
+            case _:
+                assert_never(command)
+
+    def _submit(
+        self, session: SessionId, command: commands.Submit | commands.Cancel | commands.Audit,
+        grammar: AnswerGrammar | None,
+    ) -> None:  # fmt: skip
+        """Take in a new request, or end one."""
+        if isinstance(command, commands.Cancel) and command.keep:
+            whole = self._request_table.find(session, command.request_id, command.attempt)
+            if whole is not None:
+                self._named.keep(whole)
+        submit = self._request_table.accept(session, command, self._cancel)
+        if submit is None:
+            return
+        for before in self._named.superseded(submit):
+            self._cancel(before, "it was begun anew")
+        opened = self._prompts.open(session, submit, grammar)
+        if isinstance(opened, AdmissionRefusal):
+            self._request_table.refuse(session, submit, opened)
+            return
+        self._named.claim(opened)
+        self._request_table.add(opened)
+        self._scheduler.add(opened)
+        if session == UNOWNED:  # Its router was lost while its grammar was compiled.
+            self._detach(opened, "its router is gone")
 
     def wait(self, timeout_s: float) -> None:
         if not (self._steps or self._steps.committed or self._migrations.sending or self._pushes.writing):
             # No running request could take a step: they wait for loads, or for pages.
             timeout_s = min(timeout_s, _LOOK_S) if self._scheduler.busy else timeout_s
-            self._waiter.wait(min(timeout_s, seconds_until(self._clock, *self._deadlines)))
-
-    @property
-    def _deadlines(self) -> tuple[float | None, ...]:
-        parts = (
-            self._receiver, self._sender, self._migrations, self._advisor, self._pushes, self._offers, self._grammars,
-            self._kept,
-        )  # fmt: skip
-        return self._request_table.next_deadline, *(part.next_deadline for part in parts)
-
-    def workers_ended(self, ended: Sequence[EndedWorker]) -> None:
-        super().workers_ended(ended)
-        self._receiver.workers_ended(ended)
+            self._waiter.wait(min(timeout_s, self.report.next_due(self._clock)))
 
     @property
     def drained(self) -> bool:
@@ -149,73 +180,19 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         return bool(self._scheduler.running or self._steps)
 
     def status(self) -> WorkerStatus:
-        running = sum(self._runs(r) for r in self._request_table)
-        return self._report.status(
-            running=running,
-            steps=self._ended,
-            outgoing=self._sender.rooms,
-            counters=self._counters(),
-            prompt_tokens=self._prompt_tokens,
-            ungranted=len(self._scheduler.waiting),
-        )
-
-    @property
-    def _prompt_tokens(self) -> int:
-        """Tokens of prompts that this worker has to compute."""
-        return 0
-
-    @property
-    def _ended(self) -> int:
-        """Steps that were committed."""
-        return self._steps.steps
-
-    def _runs(self, request: DecodeRequest) -> bool:
-        """Whether the request counts as running in the status; else it waits."""
-        return request.phase in (DecodePhase.RUNNING, DecodePhase.LEAVING)
-
-    def _counters(self) -> dict[str, float]:
-        return {
-            **self._steps.counters,
-            **self._prompts.counters,
-            **self._scheduler.counters,
-            **self._migrations.counters,
-            **self._advisor.counters,
-            **self._sender.outgoing,
-            **self._sender.links,
-            "given_bytes": self._pushes.bytes,
-            "fetched_bytes": self._pulls.bytes,
-            "pages_damaged": self._receiver.damaged,
-            "late_messages": self._receiver.late,
-            "kept_answers": len(self._kept),
-            "kept_answers_forgotten": self._kept.forgotten,
-            "unowned": self._unowned,
-        }
+        running = sum(request.phase in self.at_work for request in self._request_table)
+        return self.report.status(running=running, steps=self._steps.steps, ungranted=len(self._scheduler.waiting))
 
     def check(self) -> CheckReport:
-        rooms, slots = self._receiver.rooms, self._receiver.slots.total
-        report = self._report.check(self._violations(), self._allocations, rooms=rooms, slots=slots)
-        return replace(report, kept_answers=len(self._kept) + self._unowned)
-
-    def _violations(self) -> list[str]:
-        """Recount; returns what doesn't agree."""
         held = {pool: self._receiver.holds(pool) for pool in self._manager.spec.by_name}
-        found = self._manager.check(held) + self._receiver.check() + self._sender.check()
-        found += self._migrations.check() + self._scheduler.check() + self._kept.check(self._unowned)
-        return found + [wrong for request in self._request_table for wrong in request.check(len(self._steps))]
-
-    @property
-    def _allocations(self) -> int:
-        """Allocations of the KV cache manager that requests, pushes and pulls hold."""
-        return sum(r.allocation is not None for r in self._request_table) + len(self._pushes) + len(self._pulls)
-
-    @property
-    def _unowned(self) -> int:
-        """Requests that run for nobody."""
-        return sum(request.session == UNOWNED for request in self._request_table)
+        found = self._manager.check(held)
+        found += [wrong for request in self._request_table for wrong in request.check(len(self._steps))]
+        report = self.report.check(found, rooms=self._receiver.rooms, slots=self._receiver.slots.total)
+        return replace(report, kept_answers=self._named.bounded)
 
     def close(self) -> None:
         self._grammars.close()
-        self._kept.clear()
+        self._named.clear()
         self._request_pages.close()
         try:
             for request in self._request_table:
@@ -230,109 +207,13 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
             self._engine.device.close()
             self._waiter.close()
 
-    # ------------------------------------------------------------ what routers say
-
-    def _submit(
-        self, session: SessionId, command: commands.Submit | commands.Cancel | commands.Audit,
-        grammar: AnswerGrammar | None,
-    ) -> Iterable[Outcome]:  # fmt: skip
-        self._offers.heard_from(session)
-        if isinstance(command, commands.Cancel) and command.keep:
-            whole = self._request_table.find(session, command.request_id, command.attempt)
-            if whole is not None:
-                self._keep(whole)
-        submit = self._request_table.accept(session, command, self._cancel)
-        if submit is None:
-            return ()
-        if submit.name is not None:
-            self._supersede(submit)
-        opened = self._prompts.open(session, submit, grammar)
-        if isinstance(opened, AdmissionRefusal):
-            self._request_table.refuse(session, submit, opened)
-        else:
-            opened.claim = next(self._claims)
-            self._request_table.add(opened)
-            self._scheduler.add(opened)
-            if session == UNOWNED:  # Its router was lost while its grammar was compiled.
-                self._detach(opened, "its router is gone")
-        return ()
-
-    def _invalidate(self, session: SessionId, command: commands.InvalidatePrefix) -> Iterable[Outcome]:
-        self._offers.heard_from(session)
-        prefix = TokenPrefix.of(command.tokens, self._request_pages.page_tokens, command.salt)
-        self._manager.finished.invalidate(prefix)
-        return ()
-
-    def _push(self, session: SessionId, command: commands.PushPrefix) -> Iterable[Outcome]:
-        if command.tokens:
-            self._offers.asked_for()
-        return self._pushes.begin(session, command)
-
-    # ------------------------------------------------------------ answers with a name
-
-    def _detach(self, request: DecodeRequest, reason: str) -> None:
-        others = self._unowned - (request.session == UNOWNED)
-        if request.submit.name is not None and not self._kept.room(others):
-            self._cancel(request, f"{reason}, and too many run for nobody")
-        else:
-            super()._detach(request, reason)
-
-    def _supersede(self, submit: commands.Submit) -> None:
-        """Forget what is kept under the name of a request that begins anew, and end what runs under it for nobody."""
-        assert submit.name is not None
-        self._kept.forget(submit.name)
-        for request in self._request_table:
-            name = request.submit.name
-            same = name is not None and (name.key, name.index) == (submit.name.key, submit.name.index)
-            if same and request.session == UNOWNED and request.submit.request_id != submit.request_id:
-                self._cancel(request, "it was begun anew")
-
-    def _keep(self, request: DecodeRequest, reason: str = "", stop_token: int | None = None) -> None:
-        """Keep the tokens of a request that ends here, if it has a name and tokens."""
-        name, told = request.submit.name, request.told(self._clock.now())
-        if name is not None and told is not None and told.tokens:
-            others = self._unowned - (request.session == UNOWNED)
-            self._kept.keep(name, structs.replace(told, running=False, reason=reason, stop_token=stop_token), others)
-
-    def _attach(self, session: SessionId, command: Attach) -> Iterator[Outcome]:
-        """Hand all that has this key to the router that asks, but not what another router claimed later than it knows;
-        routers that had it are told."""
-        self._offers.heard_from(session)
-        named = [r for r in self._request_table if r.submit.name is not None and r.submit.name.key == command.key]
-        ended = self._kept.of(command.key)
-        bodies = {r.submit.name.body for r in named if r.submit.name is not None} | {name.body for name, _ in ended}
-        ask = command.request_id, command.attempt
-        if bodies - {command.body}:
-            yield RouterEvent(session, Attached(*ask, other_body=True))
-            return
-        newest = max((r.claim for r in named if r.session not in (UNOWNED, session)), default=0)
-        if command.seen is not None and newest > command.seen:
-            yield RouterEvent(session, Attached(*ask, contested=newest))
-            return
-        answers = [answer for _, answer in ended]
-        for request in named:
-            yield from self._migrations.recall(request)
-            told = request.told(self._clock.now())
-            if told is None or not self._request_table.holds(request):
-                continue
-            answers.append(told)
-            submit = request.submit
-            if request.session not in (UNOWNED, session):
-                message = "the client came back on another connection, which goes on with this answer"
-                done = Done(submit.request_id, submit.attempt, "error", error=ErrorKind.SUPERSEDED, message=message)
-                yield RouterEvent(request.session, done)
-            self._hand_to(session, request, request.arrived + submit.deadline_s)
-            request.claim = next(self._claims)
-            request.tells_first = request.tells_first or not told.started
-            self._advisor.forget(request)
-        yield RouterEvent(session, Attached(*ask, answers=tuple(answers)))
-
     # ------------------------------------------------------------ the round
 
     def _poll(self) -> None:
         self._act(self._recover(self._manager.poll()))
         self._act(self._migrations.poll())
         self._pushes.round()
+        self._named.expire()
         if self._request_table.draining:
             self._act(self._advisor.advise())
             self._act(self._offers.offer())
@@ -341,10 +222,6 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
     def _recover(self, invalid: list[Allocation]) -> Iterable[Outcome]:
         """What becomes of requests whose allocations are in `invalid`, as state that was loaded for them is damaged."""
         return self._steps.recover(invalid)
-
-    def _expire(self) -> None:
-        super()._expire()
-        self._kept.expire()
 
     def _admit(self) -> None:
         retracted = len(self._scheduler.retraction) > 0
@@ -396,15 +273,11 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
     def _start(self, request: DecodeRequest, received: int) -> None:
         report = request.report(self._name, held=request.held.cached.total, received=received)
         self._request_table.emit(request.session, report)
-        self._tell_first(request)
-        self._scheduler.start(request)
-        self._request_pages.cache_prompt(request)
-
-    def _tell_first(self, request: DecodeRequest) -> None:
-        """Tell a router that came later what prefill has told another one: what its cache had, and the first token."""
-        if request.tells_first:
+        if request.tells_first:  # Its router came later: prefill has told another one.
             for event in request.first_token(self._name):
                 self._request_table.emit(request.session, event)
+        self._scheduler.start(request)
+        self._request_pages.cache_prompt(request)
 
     # ------------------------------------------------------------ ends
 
@@ -413,13 +286,13 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         self._request_table.emit(request.session, request.report(self._name, computed=request.computed))
         self._lengths.ended(request.generated)
         self._request_table.finished(request, reason, stop_token)
-        self._keep(request, reason, stop_token)
+        self._named.keep(request, reason, stop_token)
         self._leave(request, reason)
 
     def _fail(self, request: DecodeRequest, kind: ErrorKind, message: str, blame: WorkerName | None = None) -> None:
         self._request_table.failed(request, kind, message, blame)
         if request.session == UNOWNED and kind.retryable and kind is not ErrorKind.NONFINITE:
-            self._keep(request)  # Nobody is there to try it again: it can go on from its tokens later.
+            self._named.keep(request)  # Nobody is there to try it again: it can go on from its tokens later.
         self._leave(request, message)
 
     def _cancel(self, request: DecodeRequest, reason: str) -> None:

@@ -13,6 +13,7 @@ ends requests.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -193,6 +194,17 @@ class PrefillPages(RequestPages):
         if request.prefetch is not None:
             self.manager.tiers.prefetcher.release(request.prefetch)
             request.prefetch = None
+
+    def next_due(self, requests: Iterable[PrefillRequest]) -> float | None:
+        """Return when a read from storage ends at the latest that one of these waits for, or one must be begun, in
+        seconds of the clock; None for none."""
+        due = list[float | None]()
+        for request in requests:
+            if request.prefetch is not None:
+                due.append(self.manager.tiers.prefetcher.deadline(request.prefetch))
+            if not request.begun:
+                due.append(request.begin_by)
+        return min((at for at in due if at is not None), default=None)
 
     def take(self, request: PrefillRequest) -> bool:
         """Allocate pages, cached ones of the tiers and new ones for the rest; on False nothing was taken."""

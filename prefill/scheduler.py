@@ -140,6 +140,11 @@ class PrefillScheduler:
         self._returns = TenantReturns(config.tenant_return_s)
         self.counters = {"preemptions": 0.0, "prefetches_given_up": 0.0, "steps_kept_short": 0.0}
 
+    @property
+    def next_deadline(self) -> float | None:
+        """When there is something to do for a request that isn't computed yet, in seconds of the clock."""
+        return self._pages.next_due(self._requests)
+
     # ------------------------------------------------------------ admission
 
     def admit(self) -> None:

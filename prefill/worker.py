@@ -14,7 +14,7 @@ from twinpool.contracts.errors import ErrorKind, WireError
 from twinpool.contracts.ids import Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.kept_answers import Attach
-from twinpool.contracts.messages.router_commands import Command, MigrationCommand, Submit
+from twinpool.contracts.messages.router_commands import Command, MigrationCommand
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerStatus
 from twinpool.engine.structured_output.grammar_engine import AnswerGrammar
 from twinpool.prefill.audit_runner import AuditRunner
@@ -30,15 +30,15 @@ from twinpool.prefill.request import (
 from twinpool.prefill.scheduler import PrefillScheduler, StepCost
 from twinpool.prefill.step_commit import ChunkFailed, PrefillStepCommit
 from twinpool.worker.request_table import AdmissionRefusal
-from twinpool.worker.worker_loop import WorkerLoop, WorkerSetup, seconds_until
+from twinpool.worker.worker_loop import WorkerLoop, WorkerSetup
 
 log = logging.getLogger("twinpool.prefill")
 
 
 class PrefillWorker(WorkerLoop[PrefillRequest]):
     """The worker of the prefill role; see the module's prose. Implements
-    `contracts.interfaces.worker_interface.Worker`, which has half of its more than twenty methods; the others are the
-    steps of a round and the ends of requests."""
+    `contracts.interfaces.worker_interface.Worker`: commands come in by `_take`, a round is `_poll`, `_admit` and
+    `_compute`, and requests end by `_leave`."""
 
     role = Role.PREFILL
 
@@ -54,6 +54,14 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         pages, cost = self._request_pages, StepCost(config.prefill.chunk_tokens)
         self._scheduler = PrefillScheduler(requests, pages, self._handover.granted, config.prefill, clock, cost)
         self._steps = PrefillStepCommit(requests, pages, engine, fitness, config, pause, cost)
+        report = self.report
+        self._session_parts.append(self._auditor)
+        report.counted += (
+            self._steps, pages, self._scheduler, sender, self._handover, self._layered, self._auditor
+        )  # fmt: skip
+        report.timed.append(self._scheduler)
+        report.recounted += (self._handover, self._auditor)
+        report.holding.append(self._auditor)
 
     # ------------------------------------------------------------ the host's side
 
@@ -71,7 +79,9 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
             self._request_table.refuse(session, submit, AdmissionRefusal(ErrorKind.ROOM, str(error)))
             return
         self._auditor.preempt("a request came")
-        request = self._request(session, submit, grammar)
+        now, (prefix, chain) = self._clock.now(), self._request_pages.prefix(submit)
+        deadline, begin_by = now + submit.deadline_s, submit.begin_by(now)
+        request = PrefillRequest(session, submit, now, deadline, prefix, grammar, chain=chain, begin_by=begin_by)
         self._request_pages.prefetch(request)
         self._request_table.add(request)
 
@@ -79,21 +89,12 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         if self._auditor and not self._busy:
             return
         if not self.runnable and not self._steps.committed:
-            deadline = self._manager.tiers.prefetcher.deadline
-            fetched = [deadline(r.prefetch) for r in self._request_table if r.prefetch is not None]
-            fetched += [r.begin_by for r in self._request_table if not r.begun]
-            parts = self._request_table, self._sender, self._grammars
-            due = seconds_until(self._clock, *(part.next_deadline for part in parts), *fetched)
-            self._waiter.wait(min(timeout_s, due))
+            self._waiter.wait(min(timeout_s, self.report.next_due(self._clock)))
 
     @property
     def _busy(self) -> bool:
         """Whether the worker has work that comes before audits, or drains."""
         return bool(self._request_table or self._steps or self._request_table.draining)
-
-    def drop_session(self, session: SessionId) -> None:
-        self._auditor.drop_session(session)
-        super().drop_session(session)
 
     def drain(self) -> None:
         super().drain()
@@ -109,28 +110,16 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         return bool(self._steps) or any(r.phase is PrefillPhase.RUNNING for r in self._request_table)
 
     def status(self) -> WorkerStatus:
-        counters = {
-            **self._steps.counters,
-            **self._request_pages.counters,
-            **self._scheduler.counters,
-            **self._handover.counters(),
-            **self._layered.counters,
-            **self._auditor.counters,
-        }
         running = sum(r.phase is not PrefillPhase.WAITING for r in self._request_table)
-        return self._report.status(
+        return self.report.status(
             running=running,
             steps=self._steps.steps,
-            outgoing=self._sender.rooms,
-            counters=counters,
             prompt_tokens=sum(request.left for request in self._request_table),
         )
 
     def check(self) -> CheckReport:
-        found = self._manager.check() + self._handover.check()
-        found += [wrong for request in self._request_table for wrong in request.check()] + self._auditor.check()
-        allocations = sum(r.allocation is not None for r in self._request_table) + self._auditor.allocations
-        return self._report.check(found, allocations, rooms=self._sender.rooms)
+        found = [wrong for request in self._request_table for wrong in request.check()]
+        return self.report.check(self._manager.check() + found, rooms=self._sender.rooms)
 
     def close(self) -> None:
         self._grammars.close()
@@ -196,12 +185,14 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
                 self._request_table.emit(request.session, event)
         submit, drawn = request.submit, request.first
         generated = len(submit.emitted) + (drawn is not None)
-        if drawn is not None and drawn.token in submit.sampling.stop_token_ids:
-            self._finish(request, "stop", drawn.token)
-        elif request.alone or generated >= submit.sampling.max_tokens:
-            self._finish(request, "length", None)
-        else:
+        stopped = drawn is not None and drawn.token in submit.sampling.stop_token_ids
+        if not (stopped or request.alone or generated >= submit.sampling.max_tokens):
             self._write(request, computed)
+            return
+        self._handover.finish(request)
+        stop_token = drawn.token if stopped and drawn is not None else None
+        self._request_table.finished(request, "stop" if stopped else "length", stop_token)
+        self._leave(request)
 
     def _write(self, request: PrefillRequest, computed: Completion) -> None:
         """Hand over sealed pages that aren't sent yet, once `computed` is done; with the last one the request
@@ -222,16 +213,6 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         for request in self._request_table:
             if request.late(now):
                 self._fail(request, ErrorKind.LATE, request.submit.late)
-
-    def _request(self, session: SessionId, submit: Submit, grammar: AnswerGrammar | None) -> PrefillRequest:
-        now, (prefix, chain) = self._clock.now(), self._request_pages.prefix(submit)
-        deadline, begin_by = now + submit.deadline_s, submit.begin_by(now)
-        return PrefillRequest(session, submit, now, deadline, prefix, grammar, chain=chain, begin_by=begin_by)
-
-    def _finish(self, request: PrefillRequest, reason: str, stop_token: int | None) -> None:
-        self._handover.finish(request)
-        self._request_table.finished(request, reason, stop_token)
-        self._leave(request)
 
     def _fail(self, request: PrefillRequest, kind: ErrorKind, message: str, blame: WorkerName | None = None) -> None:
         self._request_table.failed(request, kind, message, blame)

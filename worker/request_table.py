@@ -64,8 +64,7 @@ class RequestTable(Generic[R]):
                 leave(request, "cancelled")
             return None
         if isinstance(command, Audit):
-            message = f"{self.name} computes no audits"
-            self.emit(session, Audited(command.request_id, command.attempt, AuditEnd.REFUSED, message=message))
+            self.refuse(session, command, AdmissionRefusal(ErrorKind.INVALID, f"{self.name} computes no audits"))
             return None
         assert isinstance(command, Submit), "what concerns the tree is its worker's business"
         held = self._requests.get(command.request_id)
@@ -132,10 +131,14 @@ class RequestTable(Generic[R]):
     def emit(self, session: SessionId, event: Event) -> None:
         self._events.append((session, event))
 
-    def refuse(self, session: SessionId, submit: Submit, refusal: AdmissionRefusal) -> None:
-        done = Done(submit.request_id, submit.attempt, "error", error=refusal.kind, message=refusal.message)
-        self._log("attempt refused", submit, refusal.kind, refusal.message)
-        self.emit(session, done)
+    def refuse(self, session: SessionId, command: Submit | Audit, refusal: AdmissionRefusal) -> None:
+        """Tell a router why what it asked for isn't done."""
+        key, message = (command.request_id, command.attempt), refusal.message
+        if isinstance(command, Audit):
+            self.emit(session, Audited(*key, AuditEnd.REFUSED, message=message))
+            return
+        self._log("attempt refused", command, refusal.kind, message)
+        self.emit(session, Done(*key, "error", error=refusal.kind, message=message))
 
     def finished(self, request: R, reason: str, stop_token: int | None) -> None:
         """Tell the request's router that its answer is complete; `reason` is ``stop`` or ``length``."""

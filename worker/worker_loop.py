@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol
@@ -16,10 +17,9 @@ from twinpool.contracts.damage import PREFIX, DamageSite
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import UNOWNED, SessionId
-from twinpool.contracts.messages.fingerprint import Fingerprint
 from twinpool.contracts.messages.kept_answers import Detach
 from twinpool.contracts.messages.router_commands import Audit, Command, Submit
-from twinpool.contracts.messages.worker_events import Audited, AuditEnd, Event
+from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import CheckReport, EndedWorker, WorkerLimits, WorkerStatus
 from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.structured_output.grammar_engine import AnswerGrammar, GrammarEngine
@@ -27,73 +27,6 @@ from twinpool.transfer.rooms.sender.kv_sender import KVSender
 from twinpool.worker.grammar_gate import GrammarGate
 from twinpool.worker.request_table import AdmissionRefusal, R, RequestTable
 from twinpool.worker.step_commit import NonfiniteRows
-
-
-class WorkerReport:
-    """Makes both reports from what is the same for both roles; the caller passes the rest."""
-
-    def __init__(
-        self,
-        name: WorkerName,
-        role: Role,
-        incarnation: Incarnation,
-        requests: RequestTable[Any],
-        fitness: NonfiniteRows,
-        manager: KVCacheManager,
-        plane: str,
-    ) -> None:
-        """`plane`: the name of its data plane."""
-        self._name, self._role, self._incarnation, self._plane = name, role, incarnation, plane
-        self._requests, self._fitness, self._manager = requests, fitness, manager
-        self._pages = manager.pools.allocators[manager.full]
-
-    def status(
-        self,
-        *,
-        running: int,
-        steps: int,
-        outgoing: int,
-        counters: Mapping[str, float],
-        prompt_tokens: int = 0,
-        ungranted: int = 0,
-    ) -> WorkerStatus:
-        """Return the status. `running`: how many requests run, the others wait. `outgoing`: open rooms in which this
-        worker is the sender. `prompt_tokens`: of its prompts that are still to be computed. `ungranted`: requests that
-        wait for pages."""
-        return WorkerStatus(
-            name=self._name,
-            role=self._role,
-            state="draining" if self._requests.draining else "ready",
-            pid=os.getpid(),
-            node=platform.node(),
-            incarnation=self._incarnation,
-            running=running,
-            waiting=len(self._requests) - running,
-            pages_total=self._pages.total,
-            pages_free=self._manager.supply.free_pages(self._manager.full),
-            steps=steps,
-            outgoing=outgoing,
-            counters={
-                **counters,
-                **self._manager.stats(),
-                f"{PREFIX}{DamageSite.LOGITS}": self._fitness.rows,
-            },
-            plane=self._plane,
-            kv_events=self._manager.tiers.events.endpoint,
-            kv_replay=self._manager.tiers.events.replay_endpoint,
-            prompt_tokens=prompt_tokens,
-            ungranted=ungranted,
-        )
-
-    def check(self, found: Sequence[str], allocations: int, *, rooms: int, slots: int = 0) -> CheckReport:
-        """Return the report: `found`, and whether `allocations` differs from what the KV cache manager counts.
-
-        `allocations`: how many the worker's requests, and whatever else it does, hold. `slots`: its metadata slots.
-        """
-        booked, known = list(found), len(self._manager.allocations)
-        if allocations != known:
-            booked.append(f"{known} allocations, requests hold {allocations}")
-        return CheckReport(self._name, self._pages.total, slots, self._pages.leases, rooms, tuple(booked))
 
 
 class Sleeper(Protocol):
@@ -128,6 +61,112 @@ class WorkerSetup:
     """Compiles the grammars that answers follow; None: answers with one are refused."""
 
 
+class Counting(Protocol):
+    """A part of a worker that counts."""
+
+    @property
+    def counters(self) -> Mapping[str, float]: ...
+
+
+class Timed(Protocol):
+    """A part of a worker that has something to do at a time."""
+
+    @property
+    def next_deadline(self) -> float | None:
+        """In seconds of the worker's clock; None while it has nothing to do by itself."""
+
+
+class Recounted(Protocol):
+    """A part of a worker that can recount what it holds."""
+
+    def check(self) -> list[str]:
+        """Returns what doesn't agree."""
+
+
+class Holding(Protocol):
+    """A part of a worker, besides its requests, that holds allocations of the KV cache manager."""
+
+    @property
+    def allocations(self) -> int: ...
+
+
+class WorkerReport:
+    """What a worker tells of itself: it asks the parts that are listed here, and the caller passes the rest."""
+
+    def __init__(self, setup: WorkerSetup, role: Role, requests: RequestTable[Any], fitness: NonfiniteRows) -> None:
+        self._setup, self._role, self._requests, self._fitness = setup, role, requests, fitness
+        self._manager = setup.manager
+        self._pages = setup.manager.pools.allocators[setup.manager.full]
+        self.counted: list[Counting] = []
+        """What parts count under one name is added up."""
+        self.timed: list[Timed] = [requests, setup.sender]
+        self.recounted: list[Recounted] = [setup.sender]
+        self.holding: list[Holding] = []
+
+    def status(self, *, running: int, steps: int, prompt_tokens: int = 0, ungranted: int = 0) -> WorkerStatus:
+        """Return the status. `running`: how many requests run, the others wait. `prompt_tokens`: of its prompts that
+        are still to be computed. `ungranted`: requests that wait for pages."""
+        counters = Counter[str]()
+        for part in self.counted:
+            counters.update(part.counters)
+        return WorkerStatus(
+            name=self._setup.name,
+            role=self._role,
+            state="draining" if self._requests.draining else "ready",
+            pid=os.getpid(),
+            node=platform.node(),
+            incarnation=self._setup.incarnation,
+            running=running,
+            waiting=len(self._requests) - running,
+            pages_total=self._pages.total,
+            pages_free=self._manager.supply.free_pages(self._manager.full),
+            steps=steps,
+            outgoing=self._setup.sender.rooms,
+            counters={
+                **counters,
+                **self._manager.stats(),
+                f"{PREFIX}{DamageSite.LOGITS}": self._fitness.rows,
+            },
+            plane=self._setup.sender.plane,
+            kv_events=self._manager.tiers.events.endpoint,
+            kv_replay=self._manager.tiers.events.replay_endpoint,
+            prompt_tokens=prompt_tokens,
+            ungranted=ungranted,
+        )
+
+    @property
+    def allocations(self) -> int:
+        """Allocations of the KV cache manager that requests and other parts hold."""
+        held = sum(request.allocation is not None for request in self._requests)
+        return held + sum(part.allocations for part in self.holding)
+
+    def check(self, found: Sequence[str], *, rooms: int, slots: int = 0) -> CheckReport:
+        """Recount; returns `found` and what else doesn't agree. `slots`: the worker's metadata slots."""
+        wrong = [*found, *(line for part in self.recounted for line in part.check())]
+        held, known = self.allocations, len(self._manager.allocations)
+        if held != known:
+            wrong.append(f"{known} allocations, requests hold {held}")
+        return CheckReport(self._setup.name, self._pages.total, slots, self._pages.leases, rooms, tuple(wrong))
+
+    def next_due(self, clock: Clock) -> float:
+        """Return the seconds until the first of the parts has something to do; 0 if its time is over, 3600 if none
+        has."""
+        due = [at for part in self.timed if (at := part.next_deadline) is not None]
+        return max(0.0, min(due) - clock.now()) if due else 3600.0
+
+
+class SessionPart(Protocol):
+    """A part of a worker that keeps what routers asked for."""
+
+    def drop_session(self, session: SessionId) -> None: ...
+
+
+class PeerPart(Protocol):
+    """A part of a worker that talks to other workers."""
+
+    def workers_ended(self, ended: Sequence[EndedWorker]) -> None: ...
+
+
 class WorkerLoop(ABC, Generic[R]):
     """What both roles' workers have in common of `contracts.interfaces.worker_interface.Worker`. Single-threaded,
     except `wake`."""
@@ -142,17 +181,13 @@ class WorkerLoop(ABC, Generic[R]):
         self._request_table = RequestTable[R](setup.name, self.fits, clock)
         self._fitness = NonfiniteRows(config.cluster.nonfinite_rows, config.cluster.nonfinite_window_s, clock)
         self._grammars = GrammarGate(setup.grammars, clock, setup.waiter.wake)
-        self._report = WorkerReport(
-            setup.name, self.role, setup.incarnation, self._request_table, self._fitness, manager, setup.sender.plane
-        )
-
-    @property
-    def control(self) -> str:
-        return self._sender.control
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        return self._sender.fingerprint
+        self.control, self.fingerprint = setup.sender.control, setup.sender.fingerprint
+        self.report = WorkerReport(setup, self.role, self._request_table, self._fitness)
+        self.report.timed.append(self._grammars)
+        self._may_go_on: Callable[[R], bool] = lambda request: request.submit.name is not None
+        """Whether a request may go on for nobody."""
+        self._session_parts: list[SessionPart] = [self._grammars]
+        self._peer_parts: list[PeerPart] = [setup.sender]
 
     @property
     def unfit(self) -> str:
@@ -168,7 +203,7 @@ class WorkerLoop(ABC, Generic[R]):
         held = self._grammars.holds(session, command)
         if isinstance(held, AdmissionRefusal):
             assert isinstance(command, Submit | Audit)
-            self._refuse(session, command, held)
+            self._request_table.refuse(session, command, held)
         elif not held:
             self._take(session, command, None)
 
@@ -178,7 +213,7 @@ class WorkerLoop(ABC, Generic[R]):
             return []
         for session, command, grammar in self._grammars.passed():
             if isinstance(grammar, AdmissionRefusal):
-                self._refuse(session, command, grammar)
+                self._request_table.refuse(session, command, grammar)
             else:
                 self._take(session, command, grammar)
         self._poll()
@@ -191,17 +226,18 @@ class WorkerLoop(ABC, Generic[R]):
         self._waiter.wake()
 
     def drop_session(self, session: SessionId) -> None:
-        self._grammars.drop_session(session)
+        for part in self._session_parts:
+            part.drop_session(session)
         for request in self._request_table:
             if request.session == session:
                 self._detach(request, "its router is gone")
 
     def _detach(self, request: R, reason: str) -> None:
         """Let a request with a name go on for nobody, for a while; cancel any other."""
-        if request.submit.name is None:
-            self._cancel(request, reason)
-        else:
+        if self._may_go_on(request):
             self._hand_to(UNOWNED, request, min(request.deadline, self._clock.now() + self._unowned_s))
+        else:
+            self._cancel(request, reason)
 
     def _hand_to(self, session: SessionId, request: R, deadline: float) -> None:
         """Make the request another session's. What is told of it goes there from now on."""
@@ -214,7 +250,8 @@ class WorkerLoop(ABC, Generic[R]):
         self._request_table.draining = False
 
     def workers_ended(self, ended: Sequence[EndedWorker]) -> None:
-        self._sender.workers_ended(ended)
+        for part in self._peer_parts:
+            part.workers_ended(ended)
 
     def fence(self) -> None:
         self._request_table.fenced = True
@@ -222,13 +259,6 @@ class WorkerLoop(ABC, Generic[R]):
     def _expire(self) -> None:
         for request in self._request_table.expired():
             self._fail(request, ErrorKind.DEADLINE, f"not done within {request.submit.deadline_s:g} s")
-
-    def _refuse(self, session: SessionId, command: Submit | Audit, refusal: AdmissionRefusal) -> None:
-        if isinstance(command, Submit):
-            self._request_table.refuse(session, command, refusal)
-        else:
-            audited = Audited(command.request_id, command.attempt, AuditEnd.REFUSED, message=refusal.message)
-            self._request_table.emit(session, audited)
 
     @abstractmethod
     def _take(self, session: SessionId, command: Command, grammar: AnswerGrammar | None) -> None:
@@ -253,9 +283,3 @@ class WorkerLoop(ABC, Generic[R]):
     @abstractmethod
     def _fail(self, request: R, kind: ErrorKind, message: str, blame: WorkerName | None = None) -> None:
         """End the request with an error for its router; `blame` is the worker at fault where it isn't this one."""
-
-
-def seconds_until(clock: Clock, *deadlines: float | None) -> float:
-    """Return the seconds until the first of `deadlines` (times of `clock`): 0 if it has passed, 3600 without any."""
-    due = [d for d in deadlines if d is not None]
-    return max(0.0, min(due) - clock.now()) if due else 3600.0

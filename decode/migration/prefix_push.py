@@ -88,9 +88,14 @@ class PrefixPushes:
         self._manager, self._config, self._clock = pages.manager, config, clock
         self._most = pages_within(self._manager.spec, config.decode.migration_chunk_bytes)
         self._pushes: dict[RoomId, _Push] = {}
-        self.bytes = 0
+        self.counters = {"given_bytes": 0.0}
 
     def __len__(self) -> int:
+        return len(self._pushes)
+
+    @property
+    def allocations(self) -> int:
+        """Allocations of the KV cache manager that pushes hold."""
         return len(self._pushes)
 
     @property
@@ -175,7 +180,9 @@ class PrefixPushes:
         wanted = self._sender.wanted(push.room)
         part = sendable_pages(wanted, push.allocation, push.chain, {}, self._most)
         self._sender.write(push.room, part, (DONE,))
-        self.bytes += sum(len(f.indices) * self._manager.spec.whole.unit_bytes(p) for p, f in part.items())
+        self.counters["given_bytes"] += sum(
+            len(f.indices) * self._manager.spec.whole.unit_bytes(p) for p, f in part.items()
+        )
         if part and any(self._sender.wanted(push.room).values()):
             return
         try:
@@ -212,9 +219,11 @@ class PrefixPulls:
         self._requests, self._pages, self._receiver = requests, pages, receiver
         self._manager = pages.manager
         self._fetches: dict[RoomId, _Pull] = {}
-        self.bytes = 0
+        self.counters = {"fetched_bytes": 0.0}
 
-    def __len__(self) -> int:
+    @property
+    def allocations(self) -> int:
+        """Allocations of the KV cache manager that pulls hold."""
         return len(self._fetches)
 
     def begin(self, session: SessionId, command: PullPrefix) -> list[RouterEvent]:
@@ -264,7 +273,7 @@ class PrefixPulls:
                 fetch.allocation, outcome.leases[full], outcome.digests.get(full, {})
             )
             nbytes = outcome.bytes
-            self.bytes += nbytes
+            self.counters["fetched_bytes"] += nbytes
         else:
             # The room releases its leases by itself.
             self._manager.allocations.free(fetch.allocation)

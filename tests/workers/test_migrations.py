@@ -416,9 +416,8 @@ def test_b2_what_is_copied_ahead_is_released_when_a_side_goes(large: tuple[Compa
     assert c.core.migrations.begin(c.told[rid].request)
     c.act()
     # A worker that goes before it has heard of its grant can't give it back, and the process of these workers lives on.
-    c.until(lambda: bool(c.decode("decode-0")._pushes.bytes), "something to be copied")
-    assert len(c.decode("decode-1")._pulls) == 1
-    assert len(c.decode("decode-0")._pushes) == 1
+    c.until(lambda: bool(c.decode("decode-0").status().counters["given_bytes"]), "something to be copied")
+    assert [c.decode(name).report.allocations for name in ("decode-0", "decode-1")] == [2, 1]
     assert c.decode("decode-0").check().violations == c.decode("decode-1").check().violations == ()
     c.cancel(rid) if who == "cancel" else c.gone(who)
     if who != "cancel":
@@ -440,7 +439,7 @@ def test_what_is_damaged_on_its_way_ahead_is_not_taken_and_the_migration_goes_on
     for _ in turns(500):
         c.step("decode-1")
         c.step("decode-0")
-        if c.decode("decode-0")._pushes.bytes:
+        if c.decode("decode-0").status().counters["given_bytes"]:
             break
     index = room.runs[full].indices[0]
     pools.layout.buffers[full][0].stack(pools.region, pools.layout.counts[full])[0, index] += 1

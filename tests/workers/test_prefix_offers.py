@@ -103,7 +103,7 @@ def test_a_worker_waits_until_each_of_its_offers_was_asked_for_and_counts_nothin
         for number, (tokens, waits) in enumerate([((), True), ((7,) * 64, True), ((8,) * 64, False)]):
             # The first is a request's pages ahead of its move; of the others it has nothing, but it was asked.
             worker.handle(SESSION, PushPrefix(RequestId(f"g{number}"), 0, RoomId(f"g{number}"), unknown, tokens, ""))
-            assert (worker._offers.next_deadline is not None) is waits
+            assert (worker.report.next_due(clock) <= PATIENCE_S) is waits
         c.step("decode-0")
         assert worker.drained
 
@@ -129,7 +129,7 @@ def test_a_room_that_there_is_already_is_pulled_once_and_the_second_time_told_at
         peer = PeerRef(WorkerName("decode-0"), Incarnation(1), source.control)
         for number in range(2):
             puller.handle(SESSION, PullPrefix(RequestId(f"g{number}"), number, RoomId("g"), peer, tuple(HOT)))
-        assert len(puller._pulls) == 1
+        assert puller.report.allocations == 1
         told = [event for session, event in puller.step() if session == SESSION]
         assert told == [PullDone(RequestId("g1"), 1, 0)]
 
@@ -156,9 +156,8 @@ def test_while_it_gives_to_somebody_who_stands_still_a_worker_sleeps(model: Path
         clock.advance(PATIENCE_S + 0.1)
         c.step("decode-0")
         assert not worker.drained
-        due = worker._pushes.next_deadline
-        assert due is not None
-        assert due > clock.now(), "nothing is due: whoever is woken for it turns and turns"
-        clock.advance(due - clock.now() + 0.001)
+        due_s = worker.report.next_due(clock)
+        assert due_s > 0, "nothing is due: whoever is woken for it turns and turns"
+        clock.advance(due_s + 0.001)
         c.step("decode-0")
         assert worker.drained, "what nobody takes is not given for ever"

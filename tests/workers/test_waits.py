@@ -89,7 +89,7 @@ def test_a_worker_that_stayed_offers_its_prefixes_anew_when_it_leaves_after_all(
             offers = [event for _, event in worker.step() if isinstance(event, PrefixOffered)]
             assert len(offers) == 1
             assert not worker.drained
-            assert worker._offers.next_deadline == c.clock.now() + PATIENCE_S
+            assert worker.report.next_due(c.clock) == PATIENCE_S
             return offers[0]
 
         first = leaves()

@@ -17,6 +17,7 @@ from twinpool.contracts.messages.worker_events import PullDone, PushReady
 from twinpool.decode.migration.prefix_push import PrefixPulls, PrefixPushes
 from twinpool.decode.request import DecodeRequest, RouterEvent
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
+from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.room_outcomes import HandoverFailed, PromptArrived, RoomGranted, RoomReleased
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
 
@@ -31,7 +32,7 @@ class Exchange:
         self.parts = parts = DecodeParts(pages, **sections)
         self.sender = SenderByHand()
         self.pushes = PrefixPushes(parts.requests, parts.pages, cast(KVSender, self.sender), parts.config, parts.clock)
-        self.pulls = PrefixPulls(parts.requests, parts.pages, parts.transfers._receiver)
+        self.pulls = PrefixPulls(parts.requests, parts.pages, cast(KVReceiver, parts.receiver))
 
     def cached(self) -> None:
         """The tree gets all pages of `TOKENS`, by a pull."""
@@ -56,7 +57,7 @@ class Exchange:
     def at_rest(self) -> bool:
         """Whether nothing is held but what the tree has."""
         manager = self.parts.manager
-        held = (len(manager.allocations), len(manager.tree.locks), len(self.pushes), len(self.pulls))
+        held = (len(manager.allocations), len(manager.tree.locks), self.pushes.allocations, self.pulls.allocations)
         return held == (0, 0, 0, 0) and manager.check() == []
 
 

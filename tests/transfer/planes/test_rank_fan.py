@@ -289,7 +289,7 @@ def test_a_worker_counts_what_its_leader_writes_to_all_ranks_of_a_reader(
         both.seal(prompt)
         arrived = both.outcome(prompt.room)
         assert isinstance(arrived, PromptArrived)
-        counts = both.sender.links
+        counts = both.sender.counters
         assert counts["link_writes:decode-0"] == links
         assert counts["link_bytes:decode-0"] * writers == sum(arrived.received.values())
         arrived.release()

@@ -167,6 +167,10 @@ class KVReceiver:
     def damaged(self) -> int:
         return self.damage.total()
 
+    @property
+    def counters(self) -> dict[str, float]:
+        return {"pages_damaged": self.damaged, "late_messages": self.late}
+
     def holds(self, pool: str) -> int:
         """Pages or slots of `pool` that rooms hold, those in quarantine included."""
         return sum(len(r.leases[pool]) for r in self._rooms.values() if pool in r.leases)

@@ -290,15 +290,10 @@ class KVSender:
         return not self._rooms and not self._peers.writing
 
     @property
-    def outgoing(self) -> dict[str, float]:
-        """Numbers of rooms that have not ended, by the worker that receives them: counters of a status (hazard D2)."""
-        return dict(Counter(f"outgoing_to:{room.wants.name}" for room in self._rooms.values()))
-
-    @property
-    def links(self) -> dict[str, float]:
-        """What each link has carried and what is under way on it, by the worker that receives, and by which plane:
-        counters of a status."""
-        out: dict[str, float] = {}
+    def counters(self) -> dict[str, float]:
+        """Counters of a status: by the worker that receives, numbers of rooms that have not ended (hazard D2), what
+        its link has carried and what is under way on it, and by which plane."""
+        out: dict[str, float] = dict(Counter(f"outgoing_to:{room.wants.name}" for room in self._rooms.values()))
         for peer in self._peers.values():
             sent = peer.link.sent
             values = {
