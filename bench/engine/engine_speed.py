@@ -48,6 +48,7 @@ SIDES = ("invariant", "fast", "torch", "generate", "continuous", "openvino", "vl
 
 _OWN: dict[str, dict[str, Any]] = {
     "invariant": {},
+    "int8": {"activations": "int8"},
     "fast": {"numerics": "fast"},
     "torch": {"attention": "torch"},
 }

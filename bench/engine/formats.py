@@ -1,6 +1,6 @@
 """Measure weights of each format: ours beside OpenVINO, llama.cpp and transformers, the same weights for all, in turns.
 
-    python -m bench.engine.formats           # ours alone, both numerics
+    python -m bench.engine.formats           # ours alone, in every numerics
     python -m bench.engine.formats --rivals  # and what `python -m bench.rivals --install openvino llamacpp` made
     python -m bench.engine.formats --rivals --formats bf16 q4_0 --batches 1 --repeats 2    # a part, in some minutes
     python -m bench.engine.formats --sides invariant llamacpp --threads 2
@@ -40,9 +40,8 @@ from twinpool.cluster.models import find_model
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.errors import CheckpointError, ConfigError
 
-OWN, RIVALS = ("invariant", "fast"), ("openvino", "llamacpp", "generate")
+OWN, RIVALS = ("invariant", "int8", "fast"), ("openvino", "llamacpp", "generate")
 MADE = ENVIRONMENTS / "models"
-
 
 FORMATS = {
     "bf16": ("BF16", "bf16"),

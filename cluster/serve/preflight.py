@@ -298,15 +298,18 @@ def divides(config: Config, spec: ModelSpec, size: int) -> str:
 
 
 def weight_bytes(spec: ModelSpec, config: Config) -> int:
-    """Bytes of one worker's weights as it keeps them (`engine.weights`), counted from the headers."""
+    """Bytes of one worker's weights as it keeps them (`engine.weights`), counted from the headers. Raises `ConfigError`
+    where `engine.activations` can't be had with them."""
     from twinpool.engine.models.registry import unchecked_model
-    from twinpool.engine.runner.kernel_choice import weights_kept
+    from twinpool.engine.runner.kernel_choice import check_inputs, inputs_of, weights_kept
     from twinpool.engine.tensors.weight_loader import Weights, dtype_for
 
     gpu = on_gpus(config)
     keep = weights_kept(config.engine, gpu=gpu, gguf=is_gguf(spec.path))
-    weights = Weights.dry(spec, dtype_for(spec, config.engine), keep=keep, gpu=gpu)
+    inputs = inputs_of(config.engine, spec.quantization, gpu=gpu)
+    weights = Weights.dry(spec, dtype_for(spec, config.engine), keep=keep, inputs=inputs, gpu=gpu)
     unchecked_model(spec).build(weights)
+    check_inputs(config.engine, weights.linears, spec.name)
     return weights.nbytes
 
 

@@ -340,16 +340,19 @@ def model_line(prepared: ServePlan) -> str:
 def weights_line(prepared: ServePlan) -> str:
     """The quantisation of the checkpoint, how its weights are kept, and their bytes; empty for dense weights that stay
     so."""
-    from twinpool.engine.runner.kernel_choice import weights_kept
+    from twinpool.engine.runner.kernel_choice import inputs_of, weights_kept
 
     method = prepared.spec.quantization.method or gguf_types(prepared.spec.headers)
     gguf = is_gguf(prepared.spec.path)
-    kept = weights_kept(prepared.config.engine, gpu=on_gpus(prepared.config), gguf=gguf)
+    gpu = on_gpus(prepared.config)
+    kept = weights_kept(prepared.config.engine, gpu=gpu, gguf=gguf)
     if not method and kept in {"as_stored", "dense"}:
         return ""
     quantised = f"as stored, dense ones {kept}" if method else f"{kept}, quantised when loaded"
     words = {"as_stored": "as stored", "dense": "expanded"}.get(kept, quantised)
-    return f"{method or 'dense'}, {words}: {mib(prepared.weights)} a worker"
+    inputs = inputs_of(prepared.config.engine, prepared.spec.quantization, gpu=gpu)
+    multiplied = "" if inputs == "float" else ", multiplied in int8"
+    return f"{method or 'dense'}, {words}{multiplied}: {mib(prepared.weights)} a worker"
 
 
 def workers_line(prepared: ServePlan, views: Sequence[WorkerView]) -> str:

@@ -31,6 +31,8 @@ class Quantization:
     """GPTQ: what is added to a stored zero point (1 in the first version of the format, 0 in the second)."""
     block: tuple[int, int] | None = None
     """fp8: rows and columns that share a scale, where scales are by block."""
+    int8_inputs: bool = False
+    """Whether the checkpoint declares that what its weights are multiplied with is quantised to int8."""
     note: str = ""
     """What the checkpoint declares and isn't done, for the operator."""
 
@@ -73,7 +75,7 @@ def _compressed(fields: JsonFields, method: str) -> Quantization:
     form = fields.text("format", "dense")
     groups = fields.table("config_groups")
     forms = {form} if form != "mixed-precision" else set()
-    blocks, sizes, activations = set(), set(), False
+    blocks, sizes, inputs = set(), set(), set()
     for name, group in groups.items():
         if not isinstance(group, Mapping):
             raise fields.refuse(f"quantization_config.config_groups.{name} must be an object, got {group!r}")
@@ -89,7 +91,7 @@ def _compressed(fields: JsonFields, method: str) -> Quantization:
                     f"quantization_config.config_groups.{name}: weights of {weights.get('num_bits')} bits are not "
                     "supported; supported are 4 and 8"
                 )
-        activations = activations or bool(group.get("input_activations"))
+        inputs.add(_declared_inputs(group))
     for unknown in sorted(forms - {*_FORMATS, "mixed-precision"}):
         raise fields.refuse(
             f"compressed-tensors of the format {unknown!r} are not supported; supported are {', '.join(_FORMATS)}"
@@ -100,8 +102,18 @@ def _compressed(fields: JsonFields, method: str) -> Quantization:
         raise fields.refuse("compressed-tensors with transforms (rotations of activations) are not supported")
     if len(blocks) > 1:
         raise fields.refuse("blocks of several sizes in one checkpoint are not supported")
-    note = _note(fields, activations=activations)
-    return Quantization(method, groups=tuple(sorted(sizes)), block=next(iter(blocks), None), note=note)
+    note = _note(fields, activations=not inputs <= {"", "int8"} or len(inputs) > 1)
+    int8 = inputs == {"int8"}
+    return Quantization(method, 0, tuple(sorted(sizes)), block=next(iter(blocks), None), int8_inputs=int8, note=note)
+
+
+def _declared_inputs(group: Mapping[str, object]) -> str:
+    """What a group of compressed-tensors declares of its layers' inputs: nothing, "int8", or something else."""
+    inputs, weights = group.get("input_activations"), group.get("weights")
+    if not isinstance(inputs, Mapping):
+        return ""
+    whole = isinstance(weights, Mapping) and weights.get("type", "int") == "int"
+    return "int8" if whole and (inputs.get("type", "int"), inputs.get("num_bits", 8)) == ("int", 8) else "other"
 
 
 def _modelopt(fields: JsonFields, method: str) -> Quantization:

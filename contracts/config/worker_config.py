@@ -18,6 +18,11 @@ class EngineConfig:
     feed-forward layers (``…_proj``, experts) are quantised when they are loaded, with a scale for each 32 columns;
     embeddings, heads, routers of experts, gates of recurrent layers, indexers and the product of latent attention that
     is absorbed into others (``kv_b_proj``) stay dense."""
+    activations: Literal["as_stored", "float", "int8"] = "as_stored"
+    """How a CPU multiplies weights of whole numbers. float: with activations as they were computed. int8: activations
+    are quantised first, with a scale for each 32 of a row, and products are summed in whole numbers: faster, and other
+    tokens than the dequantised model's. as_stored: in int8 with a scale a row where the checkpoint declares int8
+    activations (W8A8), else float. Refused where there is no weight of whole numbers, and on a GPU."""
     context: int = 0
     """The longest sequence that is served, prompt and answer together, in tokens; 0: the model's own. Less takes less
     memory for a request at most; more is refused unless the model's rope scaling gives it."""

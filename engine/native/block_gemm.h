@@ -182,28 +182,23 @@ template <int CODE> inline void column_codes(const uint8_t *codes, i32x16 &left,
     }
 }
 
+// The values of one column's codes of 16 outputs.
+template <int CODE> inline f32x16 unpacked_values(i32x16 codes, f32x16 scale, f32x16 zero, f32x16 factor) {
+    f32x16 value = value_of<CODE>(codes);
+    if constexpr (fused<CODE>()) return fma(value, scale, zero);
+    if constexpr (CODE == UINT4 || CODE == UINT8) value -= zero;
+    value *= scale;
+    if constexpr (CODE == E2M1) value *= factor;
+    return value;
+}
+
 // One column of a panel.
 template <int CODE>
 inline void unpack_column(const uint8_t *codes, const GroupValues &g, f32x16 &left, f32x16 &right) {
     i32x16 low, high;
     column_codes<CODE>(codes, low, high);
-    left = value_of<CODE>(low);
-    right = value_of<CODE>(high);
-    if constexpr (fused<CODE>()) {
-        left = fma(left, g.scale[0], g.zero[0]);
-        right = fma(right, g.scale[1], g.zero[1]);
-        return;
-    }
-    if constexpr (CODE == UINT4 || CODE == UINT8) {
-        left -= g.zero[0];
-        right -= g.zero[1];
-    }
-    left *= g.scale[0];
-    right *= g.scale[1];
-    if constexpr (CODE == E2M1) {
-        left *= g.factor[0];
-        right *= g.factor[1];
-    }
+    left = unpacked_values<CODE>(low, g.scale[0], g.zero[0], g.factor[0]);
+    right = unpacked_values<CODE>(high, g.scale[1], g.zero[1], g.factor[1]);
 }
 
 // Columns [first, last) of a panel, all of one group, into `to` [last - first, 32].

@@ -51,6 +51,7 @@ _SOURCES = (
     "gemm.h",
     "block_gemm.h",
     "tile_gemm.h",
+    "int8_gemm.h",
     "attention.h",
     "kernels.cpp",
 )

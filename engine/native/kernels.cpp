@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "block_gemm.h"
 #include "gemm.h"
+#include "int8_gemm.h"
 #include "rows.h"
 #include "tile_gemm.h"
 
@@ -32,6 +33,15 @@
         return block_rows(*b, rows, count, out);                                                                      \
     }
 
+#define FOR_INT8(T, name)                                                                                             \
+    void int8_product_##name(const Blocks *b, const T *x, long x_stride, const float *bias, T *out, long out_stride,  \
+                             long m, long by_row) {                                                                   \
+        int8_product(*b, x, x_stride, bias, out, out_stride, m, by_row);                                              \
+    }                                                                                                                 \
+    long int8_rows_##name(const Blocks *b, const int64_t *rows, long count, T *out) {                                 \
+        return int8_rows(*b, rows, count, out);                                                                       \
+    }
+
 #define FOR_PRODUCT(T, name, packed_elements, pack, product)                                                          \
     long packed_elements_##name(long n, long k) { return packed_elements(n, k); }                                     \
     void pack_##name(const T *weight, T *packed, long n, long k) { pack(weight, packed, n, k); }                      \
@@ -50,6 +60,11 @@ FOR_BLOCKS(float, float32, block_product)
 FOR_BLOCKS(bf16, bfloat16, block_tile_product)
 void pack_codes(const uint8_t *codes, uint8_t *packed, long n, long k, int bits) {
     pack_blocks(codes, packed, n, k, bits);
+}
+FOR_INT8(float, float32)
+FOR_INT8(bf16, bfloat16)
+void pack_int8_codes(const uint8_t *codes, uint8_t *packed, long n, long k, int bits) {
+    pack_int8(codes, packed, n, k, bits);
 }
 FOR_PRODUCT(float, float32, packed_elements<float>, pack, product)
 #if defined(PAIR_DOTS)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twinpool.engine.weight_formats.block_weight import BlockStack, BlockWeight, Code, unpack_codes
+from twinpool.engine.weight_formats.block_weight import INPUT_BLOCK, BlockStack, BlockWeight, Code, unpack_codes
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _PANEL = 32
@@ -86,7 +86,10 @@ _SIGNATURES = {
     "product": "plpppllll",
     "block_product": "pplppll",
     "block_rows": "pplp",
+    "int8_product": "pplpplll",
+    "int8_rows": "pplp",
 }
+_RETURNING = {"packed_elements", "block_rows", "int8_rows"}
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
 
 
@@ -105,9 +108,10 @@ class NativeKernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._set_threads: Callable[[int], None] = library.set_threads
         self._set_threads.argtypes, self._set_threads.restype = [ctypes.c_int], None
-        self._pack_codes = library.pack_codes
-        self._pack_codes.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_long, ctypes.c_int]
-        self._pack_codes.restype = None
+        self._pack_codes, self._pack_int8_codes = library.pack_codes, library.pack_int8_codes
+        for pack in (self._pack_codes, self._pack_int8_codes):
+            pack.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_long, ctypes.c_int]
+            pack.restype = None
         self._local = _Threads()
         self.functions: dict[tuple[str, torch.dtype], Any] = {}
         """The library's functions, by name and dtype."""
@@ -116,7 +120,7 @@ class NativeKernels:
                 function = getattr(library, f"{name}_{suffix}", None)
                 if function is not None:
                     function.argtypes = [_TYPES[letter] for letter in types]
-                    function.restype = ctypes.c_long if name in {"packed_elements", "block_rows"} else None
+                    function.restype = ctypes.c_long if name in _RETURNING else None
                     self.functions[name, dtype] = function
 
     def begin(self) -> None:
@@ -312,6 +316,7 @@ class PackedBlocks:
     def __init__(self, kernels: NativeKernels, weight: BlockWeight, bias_n: Tensor | None) -> None:
         self._kernels, self._order, self._dtype = kernels, weight.order_k, weight.dtype
         self._n, self._k = weight.shape
+        self._inputs = weight.inputs
         self._code, self._group, self._span, self._zero = weight.code, weight.group, weight.span, weight.zero
         wide = weight.code is Code.E2M1
         fits = weight.factors is None or (weight.factors.dtype == torch.float32) == wide
@@ -329,13 +334,15 @@ class PackedBlocks:
 
     def _packed_codes(self, weight: BlockWeight) -> Tensor:
         """The codes in the order of reading; so many rows of them are unpacked at once as make whole panels."""
-        bits, panels = weight.code.bits, -(-self._n // _PANEL)
-        packed = _huge_pages(panels * self._k * _PANEL * bits // 8, torch.uint8)
+        bits, panels, columns, pack = weight.code.bits, -(-self._n // _PANEL), self._k, self._kernels._pack_codes
+        if self._inputs != "float":
+            columns, pack = -(-columns // INPUT_BLOCK) * INPUT_BLOCK, self._kernels._pack_int8_codes
+        packed = _huge_pages(panels * columns * _PANEL * bits // 8, torch.uint8)
         step = max(_PACKED_AT_ONCE // (self._k * _PANEL), 1) * _PANEL
         for first in range(0, self._n, step):
             codes = unpack_codes(weight.codes[first : first + step], weight.code)
-            to = packed[first * self._k * bits // 8 :]
-            self._kernels._pack_codes(codes.data_ptr(), to.data_ptr(), len(codes), self._k, bits)
+            to = packed[first * columns * bits // 8 :]
+            pack(codes.data_ptr(), to.data_ptr(), len(codes), self._k, bits)
         return packed
 
     def _blocks(self) -> _Blocks:
@@ -361,7 +368,8 @@ class PackedBlocks:
         if x_mk.stride(1) != 1:
             x_mk = x_mk.contiguous()
         blocks = self._blocks()
-        self._kernels.functions["block_product", x_mk.dtype](
+        name, by_row = ("block_product", ()) if self._inputs == "float" else ("int8_product", (self._by_row,))
+        self._kernels.functions[name, x_mk.dtype](
             ctypes.addressof(blocks),
             x_mk.data_ptr(),
             x_mk.stride(0),
@@ -369,7 +377,12 @@ class PackedBlocks:
             out_mn.data_ptr(),
             out_mn.stride(0),
             x_mk.shape[0],
+            *by_row,
         )
+
+    @property
+    def _by_row(self) -> int:
+        return int(self._inputs == "int8_by_row")
 
     def rows(self, rows_m: Tensor) -> Tensor:
         """Rows of the weight, [m] int64, unpacked to [m, k] in the dtype to compute in. Raises `IndexError` for a row
@@ -377,7 +390,8 @@ class PackedBlocks:
         rows_m = rows_m.contiguous()
         out = torch.empty(len(rows_m), self._k, dtype=self._dtype)
         blocks = self._blocks()
-        found = self._kernels.functions["block_rows", out.dtype](
+        name = "block_rows" if self._inputs == "float" else "int8_rows"
+        found = self._kernels.functions[name, out.dtype](
             ctypes.addressof(blocks), rows_m.data_ptr(), len(rows_m), out.data_ptr()
         )
         if not found:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
 from functools import cache
 
 import torch
 
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.contracts import cpu_levels as processor
+from twinpool.contracts.checkpoint.quantization import Quantization
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.engine.attention.attention_backend import AttentionBackend
@@ -20,7 +22,8 @@ from twinpool.engine.gpu.gpu_capability import device_capability
 from twinpool.engine.native import compile_kernels, current_kernels, native_kernels
 from twinpool.engine.native.layer_kernels import LayerKernels
 from twinpool.engine.runner.numerics_class import code_digest, numerics_class
-from twinpool.engine.tensors.row_exact_linear import Numerics
+from twinpool.engine.tensors.row_exact_linear import Numerics, RowExactLinear
+from twinpool.engine.weight_formats.block_weight import Inputs
 
 log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
@@ -88,14 +91,34 @@ def weights_kept(config: EngineConfig, *, gpu: bool, gguf: bool = False, torch_a
     return "dense"
 
 
+def inputs_of(config: EngineConfig, quantization: Quantization, *, gpu: bool) -> Inputs:
+    """How rows are multiplied with weights of whole numbers: `engine.activations`. Raises `ConfigError` on a GPU."""
+    if config.activations == "int8":
+        if gpu:
+            raise ConfigError("engine.activations=int8 is for CPUs: set engine.activations=as_stored")
+        return "int8"
+    return "int8_by_row" if config.activations == "as_stored" and quantization.int8_inputs and not gpu else "float"
+
+
+def check_inputs(config: EngineConfig, linears: Iterable[RowExactLinear], name: str) -> None:
+    """Raise `ConfigError` where int8 was asked for and none of a model's products is computed so."""
+    if config.activations == "int8" and not any(linear.int8 for linear in linears):
+        raise ConfigError(
+            f"engine.activations=int8 is about weights of whole numbers, and {name} has none as it is kept: set "
+            "engine.weights=int8 or int4, or engine.activations=as_stored"
+        )
+
+
 @cache
 def class_of(config: EngineConfig, dtype: torch.dtype, device: torch.device, gguf: bool = False) -> str:
     """The numerics class of an engine of this process that computes in `dtype`: of machine and libraries
     (`engine.runner.numerics_class`), of Triton where it computes, of this build's code, and of how a CPU keeps
-    weights (`weights_kept`; `gguf`: the checkpoint is a GGUF file), since expanded ones are rounded."""
+    weights (`weights_kept`; `gguf`: the checkpoint is a GGUF file), since expanded ones are rounded, and multiplies
+    them."""
     # On a GPU all are expanded, and the class tells GPUs from CPUs.
     kept = weights_kept(config, gpu=False, gguf=gguf) if device.type == "cpu" else "as_stored"
     suffix = "" if kept == "as_stored" else f"/weights-{kept}"
+    suffix += "" if config.activations == "as_stored" else f"/activations-{config.activations}"
     return f"{_class_of_kernels(config, dtype, device)}/code-{code_digest()}{suffix}"
 
 

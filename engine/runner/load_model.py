@@ -29,8 +29,10 @@ from twinpool.engine.models.model_base import Model
 from twinpool.engine.native import current_kernels
 from twinpool.engine.runner.kernel_choice import (
     attention_for,
+    check_inputs,
     check_state,
     class_of,
+    inputs_of,
     kernels_for_config,
     wants_triton,
     weights_kept,
@@ -133,10 +135,12 @@ def _read(
     dtype, triton = dtype_for(model.spec, config), wants_triton(config, device)
     gpu, gguf = device.type != "cpu", is_gguf(model.spec.path)
     keep = weights_kept(config, gpu=gpu, gguf=gguf, torch_alone=kernels is None)
-    weights = Weights(model.spec, dtype, device, shard, triton=triton, keep=keep)
+    inputs = inputs_of(config, model.spec.quantization, gpu=gpu)
+    weights = Weights(model.spec, dtype, device, shard, triton=triton, keep=keep, inputs=inputs)
     try:
         with current_kernels.using(kernels):
             decoder = model.build(weights)
+            check_inputs(config, weights.linears, model.spec.name)
         decoder.kernels = kernels
     finally:
         weights.close()

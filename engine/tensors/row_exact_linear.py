@@ -58,6 +58,8 @@ class RowExactLinear:
         self.dtype, self.device = weight_nk.dtype, weight_nk.device
         self.blocks = not isinstance(weight_nk, Tensor)
         """Whether the weight is kept in blocks, and unpacked by each product."""
+        self.int8 = not isinstance(weight_nk, Tensor) and weight_nk.inputs != "float"
+        """Whether rows are quantised before they are multiplied."""
         self.nbytes = weight_nk.nbytes
         self.heights = tuple(part.shape[0] for part in weight_nk.parts) if isinstance(weight_nk, BlockStack) else ()
         native = _native(weight_nk, bias_n)
@@ -112,7 +114,7 @@ class HeadLinear(RowExactLinear):
         native = kernels.packed_heads(weight_hkn) if kernels is not None and multiplies else None
         self.row_exact = native is not None
         self.product = native or partial(_product_by_head, weight_hkn=weight_hkn)
-        self.blocks, self.nbytes = False, weight_hkn.nbytes
+        self.blocks, self.int8, self.nbytes = False, False, weight_hkn.nbytes
 
 
 def _product_by_head(x_mk: Tensor, weight_hkn: Tensor) -> Tensor:
@@ -131,7 +133,8 @@ class StackedLinear(RowExactLinear):
         self.shape = (sum(part.shape[0] for part in parts), first.shape[1])
         self.row_exact = all(part.row_exact for part in parts)
         self.product = partial(_products, parts=[part.product for part in parts])
-        self.blocks, self.nbytes = any(part.blocks for part in parts), sum(part.nbytes for part in parts)
+        self.blocks, self.int8 = any(part.blocks for part in parts), any(part.int8 for part in parts)
+        self.nbytes = sum(part.nbytes for part in parts)
 
 
 def _products(x_mk: Tensor, parts: Sequence[Product]) -> Tensor:

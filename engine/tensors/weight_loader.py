@@ -30,11 +30,13 @@ from twinpool.engine.weight_formats.block_formats import PARTS, StoredWeight, qu
 from twinpool.engine.weight_formats.block_weight import (
     BlockWeight,
     Code,
+    Inputs,
     Weight,
     dense,
     like_runs,
     quantise,
     stack_rows,
+    with_inputs,
 )
 from twinpool.engine.weight_formats.gguf_formats import GGUF_TYPES
 
@@ -135,6 +137,7 @@ class LoadFiles:
     gpu: bool = False
     """Whether weights are for a GPU, though it may be the meta device that they are built on."""
     keep: str = "as_stored"
+    inputs: Inputs = "float"
     quantised: Collection[str] = ()
     """The layers of which a weight is stored in blocks, by their full names."""
     roots: dict[str, str] = field(default_factory=dict)
@@ -175,15 +178,18 @@ class Weights:
         *,
         triton: bool = False,
         keep: str = "as_stored",
+        inputs: Inputs = "float",
         prefix: str = "",
         files: LoadFiles | None = None,
     ) -> None:
-        """`triton`: layers compute with Triton's kernels where they have any. `keep`: the setting
-        `engine.weights`."""
+        """`triton`: layers compute with Triton's kernels where they have any. `keep`: `engine.weights`. `inputs`: how
+        rows are multiplied with weights of whole numbers."""
         self.spec, self.dtype, self.device, self.shard = spec, dtype, device, shard
         self._prefix = prefix
         gpu = device.type not in ("cpu", "meta")
-        self._files = files or LoadFiles(triton=triton, gpu=gpu, keep=keep, quantised=quantised_layers(spec.headers))
+        self._files = files or LoadFiles(
+            triton=triton, gpu=gpu, keep=keep, inputs=inputs, quantised=quantised_layers(spec.headers)
+        )
 
     @classmethod
     def dry(
@@ -193,11 +199,12 @@ class Weights:
         shard: Shard = WHOLE,
         keep: str = "as_stored",
         *,
+        inputs: Inputs = "float",
         gpu: bool = False,
     ) -> Weights:
         """Weights on the meta device: shapes are checked, nothing is read. Bytes are counted as a CPU, or a `gpu`,
         would hold them."""
-        weights = cls(spec, dtype, _META, shard, keep=keep)
+        weights = cls(spec, dtype, _META, shard, keep=keep, inputs=inputs)
         weights._files.gpu = gpu
         return weights
 
@@ -428,7 +435,7 @@ class Weights:
         """
         parts: list[RowExactLinear] = []
         first = 0
-        for weight in (self.stacked(run) for run in like_runs(weights)):
+        for weight in (with_inputs(self.stacked(run), self._files.inputs) for run in like_runs(weights)):
             bias = None if bias_n is None else bias_n[first : first + weight.shape[0]]
             parts.append(RowExactLinear(weight, bias, partial=partial))
             first += weight.shape[0]

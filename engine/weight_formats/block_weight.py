@@ -8,8 +8,8 @@ This is the one form in which products take a quantised weight, whatever the che
 computed in float32 from left to right. Column j is the input's column order_k[j] where columns were reordered (GPTQ's
 `desc_act`). `block_formats` reads the layouts of published checkpoints' folders, `gguf_formats` those of GGUF files.
 
-Every product is with these values, summed in float32: activations aren't quantised, so that a checkpoint that
-declares quantised activations (W8A8) computes closer to the model that it was made from than it asks for.
+A product is with these values and summed in float32. Or, where `inputs` says so and codes are whole numbers, its rows
+are quantised first: `quantised_inputs` is the definition of that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import gcd
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,13 @@ SMALLEST_GROUP = 8
 """Columns that share a scale in the part of a rank whose columns begin within a group, at least."""
 _TILE_BYTES = 8 << 20
 """Bytes of float32 that a product in torch unpacks at once, about."""
+
+
+INPUT_BLOCK = 32
+"""Columns of a row of activations that share a scale, where they are quantised by block."""
+Inputs = Literal["float", "int8", "int8_by_row"]
+"""How rows of activations are multiplied: as they come; or in int8, with a scale for each `INPUT_BLOCK` columns, or
+for a whole row (of what a rank has)."""
 
 
 class Code(Enum):
@@ -98,6 +105,8 @@ class BlockWeight:
     """[n, spans] float16, or None for 1: a factor of the offsets of a span."""
     paired: bool = False
     """Whether `scales` are uint8 of two whole numbers each: a scale in the low half, an offset in the high one."""
+    inputs: Inputs = "float"
+    """How the rows are multiplied that it is multiplied with."""
     order_k: Tensor | None = None
     """[k] int64: the input column that column j is multiplied with, where they were reordered so that those of a group
     lie together; None: j."""
@@ -120,7 +129,14 @@ class BlockWeight:
         """What rows of two weights must have alike to be rows of one."""
         parts = (getattr(self, name) for name in (*_BY_GROUP, *_BY_SPAN))
         dtypes = tuple(part if part is None else part.dtype for part in parts)
-        return self.code, self.group, self.span, self.shape[1], self.zero, self.paired, self.dtype, dtypes
+        rest = (self.zero, self.paired, self.dtype, self.inputs)
+        return self.code, self.group, self.span, self.shape[1], *rest, dtypes
+
+    def with_inputs(self, inputs: Inputs) -> BlockWeight:
+        """The weight to be multiplied with rows as `inputs` says; with rows as they come, where its codes aren't whole
+        numbers or its groups don't make up blocks of rows."""
+        whole = not self.group % INPUT_BLOCK or self.group in (8, 16) or self.group >= self.shape[1]
+        return replace(self, inputs=inputs if whole and self.code is not Code.E4M3 else "float")
 
     def unpack(self, rows: slice = slice(None), dtype: torch.dtype = torch.float32) -> Tensor:
         """Some rows of the weight, [n, k], its columns in the order of the input; computed in float32."""
@@ -268,6 +284,14 @@ class BlockStack:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
+    @property
+    def inputs(self) -> Inputs:
+        """How rows are multiplied with those parts that don't take them as they come."""
+        return max((part.inputs for part in self.parts), key=lambda inputs: inputs != "float")
+
+    def with_inputs(self, inputs: Inputs) -> BlockStack:
+        return BlockStack(tuple(part.with_inputs(inputs) for part in self.parts))
+
     def dense(self) -> Tensor:
         """The whole weight, in the dtype to compute in."""
         return torch.cat([part.dense() for part in self.parts])
@@ -286,6 +310,11 @@ def scale_values(scales: Tensor) -> Tensor:
 
 def dense(weight: Weight) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.dense()
+
+
+def with_inputs(weight: Weight, inputs: Inputs) -> Weight:
+    """The weight to be multiplied with rows as `inputs` says, where it can be."""
+    return weight if isinstance(weight, Tensor) else weight.with_inputs(inputs)
 
 
 def select_rows(weight: Weight, order_n: Tensor) -> Weight:
@@ -367,6 +396,25 @@ def unpack_codes(codes: Tensor, code: Code) -> Tensor:
     return (words >> shifts & (1 << code.bits) - 1).to(torch.uint8).flatten(1)
 
 
+def quantised_inputs(x_mk: Tensor, inputs: Inputs) -> Tensor:
+    """Rows of activations as `inputs` says, [m, k] float32: of int8, numbers of -127 to 127 times their scale.
+
+    A scale is the largest value / 127; a number is the value times 127 / the largest, rounded to the nearest (ties to
+    even), in float32. Where the largest is below 2^-100, all are zero. A value that isn't finite makes its whole block
+    so.
+    """
+    x = x_mk.float()
+    if inputs == "float":
+        return x
+    m, k = x.shape
+    size = k if inputs == "int8_by_row" else INPUT_BLOCK
+    blocks = F.pad(x, (0, -k % max(size, 1))).view(m, -1, max(size, 1))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    inverse = torch.full_like(largest, 127.0) / largest  # A number over a tensor is a product with its reciprocal.
+    numbers = torch.round(blocks * inverse) * (largest / 127.0)
+    return torch.where(largest < 2.0**-100, 0.0, numbers).view(m, -1)[:, :k]
+
+
 class BlockProduct:
     """``x @ weight.T + bias`` in torch's operations, a tile of rows of the weight unpacked at a time."""
 
@@ -382,10 +430,11 @@ class BlockProduct:
 
     def __call__(self, x_mk: Tensor) -> Tensor:
         """[m, k] to [m, n], in the dtype of x; computed in float32 and rounded once."""
-        x, out = x_mk.float(), x_mk.new_empty(len(x_mk), sum(part.shape[0] for part in self._parts))
+        out = x_mk.new_empty(len(x_mk), sum(part.shape[0] for part in self._parts))
         above = 0
         for part in self._parts:
             n = part.shape[0]
+            x = self._rows_for(x_mk, part)
             for first in range(0, n, self._rows):
                 last = min(first + self._rows, n)
                 to = slice(above + first, above + last)
@@ -394,3 +443,10 @@ class BlockProduct:
                 )
             above += n
         return out
+
+    def _rows_for(self, x_mk: Tensor, part: BlockWeight) -> Tensor:
+        """The rows as they are multiplied with a part; its reordered columns are quantised in their own order."""
+        if part.order_k is None or part.inputs == "float":
+            return quantised_inputs(x_mk, part.inputs)
+        quantised = quantised_inputs(x_mk[:, part.order_k], part.inputs)
+        return torch.empty_like(quantised).index_copy_(1, part.order_k, quantised)

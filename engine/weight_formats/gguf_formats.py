@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ def read_gguf_blocks(kind: str, rows: Tensor, dtype: torch.dtype, file_rows_n: T
     first ones. Raises `CheckpointError` for a scale that is no finite number, which names its row in the file.
     """
     form = GGUF_TYPES[kind]
-    parts = dict(form.read(_BlockBytes(rows.view(len(rows), -1, form.nbytes))))
+    parts: dict[str, Any] = dict(form.read(_BlockBytes(rows.view(len(rows), -1, form.nbytes))))
     for name in ("scales", "factors", "offsets", "offset_factors"):
         part = parts.get(name)
         if part is None or part.dtype != torch.float16 or part.device.type == "meta":

@@ -1,5 +1,6 @@
-"""The order in which products of bfloat16 rows are added up (engine/native/tile_gemm.h), one operation after the other
-in float64 that is rounded: the definition that kernels are compared with, bit for bit."""
+"""The orders in which products are added up, one operation after the other in float64 that is rounded: the definitions
+that kernels are compared with, bit for bit. Of rows of bfloat16 (engine/native/tile_gemm.h), and of rows that are
+quantised to int8 (engine/native/int8_gemm.h)."""
 
 from __future__ import annotations
 
@@ -62,6 +63,45 @@ def block_product(x_mk: Tensor, weight: BlockWeight, bias_n: Tensor | None = Non
         if offset is not None:
             sums = _fma(_chain(x[:, columns], torch.ones(1, own.shape[1])), offset[None], sums)
     return (sums if bias_n is None else _add(sums, bias_n)).bfloat16()
+
+
+def quantised_rows(x_mk: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Numbers [m, k] in float64, and the scale of each column's block [m, k] in float32, for blocks of `size`
+    columns."""
+    numbers, scales = torch.zeros(x_mk.shape, dtype=torch.float64), torch.zeros(x_mk.shape)
+    for first in range(0, x_mk.shape[1], size):
+        block = x_mk[:, first : first + size].double()
+        largest = block.abs().max(1, keepdim=True).values
+        inverse = (127 / largest).float().double()
+        whole = (block * inverse).float().round()  # Of two that are as near, the even one.
+        numbers[:, first : first + size] = torch.where(largest < 2.0**-100, 0.0, whole.double())
+        scales[:, first : first + size] = torch.where(largest < 2.0**-100, 0.0, largest / 127).float()
+    return numbers, scales
+
+
+def int8_product(x_mk: Tensor, weight: BlockWeight, bias_n: Tensor | None = None) -> Tensor:
+    """``x @ w.T + bias``, [m, n] in the dtype of x, of rows that are quantised as the weight's `inputs` says."""
+    if weight.order_k is not None:
+        x_mk = x_mk[:, weight.order_k]
+    by_row, k = weight.inputs == "int8_by_row", x_mk.shape[1]
+    numbers, scales = quantised_rows(x_mk, k if by_row else 32)
+    values, sums = _numbers(weight).double(), torch.zeros(len(x_mk), weight.shape[0])
+    whole = -(-k // 32) * 32
+    group = whole if weight.group >= k else weight.group
+    unit = group if by_row and not whole % group else min(group, 32)
+    for first in range(0, k, unit):
+        at, columns = first // weight.group, slice(first, min(first + unit, k))
+        own = values[:, columns]
+        if weight.zeros is not None:
+            own = own - weight.zeros[:, at, None].double()
+        scale, offset = _scale(weight, at, first // (weight.span or k))
+        of_row = scales[:, first, None].double()
+        scaled = ((numbers[:, columns] @ own.T).float().double() * of_row).float()
+        sums = (scaled.double() * scale.double() + sums.double()).float()
+        if offset is not None:
+            added = (numbers[:, columns].sum(1, keepdim=True).float().double() * of_row).float()
+            sums = (added.double() * offset.double() + sums.double()).float()
+    return (sums if bias_n is None else sums + bias_n).to(x_mk.dtype)
 
 
 def _numbers(weight: BlockWeight) -> Tensor:
