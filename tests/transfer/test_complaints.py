@@ -144,7 +144,7 @@ def test_pages_are_never_decoded_after_their_room_expired(plane: str) -> None:
         leases = both.open(prompt)
         room = both.sender_rooms[prompt.room]
         target, ticket, link = room.target, room.ticket, both.sender_peers[b"decode-0:1"].link
-        both.clock.advance(both.receiver._config.room_timeout_s + 1)
+        both.clock.advance(both.receiver_rooms._config.room_timeout_s + 1)
         both.outcomes += both.receiver.poll()
         (broken,) = both.outcomes
         assert isinstance(broken, HandoverFailed)

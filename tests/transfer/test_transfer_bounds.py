@@ -202,6 +202,24 @@ def test_notices_that_wait_for_writes_are_bounded() -> None:
         held.add(RoomId("r"), b"n", 9, 2)
 
 
+def test_writes_that_came_before_an_earlier_one_are_counted_up_to_a_bound_and_no_further() -> None:
+    """A writer has no more under way: what is beyond would be kept for ever."""
+    held, room = OrderedNotices(1, lambda sources, rank: frozenset({0})), RoomId("r")
+    held.open(room)
+    for number in (*range(2, MAX_HELD + 1), MAX_HELD + 1, 0, -1):
+        held.settled(0, room, 0, number)
+    assert held.add(room, b"last", MAX_HELD, 1) == []
+    held.settled(0, room, 0, 1)
+    assert held.due() == [b"last"], "the last write within the bound has counted"
+    assert held.add(room, b"beyond", MAX_HELD + 1, 1) == [], "the one beyond it has not"
+    held.settled(0, room, 0, MAX_HELD + 1)
+    assert held.due() == [b"beyond"], "now it is the next one"
+    for _ in range(2):
+        held.settled(0, room, 0, 7)
+    assert held.add(room, b"again", MAX_HELD + 2, 1) == [], "a write that is told of twice is one"
+    assert not any(held._rooms[room].ahead.values()), "nor is it kept for later"
+
+
 # ------------------------------------------------------------ what a writer keeps for later
 
 

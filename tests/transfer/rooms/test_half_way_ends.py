@@ -59,11 +59,33 @@ def test_a_writer_that_does_not_answer_is_asked_again_after_a_while_and_not_at_e
             for _ in range(5):
                 both.receiver.poll()
             assert len([x for x in said if isinstance(x, m.AbortRoom)]) == len(asked) + again
-            both.clock.advance(both.receiver._config.link_timeout_s)
+            both.clock.advance(both.receiver_rooms._config.link_timeout_s)
             both.receiver.poll()
         both.released(prompt.room)
         both.quiet()
         assert both.outcomes == [], "it was given up without an outcome, and gets none"
+
+
+def test_the_receiver_is_due_when_the_first_writer_that_did_not_answer_is_asked_again() -> None:
+    """A worker that has nothing else to do sleeps until then; granted rooms beside it have another time."""
+    with ends(SPEC, "shm", transfer={"link_timeout_s": 3.0, "room_timeout_s": 40.0}) as both:
+        granted = both.prompt(24)
+        both.open(granted)
+        rooms = [granted]
+        for _ in range(2):
+            both.clock.advance(2.0)
+            rooms.append(in_quarantine(both))
+        assert both.receiver.next_deadline == 2.0 + 3.0
+        both.clock.advance(1.0)
+        both.receiver.poll()
+        assert both.receiver.next_deadline == 4.0 + 3.0, "the other one; the first was asked again just now"
+        for room in rooms[1:]:
+            both.released(room.room)
+        both.until(lambda: both.receiver.rooms == 1, "the writer's word to both")
+        assert both.receiver.next_deadline == 40.0
+        both.receiver.abort(granted.room, "over")
+        both.quiet()
+        assert both.receiver.next_deadline is None
 
 
 def test_after_a_cut_each_room_says_its_own_last_message_again_and_the_writer_takes_it_as_said_once() -> None:

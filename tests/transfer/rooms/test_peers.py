@@ -521,14 +521,14 @@ def test_b3_a_writer_that_nobody_reaches_any_more_is_forgotten_by_its_readers() 
         both.sender_peers._inbox.close()
         both.sender_peers._inbox.receive = list  # type: ignore[method-assign]
         both.until(lambda: writer.down_since is not None, "the connection to be cut")
-        both.clock.advance(both.receiver._config.link_timeout_s + 1)
+        both.clock.advance(both.receiver_rooms._config.link_timeout_s + 1)
         broken = both.outcome(prompt.room)
         assert isinstance(broken, HandoverFailed)
         assert "not back after" in broken.message
         assert not [o for o in both.outcomes if o.room == other.room], "the rooms of others have nothing to do with it"
         both.receiver.abort(other.room, "enough")
         assert writer in both.receiver_peers.values()
-        both.clock.advance(both.receiver._config.peer_forget_s)
+        both.clock.advance(both.receiver_rooms._config.peer_forget_s)
         both.receiver.poll()
         assert writer not in both.receiver_peers.values()
         assert len(descriptors()) < len(before)

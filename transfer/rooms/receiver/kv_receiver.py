@@ -57,7 +57,7 @@ class KVReceiver:
     ) -> None:
         """`slots`: the number of metadata slots. `verify`: whether digests of pages are computed when they arrive."""
         self.fingerprint = fingerprint
-        self._plane, self._pools, self._device, self._config, self._clock = plane, pools, device, config, clock
+        self._plane, self._pools, self._device, self._clock = plane, pools, device, clock
         memory = plane.allocate("slots", slots * SLOT_BYTES).view(slots, SLOT_BYTES)
         self.slots = PageAllocator("metadata slots", slots)
         self._peers = ReceiverPeers(name, incarnation, fingerprint, plane, pools, config, transport, clock)
@@ -178,10 +178,9 @@ class KVReceiver:
     @property
     def next_deadline(self) -> float | None:
         """When `poll` is due although nothing arrives, by the clock; None where no deadline runs."""
-        granted = [r for r in self._rooms.values() if r.state is ReceiverState.GRANTED]
         looking = [self._clock.now() + _LOOK_AGAIN_S] if self.checking else []
-        due = [self._peers.next_deadline, *looking, *(r.heard + self._config.room_timeout_s for r in granted)]
-        return min((at for at in due if at is not None), default=None)
+        due = [at for at in (self._peers.next_deadline, self._rooms.next_deadline, *looking) if at is not None]
+        return min(due, default=None)
 
     def check(self) -> list[str]:
         found = self.slots.check()

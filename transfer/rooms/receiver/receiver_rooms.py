@@ -231,13 +231,22 @@ class ReceiverRooms(RoomTable[ReceiverRoom, ReceiverOutcome, m.HandoverReceived]
 
     def expire(self) -> None:
         """Fail granted rooms of which nothing was heard for long, and repeat aborts whose answer is late."""
-        now, limit = self._clock.now(), self._config.room_timeout_s
-        granted = [r for r in self._rooms.values() if r.state is ReceiverState.GRANTED]
-        for room in [r for r in granted if r.heard <= now - limit]:
-            self.fail(room, f"nothing came for {limit:g} s", "silence")
-        for room in [r for r in self._rooms.values() if r.aborting]:
-            if now - room.asked >= self._config.link_timeout_s:  # The writer's answer may be lost, with a connection.
+        now = self._clock.now()
+        for room in [r for r in self._rooms.values() if (due := self._due(r)) is not None and now >= due]:
+            if room.aborting:  # The writer's answer may be lost, with a connection.
                 self._ask(room, room.abort("given up"))
+            else:
+                self.fail(room, f"nothing came for {self._config.room_timeout_s:g} s", "silence")
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `expire` is due, by the clock; None where no room waits for its writer."""
+        return min((due for room in self._rooms.values() if (due := self._due(room)) is not None), default=None)
+
+    def _due(self, room: ReceiverRoom) -> float | None:
+        if room.aborting:
+            return room.asked + self._config.link_timeout_s
+        return room.heard + self._config.room_timeout_s if room.state is ReceiverState.GRANTED else None
 
     # ------------------------------------------------------------ peers that went
 
