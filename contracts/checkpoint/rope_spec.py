@@ -88,9 +88,10 @@ def rope_kind(config: JsonFields) -> str:
 
 
 def unknown_rope_keys(config: JsonFields) -> dict[str, object]:
-    """The keys of the scaling that its kind doesn't go by, in transformers as here, with their values."""
+    """The keys of the scaling that its kind doesn't go by, in transformers as here, with their values. To be called
+    once the rope was read: a table that nobody asked for is an unknown key as a whole."""
     found: dict[str, object] = {}
-    for name in _TABLES:
+    for name in [name for name in _TABLES if name in config.read]:
         table = config.table(name)
         parts = {f"{name}.{key}": part for key, part in table.items() if isinstance(part, Mapping)} or {name: table}
         for prefix, part in parts.items():

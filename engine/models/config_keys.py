@@ -162,8 +162,7 @@ def check_keys(model: str, config: JsonFields) -> tuple[str, ...]:
             raise CheckpointError(f"{config.path}: {text}")
     known |= set(CACHE)
     given = {key: value for key, value in config.values.items() if key not in known and not key.startswith("_")}
-    if "rope_parameters" in config.read:
-        given |= unknown_rope_keys(config)
+    given |= unknown_rope_keys(config)
     return tuple(f"{key}={value!r:.60}" for key, value in sorted(given.items()) if value not in _OFF)
 
 

@@ -11,6 +11,7 @@ import inspect
 import json
 import logging
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,52 @@ def test_keys_that_only_other_programs_know_are_named_in_one_warning(
     for key, value in GRANITE.items():
         assert f"{key}={value}" in said
     assert "use_cache" not in said
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "gain": 2.0, "off": None}},
+         ["rope_parameters.gain=2.0"]),
+        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 32}},
+         ["rope_scaling.beta_fast=32"]),
+        ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "gain": 3},
+                                        "sliding_attention": {"rope_type": "default", "gain": 4}}},
+         ["rope_parameters.full_attention.gain=3", "rope_parameters.sliding_attention.gain=4"]),
+    ],
+)  # fmt: skip
+def test_keys_of_a_rope_that_its_kind_does_not_go_by_are_named_with_their_table(
+    folders: dict[str, Path],
+    family: str,
+    changes: dict[str, Any],
+    named: list[str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    read_model(copy_checkpoint(folders[family], tmp_path / "turned", **changes))
+    assert [record.getMessage().rpartition("wrong): ")[2].split(", ") for record in caplog.records] == [named]
+
+
+def test_each_checkpoint_is_warned_of_once_and_again_when_it_has_other_keys(
+    folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two of the same unknown key, and one that is replaced by another of the same name."""
+    said = list[tuple[str, str]]()
+
+    def read(name: str, **keys: float) -> None:
+        shutil.rmtree(tmp_path / name, ignore_errors=True)
+        folder = copy_checkpoint(folders["llama"], tmp_path / name, **keys)
+        for _ in range(2):
+            read_model(folder)
+        for record in caplog.records:
+            text = record.getMessage()
+            said.append((Path(text.partition(": ")[0]).parent.name, text.rpartition("wrong): ")[2]))
+        caplog.clear()
+
+    read("one", gain=2.0)
+    read("other", gain=2.0)
+    read("one", loss=3.0)
+    assert said == [("one", "gain=2.0"), ("other", "gain=2.0"), ("one", "loss=3.0")]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.engine.native import compile_kernels as build
 from twinpool.engine.native import compile_kernels as native
+from twinpool.engine.runner import numerics_class as numerics
 from twinpool.engine.runner.kernel_choice import class_of, hold_to_class
 from twinpool.engine.runner.numerics_class import COMPUTES, ENGINE, code_digest, digest, digest_of, numerics_class
 
@@ -93,6 +95,31 @@ def test_the_digest_is_of_results_alone_and_the_same_each_time(level: str) -> No
         torch.set_num_threads(1)
         assert digest(kernels, dtype) == first
     assert digest(None, torch.float32) != digest(None, torch.bfloat16)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_digest_is_computed_by_one_thread_and_the_others_are_back_afterwards(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries divide sums by their threads, as this processor's may or may not."""
+    computed_by: list[int] = []
+
+    def results(dtype: torch.dtype) -> list[torch.Tensor]:
+        computed_by.append(torch.get_num_threads())
+        if fails:
+            raise RuntimeError("no such product")
+        return [torch.zeros(2)]
+
+    monkeypatch.setattr(numerics, "_results", results)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(RuntimeError, match="no such product") if fails else nullcontext():
+            digest(None, torch.float32)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert computed_by == [1]
 
 
 def test_a_sum_in_another_order_is_another_digest(monkeypatch: pytest.MonkeyPatch) -> None:
