@@ -9,6 +9,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -94,11 +95,14 @@ class Server:
         """Let the loop run until `is_so`; fails after some seconds."""
 
         async def run() -> None:
-            async with asyncio.timeout(WAIT_S):
-                while not is_so():
-                    await asyncio.sleep(0.001)
+            deadline = time.monotonic() + WAIT_S
+            while not is_so():
+                assert time.monotonic() < deadline, "it never is so"
+                await asyncio.sleep(0.001)
 
-        asyncio.run_coroutine_threadsafe(run(), self.loop).result(WAIT_S + 1)
+        future = asyncio.run_coroutine_threadsafe(run(), self.loop)
+        assert wait([future], WAIT_S + 1).done, "the router's loop has ended"
+        future.result()
 
     def wait_ended(self) -> None:
         """Wait until the router has ended by itself; fails after some seconds."""
@@ -206,6 +210,7 @@ def router_config(**changes: Any) -> Config:
 
 async def eventually(is_so: Callable[[], bool], within_s: float = WAIT_S) -> None:
     """Let other tasks run until `is_so`."""
-    async with asyncio.timeout(within_s):
-        while not is_so():
-            await asyncio.sleep(0)
+    deadline = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < deadline, "it never is so"
+        await asyncio.sleep(0)

@@ -415,6 +415,40 @@ def test_b2_too_many_that_run_for_nobody_are_cancelled(model: Path) -> None:
         forget(c)
 
 
+def test_the_last_one_that_may_run_for_nobody_is_kept_when_it_ends(model: Path, calm: dict[str, Any]) -> None:
+    """It doesn't take room from itself."""
+    with company(model, decode={"kept_answers": 1}, clock=ManualClock(100.0), decodes=1) as c:
+        rid = c.submit(PROMPT, GREEDY, name=NAME)
+        c.until(generated(c, rid, 3), "its middle")
+        drop(c)
+        for _ in range(100):
+            turn(c)
+        assert c.decode("decode-0").status().running == 0
+        kept = [(list(one.tokens), one.running, one.reason) for one in finds(attach(c)[0])]
+        assert kept == [(calm["tokens"], False, "length")]
+        forget(c)
+
+
+def test_b2_what_lost_its_router_while_its_grammar_was_compiled_has_the_bounds_of_all_that_run_for_nobody(
+    model: Path,
+) -> None:
+    with company(model, decode={"kept_answers": 1}, clock=ManualClock(100.0), decodes=1) as c:
+        c.submit(PROMPT, GREEDY, name=NAME)
+        (asked,) = [sent for name, sent in c.sent if name == "decode-0" and isinstance(sent, Submit)]
+        give_up(c, SESSION)
+        worker = c.decode("decode-0")
+        for number in range(2):
+            name = replace(NAME, key=f"key {number}")
+            late = replace(asked, request_id=RequestId(f"late {number}"), room=RoomId(f"room {number}"), name=name)
+            worker._take(UNOWNED, late, None)  # As the gate does with what has passed.
+            assert worker.check().violations == ()
+        left = [(one.submit.request_id, one.deadline) for one in worker._request_table]
+        assert left == [("late 0", 100.0 + c.config.decode.kept_answer_s)], "for one of them there is room"
+        assert left[0][1] < 100.0 + asked.deadline_s
+        worker.handle(UNOWNED, Cancel(left[0][0], 0))
+        turn(c)
+
+
 @pytest.mark.parametrize("stage", ["offered", "given"])
 def test_a_migration_that_lost_its_router_ends_with_one_worker_that_has_it(
     model: Path, calm: dict[str, Any], stage: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.cache.manager.parts import Parts
 from tests.support.cache_harness import World
 from tests.support.cache_requests import Visitor
 from tests.support.pool_sets import pool_sets
@@ -63,6 +64,32 @@ def test_pages_that_a_window_uses_again_come_under_new_epochs() -> None:
     assert all(epoch > before[index] for index, epoch in now), "who has an old table of them is stale"
     world.leave(visitor)
     world.settle()
+
+
+def test_a_window_sets_pages_aside_for_what_is_to_come_and_within_its_share() -> None:
+    """A request of eight pages, a page a step; whoever looks twice changes nothing."""
+    parts = Parts("full+window")
+    allocation, tokens, seen = parts.open(8), parts.pools.spec.page_tokens, list[tuple[int, int]]()
+    for step in range(1, 9):
+        assert parts.running.extend(allocation, step * tokens) == step * tokens
+        for _ in range(2):
+            parts.running.free_window_pages(allocation, step * tokens)
+            spare = allocation.spare.get("window")
+            seen.append((len(spare) if spare is not None else 0, allocation.own("window")))
+    wanted = [(3, 4), (2, 4), (2, 4), (2, 4), (2, 4), (2, 4), (1, 3), (0, 2)]
+    assert seen == [one for one in wanted for _ in range(2)], "spare pages, and all of its own"
+    parts.allocations.free(allocation)
+
+
+def test_where_no_page_of_a_window_pool_is_free_none_is_set_aside() -> None:
+    parts = Parts("full+window")
+    allocation, allocator = parts.open(8), parts.pools.allocators["window"]
+    assert parts.running.extend(allocation, parts.pools.spec.page_tokens) == parts.pools.spec.page_tokens
+    others = allocator.lease(allocator.free, "others")
+    parts.running.free_window_pages(allocation, parts.pools.spec.page_tokens)
+    assert allocation.own("window") == 1
+    others.release()
+    parts.allocations.free(allocation)
 
 
 def test_a_window_waits_for_the_step_under_way_and_not_for_anybody_else() -> None:

@@ -39,6 +39,26 @@ def test_pages_of_a_lock_that_were_loaded_in_front_of_others_come_first() -> Non
     assert lock.on_device("window") == [loaded, behind]
 
 
+@pytest.mark.parametrize("way", ["lock", "hold"])
+def test_of_a_node_that_is_used_in_part_the_other_part_was_not_used(way: str) -> None:
+    """So the pages behind a prefix that many share are not kept as if they were as hot."""
+    tree, allocator = RadixTree(pool_sets()["full"]), PageAllocator("full pages", 9, first=1)
+    prefix = TokenPrefix.of(range(16), 4)
+    tree.insert(prefix, {"full": [PageOffer(0, allocator.lease(4, "request"), (1, 2, 3, 4))]})
+    (node,) = tree.accounts.nodes()
+    before = node.hits, node.used
+    if way == "lock":
+        lock = tree.lock(tree.match(prefix.head(3)), "request")
+    else:
+        lock, _ = tree.hold(prefix.head(3), {"full": range(3)}, "request", host=False)
+    upper, lower = sorted(tree.accounts.nodes(), key=lambda n: n.start)
+    assert (upper.pages, lower.pages) == (3, 1)
+    assert (lower.hits, lower.used) == before
+    assert (upper.hits, upper.used > before[1]) == (before[0] + 1, True)
+    assert [hot.hits for hot in tree.hottest("full", 9)] == [before[0]]
+    tree.locks.unlock(lock)
+
+
 def test_a_match_from_before_something_was_invalidated_is_not_locked() -> None:
     tree, allocator = RadixTree(pool_sets()["full"]), PageAllocator("full pages", 30, first=1)
     first, second = (TokenPrefix.of(range(n, n + 8), 4) for n in (0, 50))

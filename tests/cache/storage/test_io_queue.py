@@ -251,6 +251,38 @@ def test_inline_tickets_can_be_cancelled_and_end_with_the_queue(inline: InlineIo
     assert inline.submit_exists([name(1)]).result() == [False]
 
 
+def test_of_a_chain_one_write_runs_at_a_time_whatever_is_cancelled_behind_it(inline: InlineIoQueue) -> None:
+    chain, other = WriteChain(), WriteChain()
+    tickets = [inline.submit_write([item(n)], chain) for n in range(3)]
+    beside = inline.submit_write([item(9)], other)
+    end = inline.begin_next()
+    assert end is not None
+    assert inline.run_next(), "the other chain's"
+    assert beside.done
+    assert inline.begin_next() is None, "those behind it wait"
+    late = inline.submit_write([item(3)], chain)
+    assert late.cancel()
+    assert inline.begin_next() is None, "also when one of them was cancelled"
+    end()
+    inline.run_all()
+    assert [ticket.result()[0].ok for ticket in (*tickets, late)] == [True, True, True, False]
+
+
+def test_a_ticket_that_is_seen_to_be_done_has_its_result() -> None:
+    """The loop looks at it while a thread of the queue finishes it."""
+
+    class Watched(StorageTicket[list[ObjectOutcome]]):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if getattr(self, "_state", None) is not None and self.done:
+                assert self._result is not None, f"it was done before {name} was set"
+
+    ticket = Watched(StorageOp.WRITE, [name(1)], lambda: [ObjectOutcome(ObjectVerdict.STORED)], lambda _: False)
+    ticket._start()
+    ticket._carry_out()
+    assert ticket.result()[0].ok
+
+
 @pytest.mark.parametrize("first", ["the cancel", "the failure"])
 @pytest.mark.parametrize("cancelled", [1, 2, 3])
 def test_what_was_cancelled_behind_a_failed_write_lets_none_of_those_between_through(

@@ -14,6 +14,7 @@ from twinpool.cache.device.device_port import HOST
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.cache.memory.memory_layout import LayoutOrder
 from twinpool.cache.pool.tp_ranks import merged
+from twinpool.cache.storage import page_store
 from twinpool.cache.storage.backends.memory_backend import MemoryBackend
 from twinpool.cache.storage.io_queue import InlineIoQueue
 from twinpool.cache.storage.page_store import RankPageStore, merged_outcomes
@@ -138,6 +139,32 @@ def test_a_page_is_fetched_as_the_latest_lookup_has_found_it() -> None:
         backend.delete([one.name("full", key, part) for key in KEYS for part in one.slicer.own("full")])
     assert all(found(reader, "full"))
     assert [outcome.verdict for outcome in fetch(reader, "full")] == [ObjectVerdict.FOUND] * 3
+
+
+def test_what_a_lookup_has_found_is_for_one_fetch_and_not_remembered_behind_it() -> None:
+    """By the next fetch without a lookup this worker may have stored the page itself, and the others' be gone."""
+    whole, backend = headed_sets()["full"], MemoryBackend(secrets.token_hex(8), 1 << 20)
+    others, reader = ranks(whole, 4, backend), ranks(whole, 1, backend)
+    for worker in (others, reader):
+        fill(worker.manager, 5)
+    put(others, "full")
+    assert all(found(reader, "full"))
+    assert [outcome.verdict for outcome in fetch(reader, "full")] == [ObjectVerdict.FOUND] * 3
+    put(reader, "full")
+    for one in others.shelves:
+        backend.delete([one.name("full", key, part) for key in KEYS for part in one.slicer.own("full")])
+    assert [outcome.verdict for outcome in fetch(reader, "full")] == [ObjectVerdict.FOUND] * 3
+    assert not reader.shelves[0].plans
+
+
+def test_the_latest_lookups_alone_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of requests that have left before their fetch nothing else would take them away."""
+    monkeypatch.setattr(page_store, "_REMEMBERED", 2)
+    whole, backend = headed_sets()["full"], MemoryBackend(secrets.token_hex(8), 1 << 20)
+    others, reader = ranks(whole, 4, backend), ranks(whole, 1, backend)
+    put(others, "full")
+    assert all(found(reader, "full"))
+    assert list(reader.shelves[0].plans) == [("full", key) for key in KEYS[-2:]]
 
 
 def test_the_digest_of_a_page_with_parts_of_both_kinds_is_that_of_all_its_ranks() -> None:

@@ -157,6 +157,36 @@ def test_a_state_that_cannot_be_brought_back_now_takes_no_pages(
     world.settle()
 
 
+def test_a_state_whose_leading_pages_the_tree_has_lost_is_not_brought_back_without_them() -> None:
+    """They were not copied, since the tree kept them on the host; then they were found damaged."""
+    world = world_of("all")
+    swapped = swapped_out(world, *computed(world))
+    assert swapped.kept == SHARED
+    before = {pool: one.free for pool, one in world.pools.allocators.items()}
+    world.manager.tree.invalidate(swapped.prefix, SHARED - 1)
+    answer(world)
+    with pytest.raises(StaleLease, match="pages that the tree kept for it were invalidated"):
+        world.manager.swapped.swap_in(swapped, len(TOKENS) + 1)
+    assert all(one.free >= before[pool] for pool, one in world.pools.allocators.items()), "nothing was taken"
+    world.manager.swapped.drop(swapped)
+    world.settle()
+
+
+def test_what_the_tree_has_got_of_a_state_meanwhile_is_not_copied_to_the_device_again() -> None:
+    """Another request has computed the same pages, to the same bits."""
+    world = world_of("full")
+    swapped = swapped_out(world, *computed(world))
+    assert swapped.kept == SHARED
+    visit(world, TOKENS)
+    coming = world.manager.swapped.swap_in(swapped, len(TOKENS) + 1)
+    assert coming is not None
+    assert coming.allocation.depth == PAGES
+    answer(world)
+    world.manager.allocations.free(coming.allocation)
+    world.manager.swapped.drop(swapped)
+    world.settle()
+
+
 def test_a_worker_is_busy_as_long_as_storage_writes_or_reads_for_a_request_that_is_away() -> None:
     """Who is busy looks again soon; who isn't would leave it where it is."""
     world = world_of("all")

@@ -100,6 +100,16 @@ def test_ranks_take_places_and_threads_each() -> None:
     share = cluster.divide(node("n", 12, 64 * GIB, prefill=2, decode=5))
     assert share.workers == {Role.PREFILL: 2, Role.DECODE: 2}
     assert share.threads == 2
+    fewer = cluster.divide(node("n", 12, 64 * GIB, prefill=2, decode=3))
+    assert fewer.workers == {Role.PREFILL: 2, Role.DECODE: 1}, "a place is left over"
+
+
+def test_more_processes_than_cores_take_are_refused_but_where_some_of_a_joined_ray_stay_away() -> None:
+    cluster = prepared("cluster.workers_per_core=2", prefill=2, decode=3)
+    facts = node("n", 2, 64 * GIB, 2, 3)
+    assert cluster.divide(facts).workers == {Role.PREFILL: 2, Role.DECODE: 3}
+    with pytest.raises(MemoryShort, match=r"^5 workers are 5 processes, and 2 cores take 4 "):
+        cluster.divide(replace(facts, node_id=""))
 
 
 @pytest.mark.parametrize("free", [2 * GIB, 4 * GIB, 9 * GIB, 64 * GIB])

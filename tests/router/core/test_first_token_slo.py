@@ -203,6 +203,31 @@ def test_each_of_several_that_come_together_teaches_what_became_of_its_predictio
     assert after.prediction.seconds > 1.05 * before.prediction.seconds, "the second one was late"
 
 
+def test_a_first_token_of_a_second_attempt_teaches_nothing_of_the_first_ones_prediction() -> None:
+    """It came after the time of a worker that was lost, which the one that gave it took no part in."""
+    stage = taught(prefill=2)
+
+    def predicted() -> float:
+        late = stage.core.predict_slo_miss([stage.request(prompt(900, 100), within_s=0.001)])
+        assert late is not None
+        return late.prediction.seconds
+
+    before = predicted()
+    for number in range(2):
+        request = stage.request(prompt(1000 + number, 100), within_s=1.2)
+        assert stage.core.predict_slo_miss([request]) is None
+        rid = stage.take(request)
+        if number == 0:
+            stage.clock.advance(0.8)
+            stage.kill(stage.leg(rid, Role.PREFILL))
+        stage.clock.advance(1.0)
+        stage.finish()
+        assert request.attempt == (number == 0)
+        if number == 0:
+            assert predicted() == pytest.approx(before), "it took a second of the worker that gave it"
+    assert predicted() < 0.995 * before, "the one after it was in time, and is learned from"
+
+
 def test_what_was_begun_and_failed_here_is_owed_however_late() -> None:
     stage = Stage(1, 1)
     rid = stage.submit(within_s=1.0)

@@ -807,7 +807,7 @@ def test_each_deadline_is_kept_behind_an_earlier_one() -> None:
     stage.tick(55.0)
     assert set(stage.ends) == {first}
     stage.tick(5.0)
-    assert [stage.ends[rid].error for rid in (first, second)] == [ErrorKind.DEADLINE] * 2
+    assert {rid: done.error for rid, done in stage.ends.items()} == dict.fromkeys((first, second), ErrorKind.DEADLINE)
 
 
 @pytest.mark.parametrize(("named", "finished"), [(True, True), (True, False), (False, True)])
