@@ -6,6 +6,7 @@ All tensors are on the CPU, in float32 or bfloat16.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,9 @@ _PANEL = 32
 """Outputs side by side in a packed weight, as in gemm.h."""
 _MAX_HEAD_DIM = 1024
 _HUGE_PAGE = 1 << 21
-_MADV_HUGEPAGE = 14
+_SMALL_PAGE = 1 << 12
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_MADV_HUGEPAGE, _MADV_NOHUGEPAGE = 14, 15
 
 
 class _Heads(ctypes.Structure):
@@ -428,13 +431,20 @@ def _by_panel(rows: Tensor) -> Tensor:
 
 
 def _huge_pages(elements: int, dtype: torch.dtype) -> Tensor:
-    """Allocate memory for a weight; a large one on huge pages, where the system grants them."""
-    if elements * dtype.itemsize < 2 * _HUGE_PAGE:
-        return torch.empty(elements, dtype=dtype)
-    room = torch.empty(elements * dtype.itemsize + _HUGE_PAGE, dtype=torch.uint8)
-    begin = -room.data_ptr() % _HUGE_PAGE
-    libc = ctypes.CDLL(None)
+    """Allocate memory for a weight; a large one on huge pages, where the system grants them.
+
+    What is left behind the last whole one lies on small pages: a huge one that is begun is taken whole, which would be
+    a MiB for each weight.
+    """
     nbytes = elements * dtype.itemsize
+    if nbytes < 2 * _HUGE_PAGE:
+        return torch.empty(elements, dtype=dtype)
+    room = torch.frombuffer(mmap.mmap(-1, nbytes + _HUGE_PAGE, _PRIVATE), dtype=torch.uint8)
+    begin, whole = -room.data_ptr() % _HUGE_PAGE, nbytes // _HUGE_PAGE * _HUGE_PAGE
+    libc = ctypes.CDLL(None)
     if hasattr(libc, "madvise"):
-        libc.madvise(ctypes.c_void_p(room.data_ptr() + begin), ctypes.c_size_t(nbytes), _MADV_HUGEPAGE)
+        at = room.data_ptr() + begin
+        libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(whole), _MADV_HUGEPAGE)
+        rest = (nbytes - whole) // _SMALL_PAGE * _SMALL_PAGE
+        libc.madvise(ctypes.c_void_p(at + whole), ctypes.c_size_t(rest), _MADV_NOHUGEPAGE)
     return room[begin : begin + nbytes].view(dtype)
