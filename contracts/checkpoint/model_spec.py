@@ -18,7 +18,7 @@ from twinpool.contracts.checkpoint.gguf.gguf_header import SUFFIX, is_gguf, read
 from twinpool.contracts.checkpoint.gguf.gguf_tokenizer import GgufTokenizer
 from twinpool.contracts.checkpoint.json_fields import JsonFields
 from twinpool.contracts.checkpoint.quantization import Quantization, read_quantization
-from twinpool.contracts.checkpoint.rope_spec import context_limits, rope_kind
+from twinpool.contracts.checkpoint.rope_spec import context_limits, rope_kind, rotated_for
 from twinpool.contracts.checkpoint.safetensors_headers import (
     FLOATS,
     TensorHeader,
@@ -143,9 +143,7 @@ def _spec(
     bos = generation.get("bos_token_id", config.values.get("bos_token_id"))
     served, notes = _context(config, context)
     identity = json.dumps([architecture, dtype, _numbers(config)], sort_keys=True, default=str)
-    if rope_kind(config) == "dynamic":
-        # The rotation of every key depends on it.
-        identity += f" for {max(served, context_limits(config).usual)}"
+    identity += rotated_for(config, served)
     return ModelSpec(
         path=path,
         name=_name_of(path),
@@ -190,7 +188,13 @@ def _context(config: JsonFields, wanted: int) -> tuple[int, tuple[str, ...]]:
             f"{config.path}: rope scaling {kind!r} is for sequences of more than {limits.usual} tokens; "
             f"engine.context above that, up to {limits.most}, rotates all of them as for that length",
         )
-    return wanted or limits.usual, ()
+    served = wanted or limits.usual
+    if kind == "longrope" and rotated_for(config, served) != rotated_for(config, 1):
+        return served, (
+            f"{config.path}: rope scaling {kind!r}: all sequences are rotated by the long factors, since some may be "
+            "longer than those of training; with engine.context of at most the length of training, by the short ones",
+        )
+    return served, ()
 
 
 def _factor(wanted: int, trained: int) -> float:

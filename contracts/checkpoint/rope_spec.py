@@ -16,12 +16,16 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_max_position_embeddings"),
     "proportional": (),
     "factors": (),
+    "longrope": ("factor", "original_max_position_embeddings"),
+    "ntk_alpha": ("alpha",),
 }
 """The supported kinds of scaling, each with the numbers that it requires."""
 _OPTIONAL: dict[str, tuple[str, ...]] = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     "proportional": ("factor",),
     "factors": ("factors",),
+    "longrope": ("attention_factor", "short_factor", "long_factor"),
+    "ntk_alpha": ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
 }
 """The further keys that a kind goes by."""
 _TABLES = ("rope_scaling", "rope_parameters")
@@ -30,8 +34,9 @@ _TRAINED = "original_max_position_embeddings"
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """Which frequencies turn with which axis of an image. In text all axes have the position, which gives plain rope."""
 _GENERAL = ("type", "rope_type", "rope_theta", "partial_rotary_factor", *_OF_IMAGES)
-_OTHER_NAMES = {"mrope": "default"}
-_LENGTH_DEPENDENT = ("longrope", "su")
+_OTHER_NAMES = {"mrope": "default", "su": "longrope"}
+_LISTS = {"factors": ("factors",), "longrope": ("short_factor", "long_factor")}
+"""The lists of a number for each frequency that a kind requires."""
 _DEFAULT_THETA = 10000.0
 _MAX_POSITIONS = 2**31
 
@@ -43,10 +48,19 @@ class RopeSpec:
     kind: str
     theta: float
     parameters: dict[str, object] = field(default_factory=dict)
-    """The scaler's own numbers (``factor``, ``low_freq_factor``, ...), as written; of ``dynamic`` also the positions of
-    its training, ``original_max_position_embeddings``, and those that it is scaled for, ``context``."""
+    """The scaler's own numbers (``factor``, ``low_freq_factor``, ...), as written; of ``dynamic`` and ``longrope`` also
+    the positions of training, ``original_max_position_embeddings``, and those that it is for, ``context``."""
     partial: float = 1.0
     """The share of a head's dimensions that are rotated, from the first on; 1: all."""
+
+    @property
+    def factors_key(self) -> str:
+        """Which list of ``longrope`` rotates all positions: the long one where sequences may be longer than those of
+        training, however long each is: they share pages, and a page was rotated once."""
+        trained, served = self.parameters[_TRAINED], self.parameters["context"]
+        assert isinstance(trained, int | float)
+        assert isinstance(served, int)
+        return "long_factor" if served > trained else "short_factor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +101,18 @@ def rope_kind(config: JsonFields) -> str:
     return _kind(_table(config))
 
 
+def rotated_for(config: JsonFields, served: int) -> str:
+    """What of the longest sequence that is served the rotation of every key depends on, in words that differ where it
+    does; empty where it doesn't."""
+    table = _table(config)
+    if _kind(table) == "dynamic":
+        return f" for {max(served, context_limits(config).usual)}"
+    if _kind(table) == "longrope":
+        trained = _trained(config.peek(_TRAINED), table, config.size("max_position_embeddings"))
+        return " for long sequences" if isinstance(trained, int) and served > trained else " for short sequences"
+    return ""
+
+
 def unknown_rope_keys(config: JsonFields) -> dict[str, object]:
     """The keys of the scaling that its kind doesn't go by, in transformers as here, with their values. To be called
     once the rope was read: a table that nobody asked for is an unknown key as a whole."""
@@ -115,6 +141,8 @@ def _is_positive(value: object) -> bool:
 
 def _kind(table: Mapping[str, object]) -> str:
     kind = str(table.get("rope_type") or table.get("type") or "default")
+    if kind == "dynamic" and table.get("alpha"):
+        return "ntk_alpha"  # Hunyuan's: a larger base, whatever the length.
     return _OTHER_NAMES.get(kind, kind)
 
 
@@ -132,13 +160,15 @@ def read_rope(
     default_theta: float = _DEFAULT_THETA,
     partial: bool = False,
     default_partial: float = 1.0,
+    alpha: bool = False,
 ) -> RopeSpec:
     """Read the rope of a configuration, or of one kind of its layers if `raw` is that kind's part of `rope_parameters`.
 
     Old spelling: `rope_theta` beside `rope_scaling` (with ``type`` or ``rope_type``); new: `rope_parameters`.
     `partial`: whether the architecture knows `partial_rotary_factor`; where not given it is `default_partial`.
-    `context`: the longest sequence that is served, which dynamic scaling is computed for. Raises `CheckpointError` for
-    a scaling that is unknown, lacks a number, or depends on the length of the whole sequence.
+    `context`: the longest sequence that is served, which dynamic scaling and longrope are computed for. `alpha`:
+    whether the architecture knows Hunyuan's scaling by `alpha`. Raises `CheckpointError` for a scaling that is unknown
+    or lacks a number.
     """
     if raw is None:
         raw = config.table("rope_scaling") or config.table("rope_parameters")
@@ -151,22 +181,22 @@ def read_rope(
     theta = scaling.pop("rope_theta", None)
     if theta is None:
         theta = config.number(theta_key, default_theta)
-    if kind in _LENGTH_DEPENDENT:
-        raise config.refuse(
-            f"rope scaling {kind!r} is not supported: its angles depend on the length of the whole sequence, so keys "
-            "computed earlier would be wrong later"
-        )
-    if kind not in _NUMBERS:
+    if kind not in _NUMBERS or (kind == "ntk_alpha" and not alpha):
         raise config.refuse(f"unknown rope scaling {kind!r}; supported are {', '.join(_NUMBERS)}")
     turning = scaling.pop("partial_rotary_factor", config.values.get("partial_rotary_factor", default_partial))
     if not isinstance(turning, int | float) or not 0 < turning <= 1 or (turning != 1 and not partial):
         raise config.refuse(f"partial_rotary_factor {turning!r} is not supported here")
-    if kind == "factors":
-        factors = scaling.get("factors")
-        if not isinstance(factors, list) or not all(isinstance(one, float) and one > 0 for one in factors):
-            raise config.refuse(f"rope scaling 'factors' needs a list of positive numbers, got {factors!r:.60}")
+    for name in _LISTS.get(kind, ()):
+        factors = scaling.get(name)
+        if not isinstance(factors, list) or not all(_is_positive(one) for one in factors):
+            raise config.refuse(f"rope scaling {kind!r} needs a list of positive numbers {name}, got {factors!r:.60}")
     if _TRAINED in _NUMBERS[kind]:
         scaling[_TRAINED] = _trained(config.values.get(_TRAINED), scaling, config.size("max_position_embeddings"))
+    if kind == "longrope":
+        length, trained = config.size("max_position_embeddings"), scaling[_TRAINED]
+        if scaling.get("factor") is None and isinstance(trained, int) and trained > 0:
+            scaling["factor"] = length / trained
+        scaling["context"] = context
     if kind == "dynamic":
         trained = config.size("max_position_embeddings")
         scaling |= {_TRAINED: trained, "context": max(trained, context)}

@@ -114,6 +114,48 @@ class PreNormLayer:
         return x_mh.add_(self.mlp(normed_mh, ctx))
 
 
+Norm = Callable[[Tensor], Tensor]
+
+
+def unchanged(x: Tensor) -> Tensor:
+    """The norm of a layer that has none in some place."""
+    return x
+
+
+@dataclass(frozen=True)
+class NormedLayer:
+    """A layer that computes x + f * n2(mixer(n1(x))), then x + f * n4(mlp(n3(x))): norms before its parts, behind them,
+    or both, and a factor on what they add."""
+
+    before_mixer: Norm
+    mixer: Sublayer
+    after_mixer: Norm
+    before_mlp: Norm
+    mlp: Sublayer
+    after_mlp: Norm
+    factor: float = 1.0
+
+    def __call__(self, x_mh: Tensor, ctx: ForwardContext) -> Tensor:
+        x_mh = x_mh + self._scaled(self.after_mixer(self.mixer(self.before_mixer(x_mh), ctx)))
+        return x_mh.add_(self._scaled(self.after_mlp(self.mlp(self.before_mlp(x_mh), ctx))))
+
+    def _scaled(self, added_mh: Tensor) -> Tensor:
+        return added_mh if self.factor == 1.0 else added_mh * self.factor
+
+
+@dataclass(frozen=True)
+class ParallelLayer:
+    """A layer that computes x + mixer(norm(x)) + mlp(norm(x)), one norm for both."""
+
+    norm: Norm
+    mixer: Sublayer
+    mlp: Sublayer
+
+    def __call__(self, x_mh: Tensor, ctx: ForwardContext) -> Tensor:
+        normed_mh = self.norm(x_mh)
+        return (x_mh + self.mixer(normed_mh, ctx)).add_(self.mlp(normed_mh, ctx))
+
+
 @dataclass
 class Decoder:
     """A model's weights, and the computation of one step with them."""
@@ -121,7 +163,7 @@ class Decoder:
     embed_vh: Tensor | RowExactLinear
     """The embedding [vocab, hidden]; in blocks, a product of whose rows are unpacked when they are looked up."""
     layers: Sequence[Layer]
-    norm: Callable[[Tensor], Tensor]
+    norm: Norm
     """The norm of the last layer's output, before the head."""
     head: RowExactLinear
     embed_scale: float | None = None

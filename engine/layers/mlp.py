@@ -38,12 +38,19 @@ class PlainMlp:
     """The feed-forward layer down(activation(up(x))), without a gate; its inner units are divided among ranks."""
 
     def __init__(
-        self, weights: Weights, hidden: int, inner: int, activation: Callable[[Tensor], Tensor], *, bias: bool = False
+        self,
+        weights: Weights,
+        hidden: int,
+        inner: int,
+        activation: Callable[[Tensor], Tensor],
+        *,
+        bias: bool = False,
+        names: tuple[str, str] = ("up_proj", "down_proj"),
     ) -> None:
         """`activation` takes and returns the model's dtype; it may change its argument."""
         units = weights.shard.axis(inner, what="inner units")
-        self._up = weights.linear({"up_proj": units}, hidden, bias=bias)
-        self._down = weights.linear({"down_proj": hidden}, units, bias=bias)
+        self._up = weights.linear({names[0]: units}, hidden, bias=bias)
+        self._down = weights.linear({names[1]: hidden}, units, bias=bias)
         self._activation = activation
 
     def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> Tensor:
@@ -61,10 +68,12 @@ class GatedMlp:
         *,
         bias: bool = False,
         activation: Callable[[Tensor], Tensor] = silu,
+        fused: str = "",
     ) -> None:
-        """`activation` takes and returns float32; it may change its argument."""
+        """`activation` takes and returns float32; it may change its argument. `fused`: the name of one weight that has
+        the rows of the gate, then those of `up_proj`."""
         units = weights.shard.axis(inner, what="inner units")
-        self._gate_up = weights.linear({"gate_proj": units, "up_proj": units}, hidden, bias=bias)
+        self._gate_up = weights.linear({"gate_proj": units, "up_proj": units}, hidden, bias=bias, fused=fused)
         self._down = weights.linear({"down_proj": hidden}, units, bias=bias)
         self._activation = activation
 

@@ -36,6 +36,30 @@ def add_rms_norm(x_mh: Tensor, added_mh: Tensor, weight_h: Tensor, eps: float) -
     return x_mh, rms_norm(x_mh, weight_h, eps)
 
 
+class LayerNorm:
+    """The norm of mean 0 and variance 1 over the last axis, in float32, times a weight, plus a bias if any."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+        """`weight` and `bias`: float32, of any shape that multiplies the rows."""
+        self._weight, self._bias, self._eps = weight, bias, eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        width, y = x.shape[-1], x.float()
+        y = y - row_sum(y).div_(width)
+        y = y.mul_(row_sum(y.square()).div_(width).add_(self._eps).rsqrt_()).mul_(self._weight)
+        return (y if self._bias is None else y.add_(self._bias)).to(x.dtype)
+
+
+def row_sum(x: Tensor) -> Tensor:
+    """Sum the last axis of `x`, [..., n], to [..., 1]: one half is added to the other until one element is left, so
+    that a row has the same bits wherever it lies, on a GPU as on a CPU."""
+    while (width := x.shape[-1]) > 1:
+        half = width // 2
+        added = x[..., :half] + x[..., half : 2 * half]
+        x = torch.cat((added, x[..., 2 * half :]), dim=-1) if width % 2 else added
+    return x
+
+
 def square_sum(x: Tensor) -> Tensor:
     """Return the sums of the squares of the last axis, in float32: [..., n] gives [...]."""
     kernels = kernels_for(x)

@@ -5,8 +5,10 @@ grows with the position: default, ``linear`` (positions divided by a factor), ``
 short ones kept, a smooth passage between), ``yarn`` (arXiv 2309.00071: a ramp between divided and kept over the head's
 dimensions, and a factor on cos and sin), ``factors`` (each divided by a number of its own, as GGUF files have what
 Llama 3's scaling came to), ``dynamic`` (a larger base, for the longest sequence that is served instead of the one at
-hand) and ``proportional`` (a part of a head's dimensions is rotated, at the
-frequencies that it has when all of them are; the angle of the other dimensions is zero).
+hand), ``ntk_alpha`` (a larger base, by a number that is given), ``longrope`` (arXiv 2402.13753: each divided by a
+number of its own, from one of two lists by the longest sequence that is served, and a factor on cos and sin) and
+``proportional`` (a part of a head's dimensions is rotated, at the frequencies that it has when all of them are; the
+angle of the other dimensions is zero).
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
     """Compute the angles (radians) a position, [head_dim / 2] float32, and the factor on cos and sin."""
     if rope.kind == "yarn":
         return _yarn(rope, head_dim)
+    if rope.kind == "longrope":
+        return _longrope(rope, head_dim)
     if rope.kind == "proportional":
         return _proportional(rope, head_dim), 1.0
-    theta = _dynamic_theta(rope, head_dim) if rope.kind == "dynamic" else rope.theta
+    theta = _stretched_theta(rope, head_dim)
     inv_freq = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
     if rope.kind == "linear":
         inv_freq /= _number(rope, "factor")
@@ -45,6 +49,7 @@ class RopeTable:
     """The table of cos and sin by position, in the model's dtype; it grows with the largest position seen."""
 
     def __init__(self, rope: RopeSpec, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.dim = head_dim
         self._inv_freq, self._factor = inverse_frequencies(rope, head_dim)
         self._dtype, self._device = dtype, device
         self._cos_pd = torch.empty(0, head_dim, dtype=dtype, device=device)
@@ -85,6 +90,13 @@ def rotate_first(x_thd: Tensor, cos_t1d: Tensor, sin_t1d: Tensor) -> Tensor:
     return torch.cat((rotate(x_thd[..., :turning], cos_t1d, sin_t1d), x_thd[..., turning:]), dim=-1)
 
 
+def halves_apart(rope_dim: int, head_dim: int) -> Tensor:
+    """The order of a head's dimensions, [head_dim] int64, in which the first `rope_dim` are half the first of each pair
+    of neighbours, half the second."""
+    turned, rest = torch.arange(rope_dim).view(-1, 2), torch.arange(rope_dim, head_dim)
+    return torch.cat((turned[:, 0], turned[:, 1], rest))
+
+
 def _number(rope: RopeSpec, key: str) -> float:
     return float(cast(float, rope.parameters[key]))
 
@@ -94,10 +106,16 @@ def _optional(rope: RopeSpec, key: str) -> float | None:
     return None if value is None else float(cast(float, value))
 
 
-def _dynamic_theta(rope: RopeSpec, head_dim: int) -> float:
-    """The base for sequences of the length that is served: one for all of them, however long each is."""
-    factor, trained = _number(rope, "factor"), _number(rope, "original_max_position_embeddings")
-    stretch = factor * _number(rope, "context") / trained - (factor - 1)
+def _stretched_theta(rope: RopeSpec, head_dim: int) -> float:
+    """The base; of ``dynamic`` that of sequences of the length that is served, one for all of them, however long each
+    is."""
+    if rope.kind == "dynamic":
+        factor, trained = _number(rope, "factor"), _number(rope, "original_max_position_embeddings")
+        stretch = factor * _number(rope, "context") / trained - (factor - 1)
+    elif rope.kind == "ntk_alpha":
+        stretch = _number(rope, "alpha")
+    else:
+        return rope.theta
     return rope.theta if head_dim == 2 else float(rope.theta * stretch ** (head_dim / (head_dim - 2)))
 
 
@@ -117,6 +135,15 @@ def _proportional(rope: RopeSpec, head_dim: int) -> Tensor:
     inv_freq = torch.zeros(head_dim // 2)
     inv_freq[:turning] = 1.0 / (rope.theta ** (torch.arange(0, 2 * turning, 2, dtype=torch.float32) / head_dim))
     return inv_freq / (_optional(rope, "factor") or 1.0)
+
+
+def _longrope(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
+    factors = torch.tensor(rope.parameters[rope.factors_key], dtype=torch.float32)
+    powers = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    given, factor = _optional(rope, "attention_factor"), _number(rope, "factor")
+    if given is None and factor > 1:
+        given = math.sqrt(1 + math.log(factor) / math.log(_number(rope, "original_max_position_embeddings")))
+    return 1.0 / (factors * rope.theta**powers), 1.0 if given is None else given
 
 
 def _yarn(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:

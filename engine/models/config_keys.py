@@ -32,7 +32,7 @@ _OFF: tuple[object, ...] = (None, False, "", [], {})
 _GENERAL = """
     architectures auto_map dtype model_type name_or_path torch_dtype transformers_version unsloth_version
     unsloth_fixed use_cache use_flash_attn use_parallel_embedding tokenizer_class prefix
-    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id
+    bos_token_id eos_token_id eod_token_id pad_token_id sep_token_id decoder_start_token_id
     forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens
     return_dict output_attentions output_hidden_states output_scores return_dict_in_generate torchscript
     chunk_size_feed_forward is_decoder is_encoder_decoder add_cross_attention cross_attention_hidden_size
@@ -41,6 +41,7 @@ _GENERAL = """
     encoder_no_repeat_ngram_size bad_words_ids num_beams num_beam_groups diversity_penalty num_return_sequences
     max_length min_length do_sample early_stopping remove_invalid_values exponential_decay_length_penalty
     attention_dropout hidden_dropout embd_pdrop resid_pdrop attn_pdrop dropout classifier_dropout
+    residual_dropout embedding_dropout
     initializer_range initializer_factor rescale_prenorm_residual
     output_router_logits router_aux_loss_coef router_jitter_noise aux_loss_alpha seq_aux
     pretraining_tp ep_size num_logits_to_keep
@@ -92,6 +93,14 @@ _NO_BIASES = {"mlp_bias": "not read: feed-forward layers have no biases"}
 _ALL_HEADS = {"num_key_value_heads": SameKey("num_attention_heads")}
 _EXPERTS = {"num_experts": "read as num_local_experts where that is given", "num_local_experts": "as num_experts"}
 _MTP = {"mtp_num_hidden_layers": "layers that predict further tokens are left unused"}
+_COHERE = """
+    layer_switch order_of_interleaved_layers position_embedding_type rotary_pct use_embedding_sharing
+    use_gated_activation use_parallel_block cache_implementation
+"""
+_PLAIN = """
+    Apertus Arcee Cohere Cwm Ernie45 Gemma1 Gemma2 Glm Glm4 Granite HunYuanDense HyperCLOVAX InternLM3 Ministral Olmo2
+    Olmo3 Phi SeedOss SmolLM3 Starcoder2
+"""
 
 KEYS: Mapping[str, ConfigKeys] = {
     "Llama": ConfigKeys(),
@@ -106,6 +115,16 @@ KEYS: Mapping[str, ConfigKeys] = {
     "DeepseekV3": ConfigKeys(_LATENT | _NO_BIASES, _ALL_HEADS),
     "DeepseekV32": ConfigKeys(_LATENT | _NO_BIASES, _ALL_HEADS),
     "GlmMoeDsa": ConfigKeys(_LATENT | _NO_BIASES, _ALL_HEADS),
+    **{name: ConfigKeys() for name in _PLAIN.split()},
+    "Phi3": ConfigKeys({"original_max_position_embeddings": "only with longrope, which is read"}),
+    "Exaone4": ConfigKeys({"sliding_window_pattern": "only without layer_types, which is read"}),
+    "Ministral3": ConfigKeys(
+        {
+            "llama_4_scaling_beta": "read as a part of rope_parameters",
+            "max_position_embeddings": "read as the context, whatever rope_parameters says beside it",
+        }
+    ),
+    "Cohere2": ConfigKeys(dict.fromkeys(_COHERE.split(), "says what the architecture always does")),
     "Gemma3": ConfigKeys(),
     "Gemma4": ConfigKeys(
         {
@@ -162,7 +181,8 @@ def check_keys(model: str, config: JsonFields) -> tuple[str, ...]:
             raise CheckpointError(f"{config.path}: {text}")
     known |= set(CACHE)
     given = {key: value for key, value in config.values.items() if key not in known and not key.startswith("_")}
-    given |= unknown_rope_keys(config)
+    rope = unknown_rope_keys(config)
+    given |= {key: value for key, value in rope.items() if key.rpartition(".")[2] not in keys.without_effect}
     return tuple(f"{key}={value!r:.60}" for key, value in sorted(given.items()) if value not in _OFF)
 
 

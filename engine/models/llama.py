@@ -4,12 +4,15 @@ feed-forward layers."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+
+from torch import Tensor
 
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSpec
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
-from twinpool.contracts.checkpoint.rope_spec import read_rope
-from twinpool.engine.layers.decoder import Layer, LayerPlace, Sublayer
-from twinpool.engine.layers.mixers.head_attention import HeadAttention, kv_buffers
+from twinpool.contracts.checkpoint.rope_spec import RopeSpec, read_rope
+from twinpool.engine.layers.decoder import ForwardContext, Layer, LayerPlace, Sublayer
+from twinpool.engine.layers.mixers.head_attention import PLAIN, HeadAttention, QkNorm, kv_buffers
 from twinpool.engine.layers.mlp import GatedMlp
 from twinpool.engine.layers.rope import RopeTable
 from twinpool.engine.models.model_base import FULL_POOL, WINDOW_POOL, Model, StateOptions
@@ -21,6 +24,20 @@ class Llama(Model):
     """``LlamaForCausalLM``; other architectures override the methods and numbers below."""
 
     qk_norm = False
+    layout = PLAIN
+    fused_mlp = ""
+    """The name of one weight of both gate and `up_proj`."""
+    activations: tuple[str, ...] = ("silu",)
+    """What feed-forward layers compute by the names that `activation_key` may have; the first where it isn't there."""
+    activation_key = "hidden_act"
+    usual_head_dim = 0
+    """The width of a head where `config.json` doesn't say; 0: that of the model over the heads."""
+    theta = 10_000.0
+    """The base of rope where `config.json` has none."""
+    rope_share: float | None = None
+    """The share of a head's dimensions that is rotated where `config.json` doesn't say; None: all, whatever it says."""
+    softcap = 0.0
+    query_factors: Callable[[ForwardContext], Tensor] | None = None
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
@@ -31,24 +48,42 @@ class Llama(Model):
         self.head_dim = config.size("head_dim", self.default_head_dim)
         self.attention_bias, self.out_bias = self.biases()
         self.mlp_bias = config.flag("mlp_bias")
-        self.rope = read_rope(config, context=spec.context)
-        if config.text("hidden_act", "silu") != "silu":
-            raise config.refuse(f"hidden_act {config.text('hidden_act')!r} is not supported; only silu is")
+        self.rope = self.read_rope()
+        activation = config.text(self.activation_key, self.activations[0])
+        if activation not in self.activations:
+            wanted = self.activations[0]
+            raise config.refuse(f"{self.activation_key} {activation!r} is not supported; only {wanted} is")
         if self.heads % self.kv_heads:
             raise config.refuse(f"{self.heads} attention heads do not divide among {self.kv_heads} key-value heads")
-        if self.head_dim % 2:
-            raise config.refuse(f"head_dim {self.head_dim} must be even for rotary embeddings")
+        if self.head_dim % 2 or int(self.head_dim * self.rope.partial) % 2:
+            raise config.refuse(f"head_dim {self.head_dim} must be even for rotary embeddings, its rotated part too")
+        self._check_factors(int(self.head_dim * self.rope.partial) // 2)
         # A window as long as the longest sequence hides nothing.
         self.windows = [window if window < spec.context else 0 for window in self.layer_windows()]
 
+    def _check_factors(self, count: int) -> None:
+        for key in ("factors", "short_factor", "long_factor"):
+            given = self.rope.parameters.get(key)
+            if isinstance(given, list) and len(given) != count:
+                raise self.config.refuse(f"rope scaling has {len(given)} numbers of {key}; this model needs {count}")
+
     @property
     def default_head_dim(self) -> int:
-        return self.hidden // self.heads
+        return self.usual_head_dim or self.hidden // self.heads
 
     def biases(self) -> tuple[bool, bool]:
         """Whether queries, keys and values have biases, and whether the output projection has one."""
         bias = self.config.flag("attention_bias")
         return bias, bias
+
+    def read_rope(self) -> RopeSpec:
+        return read_rope(
+            self.config,
+            context=self.spec.context,
+            default_theta=self.theta,
+            partial=self.rope_share is not None,
+            default_partial=self.rope_share or 1.0,
+        )
 
     def layer_windows(self) -> list[int]:
         """How many positions each layer's queries see, their own included; 0: all. Raises `CheckpointError` where
@@ -84,17 +119,27 @@ class Llama(Model):
         return HeadAttention(
             weights,
             self.place(number),
-            self.rope_table(weights),
+            self.rope_table(number, weights),
             hidden=self.hidden,
             heads=self.heads,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             bias=self.attention_bias,
             out_bias=self.out_bias,
-            qk_norm_eps=self.eps if self.qk_norm else None,
+            layout=self.layout,
+            qk_norm=self.qk_norms(),
             scale=self.scale(),
             window=self.windows[number],
+            softcap=self.softcap,
+            query_factors=self.query_factors,
         )
+
+    def rope_of(self, number: int) -> RopeSpec | None:
+        """The rope of layer `number`; None: it has none."""
+        return self.rope
+
+    def qk_norms(self) -> QkNorm | None:
+        return QkNorm(self.eps) if self.qk_norm else None
 
     def scale(self) -> float:
         """The factor on attention scores."""
@@ -105,11 +150,15 @@ class Llama(Model):
         return weights.scope("mlp.")
 
     def mlp(self, number: int, weights: Weights) -> Sublayer:
-        return GatedMlp(weights, self.hidden, self.inner, bias=self.mlp_bias)
+        return GatedMlp(weights, self.hidden, self.inner, bias=self.mlp_bias, fused=self.fused_mlp)
 
-    def rope_table(self, weights: Weights) -> RopeTable:
-        """The table of angles that all layers share."""
-        return weights.once("rope", lambda: RopeTable(self.rope, self.head_dim, weights.dtype, weights.device))
+    def rope_table(self, number: int, weights: Weights) -> RopeTable | None:
+        """The table of angles of layer `number`, which all layers with the same rope share."""
+        rope = self.rope_of(number)
+        if rope is None:
+            return None
+        dim = int(self.head_dim * rope.partial)
+        return weights.once(f"rope {rope}", lambda: RopeTable(rope, dim, weights.dtype, weights.device))
 
 
 class Mistral(Llama):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec, PoolSpec
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
-from twinpool.engine.layers.decoder import Decoder, Layer, PreNormLayer, Sublayer
+from twinpool.engine.layers.decoder import Decoder, Layer, Norm, NormedLayer, PreNormLayer, Sublayer
 from twinpool.engine.layers.norm import rms_norm
 from twinpool.engine.tensors.shard import WHOLE, Shard
 from twinpool.engine.tensors.weight_loader import Weights
@@ -19,6 +20,7 @@ from twinpool.engine.tensors.weight_loader import Weights
 FULL_POOL = "full"
 WINDOW_POOL = "window"
 STATE_POOL = "state"
+_SANDWICH = tuple(f"{place}_layernorm" for place in ("input", "post_attention", "pre_feedforward", "post_feedforward"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +41,18 @@ class Model(ABC):
     """One architecture with the numbers of one checkpoint. `__init__` raises `CheckpointError` for invalid ones."""
 
     embed_name, norm_name = "embed_tokens", "norm"
+    eps_key, usual_eps = "rms_norm_eps", 1e-6
+    ties = False
+    """Whether the head is the embedding where `config.json` doesn't say."""
+    head_bias = False
 
     def __init__(self, spec: ModelSpec) -> None:
         config = spec.config
         self.spec, self.config = spec, config
         self.hidden = config.size("hidden_size")
         self.layers = spec.layers
-        self.eps = config.number("rms_norm_eps", 1e-6)
-        self.tied = config.flag("tie_word_embeddings")
+        self.eps = config.number(self.eps_key, self.usual_eps)
+        self.tied = config.flag("tie_word_embeddings", self.ties)
 
     @abstractmethod
     def pools(self, options: StateOptions) -> tuple[PoolSpec, ...]:
@@ -70,6 +76,11 @@ class Model(ABC):
             self.eps,
         )
 
+    def sandwich(self, weights: Weights, mixer: Sublayer, mlp: Sublayer, names: Sequence[str] = _SANDWICH) -> Layer:
+        """Build a layer with norms before and behind each of its parts, of these names: Gemma's without any."""
+        first, second, third, fourth = (self.norm(weights, name) for name in names)
+        return NormedLayer(first, mixer, second, third, mlp, fourth)
+
     def build(self, weights: Weights) -> Decoder:
         """Build the whole model. Raises `CheckpointError` for a tensor that is missing or misshapen."""
         embed_name, head_name = f"model.{self.embed_name}.weight", "lm_head.weight"
@@ -77,20 +88,21 @@ class Model(ABC):
         read = head_name if only_head else embed_name
         table = weights.weight(read.removesuffix(".weight"), self.spec.vocab_size, self.hidden)
         layers = [self.layer(i, weights.scope(f"model.layers.{i}.")) for i in range(self.layers)]
-        norm_h = self.norm_weight(weights, f"model.{self.norm_name}.weight", self.hidden)
+        norm = self.norm(weights, f"model.{self.norm_name}")
         # A head of its own counts, whatever the configuration says, unless it is a copy.
         own = weights.has(head_name) and not only_head
         tied = self.tied and not (own and not weights.same(head_name, embed_name))
         if tied:
             head = weights.tied_head(table)
         else:
-            head = weights.linear({"lm_head": self.spec.vocab_size}, self.hidden)
+            head = weights.linear({"lm_head": self.spec.vocab_size}, self.hidden, bias=self.head_bias)
         embed = table if isinstance(table, Tensor) else head if tied else weights.made(table)
-        return Decoder(embed, layers, partial(self.norm, weight_h=norm_h), head)
+        return Decoder(embed, layers, norm, head)
 
     def norm_weight(self, weights: Weights, name: str, size: int) -> Tensor:
         """Read a norm's weight, in the dtype and offset that `rms_norm` takes."""
         return weights.tensor(name, size)
 
-    def norm(self, x: Tensor, weight_h: Tensor) -> Tensor:
-        return rms_norm(x, weight_h, self.eps)
+    def norm(self, weights: Weights, name: str) -> Norm:
+        """Read the norm `name` of the residual stream."""
+        return partial(rms_norm, weight=self.norm_weight(weights, f"{name}.weight", self.hidden), eps=self.eps)

@@ -13,10 +13,10 @@ from twinpool.engine.tensors.weight_loader import Weights
 
 ARCHITECTURES = {
     "FalconH1ForCausalLM": "falcon_h1.FalconH1",
-    "Gemma3ForCausalLM": "gemma3.Gemma3",
-    "Gemma3ForConditionalGeneration": "gemma3.Gemma3",
-    "Gemma4ForCausalLM": "gemma4.Gemma4",
-    "Gemma4ForConditionalGeneration": "gemma4.Gemma4",
+    "Gemma3ForCausalLM": "gemma.Gemma3",
+    "Gemma3ForConditionalGeneration": "gemma.Gemma3",
+    "Gemma4ForCausalLM": "gemma.Gemma4",
+    "Gemma4ForConditionalGeneration": "gemma.Gemma4",
     "Glm4MoeLiteForCausalLM": "deepseek.Glm4MoeLite",
     "GptOssForCausalLM": "gpt_oss.GptOss",
     "LlamaForCausalLM": "llama.Llama",
@@ -40,8 +40,35 @@ ARCHITECTURES = {
     "Qwen3_5ForConditionalGeneration": "qwen3_next.Qwen35",
     "Qwen3_5MoeForCausalLM": "qwen3_next.Qwen35",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_next.Qwen35",
+    "AquilaForCausalLM": "llama.Llama",
+    "InternLM3ForCausalLM": "llama_kin.InternLM3",
+    "ApertusForCausalLM": "llama_kin.Apertus",
+    "ArceeForCausalLM": "llama_kin.Arcee",
+    "CwmForCausalLM": "llama_kin.Cwm",
+    "Ernie4_5ForCausalLM": "llama_kin.Ernie45",
+    "Exaone4ForCausalLM": "llama_kin.Exaone4",
+    "Gemma2ForCausalLM": "gemma.Gemma2",
+    "GemmaForCausalLM": "gemma.Gemma1",
+    "Glm4ForCausalLM": "llama_kin.Glm4",
+    "GlmForCausalLM": "llama_kin.Glm",
+    "GraniteForCausalLM": "llama_kin.Granite",
+    "HunYuanDenseV1ForCausalLM": "llama_kin.HunYuanDense",
+    "HyperCLOVAXForCausalLM": "llama_kin.HyperCLOVAX",
+    "Ministral3ForCausalLM": "llama_kin.Ministral3",
+    "MinistralForCausalLM": "llama_kin.Ministral",
+    "Olmo2ForCausalLM": "llama_kin.Olmo2",
+    "Olmo3ForCausalLM": "llama_kin.Olmo3",
+    "Phi3ForCausalLM": "llama_kin.Phi3",
+    "SeedOssForCausalLM": "llama_kin.SeedOss",
+    "SmolLM3ForCausalLM": "llama_kin.SmolLM3",
+    "CohereForCausalLM": "llama_kin.Cohere",
+    "Cohere2ForCausalLM": "llama_kin.Cohere2",
+    "PhiForCausalLM": "llama_kin.Phi",
+    "Starcoder2ForCausalLM": "llama_kin.Starcoder2",
 }
 """The module and class in `engine.models` that implement each architecture, by its name in `config.json`."""
+_OTHER_TEXTS = {("Mistral3ForConditionalGeneration", "ministral3"): "Ministral3ForCausalLM"}
+"""The architecture of the text of a model of more than text, where that isn't the one above, by the text's type."""
 _WARNED: set[tuple[Path, tuple[str, ...]]] = set()
 """Warnings that were logged already, since a process reads a checkpoint several times."""
 
@@ -63,7 +90,8 @@ def model_for(spec: ModelSpec) -> Model:
 
 def unchecked_model(spec: ModelSpec) -> Model:
     """Make the model of a checkpoint by its numbers alone, whatever tensors are there. Raises `CheckpointError`."""
-    entry = ARCHITECTURES.get(spec.architecture)
+    of_text = spec.architecture, str(spec.config.peek("model_type"))
+    entry = ARCHITECTURES.get(_OTHER_TEXTS.get(of_text, spec.architecture))
     if entry is None:
         raise CheckpointError(
             f"{spec.config.path}: architecture {spec.architecture} is not supported; "

@@ -1,4 +1,4 @@
-"""The base of models with sliding windows: two kinds of layers, a pool for each, and Gemma's layer with four norms.
+"""The base of models with sliding windows: two kinds of layers, and a pool for each.
 
 Layers of kind ``full_attention`` see all positions and keep their state in the full pool. Layers of kind
 ``sliding_attention`` see the last `sliding_window` positions, their own included, and keep their state in the window
@@ -11,15 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolKind, PoolSpec
 from twinpool.contracts.checkpoint.json_fields import JsonFields
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.checkpoint.rope_spec import RopeSpec
-from twinpool.engine.layers.decoder import ForwardContext, LayerPlace, Sublayer
+from twinpool.engine.layers.decoder import LayerPlace
 from twinpool.engine.layers.mixers.head_attention import kv_buffers
-from twinpool.engine.layers.norm import rms_norm
 from twinpool.engine.layers.rope import RopeTable
 from twinpool.engine.models.model_base import FULL_POOL, WINDOW_POOL, Model, StateOptions
 from twinpool.engine.tensors.weight_loader import Weights
@@ -100,9 +97,11 @@ def layer_names(config: JsonFields, layers: int, pattern: int) -> list[str]:
     return config.words("layer_types", layers, (FULL, SLIDING), default)
 
 
-def given_window(config: JsonFields) -> int:
-    """The positions that `sliding_window` says; 0 where it is null. Qwen and Mistral have 4096 where it isn't there."""
-    return 0 if "sliding_window" in config.nulls else config.size("sliding_window", 4096)
+def given_window(config: JsonFields, usual: int = 4096) -> int:
+    """The positions that `sliding_window` says; 0 where it is null, and `usual` where it isn't there."""
+    if "sliding_window" in config.nulls or not (usual or "sliding_window" in config):
+        return 0
+    return config.size("sliding_window", usual)
 
 
 def qwen_windows(config: JsonFields, layers: int, *, alternating: bool = False) -> list[int]:
@@ -119,13 +118,13 @@ def qwen_windows(config: JsonFields, layers: int, *, alternating: bool = False) 
     return [window if name == SLIDING else 0 for name in names]
 
 
-def whole_window(config: JsonFields, layers: int, *, used: bool = True) -> list[int]:
+def whole_window(config: JsonFields, layers: int, *, used: bool = True, usual: int = 4096) -> list[int]:
     """The window of each layer of an architecture whose layers all have the same, 0 for none. Raises `CheckpointError`
     where `layer_types`, by which transformers' cache goes, says something else."""
-    window = given_window(config) if used else 0
-    usual = [SLIDING if window else FULL] * layers
-    if config.words("layer_types", layers, (FULL, SLIDING), usual) != usual:
-        raise config.refuse(f"layer_types must be {usual[0]} for all layers in this architecture")
+    window = given_window(config, usual) if used else 0
+    kinds = [SLIDING if window else FULL] * layers
+    if config.words("layer_types", layers, (FULL, SLIDING), kinds) != kinds:
+        raise config.refuse(f"layer_types must be {kinds[0]} for all layers in this architecture")
     return [window] * layers
 
 
@@ -133,22 +132,3 @@ def rope_by_kind(config: JsonFields, name: str) -> Mapping[str, object] | None:
     """The part of `rope_parameters` for one kind of layers; None where `rope_parameters` isn't divided by kind."""
     found = config.table("rope_parameters").get(name)
     return found if isinstance(found, Mapping) else None
-
-
-@dataclass(frozen=True)
-class SandwichLayer:
-    """A layer that computes x + norm(mixer(norm(x))), then x + norm(mlp(norm(x))), norms on both sides."""
-
-    input_norm_h: Tensor
-    mixer: Sublayer
-    mixed_norm_h: Tensor
-    mlp_norm_h: Tensor
-    mlp: Sublayer
-    out_norm_h: Tensor
-    eps: float
-
-    def __call__(self, x_mh: Tensor, ctx: ForwardContext) -> Tensor:
-        mixed_mh = self.mixer(rms_norm(x_mh, self.input_norm_h, self.eps), ctx)
-        x_mh = x_mh + rms_norm(mixed_mh, self.mixed_norm_h, self.eps)
-        out_mh = self.mlp(rms_norm(x_mh, self.mlp_norm_h, self.eps), ctx)
-        return x_mh.add_(rms_norm(out_mh, self.out_norm_h, self.eps))

@@ -6,6 +6,7 @@ product over a divided axis gives each rank a part of the sum, and the ranks add
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from twinpool.contracts.errors import ConfigError
@@ -52,6 +53,22 @@ class Shard:
         """An axis of `units` units of `width` elements each, divided as `heads` divides."""
         here = self.heads(units, what)
         return ShardAxis(units * width, here.start * width, len(here) * width)
+
+
+def axes_of(shape: Sequence[int | ShardAxis]) -> list[ShardAxis]:
+    """The axes of a tensor; a number is one that isn't divided."""
+    return [axis if isinstance(axis, ShardAxis) else ShardAxis(axis, 0, axis) for axis in shape]
+
+
+def stacked_axes(parts: Sequence[int | ShardAxis]) -> list[ShardAxis]:
+    """The axes of parts that lie one below the other in one tensor, each as a range of all of its rows."""
+    axes = axes_of(parts)
+    whole, above = sum(axis.whole for axis in axes), 0
+    ranges = []
+    for axis in axes:
+        ranges.append(ShardAxis(whole, above + axis.first, axis.count))
+        above += axis.whole
+    return ranges
 
 
 WHOLE = Shard()

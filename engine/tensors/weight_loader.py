@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,12 +19,12 @@ from torch import Tensor
 
 from twinpool.contracts.checkpoint.gguf.gguf_tensors import GgufTensor
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
-from twinpool.contracts.checkpoint.safetensors_headers import FLOATS, TensorHeader
+from twinpool.contracts.checkpoint.safetensors_headers import FLOATS, TensorHeader, same_bytes
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import CheckpointError, ConfigError
 from twinpool.engine.tensors.gguf_blocks import read_gguf_tensor, read_gguf_weight
 from twinpool.engine.tensors.row_exact_linear import HeadLinear, RowExactLinear, StackedLinear
-from twinpool.engine.tensors.shard import WHOLE, Shard, ShardAxis
+from twinpool.engine.tensors.shard import WHOLE, Shard, ShardAxis, axes_of, stacked_axes
 from twinpool.engine.weight_formats.block_formats import PARTS, StoredWeight, quantised_layers, read_blocks
 from twinpool.engine.weight_formats.block_weight import (
     BlockWeight,
@@ -35,6 +34,7 @@ from twinpool.engine.weight_formats.block_weight import (
     dense,
     like_runs,
     quantise,
+    select_rows,
     stack_rows,
     with_inputs,
 )
@@ -45,7 +45,7 @@ _MXFP4_GROUP = 32
 _QUANTISED_BITS = {"int8": 8, "int4": 4}
 _QUANTISED_GROUP = 32
 """Columns that share a scale in weights that are quantised when they are loaded."""
-_PROJECTION = r"(?<!weights)_proj(_with_mqa|_qkv|_qkvz|_z)?$"
+_PROJECTION = r"((?<!weights)_proj(_with_mqa|_qkv|_qkvz|_z)?|(^|\.)(dense|c_fc|fc[12]))$"
 _QUANTISED_NAMES = re.compile(_PROJECTION)
 """The layers that are quantised when they are loaded: those of `is_product` but an indexer's."""
 _PRODUCTS = re.compile(rf"model\.layers\.\d+\..*({_PROJECTION}|\.wq_b$|\.wk$)")
@@ -60,8 +60,7 @@ _ROOTS = {
 }
 """How published checkpoints spell the two roots of a text model's tensor names; the plain spelling last."""
 _META = torch.device("meta")
-_COMPARED = 16 << 20
-"""Bytes that are read at once to compare two tensors."""
+_AS_STORED: Mapping[str, Tensor] = {}
 T = TypeVar("T")
 
 
@@ -91,10 +90,6 @@ def is_product(layer: str) -> bool:
     return _PRODUCTS.match(layer) is not None
 
 
-def _axes(shape: Sequence[int | ShardAxis]) -> list[ShardAxis]:
-    return [axis if isinstance(axis, ShardAxis) else ShardAxis(axis, 0, axis) for axis in shape]
-
-
 def dtype_for(spec: ModelSpec, config: EngineConfig) -> torch.dtype:
     """The dtype to compute in: the configured one, or the checkpoint's own with ``auto``.
 
@@ -103,26 +98,6 @@ def dtype_for(spec: ModelSpec, config: EngineConfig) -> torch.dtype:
     """
     name = spec.dtype if config.dtype == "auto" else config.dtype
     return torch.bfloat16 if name == "bfloat16" else torch.float32
-
-
-@lru_cache(maxsize=64)
-def _same_bytes(one: TensorHeader, two: TensorHeader) -> bool:
-    """Takes a second for each GB that is the same."""
-    try:
-        with one.file.open("rb") as first, two.file.open("rb") as second:
-            first.seek(one.begin)
-            second.seek(two.begin)
-            left = one.end - one.begin
-            if left != two.end - two.begin:
-                return False
-            while left > 0:
-                size = min(left, _COMPARED)
-                if first.read(size) != second.read(size):
-                    return False
-                left -= size
-    except OSError as error:
-        raise CheckpointError(f"cannot read {one.file} or {two.file}: {error.strerror}") from None
-    return True
 
 
 @dataclass
@@ -241,7 +216,7 @@ class Weights:
 
     def ranges(self, name: str, rows: Sequence[int | ShardAxis], columns: int | ShardAxis) -> list[Weight]:
         """Read several ranges of the rows of a weight, each as `weight` does; the stored weight is read once."""
-        axes = [_axes((each, columns)) for each in rows]
+        axes = [axes_of((each, columns)) for each in rows]
         if self._files.keep != "dense":
             of_gguf = [part for each in axes if (part := self._gguf_blocks(f"{name}.weight", each)) is not None]
             if of_gguf:
@@ -305,7 +280,7 @@ class Weights:
                 raise CheckpointError(f"tensor {names[part]} has dtype {header.dtype}; known are {', '.join(_STORED)}")
             if self.device == _META:
                 return torch.empty(header.shape, dtype=_STORED[header.dtype], device=_META)
-            return self._read(header.file, names[part], _axes(header.shape))
+            return self._read(header.file, names[part], axes_of(header.shape))
 
         n, k = (axis.whole for axis in axes)
         dtypes = {part: header.dtype for part, header in headers.items()}
@@ -339,7 +314,7 @@ class Weights:
         one, two = (self.spec.headers.get(self._found(each)) for each in (name, other))
         if one is None or two is None:
             return False
-        return (one.dtype, one.shape) == (two.dtype, two.shape) and _same_bytes(one, two)
+        return (one.dtype, one.shape) == (two.dtype, two.shape) and same_bytes(one, two)
 
     def tensor(self, name: str, *shape: int | ShardAxis, dtype: torch.dtype | None = None) -> Tensor:
         """Read the tensor of that name, whose whole shape must be `shape`; of a divided axis, this rank's range.
@@ -347,11 +322,11 @@ class Weights:
         It is converted to `dtype`, by default the dtype to compute in. A weight that is stored in blocks is expanded.
         """
         if len(shape) == 2 and name.endswith(".weight"):
-            axes = _axes(shape)
+            axes = axes_of(shape)
             found = self._stored_blocks(name.removesuffix(".weight"), axes)
             if found is not None:
                 return dense(self._counted(self._expanded(found, axes, dtype or self.dtype)))
-        taken = self._take(name, _axes(shape), dtype or self.dtype, FLOATS)
+        taken = self._take(name, axes_of(shape), dtype or self.dtype, FLOATS)
         self._files.nbytes += taken.nbytes
         return taken
 
@@ -364,10 +339,12 @@ class Weights:
         scale that is a power of two, stored as its exponent plus 127. Two elements lie in a byte, the first in the low
         half.
         """
-        row, column = _axes((rows, columns))
+        row, column = axes_of((rows, columns))
         first, last = column.first // _MXFP4_GROUP, -(-(column.first + column.count) // _MXFP4_GROUP)
         groups = ShardAxis(-(-column.whole // _MXFP4_GROUP), first, last - first)
-        blocks = self._take(f"{name}_blocks", [expert, row, groups, *_axes((_MXFP4_GROUP // 2,))], torch.uint8, ("U8",))
+        blocks = self._take(
+            f"{name}_blocks", [expert, row, groups, *axes_of((_MXFP4_GROUP // 2,))], torch.uint8, ("U8",)
+        )
         scales = self._take(f"{name}_scales", [expert, row, groups], torch.uint8, ("U8",))
         found = BlockWeight(Code.E2M1, blocks[0].flatten(1), scales[0], _MXFP4_GROUP, self.dtype)
         found.check(f"{self.spec.path}: {self._found(name)}")
@@ -406,18 +383,31 @@ class Weights:
         *,
         bias: bool = False,
         suffix: str = ".weight",
+        fused: str = "",
+        orders: Mapping[str, Tensor] = _AS_STORED,
     ) -> RowExactLinear:
         """Make one product of weights [rows, columns] that read the same input, stacked by rows in the order given.
 
-        `rows` are the rows of each weight by name; with `bias`, each weight has one. Where the columns are divided,
-        each rank's product is a part of the sum (`RowExactLinear.partial`). Raises `ConfigError` where ranks would
-        share columns, since their parts would be added twice.
+        `rows` are the rows of each weight by name; with `bias`, each weight has one. `fused`: the name of one weight
+        that has the rows of all of them, one below the other. `orders`: the order in which to take a rank's rows of
+        some of them. Where the columns are divided, each rank's product is a part of the sum
+        (`RowExactLinear.partial`). Raises `ConfigError` where ranks would share columns, since their parts would be
+        added twice.
         """
-        if suffix == ".weight":
+        weights: Sequence[Weight]
+        axes = stacked_axes(tuple(rows.values())) if fused else tuple(rows.values())
+        if fused:
+            weights = self.ranges(fused, axes, columns)
+        elif suffix == ".weight":
             weights = [self.weight(name, axis, columns) for name, axis in rows.items()]
         else:
             weights = [self.tensor(name + suffix, axis, columns) for name, axis in rows.items()]
-        biases = [self.tensor(name + ".bias", axis) for name, axis in rows.items()] if bias else []
+        names = [fused or name for name in rows]
+        biases = [self.tensor(f"{name}.bias", axis) for name, axis in zip(names, axes, strict=True)] if bias else []
+        for at, name in enumerate(rows):
+            if (order := orders.get(name)) is not None:
+                weights = [*weights[:at], select_rows(weights[at], order), *weights[at + 1 :]]
+                biases[at : at + 1] = [one[order.to(one.device)] for one in biases[at : at + 1]]
         partial = isinstance(columns, ShardAxis) and columns.divided
         if isinstance(columns, ShardAxis) and partial and columns.count * self.shard.size != columns.whole:
             raise ConfigError(

@@ -102,7 +102,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"llama.attention.value_length": 8}, "values of another width than keys"),
     ({"llama.expert_count": 8}, "experts are not supported in architecture llama"),
     ({"llama.attention.sliding_window": 64}, "sliding_window 64 is not supported"),
-    ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "'longrope' is not supported"),
+    ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "'longrope' needs a list"),
     (
         {"llama.attention.key_length": 24, "llama.attention.value_length": 24, "llama.rope.dimension_count": 24},
         "rows, which are no whole heads of 24",

@@ -118,7 +118,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         ("unknown rope scaling 'spiral'", "default, linear, dynamic, llama3, yarn"),
     ),
     "rope dynamic": (rope(rope_type="dynamic"), ("'dynamic' needs a positive factor", "None")),
-    "rope longrope": (rope(rope_type="longrope"), ("'longrope' is not supported",)),
+    "rope longrope": (rope(rope_type="longrope"), ("'longrope' needs a list of positive numbers short_factor",)),
     "rope number": (rope(rope_type="linear"), ("'linear' needs a positive factor", "None")),
     "rope theta": (config(rope_parameters={"rope_type": "default", "rope_theta": -1}), ("positive rope_theta", "-1")),
     "rope partial": (rope(rope_type="default", partial_rotary_factor=0.5), ("partial_rotary_factor 0.5",)),

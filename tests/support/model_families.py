@@ -10,7 +10,15 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from tests.support import family_hybrid, family_latent, family_llama, family_mixture, family_qwen, family_window
+from tests.support import (
+    family_dense,
+    family_hybrid,
+    family_latent,
+    family_llama,
+    family_mixture,
+    family_qwen,
+    family_window,
+)
 
 
 class Make(Protocol):
@@ -42,8 +50,11 @@ FAMILIES: dict[str, Make] = {
     "qwen3_5": family_hybrid.make_qwen3_5,
     "falcon_h1": family_hybrid.make_falcon_h1,
     "nemotron_h": family_hybrid.make_nemotron_h,
+    **{name: family_dense.MAKERS[name] for name in ("phi3", "olmo3", "gemma2", "cohere2")},
 }
 """By name; the names are those of the test ids."""
+EVERY: dict[str, Make] = FAMILIES | family_dense.MAKERS
+"""Also those whose state and parts of layers another has."""
 
 
 def folder_maker(
