@@ -99,6 +99,19 @@ def test_ranks_hold_their_parts(written: Make, layout: str) -> None:
     assert all(isinstance(part, BlockWeight) for part in rows)
 
 
+@pytest.mark.parametrize("layout", ["awq", "fp8-channel"])
+def test_ranges_of_the_rows_of_a_weight_are_each_its_own(written: Make, layout: str) -> None:
+    both = written(layout)
+    n, k = tensors_of(both.plain)[f"{LAYER}.weight"].shape
+    for folder in (both.stored, both.plain):
+        whole = dense(loader(folder).weight(LAYER, n, k))
+        ranges = [ShardAxis(n, 0, 8), ShardAxis(n, 16, n - 16), ShardAxis(n, 8, 8)]
+        found = [dense(part) for part in loader(folder).ranges(LAYER, ranges, k)]
+        wanted = [whole[one.here] for one in ranges]
+        assert [part.shape for part in found] == [part.shape for part in wanted]
+        assert all(torch.equal(part, want) for part, want in zip(found, wanted, strict=True))
+
+
 @pytest.mark.parametrize(("layout", "group"), [("awq", 32), ("packed-int4", 32), ("gptq-8", 32), ("nvfp4", 16)])
 def test_a_part_that_begins_within_a_group_has_smaller_groups_of_the_same_numbers(
     written: Make, layout: str, group: int

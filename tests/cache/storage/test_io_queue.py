@@ -25,6 +25,7 @@ class SlowBackend(MemoryBackend):
         self.let_go = threading.Semaphore(0)
         self.entered = threading.Semaphore(0)
         self.order: list[str] = []
+        self.written: list[ObjectName] = []
         self.closed = threading.Event()
         self.queues: list[ThreadedIoQueue] = []
 
@@ -45,6 +46,7 @@ class SlowBackend(MemoryBackend):
         return super().read(names, into)
 
     def write(self, items: Sequence[ObjectBuffer]) -> list[ObjectOutcome]:
+        self.written += [one.name for one in items]
         self._wait("write")
         return super().write(items)
 
@@ -139,6 +141,20 @@ def test_reads_go_before_writes_but_writes_do_not_starve(backend: SlowBackend) -
     backend.let_go.release(30)
     woken.until(lambda: all(t.done for t in tickets))
     assert backend.order[1:] == ["read"] * 8 + ["write"] + ["read"] * 8 + ["write"] + ["read"] * 2
+    assert queue.close(PATIENCE_S)
+
+
+def test_a_free_thread_takes_a_later_write_and_not_the_next_one_of_a_chain_under_way(backend: SlowBackend) -> None:
+    woken, chain = Woken(), WriteChain()
+    queue = backend.serve(2, wake=woken)
+    tickets = [queue.submit_write([item(0)], chain)]
+    assert backend.entered.acquire(timeout=PATIENCE_S)
+    tickets += [queue.submit_write([item(1)], chain), queue.submit_write([item(2)])]
+    assert backend.entered.acquire(timeout=PATIENCE_S)
+    assert backend.written == [item(0).name, item(2).name]
+    backend.let_go.release(3)
+    woken.until(lambda: all(ticket.done for ticket in tickets))
+    assert all(ticket.result()[0].ok for ticket in tickets)
     assert queue.close(PATIENCE_S)
 
 

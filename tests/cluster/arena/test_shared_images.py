@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.served_cluster import ROOT, until
+from twinpool.cluster.arena import arena_client
 from twinpool.cluster.arena.arena_agent import IMAGE_SEALS, IMAGES
 from twinpool.cluster.arena.arena_client import SharedImages, ask, forget, reach
 from twinpool.cluster.arena.local_agent import LocalArenaAgent
@@ -188,6 +189,58 @@ def test_all_are_told_why_there_is_no_image(agent: LocalArenaAgent, token: str) 
         images.give_up("a", "its layout is the library's own")
         with user(token, "a") as other:
             assert other.said == "its layout is the library's own"
+
+
+@pytest.mark.parametrize("error", [OSError("no memory left"), ImageUnfit("no memory left")])
+def test_an_image_that_could_not_be_written_is_given_up_with_the_reason(
+    agent: LocalArenaAgent, token: str, error: Exception
+) -> None:
+    """Nobody waits for who has claimed it, which lives on without one."""
+
+    class Full:
+        nbytes = 4
+
+        def write(self, fd: int) -> None:
+            raise error
+
+    with sharing(token) as images:
+        assert images.find("a") is None
+        before = sorted(os.listdir("/proc/self/fd"))
+        with pytest.raises(ImageUnfit, match="the weights could not be shared: no memory left"):
+            images.keep("a", Full())
+        assert sorted(os.listdir("/proc/self/fd")) == before, "its file is closed"
+        with pytest.raises(ImageUnfit, match=r"^no memory left$"):
+            images.find("a")
+
+
+def test_an_image_that_cannot_be_mapped_leaves_no_file_open(
+    agent: LocalArenaAgent, token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("too many mappings")
+
+    monkeypatch.setattr(arena_client, "map_shared", fails)
+    with sharing(token) as images:
+        assert images.find("a") is None
+        before = sorted(os.listdir("/proc/self/fd"))
+        with pytest.raises(ImageUnfit, match="the weights could not be mapped: too many mappings"):
+            images.keep("a", Text(b"bits"))
+        assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_long_reason_is_told_in_part_and_who_has_no_agent_gives_up_in_silence(
+    agent: LocalArenaAgent, token: str
+) -> None:
+    with sharing(token) as images:
+        assert images.find("a") is None
+        images.give_up("a", "x" * 100_000)
+        with pytest.raises(ImageUnfit, match=r"^x{1000}$"):
+            images.find("a")
+    with sharing("") as images:
+        try:
+            images.give_up("a", "there is nobody to tell")
+        except ImageUnfit as error:
+            pytest.fail(f"a worker that goes on without an image failed: {error}")
 
 
 def test_images_are_bounded(agent: LocalArenaAgent, token: str) -> None:

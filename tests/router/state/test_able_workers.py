@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cache_config import PrefetchConfig
@@ -185,3 +186,40 @@ def test_a_part_of_the_workers_is_a_sequence_of_them() -> None:
     assert not able.where(lambda e: False)
     assert not able.of_class({"another"})
     assert able.of_class(able.classes()) == able or len(able.of_class(able.classes())) == 5
+
+
+def two_prefill_workers() -> tuple[WorkerTable, WorkerEntry, WorkerEntry]:
+    """Both can take 1000 positions, and no more."""
+    table, rng = WorkerTable(CONFIG), random.Random(4)
+    table.update([
+        replace(one, record=replace(one.record, fits=replace(one.record.fits, max_positions=1000)))
+        for one in (view(rng, number, Role.PREFILL) for number in range(2))
+    ])  # fmt: skip
+    first, second = table
+    first.linked = second.linked = True
+    return table, first, second
+
+
+def test_a_request_goes_where_it_fits_to_its_last_position() -> None:
+    table, first, second = two_prefill_workers()
+    assert list(table.able(Role.PREFILL, 1000, {}, 0.0)) == [first, second]
+    assert not list(table.able(Role.PREFILL, 1001, {}, 0.0))
+
+
+def test_while_some_worker_is_due_for_a_trial_no_other_is_tried_sooner_than_after_its_own_time() -> None:
+    """One whose trial has failed is left alone for twice as long, unless nobody else can take a request."""
+    table, first, second = two_prefill_workers()
+    opened_s, trial = CONFIG.breaker_open_s, RequestId("a trial")
+    for _ in range(CONFIG.breaker_failures):
+        second.breaker.failed(RequestId("r"), 0.0)
+    second.breaker.sent(trial)
+    second.breaker.failed(trial, 1.0)
+    for _ in range(CONFIG.breaker_failures):
+        first.breaker.failed(RequestId("r"), 1.0)
+    first.touch()
+    second.touch()
+    now = 1.0 + opened_s
+    assert {first.breaker.state, second.breaker.state} == {CircuitState.OPEN}
+    assert list(table.able(Role.PREFILL, 0, {}, now)) == [first]
+    first.linked = False
+    assert list(table.able(Role.PREFILL, 0, {}, now)) == [second], "nobody else could take it"
