@@ -69,12 +69,13 @@ class GatedMlp:
         bias: bool = False,
         activation: Callable[[Tensor], Tensor] = silu,
         fused: str = "",
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
         """`activation` takes and returns float32; it may change its argument. `fused`: the name of one weight that has
-        the rows of the gate, then those of `up_proj`."""
+        the rows of the gate, then those of `up_proj`. `names`: those of gate, up and down."""
         units = weights.shard.axis(inner, what="inner units")
-        self._gate_up = weights.linear({"gate_proj": units, "up_proj": units}, hidden, bias=bias, fused=fused)
-        self._down = weights.linear({"down_proj": hidden}, units, bias=bias)
+        self._gate_up = weights.linear({names[0]: units, names[1]: units}, hidden, bias=bias, fused=fused)
+        self._down = weights.linear({names[2]: hidden}, units, bias=bias)
         self._activation = activation
 
     def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> Tensor:
@@ -97,16 +98,17 @@ class MixtureOfExperts:
         sizes: ExpertSizes,
         *,
         read: ExpertReader = plain_expert,
+        below: str = "experts.",
         activation: Activation = gated_silu,
         shared: Sublayer | None = None,
     ) -> None:
-        """Reads the experts below ``experts.``, their inner units divided among ranks. The output of `shared` is added
-        without a weight."""
+        """Reads the experts below the prefix `below`, their inner units divided among ranks. The output of `shared` is
+        added without a weight."""
         self._router, self._shared = router, shared
         units = weights.shard.axis(sizes.inner, what="inner units of an expert")
         self._divided = units.divided
-        below = weights.scope("experts.")
-        experts = [read(below, number, sizes, units) for number in range(sizes.experts)]
+        mine = weights.scope(below)
+        experts = [read(mine, number, sizes, units) for number in range(sizes.experts)]
         self._experts = (_triton if weights.triton else _torch)(weights, experts, activation)
 
     def __call__(self, h_mh: Tensor, ctx: ForwardContext, routed_by: Tensor | None = None) -> Tensor:

@@ -48,8 +48,8 @@ _GENERAL = """
     boi_token_index eoi_token_index image_token_index boi_token_id eoi_token_id eoi_token_index image_token_id
     boa_token_id eoa_token_id eoa_token_index audio_token_id video_token_id mm_tokens_per_image
     vision_soft_tokens_per_image vision_start_token_id vision_end_token_id vision_token_id vision_feature_layer
-    multimodal_projector_bias projector_hidden_act spatial_merge_size vision_config audio_config text_config
-    llm_config language_model_only
+    multimodal_projector_bias projector_hidden_act projection_hidden_size projection_layer_norm_eps
+    spatial_merge_size vision_config audio_config text_config llm_config language_model_only
 """
 GENERAL = frozenset(_GENERAL.split())
 """Keys without effect for every architecture: names and versions, tokens that end or pad, defaults of generation
@@ -92,6 +92,21 @@ _LATENT = {
 _NO_BIASES = {"mlp_bias": "not read: feed-forward layers have no biases"}
 _ALL_HEADS = {"num_key_value_heads": SameKey("num_attention_heads")}
 _EXPERTS = {"num_experts": "read as num_local_experts where that is given", "num_local_experts": "as num_experts"}
+_MINIMAX_PARTS = ("full_attention", "linear_attention", "mlp")
+_LFM2 = {
+    "block_dim": "another name of hidden_size",
+    "num_heads": "another name of num_attention_heads",
+    "conv_dim": "hidden_size, which tensors are held to",
+    "conv_dim_out": "hidden_size, which tensors are held to",
+    "conv_use_xavier_init": "initial weights",
+    "block_use_swiglu": "there is no other",
+    "block_use_xavier_init": "initial weights",
+    "block_norm_eps": "norm_eps is read",
+    "block_mlp_init_scale": "initial weights",
+    "block_out_init_scale": "initial weights",
+    "use_pos_enc": "attention has rope",
+    "theta": "rope_theta is read",
+}
 _MTP = {"mtp_num_hidden_layers": "layers that predict further tokens are left unused"}
 _COHERE = """
     layer_switch order_of_interleaved_layers position_embedding_type rotary_pct use_embedding_sharing
@@ -109,7 +124,49 @@ KEYS: Mapping[str, ConfigKeys] = {
     "Qwen3": ConfigKeys(_WINDOWS),
     "Qwen3Moe": ConfigKeys(_WINDOWS | _EXPERTS | {"max_window_layers": "its window is of all layers or of none"}),
     "Mistral": ConfigKeys(),
+    "Qwen3VLMoe": ConfigKeys(_EXPERTS),
     "Mixtral": ConfigKeys(_EXPERTS),
+    "MiniMaxM2": ConfigKeys(
+        _EXPERTS
+        | {
+            "attn_type_list": "every layer attends alike",
+            "qk_norm_type": "norms of all queries together",
+            "use_mtp": "layers that predict further tokens are left unused",
+            "num_mtp_modules": "layers that predict further tokens are left unused",
+            "mtp_transformer_layers": "layers that predict further tokens are left unused",
+            "mlp_intermediate_size": "no layer is without experts",
+            "shared_moe_mode": "only with shared_intermediate_size",
+            **{f"layernorm_{part}_beta": "of models before this one" for part in _MINIMAX_PARTS},
+        },
+        {"use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid", "shared_intermediate_size": 0},
+    ),
+    "Olmoe": ConfigKeys(_EXPERTS, {"clip_qkv": None}),
+    "Glm4Moe": ConfigKeys(
+        {key: _LATENT[key] for key in ("num_local_experts", "num_nextn_predict_layers", "num_mtp_layers")}
+    ),
+    "Ernie45Moe": ConfigKeys(
+        {
+            "moe_capacity": "training",
+            "moe_group": "training",
+            "moe_gate": "one way to choose",
+            "moe_use_aux_free": "a correction is always there",
+            "num_experts": "another name of moe_num_experts",
+            "num_experts_per_tok": "another name of moe_k",
+        }
+    ),
+    "HunYuanMoe": ConfigKeys(
+        {
+            "moe_intermediate_size": "read as intermediate_size, which tensors are held to",
+            "num_shared_expert": "one, which tensors are held to",
+            "use_mixed_mlp_moe": "every layer has a shared expert",
+            "num_local_experts": "another name of num_experts",
+            "eod_token_id": "a token that ends",
+        }
+    ),
+    "GraniteMoe": ConfigKeys(),
+    "Lfm2": ConfigKeys(_LFM2 | {"intermediate_size": "only without block_ff_dim, which is read"}),
+    "Lfm2Moe": ConfigKeys(_LFM2),
+    "GraniteMoeHybrid": ConfigKeys({"mamba_chunk_size": "how a sum is divided, not what it comes to"}),
     "DeepseekV2": ConfigKeys(_LATENT, _ALL_HEADS | {"norm_topk_prob": False, "mlp_bias": False}),
     "Glm4MoeLite": ConfigKeys(_LATENT | _NO_BIASES, _ALL_HEADS),
     "DeepseekV3": ConfigKeys(_LATENT | _NO_BIASES, _ALL_HEADS),

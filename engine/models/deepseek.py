@@ -32,14 +32,12 @@ from twinpool.engine.tensors.weight_loader import Weights
 
 
 def deepseek_mixture(
-    weights: Weights, sizes: ExpertSizes, top_k: int, rules: RouterRules, *, correction: str = CORRECTION
+    weights: Weights, sizes: ExpertSizes, top_k: int, rules: RouterRules, *, shared: int, correction: str = CORRECTION
 ) -> MixtureOfExperts:
-    """Build a mixture with shared experts, by DeepSeek's keys and names."""
+    """Build a mixture with `shared` experts for every row, by DeepSeek's names."""
     router = ScoreRouter(weights, sizes, top_k, rules, correction=correction)
-    shared = None
-    if count := weights.spec.config.count("n_shared_experts", 0):
-        shared = GatedMlp(weights.scope("shared_experts."), sizes.hidden, count * sizes.inner)
-    return MixtureOfExperts(weights, router, sizes, shared=shared)
+    always = GatedMlp(weights.scope("shared_experts."), sizes.hidden, shared * sizes.inner) if shared else None
+    return MixtureOfExperts(weights, router, sizes, shared=always)
 
 
 class DeepseekV3(Model):
@@ -82,6 +80,7 @@ class DeepseekV3(Model):
                 config.size("n_routed_experts"), self.hidden, config.size("moe_intermediate_size")
             )
             self.top_k = self.experts.top_k(config)
+            self.shared = config.count("n_shared_experts", 0)
 
     def scale(self) -> float:
         """The factor on scores. With yarn, `mscale_all_dim` adds a factor here, besides yarn's own on cos and sin."""
@@ -114,7 +113,7 @@ class DeepseekV3(Model):
         return self.mixture(weights)
 
     def mixture(self, weights: Weights) -> MixtureOfExperts:
-        return deepseek_mixture(weights, self.experts, self.top_k, RouterRules.of(self.config))
+        return deepseek_mixture(weights, self.experts, self.top_k, RouterRules.of(self.config), shared=self.shared)
 
     def rope_table(self, weights: Weights) -> RopeTable:
         """The table of angles that all layers share."""
@@ -140,7 +139,7 @@ class DeepseekV2(DeepseekV3):
         rules = replace(RouterRules.of(self.config), score=softmax, rated_by=1, normalise=False)
         if self.method == "greedy":
             rules = replace(rules, groups=1, top_groups=1)
-        return deepseek_mixture(weights, self.experts, self.top_k, rules, correction="")
+        return deepseek_mixture(weights, self.experts, self.top_k, rules, shared=self.shared, correction="")
 
 
 class DeepseekV32(DeepseekV3):

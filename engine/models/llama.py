@@ -42,7 +42,7 @@ class Llama(Model):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
         config = spec.config
-        self.inner = config.size("intermediate_size")
+        self.inner = config.size(self.inner_key)
         self.heads = config.size("num_attention_heads")
         self.kv_heads = config.size("num_key_value_heads", self.heads)
         self.head_dim = config.size("head_dim", self.default_head_dim)
@@ -66,6 +66,11 @@ class Llama(Model):
             given = self.rope.parameters.get(key)
             if isinstance(given, list) and len(given) != count:
                 raise self.config.refuse(f"rope scaling has {len(given)} numbers of {key}; this model needs {count}")
+
+    @property
+    def inner_key(self) -> str:
+        """The key of the feed-forward layers' inner units."""
+        return "intermediate_size"
 
     @property
     def default_head_dim(self) -> int:

@@ -99,13 +99,16 @@ class Granite(Llama):
         after_mixer, after_mlp = self.norms_behind(weights)
         return NormedLayer(
             self.norm(weights, "input_layernorm"),
-            self.attention(number, weights.scope("self_attn.")),
+            self.mixer(number, weights),
             after_mixer,
             self.norm(weights, "post_attention_layernorm"),
-            self.mlp(number, weights.scope("mlp.")),
+            self.mlp(number, self.mlp_weights(weights)),
             after_mlp,
             self.residual_factor,
         )
+
+    def mixer(self, number: int, weights: Weights) -> Sublayer:
+        return self.attention(number, weights.scope("self_attn."))
 
     def norms_behind(self, weights: Weights) -> tuple[Norm, Norm]:
         return unchanged, unchanged

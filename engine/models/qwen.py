@@ -5,13 +5,13 @@ The text of Qwen2-VL, Qwen2.5-VL and Qwen3-VL is one of them as well.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from twinpool.contracts.checkpoint.json_fields import JsonFields
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.engine.layers.decoder import Sublayer
 from twinpool.engine.layers.mlp import GatedMlp, GatedShared, MixtureOfExperts
-from twinpool.engine.layers.moe.experts import ExpertSizes, SoftmaxRouter
+from twinpool.engine.layers.moe.experts import ExpertReader, ExpertSizes, SoftmaxRouter, plain_expert, transposed_expert
 from twinpool.engine.models.llama import Llama
 from twinpool.engine.models.sliding_window import qwen_windows, whole_window
 from twinpool.engine.tensors.weight_loader import Weights
@@ -71,6 +71,7 @@ class QwenMixture:
     sizes: ExpertSizes
     top_k: int
     normalise: bool
+    read: ExpertReader = plain_expert
 
     @classmethod
     def of(cls, config: JsonFields, hidden: int, layers: int, *, top_k: int | None, normalise: bool) -> QwenMixture:
@@ -86,7 +87,7 @@ class QwenMixture:
 
     def layer(self, weights: Weights, shared: Sublayer | None = None) -> MixtureOfExperts:
         router = SoftmaxRouter(weights, self.sizes, self.top_k, normalise=self.normalise)
-        return MixtureOfExperts(weights, router, self.sizes, shared=shared)
+        return MixtureOfExperts(weights, router, self.sizes, read=self.read, shared=shared)
 
 
 class Qwen3Moe(Qwen3):
@@ -106,3 +107,12 @@ class Qwen3Moe(Qwen3):
 
     def mlp(self, number: int, weights: Weights) -> Sublayer:
         return self.mixture.layer(weights) if number in self.mixture.layers else super().mlp(number, weights)
+
+
+class Qwen3VLMoe(Qwen3Moe):
+    """The text of ``Qwen3VLMoeForConditionalGeneration``: the weights of chosen experts always add up to 1, and
+    published experts are transposed."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        self.mixture = replace(self.mixture, normalise=True, read=transposed_expert)

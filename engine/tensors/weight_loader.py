@@ -45,7 +45,7 @@ _MXFP4_GROUP = 32
 _QUANTISED_BITS = {"int8": 8, "int4": 4}
 _QUANTISED_GROUP = 32
 """Columns that share a scale in weights that are quantised when they are loaded."""
-_PROJECTION = r"((?<!weights)_proj(_with_mqa|_qkv|_qkvz|_z)?|(^|\.)(dense|c_fc|fc[12]))$"
+_PROJECTION = r"((?<!weights)_proj(_with_mqa|_qkv|_qkvz|_z)?|(^|\.)(dense|c_fc|fc[12]|w[123]))$"
 _QUANTISED_NAMES = re.compile(_PROJECTION)
 """The layers that are quantised when they are loaded: those of `is_product` but an indexer's."""
 _PRODUCTS = re.compile(rf"model\.layers\.\d+\..*({_PROJECTION}|\.wq_b$|\.wk$)")
@@ -308,6 +308,11 @@ class Weights:
         if name.endswith(".weight"):
             names += [name.removesuffix("weight") + part for part in ("qweight", "weight_packed")]
         return any(self._found(each) in self.spec.headers for each in names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor as it is stored; empty where there is none of that name."""
+        header = self.spec.headers.get(self._found(name))
+        return tuple(header.shape) if header is not None else ()
 
     def same(self, name: str, other: str) -> bool:
         """Whether two tensors that are stored have the same shape, dtype and bytes: a copy, then."""

@@ -1,8 +1,6 @@
 """The ways in which models write calls of tools, by name: how each is read, and what a grammar of it is.
 
-A checkpoint's chat template says which one its model was trained on; `router.tool_parser` overrides that. Some are of
-models that the engine can't load as yet: `glm45`, `kimi_k2`, `minimax_m2`. They are here for models of other
-architectures that were trained to write so.
+A checkpoint's chat template says which one its model was trained on; `router.tool_parser` overrides that.
 """
 
 from __future__ import annotations

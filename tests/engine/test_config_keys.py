@@ -90,6 +90,11 @@ def test_the_other_names_of_an_architecture_read_the_same_text(folders: dict[str
     """Those that no family is made of: models of more than text, and mixtures with another configuration."""
     made = {"Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"}
     made |= {"Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration"}  # By test_text_beside_images.py.
+    made |= {
+        "KimiK25ForConditionalGeneration",
+        "Kimi_K25ForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
+    }
     made |= {"Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"}
     others = made | {"Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"}
     others |= {"AquilaForCausalLM", "InternLM3ForCausalLM"}  # Which transformers doesn't have: by test_dense_families.

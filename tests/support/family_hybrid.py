@@ -45,7 +45,7 @@ def make_qwen3_next(
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     }
     write_family(folder, Qwen3NextConfig(**(COMMON | numbers | changes)), dtype=dtype, seed=seed)
-    tensors = _respread(folder, seed)
+    tensors = respread(folder, seed)
     if published:
         published_config(folder, partial_rotary_factor=0.25, rope_scaling=None)
         tensors["mtp.norm.weight"] = torch.ones(64)
@@ -62,7 +62,7 @@ def make_qwen3_5(
     numbers = _DELTA | {"rope_parameters": rope}
     config = Qwen3_5MoeTextConfig if "num_experts" in changes else Qwen3_5TextConfig
     write_family(folder, config(**(COMMON | numbers | changes)), dtype=dtype, seed=seed)
-    tensors = _respread(folder, seed)
+    tensors = respread(folder, seed)
     if published:
         inner = json.loads((folder / "config.json").read_text()) | {"mtp_num_hidden_layers": 1}
         outer = {
@@ -110,7 +110,7 @@ def make_falcon_h1(
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }
     write_family(folder, FalconH1Config(**(COMMON | numbers | changes)), dtype=dtype, seed=seed)
-    _respread(folder, seed)
+    respread(folder, seed)
     if published:
         published_config(folder, time_step_limit=[0.0, float("inf")])
     return folder
@@ -140,14 +140,14 @@ def make_nemotron_h(
     }
     config = NemotronHConfig(**(COMMON | numbers | changes))
     write_family(folder, config, dtype=dtype, seed=seed)
-    _respread(folder, seed)
+    respread(folder, seed)
     if published:
         pattern, layers = config.hybrid_override_pattern, config.num_hidden_layers
         published_config(folder, layers_block_type=None, hybrid_override_pattern=pattern, num_hidden_layers=layers)
     return folder
 
 
-def _respread(folder: Path, seed: int) -> dict[str, Tensor]:
+def respread(folder: Path, seed: int) -> dict[str, Tensor]:
     """Decays from almost none to a half at each position, and inputs that bypass the state by various amounts."""
     generator = torch.Generator().manual_seed(seed)
     tensors = tensors_of(folder)

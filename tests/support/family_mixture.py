@@ -11,9 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MixtralConfig, PretrainedConfig, Qwen2MoeConfig
+from transformers import (
+    Ernie4_5_MoeConfig,
+    Glm4MoeConfig,
+    GraniteMoeConfig,
+    GraniteMoeHybridConfig,
+    GraniteMoeSharedConfig,
+    HunYuanMoEV1Config,
+    Lfm2Config,
+    Lfm2MoeConfig,
+    MiniMaxM2Config,
+    MixtralConfig,
+    OlmoeConfig,
+    PretrainedConfig,
+    Qwen2MoeConfig,
+)
 
 from tests.support.family_checkpoint import COMMON, published_config, rewrite_tensors, tensors_of, write_family
+from tests.support.family_hybrid import respread
 
 _NUMBERS = COMMON | {
     "hidden_size": 64,
@@ -51,6 +66,160 @@ def make_qwen2_moe(
     config = Qwen2MoeConfig(**(_NUMBERS | numbers | changes))
     more = {"sliding_window": 4096} if not config.use_sliding_window else {}
     return _write(folder, config, dtype, seed, published=published, fused=fused, **more)
+
+
+def make_olmoe(
+    folder: Path, *, dtype: str = "float32", seed: int = 0, published: bool = False, fused: bool = False, **changes: Any
+) -> Path:
+    """Two layers of experts, norms of all queries together."""
+    config = OlmoeConfig(**(_NUMBERS | {"num_experts": 8, "num_experts_per_tok": 3} | changes))
+    return _write(folder, config, dtype, seed, published=published, fused=fused)
+
+
+def make_glm4_moe(
+    folder: Path, *, dtype: str = "float32", seed: int = 0, published: bool = False, fused: bool = False, **changes: Any
+) -> Path:
+    """Three layers, of which the first has no experts; two groups of experts, one of them for each token."""
+    numbers = {
+        "num_hidden_layers": 3,
+        "head_dim": 24,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 40,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    }
+    config = Glm4MoeConfig(**(_NUMBERS | numbers | changes))
+    left_out = {"num_nextn_predict_layers": 1, "head_dim": config.head_dim, "partial_rotary_factor": 0.5}
+    return _write(folder, config, dtype, seed, published=published, fused=fused, **left_out)
+
+
+def make_minimax_m2(
+    folder: Path, *, dtype: str = "float32", seed: int = 0, published: bool = False, fused: bool = False, **changes: Any
+) -> Path:
+    """Two layers of experts; rope over half of a head."""
+    numbers = {
+        "head_dim": 24,
+        "num_local_experts": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    }
+    config = MiniMaxM2Config(**(_NUMBERS | numbers | changes))
+    more = {"rotary_dim": 12, "head_dim": config.head_dim, "scoring_func": "sigmoid", "use_mtp": True}
+    return _write(folder, config, dtype, seed, published=published, fused=fused, **more)
+
+
+def make_ernie4_5_moe(
+    folder: Path, *, dtype: str = "float32", seed: int = 0, published: bool = False, fused: bool = False, **changes: Any
+) -> Path:
+    """Three layers, of which the first has no experts."""
+    numbers = {
+        "num_hidden_layers": 3,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 40,
+        "moe_num_experts": 8,
+        "moe_k": 2,
+    }
+    numbers = {key: value for key, value in (_NUMBERS | numbers).items() if key != "num_experts_per_tok"}
+    return _write(folder, Ernie4_5_MoeConfig(**(numbers | changes)), dtype, seed, published=published, fused=fused)
+
+
+def make_hunyuan_moe(
+    folder: Path, *, dtype: str = "float32", seed: int = 0, published: bool = False, fused: bool = False, **changes: Any
+) -> Path:
+    """Two layers of experts beside a shared one."""
+    numbers = {"head_dim": 24, "num_experts": 8, "moe_topk": [2, 3], "num_hidden_layers": 2}
+    numbers = {key: value for key, value in (_NUMBERS | numbers).items() if key != "num_experts_per_tok"}
+    config = HunYuanMoEV1Config(**(numbers | changes))
+    return _write(folder, config, dtype, seed, published=published, fused=fused, head_dim=24)
+
+
+def make_lfm2(folder: Path, *, dtype: str = "float32", seed: int = 0, published: bool = False, **changes: Any) -> Path:
+    """Three layers, of which the second has attention."""
+    numbers = {
+        "num_hidden_layers": 3,
+        "intermediate_size": 96,
+        "block_multiple_of": 16,
+        "block_ffn_dim_multiplier": 1.3,
+        "layer_types": ["conv", "full_attention", "conv"],
+    }
+    numbers = {key: value for key, value in (_NUMBERS | numbers).items() if key != "num_experts_per_tok"}
+    config = Lfm2Config(**(numbers | changes))
+    more = {"intermediate_size": None, "block_ff_dim": config.intermediate_size, "full_attn_idxs": [1]}
+    return _write(folder, config, dtype, seed, published=published, **more)
+
+
+def make_lfm2_moe(
+    folder: Path, *, dtype: str = "float32", seed: int = 0, published: bool = False, fused: bool = False, **changes: Any
+) -> Path:
+    """Three layers, of which the second has attention and the first no experts."""
+    numbers = {
+        "num_hidden_layers": 3,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 40,
+        "num_experts": 8,
+        "num_dense_layers": 1,
+        "routed_scaling_factor": 1.7,
+        "layer_types": ["conv", "full_attention", "conv"],
+    }
+    config = Lfm2MoeConfig(**(_NUMBERS | numbers | changes))
+    return _write(folder, config, dtype, seed, published=published, fused=fused, layer_types=config.layer_types)
+
+
+def make_granite_moe(
+    folder: Path, *, dtype: str = "float32", seed: int = 0, published: bool = False, **changes: Any
+) -> Path:
+    """Two layers of experts, with Granite's factors."""
+    return _write(folder, _granite(GraniteMoeConfig, changes), dtype, seed, published=published)
+
+
+def make_granite_moe_shared(
+    folder: Path, *, dtype: str = "float32", seed: int = 0, published: bool = False, **changes: Any
+) -> Path:
+    """The same beside a shared expert."""
+    config = _granite(GraniteMoeSharedConfig, {"shared_intermediate_size": 56} | changes)
+    return _write(folder, config, dtype, seed, published=published)
+
+
+def make_granite_hybrid(
+    folder: Path, *, dtype: str = "float32", seed: int = 0, published: bool = False, **changes: Any
+) -> Path:
+    """Three layers with experts and a shared one, of which the second has attention, without rope."""
+    numbers = {
+        "num_hidden_layers": 3,
+        "shared_intermediate_size": 56,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 12,
+        "mamba_n_groups": 2,
+        "embedding_multiplier": 0.6,
+        "residual_multiplier": 1.4,
+    }
+    config = _granite(GraniteMoeHybridConfig, numbers | changes)
+    words = {"linear_attention": "mamba", "full_attention": "attention"}
+    kinds = [words[kind] for kind in config.layer_types]
+    _write(folder, config, dtype, seed, published=published, layer_types=kinds)
+    respread(folder, seed)
+    return folder
+
+
+def _granite(kind: Any, changes: dict[str, Any]) -> PretrainedConfig:
+    factors = {
+        "num_local_experts": 8,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.2,
+    }
+    config: PretrainedConfig = kind(**(_NUMBERS | factors | changes))
+    return config
 
 
 def _write(

@@ -21,6 +21,7 @@ from tests.support.family_checkpoint import rewrite_tensors, tensors_of
 GROUP = 32
 PRODUCTS = (
     "_proj.weight",
+    *(f".w{number}.weight" for number in (1, 2, 3)),
     "_proj_with_mqa.weight",
     "_proj_qkvz.weight",
     "_proj_qkv.weight",

@@ -39,7 +39,8 @@ def conv_buffer(
 
 
 class CausalConv:
-    """silu(convolution) of one rank's channels. The inputs before a step are read from buffers of the state pool."""
+    """silu(convolution) of one rank's channels, or the convolution alone. The inputs before a step are read from
+    buffers of the state pool."""
 
     def __init__(
         self,
@@ -50,9 +51,11 @@ class CausalConv:
         kernel: int,
         *,
         bias: bool,
+        activated: bool = True,
     ) -> None:
         """`parts` are the channels of each of `buffers`, as ranges of one axis of all channels."""
         whole = parts[0].whole
+        self._activated = activated
         self._place, self._buffers = place, tuple(buffers)
         self._weight_kc = torch.cat([weights.tensor("weight", part, 1, kernel) for part in parts])[:, 0].float().t()
         self._weight_kc = self._weight_kc.contiguous()
@@ -64,7 +67,33 @@ class CausalConv:
         buffers = ctx.buffers(self._place)
         states = [buffers[name] for name in self._buffers]
         out_tc = ctx.attention.recurrence.conv(x_tc, states, self._weight_kc, self._bias_c, ctx.slots[self._place.pool])
-        return silu(out_tc.float()).to(x_tc.dtype)
+        return silu(out_tc.float()).to(x_tc.dtype) if self._activated else out_tc
+
+
+def short_conv_buffers(
+    layers: int, units: int, hidden: int, kernel: int, dtype: torch.dtype, shard: Shard
+) -> tuple[BufferSpec, ...]:
+    """Declare the buffer of `layers` short convolutions, whose channels ranks divide by `units`."""
+    return (conv_buffer("conv", layers, units, hidden // units, kernel - 1, dtype, shard),)
+
+
+class ShortConv:
+    """The mixer of a layer that computes out(c * convolution(b * x)), of three projections of its input (LFM2)."""
+
+    def __init__(
+        self, weights: Weights, place: LayerPlace, hidden: int, units: int, kernel: int, *, bias: bool
+    ) -> None:
+        channels = weights.shard.axis(units, hidden // units, "heads of a convolution")
+        rows = _ranges([channels] * 3)
+        bias_n = torch.cat([weights.tensor("in_proj.bias", part) for part in rows]) if bias else None
+        self._in = weights.made(*weights.ranges("in_proj", rows, hidden), bias_n=bias_n)
+        below = weights.scope("conv.")
+        self._conv = CausalConv(below, place, ("conv",), (channels,), kernel, bias=bias, activated=False)
+        self._out = weights.linear({"out_proj": hidden}, channels, bias=bias)
+
+    def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> Tensor:
+        before, after, x = ctx.linear(h_mh, self._in)[: ctx.count].chunk(3, dim=1)
+        return ctx.linear(ctx.padded(self._conv(before * x, ctx).mul_(after)), self._out)
 
 
 _L2_EPS = 1e-6

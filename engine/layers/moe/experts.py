@@ -144,10 +144,10 @@ class ScoreRouter:
         rules: RouterRules,
         *,
         name: str = "gate",
-        correction: str = CORRECTION,
+        correction: str | Tensor = CORRECTION,
     ) -> None:
-        """`correction`: the name of the correction [experts]; empty: there is none. Raises `CheckpointError` where the
-        experts don't divide into groups that can be rated."""
+        """`correction`: the correction [experts], float32, or its name; empty: there is none. Raises `CheckpointError`
+        where the experts don't divide into groups that can be rated."""
         groups, experts, best = rules.groups, sizes.experts, rules.rated_by
         if groups > 1 and (experts % groups or experts // groups < best or not 0 < rules.top_groups <= groups):
             text = f"{rules.top_groups} of {groups} groups can't be chosen among {experts} experts"
@@ -157,7 +157,11 @@ class ScoreRouter:
                 f"{rules.top_groups} groups of {groups} don't have {top_k} of {experts} experts"
             )
         self._linear = weights.made(weights.tensor(f"{name}.weight", experts, sizes.hidden, dtype=torch.float32))
-        self._correction_e = weights.tensor(correction, experts, dtype=torch.float32) if correction else None
+        self._correction_e: Tensor | None = None
+        if isinstance(correction, Tensor):
+            self._correction_e = correction
+        elif correction:
+            self._correction_e = weights.tensor(correction, experts, dtype=torch.float32)
         self._top_k, self._rules = top_k, rules
 
     def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> ExpertRoutes:
@@ -258,11 +262,34 @@ def plain_expert(weights: Weights, number: int, sizes: ExpertSizes, units: Shard
         gate, up, down = next((names for names in _GATED if any(mine.has(f"{n}.weight") for n in names)), _GATED[-1])
         gate_up = [mine.weight(name, units, sizes.hidden) for name in (gate, up)]
         return ExpertWeights(mine.stacked(gate_up), mine.weight(down, sizes.hidden, units))
+    return fused_expert(weights, number, sizes, units)
+
+
+def fused_expert(
+    weights: Weights,
+    number: int,
+    sizes: ExpertSizes,
+    units: ShardAxis,
+    names: tuple[str, str] = ("gate_up_proj", "down_proj"),
+) -> ExpertWeights:
+    """Read an expert with a gate from tensors of all: [experts, 2 * inner, hidden], gate before up, and [experts,
+    hidden, inner]."""
     one = ShardAxis(sizes.experts, number, 1)
-    fused = [weights.tensor("gate_up_proj", one, part, sizes.hidden)[0] for part in _halves(units)]
+    fused = [weights.tensor(names[0], one, part, sizes.hidden)[0] for part in _halves(units)]
     return ExpertWeights(
-        weights.kept(torch.cat(fused)), weights.kept(weights.tensor("down_proj", one, sizes.hidden, units)[0], units)
+        weights.kept(torch.cat(fused)), weights.kept(weights.tensor(names[1], one, sizes.hidden, units)[0], units)
     )
+
+
+def transposed_expert(weights: Weights, number: int, sizes: ExpertSizes, units: ShardAxis) -> ExpertWeights:
+    """Read an expert as `plain_expert` does, or from tensors of all that are transposed, as Qwen3-VL is published:
+    [experts, hidden, 2 * inner] and [experts, inner, hidden]."""
+    if sizes.inner == sizes.hidden or weights.shape("down_proj") != (sizes.experts, sizes.inner, sizes.hidden):
+        return plain_expert(weights, number, sizes, units)
+    one = ShardAxis(sizes.experts, number, 1)
+    gate_up = [weights.tensor("gate_up_proj", one, sizes.hidden, part)[0].T for part in _halves(units)]
+    down_hi = weights.tensor("down_proj", one, units, sizes.hidden)[0].T.contiguous()
+    return ExpertWeights(weights.kept(torch.cat(gate_up)), weights.kept(down_hi, units))
 
 
 def ungated_expert(weights: Weights, number: int, sizes: ExpertSizes, units: ShardAxis) -> ExpertWeights:
