@@ -14,6 +14,7 @@ from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, serving
 from twinpool.router.api.openapi import openapi_document
 
+pytest_plugins = ["schemathesis.pytest.plugin"]
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(1800)]
 document = schemathesis.openapi.from_dict(openapi_document())
 

@@ -11,7 +11,6 @@ import httpx
 import jsonschema
 import openai
 import pytest
-from anthropic import Anthropic
 from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
@@ -128,6 +127,8 @@ def test_an_agent_of_chats_that_must_use_a_tool_uses_it_and_comes_to_an_end(clie
 
 @pytest.mark.slow
 def test_anthropics_client_comes_through_the_same_loop(cluster: Serving) -> None:
+    from anthropic import Anthropic  # Takes longer than the test, in each process that lists tests.
+
     client: Any = Anthropic(base_url=cluster.url, api_key="none", max_retries=0)
     tool = {"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}
     asked: dict[str, Any] = {

@@ -14,6 +14,7 @@ from tests.router.http_server import Server
 from twinpool.router.api.app import FRONT_ROUTES, PREFIX_ROUTES, ROUTES
 from twinpool.router.api.openapi import openapi_document
 
+pytest_plugins = ["schemathesis.pytest.plugin"]
 SHORT = schemathesis.Config.from_dict({"phases": {"coverage": {"enabled": False}}})
 document = schemathesis.openapi.from_dict(openapi_document(), config=SHORT)
 
