@@ -94,10 +94,6 @@ class ObjectSlicer:
         """Returns the parts that make up this rank's page, the shared one first."""
         return tuple(part for part in (SHARED, self._own[pool]) if self._buffers(pool, part))
 
-    def writes(self, pool: str) -> tuple[HeadPart, ...]:
-        """Returns the parts that this rank is to write, if it is the first of the ranks with the same slice."""
-        return tuple(part for part in self.own(pool) if part != SHARED or self._own[pool].index == 0)
-
     def object_bytes(self, pool: str, part: HeadPart) -> int:
         """Returns the payload size of an object of `part`."""
         return sum(b.layers * b.entry_bytes(self.spec.page_tokens) for b in self._buffers(pool, part))

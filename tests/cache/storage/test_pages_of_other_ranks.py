@@ -83,10 +83,9 @@ def written(spec: PoolSetSpec, size: int, pool: str) -> dict[HeadPart, PageObjec
         mine = rank_spec(spec, size, rank)
         slicer, pages = ObjectSlicer(mine), pages_of(mine, pool)
         for one in slicer.split(pool, pages, sealed(mine, pool, pages), FIRSTS, ENDS):
-            if one.part in slicer.writes(pool):
-                assert one.payloads.shape == (PAGES, slicer.object_bytes(pool, one.part))
-                twin = store.setdefault(one.part, one)
-                assert (twin.digests, twin.payloads.tolist()) == (one.digests, one.payloads.tolist())
+            assert one.payloads.shape == (PAGES, slicer.object_bytes(pool, one.part))
+            twin = store.setdefault(one.part, one)
+            assert (twin.digests, twin.payloads.tolist()) == (one.digests, one.payloads.tolist())
     return store
 
 
@@ -145,6 +144,16 @@ def test_a_damaged_byte_is_found_in_every_object_and_page_that_is_read(writers: 
                 assert damaged(slicer, store, writers).damaged == {page: (part,)}
                 payloads[page, at] ^= 1
     assert not damaged(slicer, store, writers).damaged
+
+
+def test_all_damaged_objects_of_a_page_are_named() -> None:
+    spec = whole()["both kinds"]
+    store, slicer = written(spec, 2, "full"), ObjectSlicer(spec)
+    parts = slicer.plan("full", 2)
+    assert len(parts) == 3
+    for part in parts[::2]:
+        store[part].payloads[1, 0] ^= 1
+    assert damaged(slicer, store, 2).damaged == {1: parts[::2]}
 
 
 def test_what_was_damaged_before_it_was_cut_stays_visible() -> None:

@@ -79,6 +79,13 @@ def test_a_batch_is_tagged_arrays_in_the_order_that_indexers_read() -> None:
     assert decoder.at == len(payload)
 
 
+def test_each_block_of_a_run_has_the_salt() -> None:
+    """Indexers read the extra keys block by block."""
+    payload = encode_batch(1.0, (BlockStored(EventMedium.DEVICE, None, (A, B, C), (1, 2, 3), 1, salt="tenant"),), None)
+    ((_, (event,), _),) = [Decoder(payload).value()]
+    assert event[-1] == [["tenant"]] * 3
+
+
 def test_the_first_bytes_of_a_batch_are_these() -> None:
     payload = encode_batch(0.0, (BlockRemoved(EventMedium.DEVICE, (A,)),), 0)
     assert payload == (
@@ -103,6 +110,8 @@ def test_batches_of_other_engines_are_read() -> None:
     )
     named = msgpack.packb([1, [["BlockStored", [A], None, [7], 1, None, "CPU", None, None, 0]], 0])
     assert decode_batch(named).events == (BlockStored(EventMedium.HOST, None, (A,), (7,), 1),)
+    cleared = msgpack.packb([1.0, [["AllBlocksCleared"], ["AllBlocksCleared", None], ["AllBlocksCleared", "CPU"]]])
+    assert decode_batch(cleared).events == (AllBlocksCleared(), AllBlocksCleared(), AllBlocksCleared(EventMedium.HOST))
 
 
 @pytest.mark.parametrize(

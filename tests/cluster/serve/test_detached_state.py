@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from twinpool.cluster.assembly.node_shares import CardFacts, NodeFacts
 from twinpool.cluster.processes.keeper import end_seconds
+from twinpool.cluster.processes.process_ids import start_time
 from twinpool.cluster.serve.build_check import why_not
 from twinpool.cluster.serve.detached_state import STATE_FILE, DetachedState, ServiceProcess
 from twinpool.cluster.serve.preflight import ServeOptions, ServePlan, prepare
@@ -138,3 +140,31 @@ def test_config_of_the_tree_is_the_one_that_was_given() -> None:
     """Round trips of settings are exact: digests of workers that run are compared with them."""
     given = plan("router.stall_s=12.5", "cache.storage.backend=file", "cache.storage.path=/tmp/x").given
     assert config_from_dict(json.loads(json.dumps(given.to_dict()))) == given
+
+
+def test_a_service_runs_as_long_as_the_process_that_was_noted_for_it(tmp_path: Path) -> None:
+    """Another process may have its pid by now."""
+    mine = start_time(os.getpid())
+    assert mine is not None
+    cluster = state(tmp_path, plan())
+    living = ServiceProcess(os.getpid(), mine, "0.1+abc")
+    cluster.services = {"router": living, "controller": living._replace(started=mine + 1)}
+    cluster.replaced = {"router.1": living, "router.0": living._replace(started=mine - 1)}
+    assert cluster.running("router") == living
+    assert cluster.running("controller") is None
+    assert cluster.running("nobody") is None
+    assert cluster.leaving == {"router.1": living}
+
+
+def test_a_service_that_stays_after_all_has_its_mark_and_its_place_again(tmp_path: Path) -> None:
+    cluster = state(tmp_path, plan())
+    before, after = ServiceProcess(1, 2, "before"), ServiceProcess(3, 4, "after")
+    cluster.started("router", before)
+    cluster.marks["router"] = "before.1"
+    cluster.leaves("router.before.1", before)
+    cluster.marks["router"] = "after.1"
+    cluster.started("router", after)
+    cluster.stays("router", "router.before.1", "before.1")
+    found = DetachedState.load(tmp_path)
+    assert (found.services["router"], found.marks["router"]) == (before, "before.1")
+    assert "router.before.1" not in found.replaced

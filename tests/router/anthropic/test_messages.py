@@ -10,12 +10,12 @@ import pytest
 
 from tests.router.http_server import Server
 from twinpool.contracts.errors import RequestError
-from twinpool.router.anthropic.messages_request import IGNORED, read_messages_body
+from twinpool.router.anthropic.messages_request import IGNORED, REFUSED, read_messages_body
 from twinpool.router.anthropic.messages_writer import MessagesWriter
 from twinpool.router.openai.choice_output import OutputDelta
 from twinpool.router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, ReasoningPart
 
-ASK = {"model": "demo", "max_tokens": 5, "messages": [{"role": "user", "content": "hello"}]}
+ASK: dict[str, Any] = {"model": "demo", "max_tokens": 5, "messages": [{"role": "user", "content": "hello"}]}
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
 TALK: dict[str, Any] = {
     "system": [
@@ -58,6 +58,38 @@ def test_a_conversation_becomes_the_turns_of_a_chat() -> None:
         {"role": "tool", "tool_call_id": "t2", "content": ""},
         {"role": "user", "content": "and?"},
     ]
+
+
+def read(*messages: dict[str, Any]) -> dict[str, Any]:
+    return read_messages_body({"max_tokens": 9, "messages": [ASK["messages"][0], *messages]}).chat
+
+
+def test_a_message_of_thoughts_alone_or_of_nothing_is_a_turn() -> None:
+    thoughts = {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}]}
+    nothing = {"role": "user", "content": []}
+    assert read(thoughts, nothing)["messages"][1:] == [
+        {"role": "assistant", "content": "", "reasoning_content": "hm"},
+        {"role": "user", "content": ""},
+    ]
+
+
+def test_the_assistants_last_words_are_gone_on_with_and_a_call_is_not() -> None:
+    call = {"type": "tool_use", "id": "t1", "name": "f", "input": {}}
+    assert read({"role": "assistant", "content": "It was"})["continue_final_message"] is True
+    assert (
+        read({"role": "assistant", "content": [{"type": "text", "text": "It was"}]})["continue_final_message"] is True
+    )
+    for content in ([call], [{"type": "text", "text": "I look."}, call]):
+        assert "continue_final_message" not in read({"role": "assistant", "content": content})
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("nothing", [None, [], {}, "", False])
+def test_what_is_refused_may_be_named_with_nothing(name: str, nothing: object) -> None:
+    try:
+        assert read_messages_body({**ASK, name: nothing}).chat == ASK
+    except RequestError as error:
+        pytest.fail(f"a client that asks for nothing of it was refused: {error}")
 
 
 def _tool(**function: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from twinpool.contracts.config.security_config import SecurityConfig
 from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import WorkerRecord
-from twinpool.router.api import router_server
+from twinpool.router.api import listeners, router_server
 from twinpool.router.api.listeners import Predecessor
 from twinpool.router.main import listen, listen_at
 
@@ -185,6 +185,31 @@ def test_a_successor_that_never_serves_changes_nothing(tmp_path: Path) -> None:
             assert new.port == old.port
             new.wait_until(lambda: old.uvicorn._leaving)
             assert new.complete(**BODY)
+
+
+@pytest.mark.parametrize("word", [b"", b"not yet"], ids=["silent", "another word"])
+def test_who_has_the_sockets_and_does_not_say_that_it_serves_is_no_successor(
+    word: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is waited for so long, then the next one may have them."""
+    monkeypatch.setattr(listeners, "TAKE_S", 0.05)
+    path = tmp_path / "handover"
+    with serving(FakeCluster(), handover=path) as old:
+        first = Predecessor.reach(path)
+        assert first is not None
+        if word:
+            first._connection.send(word)
+        second = Predecessor.reach(path)
+        assert second is not None, "the next one gets them"
+        assert not old.uvicorn._leaving
+        assert old.complete(**BODY)
+        second.serving()
+        old.wait_until(lambda: old.uvicorn._leaving)
+        for one in (*first.sockets, *second.sockets):
+            one.close()
+        first._connection.close()
+        old.client.close()
+        old.wait_ended()
 
 
 @pytest.mark.parametrize("there", ["no worker", "no decode worker"])

@@ -226,6 +226,43 @@ def test_calls_are_found_with_their_arguments_and_the_content_before(name: str, 
     assert told(parse(parser_of(name), [text])) == (before.strip(), calls)
 
 
+@pytest.mark.parametrize("name", [name for name in ELEMENTS if not name.startswith("deepseek")])
+@pytest.mark.parametrize("value", ["NaN", "[-Infinity]", "[" * 100_000, "5 apples"], ids=lambda value: value[:12])
+def test_a_value_that_is_no_json_is_a_string_of_its_own_words(name: str, value: str) -> None:
+    """Whatever the type that its tool names: Python's own reader takes more than JSON, and gives up on some of it."""
+    text = written(name, [("find", {"most": value})])
+    try:
+        found = told(parse(parser_of(name), [text]))
+    except RecursionError:
+        pytest.fail("a value with many brackets ended the answer")
+    assert found == ("", [("find", {"most": value})])
+
+
+@pytest.mark.parametrize("name", [name for name in ELEMENTS if not name.startswith("deepseek")])
+def test_a_parameter_has_the_type_that_its_own_tool_gives_it(name: str) -> None:
+    parser = FORMATS[name].parser({"count": {"n": "integer"}, "say": {"n": "string", "to": "string"}, "any": {}})
+    calls: list[tuple[str, Any]] = [("count", {"n": 5}), ("say", {"n": "5", "to": "you"}), ("any", {"n": 5})]
+    assert told(parse(parser, [written(name, calls)])) == ("", calls)
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss"])
+def test_what_is_no_name_makes_no_call(name: str) -> None:
+    text = "Write <function=find<b>, and no more."
+    assert parse(parser_of(name), [text]) == [ContentPart(text)]
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_of_a_text_that_breaks_off_all_that_came_is_told(name: str) -> None:
+    """The last characters might have been the beginning of its end."""
+    text = written(name, [("find", {"text": "some words"})])
+    for held in ("", "\n", "<", "</"):
+        whole = text.partition("words")[0] + "words" + held
+        found = parse(parser_of(name), [whole])
+        assert "".join(part.text for part in found if isinstance(part, ArgumentsPart)) == (
+            '{"text": ' + json.dumps("some words" + held)[:-1]
+        )
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
     "text", ["plain words", " a < b <tool <｜ < ", "", '{"a": 1}', "<tool_call", "<tool_call> <function=>"]
