@@ -23,6 +23,7 @@ enum ScaleType { SCALE_FLOAT, SCALE_BF16, SCALE_HALF, SCALE_E4M3, SCALE_E8M0, SC
 
 struct Blocks {
     long n, k, group, span;  // span: columns that share a factor
+    long groups, spans;      // of a row
     int32_t code, scale_type, zero;
     const uint8_t *codes, *zeros;  // zeros: null where `zero` is that of all groups
     const void *scales, *offsets;  // offsets: null where there are none, or where they are paired with the scales
@@ -110,11 +111,12 @@ struct GroupValues {
 };
 
 template <int CODE> inline GroupValues group_values(const Blocks &b, long panel, long group) {
-    const long groups = (b.k + b.group - 1) / b.group, spans = (b.k + b.span - 1) / b.span;
+    const bool spans = b.factors || b.offset_factors;  // Divisions take as long as the rest.
+    const long span = spans ? group * b.group / b.span : 0;
     GroupValues g;
     for (int half = 0; half < 2; half++) {
-        const long at = (panel * groups + group) * PANEL + half * LANES;
-        const long factor_at = (panel * spans + group * b.group / b.span) * PANEL + half * LANES;
+        const long at = (panel * b.groups + group) * PANEL + half * LANES;
+        const long factor_at = (panel * b.spans + span) * PANEL + half * LANES;
         g.scale[half] = scale_values(b.scale_type, b.scales, at);
         if constexpr (CODE == E2M1)
             g.factor[half] = b.factors ? load((const float *)b.factors + factor_at) : splat(1.0f);

@@ -7,10 +7,10 @@
 // and added to the units before; where groups have an offset, so is the row's own sum of the unit.
 //
 // Codes are multiplied without a sign, by instructions that add up four neighbouring products, and the zeros' part is
-// where their sum begins. So columns are packed by fours, a *quad*: of a panel each half, of a half each *chunk* of 32
-// columns, of a chunk vectors of 64 codes, those of 16 outputs and a quad. A vector of codes of four bits is the low
-// halves of 64 bytes, and that of four quads later the high ones; higher bits of six, five, three and two bits lie in
-// bytes of 64 as well, pair by pair or bit by bit.
+// where their sum begins. So columns are packed by fours, a *quad*: of a panel each *chunk* of 32 columns, of a chunk
+// vectors of 64 codes, those of a quad and 16 outputs, the two halves of the panel in turn. A vector of codes of four
+// bits is the low halves of 64 bytes, and that of four quads later the high ones; higher bits of six, five, three and two
+// bits lie in bytes of 64 as well, pair by pair or bit by bit.
 #pragma once
 
 #include "tile_gemm.h"
@@ -24,6 +24,10 @@ struct Bytes {
 };
 inline Bytes load_bytes(const void *p) {
     return {_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)p + 1)};
+}
+inline void store_bytes(void *p, Bytes x) {
+    _mm256_storeu_si256((__m256i *)p, x.low);
+    _mm256_storeu_si256((__m256i *)p + 1, x.high);
 }
 template <int BY> inline Bytes right(Bytes x) { return {_mm256_srli_epi16(x.low, BY), _mm256_srli_epi16(x.high, BY)}; }
 template <int BY> inline Bytes left(Bytes x) { return {_mm256_slli_epi16(x.low, BY), _mm256_slli_epi16(x.high, BY)}; }
@@ -59,6 +63,7 @@ template <bool WIDE> inline i32x16 dot(i32x16 sum, Bytes codes, const int8_t *x)
 #elif defined(__AVX512BW__)
 typedef __m512i Bytes;
 inline Bytes load_bytes(const void *p) { return _mm512_loadu_si512(p); }
+inline void store_bytes(void *p, Bytes x) { _mm512_storeu_si512(p, x); }
 template <int BY> inline Bytes right(Bytes x) { return _mm512_srli_epi16(x, BY); }
 template <int BY> inline Bytes left(Bytes x) { return _mm512_slli_epi16(x, BY); }
 inline Bytes masked(Bytes x, int mask) { return _mm512_and_si512(x, _mm512_set1_epi8((char)mask)); }
@@ -92,6 +97,7 @@ inline Bytes load_bytes(const void *p) {
     memcpy(out.at, p, 64);
     return out;
 }
+inline void store_bytes(void *p, Bytes x) { memcpy(p, x.at, 64); }
 template <int BY> inline Bytes right(Bytes x) {
     for (uint8_t &byte : x.at) byte >>= BY;
     return x;
@@ -127,24 +133,24 @@ constexpr int8_t IQ4_RAISED[16] = {1, 24, 45, 63, 79, 93, 106, 118, (int8_t)129,
                                    (int8_t)181, (int8_t)197, (int8_t)217, (int8_t)241};
 // Whether what is multiplied has eight bits.
 template <int CODE> constexpr bool wide() { return CODE == IQ4 || CODE == UINT8; }
-template <int CODE> constexpr long chunk_bytes() { return code_bits<CODE>() * CHUNK * LANES / 8; }
+template <int CODE> constexpr long chunk_bytes() { return code_bits<CODE>() * CHUNK * PANEL / 8; }
 
-// The codes of a quad of a half's chunk, as they are stored.
+// The codes of a quad of a chunk, as they are stored; the chunk begins with the half's first vector.
 template <int CODE, int QUAD> inline Bytes stored_quad(const uint8_t *chunk) {
     constexpr int low = low_bits<CODE>(), middle = middle_bits<CODE>();
     Bytes codes;
-    if constexpr (low == 8) return load_bytes(chunk + QUAD * 64);
+    if constexpr (low == 8) return load_bytes(chunk + QUAD * 128);
     if constexpr (low == 4) {
-        const Bytes both = load_bytes(chunk + QUAD % 4 * 64);
+        const Bytes both = load_bytes(chunk + QUAD % 4 * 128);
         codes = masked(QUAD < 4 ? both : right<4>(both), 15);
     }
-    const uint8_t *rest = chunk + low * CHUNK * LANES / 8;
+    const uint8_t *rest = chunk + low * CHUNK * PANEL / 8;
     if constexpr (middle) {
-        const Bytes bits = masked(right<2 * (QUAD / 2)>(load_bytes(rest + QUAD % 2 * 64)), 3);
+        const Bytes bits = masked(right<2 * (QUAD / 2)>(load_bytes(rest + QUAD % 2 * 128)), 3);
         codes = low ? either(codes, left<low>(bits)) : bits;
     }
     if constexpr (top_bits<CODE>()) {
-        const Bytes bits = masked(right<QUAD>(load_bytes(rest + middle * CHUNK * LANES / 8)), 1);
+        const Bytes bits = masked(right<QUAD>(load_bytes(rest + middle * CHUNK * PANEL / 8)), 1);
         codes = either(codes, left<low + middle>(bits));
     }
     return codes;
@@ -158,15 +164,16 @@ template <int CODE, int QUAD> inline Bytes quad_of(const uint8_t *chunk) {
     return codes;
 }
 
-template <int CODE> inline void quads_of(const uint8_t *chunk, Bytes *to) {
-    to[0] = quad_of<CODE, 0>(chunk);
-    to[1] = quad_of<CODE, 1>(chunk);
-    to[2] = quad_of<CODE, 2>(chunk);
-    to[3] = quad_of<CODE, 3>(chunk);
-    to[4] = quad_of<CODE, 4>(chunk);
-    to[5] = quad_of<CODE, 5>(chunk);
-    to[6] = quad_of<CODE, 6>(chunk);
-    to[7] = quad_of<CODE, 7>(chunk);
+// A half's quads of a chunk, each 128 bytes behind the one before.
+template <int CODE> inline void unpack_quads(const uint8_t *chunk, uint8_t *to) {
+    store_bytes(to, quad_of<CODE, 0>(chunk));
+    store_bytes(to + 128, quad_of<CODE, 1>(chunk));
+    store_bytes(to + 256, quad_of<CODE, 2>(chunk));
+    store_bytes(to + 384, quad_of<CODE, 3>(chunk));
+    store_bytes(to + 512, quad_of<CODE, 4>(chunk));
+    store_bytes(to + 640, quad_of<CODE, 5>(chunk));
+    store_bytes(to + 768, quad_of<CODE, 6>(chunk));
+    store_bytes(to + 896, quad_of<CODE, 7>(chunk));
 }
 
 // How the columns of a weight and of rows are cut.
@@ -253,8 +260,7 @@ constexpr long INT8_ROWS = 4, INT8_HALVES = 1;
 struct SomeUnits {
     const Int8Rows &rows;
     long first, count;
-    const uint8_t *codes;  // quads of the first half, unpacked; those of the other `other` bytes behind
-    long other;
+    const uint8_t *codes;  // quad after quad, each of both halves
     const UnitValues *values;
     bool zeros, offsets;
 };
@@ -266,7 +272,7 @@ inline void add_units(const SomeUnits &some, long row, int half, float *sums) {
     const Units &units = rows.units;
     const long x_row = units.chunks * CHUNK, quads = units.quads();
     const int8_t *x = rows.numbers + row * x_row + some.first * units.columns;
-    const uint8_t *codes = some.codes + half * some.other;
+    const uint8_t *codes = some.codes + half * 64;
     const UnitValues *values = some.values;
     for (long unit = some.first; unit < some.first + some.count; unit++, values++) {
         const int32_t *total = rows.totals + row * units.count + unit;
@@ -278,11 +284,10 @@ inline void add_units(const SomeUnits &some, long row, int half, float *sums) {
                 sum[r][i] = (i32x16)splat_word(total + r * units.count);
                 if (some.zeros) sum[r][i] = sum[r][i] * values->zero[half + i];
             }
-#pragma GCC unroll 1
-        for (long quad = 0; quad < quads; quad++, codes += 64, x += 4) {
+        for (long quad = 0; quad < quads; quad++, codes += 128, x += 4) {
             Bytes of_codes[INT8_HALVES];
 #pragma GCC unroll 2
-            for (int i = 0; i < INT8_HALVES; i++) of_codes[i] = load_bytes(codes + i * some.other);
+            for (int i = 0; i < INT8_HALVES; i++) of_codes[i] = load_bytes(codes + i * 64);
 #pragma GCC unroll 12
             for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
@@ -319,18 +324,25 @@ template <int CODE> constexpr int int8_zero(const Blocks &b) {
     return CODE == E2M1 ? 12 : CODE == IQ4 ? 128 : b.zeros ? -1 : b.zero;
 }
 
-template <int CODE> UnitValues unit_values(const BlockColumns<CODE> &w, const Units &units, long panel, long unit) {
-    // A row's last chunk may be longer than its last group.
-    const PanelGroup group = w.group(panel, std::min(unit / units.per_group, w.steps.groups - 1));
-    UnitValues values;
-    for (int half = 0; half < 2; half++) {
-        values.scale[half] = CODE == E2M1 ? group.scale[half] * splat(0.5f) : group.scale[half];
-        values.offset[half] = group.offset[half];
-        float zero[LANES];
-        store(zero, -group.zero[half] + 12582912.0f);
-        values.zero[half] = load_words(zero) - 0x4b400000;
+// Of units [first, first + count) of a panel; what isn't used stays as it is.
+template <int CODE>
+void unit_values(const BlockColumns<CODE> &w, const Units &units, long panel, long first, long count, UnitValues *to) {
+    const bool zeros = w.b.zeros, offsets = w.has_offsets();
+    long group = first / units.per_group, left = units.per_group - first % units.per_group;
+    for (long unit = 0; unit < count; unit++, to++) {
+        const PanelGroup found = w.group(panel, group);
+        for (int half = 0; half < 2; half++) {
+            to->scale[half] = CODE == E2M1 ? found.scale[half] * splat(0.5f) : found.scale[half];
+            if (offsets) to->offset[half] = found.offset[half];
+            if (!zeros) continue;
+            float zero[LANES];
+            store(zero, -found.zero[half] + 12582912.0f);
+            to->zero[half] = load_words(zero) - 0x4b400000;
+        }
+        if (--left) continue;
+        left = units.per_group;
+        group = std::min(group + 1, w.steps.groups - 1);  // A row's last chunk may be longer than its last group.
     }
-    return values;
 }
 
 constexpr long INT8_ROWS_AT_ONCE = 240;  // whose sums a thread holds
@@ -339,10 +351,9 @@ constexpr long INT8_ROWS_AT_ONCE = 240;  // whose sums a thread holds
 template <int CODE, typename Put>
 void int8_panel(const BlockColumns<CODE> &w, const Int8Rows &rows, long panel, long m, const Put &put) {
     const Units &units = rows.units;
-    const long at_once = units.at_once(), room = at_once * units.columns * LANES;
+    const long at_once = units.at_once(), room = at_once * units.columns * PANEL;
     static thread_local Buffer<float> kept;
-    kept.resize(INT8_ROWS_AT_ONCE * PANEL + at_once * (long)(sizeof(UnitValues) / sizeof(float)) + 2 * room / WORD +
-                LANES);
+    kept.resize(INT8_ROWS_AT_ONCE * PANEL + at_once * (long)(sizeof(UnitValues) / sizeof(float)) + room / WORD + LANES);
     float *sums = (float *)(((uintptr_t)kept.data() + 63) & ~(uintptr_t)63);
     UnitValues *values = (UnitValues *)(sums + INT8_ROWS_AT_ONCE * PANEL);
     uint8_t *unpacked = (uint8_t *)(values + at_once);
@@ -351,23 +362,18 @@ void int8_panel(const BlockColumns<CODE> &w, const Int8Rows &rows, long panel, l
         memset((void *)sums, 0, count * PANEL * sizeof(float));
         for (long first = 0; first < units.count; first += at_once) {
             const long some = std::min(at_once, units.count - first);
-            for (long unit = 0; unit < some; unit++) values[unit] = unit_values<CODE>(w, units, panel, first + unit);
             const long chunk = first * units.columns / CHUNK, last = (first + some) * units.columns / CHUNK;
-            const uint8_t *codes = w.b.codes + (2 * panel * units.chunks + chunk) * chunk_bytes<CODE>();
-            SomeUnits all{rows, first, some, codes, units.chunks * chunk_bytes<CODE>(), values, (bool)w.b.zeros,
-                          w.has_offsets()};
+            const uint8_t *codes = w.b.codes + (panel * units.chunks + chunk) * chunk_bytes<CODE>();
+            unit_values<CODE>(w, units, panel, first, some, values);
             if constexpr (CODE != UINT8) {
-                all.codes = unpacked;
-                all.other = room;
-                for (int half = 0; half < 2; half++) {
-                    const uint8_t *from = codes + half * units.chunks * chunk_bytes<CODE>();
-                    uint8_t *to = unpacked + half * room;
-                    for (long c = chunk; c < last; c++, from += chunk_bytes<CODE>(), to += CHUNK * LANES) {
-                        fetch_ahead(from, chunk_bytes<CODE>());
-                        quads_of<CODE>(from, (Bytes *)to);
-                    }
+                uint8_t *to = unpacked;
+                for (long c = chunk; c < last; c++, codes += chunk_bytes<CODE>(), to += CHUNK * PANEL) {
+                    unpack_quads<CODE>(codes, to);
+                    unpack_quads<CODE>(codes + 64, to + 64);
                 }
+                codes = unpacked;
             }
+            const SomeUnits all{rows, first, some, codes, values, (bool)w.b.zeros, w.has_offsets()};
             for (long row = 0; row < count; row += INT8_ROWS) {
                 const long together = std::min(INT8_ROWS, count - row);
                 add_unit_rows<wide<CODE>()>(all, begin + row, together, sums + row * PANEL);
@@ -416,7 +422,7 @@ template <typename T> bool int8_rows(const Blocks &b, const int64_t *rows, long 
             each(count, 1, [&](long i) {
                 const long panel = rows[i] / PANEL, half = rows[i] % PANEL / LANES, lane = rows[i] % LANES;
                 const long chunks = (b.k + CHUNK - 1) / CHUNK;
-                const uint8_t *codes = b.codes + (panel * 2 + half) * chunks * chunk_bytes<CODE>();
+                const uint8_t *codes = b.codes + panel * chunks * chunk_bytes<CODE>() + half * 64;
                 for (long first = 0; first < b.k; first += CHUNK, codes += chunk_bytes<CODE>()) {
                     const Bytes quads[QUADS] = {
                         stored_quad<CODE, 0>(codes), stored_quad<CODE, 1>(codes), stored_quad<CODE, 2>(codes),
@@ -439,20 +445,20 @@ template <typename T> bool int8_rows(const Blocks &b, const int64_t *rows, long 
 
 // Codes [n, k] of so many bits, one a byte, in the order of reading; behind the last row and column are zeros.
 inline void pack_int8(const uint8_t *codes, uint8_t *packed, long n, long k, int bits) {
-    const long panels = (n + PANEL - 1) / PANEL, chunks = (k + CHUNK - 1) / CHUNK, size = bits * CHUNK * LANES / 8;
+    const long panels = (n + PANEL - 1) / PANEL, chunks = (k + CHUNK - 1) / CHUNK, size = bits * CHUNK * PANEL / 8;
     const int low = bits == 8 ? 8 : bits < 4 ? 0 : 4, middle = bits == 6 || bits < 4 ? 2 : 0;
-    memset(packed, 0, panels * 2 * chunks * size);
+    memset(packed, 0, panels * chunks * size);
     each(panels, 1, [&](long panel) {
         for (long row = panel * PANEL; row < std::min((panel + 1) * PANEL, n); row++)
             for (long j = 0; j < k; j++) {
                 const long half = row % PANEL / LANES, quad = j % CHUNK / 4, byte = row % LANES * 4 + j % 4;
-                uint8_t *at = packed + ((panel * 2 + half) * chunks + j / CHUNK) * size + byte;
-                uint8_t *rest = at + low * CHUNK * LANES / 8;
+                uint8_t *at = packed + (panel * chunks + j / CHUNK) * size + half * 64 + byte;
+                uint8_t *rest = at + low * CHUNK * PANEL / 8;
                 const uint8_t code = codes[row * k + j];
-                if (low == 8) at[quad * 64] = code;
-                if (low == 4) at[quad % 4 * 64] |= (code & 15) << quad / 4 * 4;
-                if (middle) rest[quad % 2 * 64] |= (code >> low & 3) << quad / 2 * 2;
-                if (bits > low + middle) rest[middle * CHUNK * LANES / 8] |= (code >> (low + middle) & 1) << quad;
+                if (low == 8) at[quad * 128] = code;
+                if (low == 4) at[quad % 4 * 128] |= (code & 15) << quad / 4 * 4;
+                if (middle) rest[quad % 2 * 128] |= (code >> low & 3) << quad / 2 * 2;
+                if (bits > low + middle) rest[middle * CHUNK * PANEL / 8] |= (code >> (low + middle) & 1) << quad;
             }
     });
 }

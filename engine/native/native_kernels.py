@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,9 +22,11 @@ _PANEL = 32
 """Outputs side by side in a packed weight, as in gemm.h."""
 _MAX_HEAD_DIM = 1024
 _HUGE_PAGE = 1 << 21
-_SMALL_PAGE = 1 << 12
+_LINE = 64
+_MAPPING = 1 << 26
+"""Bytes of a mapping that weights share."""
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-_MADV_HUGEPAGE, _MADV_NOHUGEPAGE = 14, 15
+_MADV_HUGEPAGE = 14
 
 
 class _Heads(ctypes.Structure):
@@ -63,7 +66,7 @@ class _Blocks(ctypes.Structure):
     """A packed weight in blocks: the struct of block_gemm.h."""
 
     _fields_ = [
-        *((name, ctypes.c_long) for name in ("n", "k", "group", "span")),
+        *((name, ctypes.c_long) for name in ("n", "k", "group", "span", "groups", "spans")),
         *((name, ctypes.c_int32) for name in ("code", "scale_type", "zero")),
         *((name, ctypes.c_void_p) for name in ("codes", *BLOCK_PARTS)),
     ]
@@ -268,7 +271,7 @@ class PackedWeight:
         self._n, self._k = weight_nk.shape
         weight_nk = weight_nk.contiguous()
         function = kernels.functions["packed_elements", weight_nk.dtype]
-        self._packed = _huge_pages(function(self._n, self._k), weight_nk.dtype)
+        self._packed = _MAPPINGS.allocate(function(self._n, self._k), weight_nk.dtype)
         kernels.functions["pack", weight_nk.dtype](weight_nk.data_ptr(), self._packed.data_ptr(), self._n, self._k)
         self._bias = None if bias_n is None else _by_panel(bias_n.float()).flatten()
 
@@ -330,9 +333,8 @@ class PackedBlocks:
         fits = not self._added or (weight.code in _WITH_OFFSETS and not weight.zero)
         assert fits, "kernels have offsets for whole numbers of six bits at most, without a zero"
         self._codes = self._packed_codes(weight)
-        self._parts = {
-            name: _by_panel(part) for name in BLOCK_PARTS if (part := getattr(weight, name)) is not None
-        }  # fmt: skip
+        parts = {name: part for name in BLOCK_PARTS if (part := getattr(weight, name)) is not None}
+        self._parts = {name: _MAPPINGS.place(_by_panel(part)) for name, part in parts.items()}
         self._bias = None if bias_n is None else _by_panel(bias_n.float()).flatten()
 
     def _packed_codes(self, weight: BlockWeight) -> Tensor:
@@ -340,7 +342,7 @@ class PackedBlocks:
         bits, panels, columns, pack = weight.code.bits, -(-self._n // _PANEL), self._k, self._kernels._pack_codes
         if self._inputs != "float":
             columns, pack = -(-columns // INPUT_BLOCK) * INPUT_BLOCK, self._kernels._pack_int8_codes
-        packed = _huge_pages(panels * columns * _PANEL * bits // 8, torch.uint8)
+        packed = _MAPPINGS.allocate(panels * columns * _PANEL * bits // 8, torch.uint8)
         step = max(_PACKED_AT_ONCE // (self._k * _PANEL), 1) * _PANEL
         for first in range(0, self._n, step):
             codes = unpack_codes(weight.codes[first : first + step], weight.code)
@@ -349,9 +351,9 @@ class PackedBlocks:
         return packed
 
     def _blocks(self) -> _Blocks:
-        scales = self._parts["scales"]
+        scales, span = self._parts["scales"], self._span or self._k
         return _Blocks(
-            self._n, self._k, self._group, self._span or self._k,
+            self._n, self._k, self._group, span, -(-self._k // self._group), -(-self._k // span),
             _UINT4_OFFSET if self._code is Code.UINT4 and self._added else self._code.value,
             _PAIRED if self._paired else _SCALE_TYPES[scales.dtype], self._zero, self._codes.data_ptr(),
             *(self._parts[name].data_ptr() if name in self._parts else None for name in BLOCK_PARTS),
@@ -430,21 +432,38 @@ def _by_panel(rows: Tensor) -> Tensor:
     return packed.view(rows.dtype)
 
 
-def _huge_pages(elements: int, dtype: torch.dtype) -> Tensor:
-    """Allocate memory for a weight; a large one on huge pages, where the system grants them.
+class _Mappings:
+    """Memory of packed weights: neighbours share mappings, which lie on huge pages where the system grants them.
 
-    What is left behind the last whole one lies on small pages: a huge one that is begun is taken whole, which would be
-    a MiB for each weight.
+    With few rows a product takes as long as its weight is read, which small pages slow down by half. A huge page that
+    is begun is taken whole, so that a mapping a weight would waste a MiB of each. A mapping goes with the last of its
+    weights.
     """
-    nbytes = elements * dtype.itemsize
-    if nbytes < 2 * _HUGE_PAGE:
-        return torch.empty(elements, dtype=dtype)
-    room = torch.frombuffer(mmap.mmap(-1, nbytes + _HUGE_PAGE, _PRIVATE), dtype=torch.uint8)
-    begin, whole = -room.data_ptr() % _HUGE_PAGE, nbytes // _HUGE_PAGE * _HUGE_PAGE
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "madvise"):
-        at = room.data_ptr() + begin
-        libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(whole), _MADV_HUGEPAGE)
-        rest = (nbytes - whole) // _SMALL_PAGE * _SMALL_PAGE
-        libc.madvise(ctypes.c_void_p(at + whole), ctypes.c_size_t(rest), _MADV_NOHUGEPAGE)
-    return room[begin : begin + nbytes].view(dtype)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last: weakref.ref[mmap.mmap] | None = None
+        self._free = 0
+        """Where the free part of the last mapping begins."""
+
+    def allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
+        nbytes = -(-elements * dtype.itemsize // _LINE) * _LINE
+        with self._lock:
+            mapping = self._last() if self._last is not None else None
+            if mapping is None or self._free + nbytes > len(mapping):
+                mapping = mmap.mmap(-1, max(_MAPPING, nbytes) + _HUGE_PAGE, _PRIVATE)
+                at = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+                self._last, self._free = weakref.ref(mapping), -at % _HUGE_PAGE
+                libc = ctypes.CDLL(None)
+                if hasattr(libc, "madvise"):
+                    size = ctypes.c_size_t(len(mapping) - self._free)
+                    libc.madvise(ctypes.c_void_p(at + self._free), size, _MADV_HUGEPAGE)
+            begin, self._free = self._free, self._free + nbytes
+        return torch.frombuffer(mapping, dtype=dtype, count=elements, offset=begin)
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor to the memory of weights."""
+        return self.allocate(tensor.numel(), tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+_MAPPINGS = _Mappings()

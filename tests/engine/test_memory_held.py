@@ -66,4 +66,5 @@ def test_a_process_holds_the_bytes_that_are_planned_for_weights(
     assert done.returncode == 0, done.stderr
     found, planned = json.loads(done.stdout.splitlines()[-1])
     assert planned > 40e6
-    assert abs(found - planned) < 0.05 * planned, f"{found} bytes are held, {planned} are planned"
+    begun = 1 << 21  # A huge page is taken whole.
+    assert abs(found - planned) < 0.05 * planned + begun, f"{found} bytes are held, {planned} are planned"
