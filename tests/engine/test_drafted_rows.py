@@ -28,7 +28,7 @@ PENALISED = SamplingParams(
     max_tokens=1 << 20, temperature=0.6, seed=5, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.7
 )
 COUNT = 24
-RECURRENT = ("qwen3_next", "qwen3_5", "falcon_h1", "nemotron_h")
+RECURRENT = ("qwen3_next", "qwen3_5", "falcon_h1", "nemotron_h", "granite_hybrid", "lfm2", "lfm2_moe")
 """Families whose layers fold every position into a state: a draft can't be taken out of one again."""
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.harness import Bench, MakeOracle
 from tests.engine.judged import expect_the_oracles, prompts
@@ -80,6 +82,26 @@ def test_float32_gives_the_oracles_greedy_tokens_and_logits(
 ) -> None:
     folder = folder_of(layout)
     expect_the_oracles(folder, oracle_of(folder), LENGTHS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["lfm2_moe", "minimax_m2", "glm4_moe", "deepseek_v2", "granite_hybrid"])
+def test_a_rows_bits_hang_on_its_own_sequence_alone(tmp_path: Path, family: str, dtype: str) -> None:
+    folder, rng = FAMILIES[family](tmp_path / "model", dtype=dtype), random.Random(3)
+    (tokens,) = prompts(3, 120)
+    want = Bench(folder, 16, 1024).forced(tokens, [120])
+    bench = Bench(folder, 32, 2048, seed=2)
+    at, held, parts = 0, bench.hold(120), []
+    while at < 120:
+        count = min(120 - at, rng.choice([1, 1, 2, 3, 16, 31, 64]))
+        others = prompts(rng.randrange(99), *rng.choices([1, 2, 7, 40], k=rng.randrange(4)))
+        rows = [bench.row(prompt, 0, bench.hold(len(prompt))) for prompt in others]
+        place = rng.randrange(len(rows) + 1)
+        rows.insert(place, bench.row(tokens[at : at + count], at, held))
+        parts.append(bench.logits(rows)[place])
+        at += count
+    assert torch.equal(torch.cat(parts), want)
 
 
 @pytest.mark.slow
