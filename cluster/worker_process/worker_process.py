@@ -106,7 +106,8 @@ class PlannedWorkers:
     def build(self, plan: WorkerPlan) -> Worker:
         """Build the worker of a plan, with its other ranks if it has several; `release` has ended the one before.
         Raises what `build_worker` raises."""
-        run_low(_import_packages)
+        if self._plan is None:
+            run_low(_import_packages)
         from twinpool.cluster.assembly.build_worker import build_worker
         from twinpool.engine.runner.load_model import KeptModel
 
@@ -152,8 +153,14 @@ class PlannedWorkers:
 
 
 def _import_packages() -> None:
-    """Load what workers are made of, torch with it: seconds of processor time."""
+    """Load what workers are made of, torch with it: seconds of processor time.
+
+    What is there then stays: a full collection would look through all modules again, between two steps.
+    """
     import twinpool.cluster.assembly.build_worker  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
 
 
 def free_memory() -> None:
