@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.engine.native import BUILDS
 from tests.support import thorough_marks
+from twinpool.engine.native.compile_kernels import MACHINE
 
 
 class Collected:
@@ -54,6 +56,15 @@ def test_what_is_quick_or_has_no_parameters_or_means_each_of_them_stays() -> Non
 def test_where_one_parameter_is_slow_the_quick_ones_stay() -> None:
     items = [Collected("f::one[0]"), Collected("f::one[1]", "slow"), Collected("f::one[2]")]
     assert left_out(*items) == ["f::one[1]"]
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_builds_of_the_kernels_are_left_out_wherever_a_test_names_them_but_this_machines(build: str) -> None:
+    """Each takes ten seconds to be compiled, and in a fresh clone all that are asked for are."""
+    for parameters in (build, f"{build}-1", f"1-{build}", f"1-{build}-1"):
+        item: Any = Collected(f"tests/engine/test_of_any_kind.py::test_products[{parameters}]")
+        thorough_marks.mark_by_lists(item)
+        assert item.marks == ([] if build == MACHINE else ["thorough"]), parameters
 
 
 def test_a_pattern_that_names_no_test_is_stale_and_one_that_does_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
