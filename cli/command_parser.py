@@ -1,4 +1,4 @@
-"""The parser of `twinpool` and of each subcommand: argparse's, with errors that say what was probably meant.
+"""What commands are given and what they print: the parser, argparse's, with errors that say what was probably meant.
 
 A flag is given by its whole name, since an abbreviation that works today becomes another flag's, or ambiguous, with the
 next flag. What one subcommand doesn't know is told by that subcommand, with its own usage.
@@ -12,8 +12,13 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+FINE, REFUSED, USAGE, NO_CLUSTER = 0, 1, 2, 3
+"""What commands exit with."""
 CLOSE = 0.6
 """How much of two names must be equal for one to be suggested for the other, from 0 to 1."""
 
@@ -58,7 +63,7 @@ class Command:
     name: str
     help: str
     run: Callable[[argparse.Namespace], int]
-    """Runs it and returns its exit code (`cli.command_output`). Raises `TwinpoolError`."""
+    """Runs it and returns its exit code (`FINE` and so on). Raises `TwinpoolError`."""
     flags: Sequence[CommandFlag]
 
 
@@ -162,3 +167,31 @@ def _closest(given: str, names: Iterable[str]) -> str:
     begun = [name for name in by_word if len(word) > 1 and name.startswith(word)]
     alike = difflib.get_close_matches(word, begun or by_word, n=1, cutoff=0 if begun else CLOSE)
     return by_word[alike[0]] if alike else ""
+
+
+def print_line(text: str) -> None:
+    """Print a line at once, as somebody may read along."""
+    print(text, flush=True)
+
+
+def print_table(shown: RenderableType) -> None:
+    """Print a table."""
+    console().print(shown)
+
+
+def console() -> Console:
+    """Standard output: output into a pipe has to fit no screen, and no cell may be cut."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+
+
+def plain_table(*titles: str) -> Any:
+    """Return an empty rich table; the first two columns and ``node`` are aligned left, the others right."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index, title in enumerate(titles):
+        table.add_column(title, justify="left" if index < 2 or title == "node" else "right", no_wrap=True)
+    return table

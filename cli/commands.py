@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     """Run one parsed command; returns its exit code."""
     from twinpool.cli.admin_client import ClusterNotFound, CommandRefused
     from twinpool.cli.command_line import COMMANDS
-    from twinpool.cli.command_output import NO_CLUSTER, REFUSED, USAGE
+    from twinpool.cli.command_parser import NO_CLUSTER, REFUSED, USAGE
     from twinpool.contracts.errors import ConfigError, TwinpoolError
 
     try:

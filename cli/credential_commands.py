@@ -16,7 +16,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twinpool.cli.command_output import FINE, REFUSED, print_table
+from twinpool.cli.command_parser import FINE, REFUSED, print_table
 from twinpool.contracts.errors import ConfigError
 
 if TYPE_CHECKING:

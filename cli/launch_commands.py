@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from twinpool.cli.admin_client import AdminClient, ClusterNotFound, choose, to_stderr
-from twinpool.cli.command_output import FINE, print_line, print_table
+from twinpool.cli.command_parser import FINE, print_line, print_table
 from twinpool.cli.operator.apply_command import apply_file
 from twinpool.cluster.processes.process_ids import TIED
 from twinpool.contracts.errors import ConfigError, TwinpoolError

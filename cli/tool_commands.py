@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from twinpool.cli.command_output import FINE, REFUSED, print_line, print_table
+from twinpool.cli.command_parser import FINE, REFUSED, print_line, print_table
 from twinpool.contracts.errors import ConfigError
 
 

@@ -45,7 +45,6 @@ from twinpool.engine.structured_output.grammar_engine import AnswerGrammar
 from twinpool.prefill.audit_runner import AuditRunner
 from twinpool.prefill.scheduler import ScheduledChunk
 from twinpool.prefill.step_commit import PrefillStepCommit
-from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.worker.step_commit import split
 from twinpool.worker.worker_loop import WorkerSetup
 
@@ -66,12 +65,12 @@ class ColocatedWorker(DecodeWorker):
     prompts = LocalPrompts
     at_work = DecodeWorker.at_work | {DecodePhase.ARRIVING}
 
-    def __init__(self, setup: WorkerSetup, receiver: KVReceiver, drafter: Drafter | None = None) -> None:
+    def __init__(self, setup: WorkerSetup, drafter: Drafter | None = None) -> None:
         """As `DecodeWorker`."""
         setup = replace(setup, config=setup.config.with_local_prompts(self.role))
         config, engine, manager, pause = setup.config, setup.engine, setup.manager, setup.pause
         self._config, self._pause = config, pause
-        super().__init__(setup, receiver, drafter)
+        super().__init__(setup, drafter)
         assert isinstance(self._prompts, LocalPrompts)
         self._local = local = self._prompts
         self._chunks = PrefillStepCommit(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 
 from twinpool.contracts.compact_json import compact_json
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "fields", "color_message"}
+_router = logging.getLogger("twinpool.router")
 
 
 class JsonFormatter(logging.Formatter):
@@ -41,3 +43,14 @@ def log_to_stream(process: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
+
+
+def log(event: str, *, level: int = logging.INFO, trace: bool = False, **fields: object) -> None:
+    """Log one event of a router, at little cost; `trace` adds the traceback of the exception that is being
+    handled."""
+    if _router.isEnabledFor(level):
+        # Straight to the handlers: looking for the caller's line would cost more than the rest.
+        trouble = sys.exc_info() if trace else None
+        record = logging.LogRecord(_router.name, level, "", 0, event, None, trouble)
+        record.fields = fields
+        _router.handle(record)

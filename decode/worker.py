@@ -45,7 +45,6 @@ from twinpool.decode.scheduler import DecodeScheduler
 from twinpool.decode.step_commit import DecodeStepCommit
 from twinpool.decode.transfer_queue import TransferQueue
 from twinpool.engine.structured_output.grammar_engine import AnswerGrammar
-from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
 from twinpool.transfer.rooms.room_outcomes import RoomGranted, RoomReleased
 from twinpool.transfer.rooms.sender.sender_rooms import SenderOutcome
@@ -77,11 +76,13 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
     at_work: ClassVar[frozenset[DecodePhase]] = frozenset({DecodePhase.RUNNING, DecodePhase.LEAVING})
     """The phases of requests that count as running in the status; the others wait."""
 
-    def __init__(self, setup: WorkerSetup, receiver: KVReceiver, drafter: Drafter | None = None) -> None:
-        """`drafter`: makes drafts, where the configuration asks for some; None: by prompt lookup."""
+    def __init__(self, setup: WorkerSetup, drafter: Drafter | None = None) -> None:
+        """`setup` has a receiver. `drafter`: makes drafts, where the configuration asks for some; None: by prompt
+        lookup."""
         super().__init__(setup)
         config, engine, manager, clock = setup.config, setup.engine, setup.manager, setup.clock
-        sender, pause = setup.sender, setup.pause
+        sender, receiver, pause = setup.sender, setup.receiver, setup.pause
+        assert receiver is not None
         self._receiver = receiver
         requests, fitness = self._request_table, self._fitness
         self._lengths = OutputLengths(config.decode.output_length_quantile, config.decode.first_answer_tokens)

@@ -22,13 +22,12 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import read_config_json
 from twinpool.contracts.errors import TwinpoolError
 from twinpool.contracts.ids import Role
-from twinpool.contracts.json_logs import log_to_stream
+from twinpool.contracts.json_logs import log, log_to_stream
 from twinpool.contracts.messages.worker_status import WorkerView
 from twinpool.contracts.signal_listener import SignalListener
 from twinpool.router.kv_indexer.event_feed import EventFeed
 from twinpool.router.kv_indexer.table_memory import TableMemory, TableSize
 from twinpool.router.links.controller_directory import ControllerDirectory
-from twinpool.router.state.router_log import log
 
 WAIT_S = 0.2
 """Seconds that a round waits for events."""

@@ -25,7 +25,7 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import read_config_json
 from twinpool.contracts.config.setting_effects import routers_digest
 from twinpool.contracts.errors import ConfigError, TwinpoolError
-from twinpool.contracts.json_logs import log_to_stream
+from twinpool.contracts.json_logs import log, log_to_stream
 from twinpool.contracts.messages.router_report import RouterIdentity
 from twinpool.contracts.wire.socket_acceptor import listening
 from twinpool.router.api.app import create_admin_app, create_app
@@ -35,7 +35,6 @@ from twinpool.router.api.router_server import LIVE_CONNECTIONS, AdminListener, R
 from twinpool.router.links.controller_directory import ControllerDirectory
 from twinpool.router.links.controller_port import ControllerPorts
 from twinpool.router.service.router_service import RouterService
-from twinpool.router.state.router_log import log
 from twinpool.router.tokenizer_pool.tokenizer_process import map_large_buffers
 
 BACKLOG = 2048

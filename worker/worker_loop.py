@@ -23,6 +23,7 @@ from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import CheckReport, EndedWorker, WorkerLimits, WorkerStatus
 from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.structured_output.grammar_engine import AnswerGrammar, GrammarEngine
+from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
 from twinpool.worker.grammar_gate import GrammarGate
 from twinpool.worker.request_table import AdmissionRefusal, R, RequestTable
@@ -59,6 +60,8 @@ class WorkerSetup:
     """Sleeps for so many seconds (`faults.step_delay_s`)."""
     grammars: GrammarEngine | None = None
     """Compiles the grammars that answers follow; None: answers with one are refused."""
+    receiver: KVReceiver | None = None
+    """The receiving end of the rooms in which others hand requests over; prefill has none."""
 
 
 class Counting(Protocol):
@@ -174,6 +177,7 @@ class WorkerLoop(ABC, Generic[R]):
     role: Role
 
     def __init__(self, setup: WorkerSetup) -> None:
+        self.setup = setup
         config, manager, clock = setup.config, setup.manager, setup.clock
         self._name, self._engine, self._manager, self._sender = setup.name, setup.engine, manager, setup.sender
         self._waiter, self._clock, self._unowned_s = setup.waiter, clock, config.decode.kept_answer_s
@@ -181,7 +185,7 @@ class WorkerLoop(ABC, Generic[R]):
         self._request_table = RequestTable[R](setup.name, self.fits, clock)
         self._fitness = NonfiniteRows(config.cluster.nonfinite_rows, config.cluster.nonfinite_window_s, clock)
         self._grammars = GrammarGate(setup.grammars, clock, setup.waiter.wake)
-        self.control, self.fingerprint = setup.sender.control, setup.sender.fingerprint
+        self.control, self.fingerprint = setup.sender.control, setup.sender.end.fingerprint
         self.report = WorkerReport(setup, self.role, self._request_table, self._fitness)
         self.report.timed.append(self._grammars)
         self._may_go_on: Callable[[R], bool] = lambda request: request.submit.name is not None

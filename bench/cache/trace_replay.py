@@ -32,6 +32,7 @@ from bench.common.bench_report import flag_parser, headline, write_report
 from twinpool.cache.allocation import CachedTokens
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.manager.tier_set import LowerTiers
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, PoolSpec
 from twinpool.cache.memory.memory_layout import LayoutOrder
 from twinpool.cache.pool.pool_set import PoolSet
@@ -103,9 +104,7 @@ class Replay:
             CpuDevice(),
             config,
             self._tick,
-            host=host,
-            storage=self._queue,
-            fingerprint="trace",
+            below=LowerTiers(host, self._queue, fingerprint="trace"),
         )
 
     def _tick(self) -> float:

@@ -25,8 +25,8 @@ from tests.support.launches.compiled_kernel import compiled
 from tests.support.launches.compiled_table import TableRow
 from tests.support.launches.production_launches import Rig, scenes
 from tests.support.launches.recorded_launches import RecordedLaunch, Run, intercepted, recorded
+from twinpool.cache.device.device_choice import device_capability
 from twinpool.engine.attention.triton_backend.triton_attention import TritonAttention
-from twinpool.engine.gpu.gpu_capability import device_capability
 from twinpool.engine.tensors import tuned_options
 
 TUNED = ("extend_kernel", "decode_split_kernel", "latent_split_kernel", "index_score_kernel", "grouped_product_kernel")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -71,3 +72,12 @@ def make_device(
         torch.cuda.set_device(device)
         return CudaDevice(device.index, wake)
     return AsyncCpuDevice(wake, streams) if streams else CpuDevice()
+
+
+@cache
+def device_capability() -> int:
+    """The compute capability of the current GPU, times 10; 90 where there is none, as in Triton's interpreter."""
+    if not torch.cuda.is_available():
+        return 90
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor

@@ -22,23 +22,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from twinpool.cache.allocation import Allocation
-from twinpool.cache.arena.arena import Arena
 from twinpool.cache.device.device_port import Device
 from twinpool.cache.manager.allocations import Allocations
 from twinpool.cache.manager.finished_pages import FinishedPages
 from twinpool.cache.manager.page_supply import LoadPlanner, PageSupply, PoolKinds
 from twinpool.cache.manager.running_pages import RunningPages
 from twinpool.cache.manager.swapped_requests import SwappedRequests
-from twinpool.cache.manager.tier_set import NoEvents, TierSet
+from twinpool.cache.manager.tier_set import NO_TIERS, LowerTiers, NoEvents, TierSet
 from twinpool.cache.pool.page_allocator import InFlightPins
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.prefix_cache.eviction_policy import POLICIES
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
 from twinpool.cache.prefix_cache.tree_node import Tier
-from twinpool.cache.storage.io_queue import IoQueue
-from twinpool.cache.storage.page_store import PageStore, RankPageStore
 from twinpool.cache.tiers.kv_event_publisher import KVEventRecorder
 from twinpool.contracts.config.cache_config import CacheConfig
 from twinpool.contracts.credentials.certificate_files import CurvePair
@@ -46,11 +44,20 @@ from twinpool.contracts.credentials.certificate_files import CurvePair
 _log = logging.getLogger("twinpool.cache")
 
 
-class KVCacheManager:
-    """All state of one worker, by parts; see the module. Single-threaded.
+@dataclass(frozen=True)
+class EventSource:
+    """What the KV events of a worker are made with, where `cache.events` asks for them."""
 
-    `now` is in seconds, `wall` in seconds since 1970.
-    """
+    wall: Callable[[], float] = time.time
+    """Seconds since 1970."""
+    rank: int = 0
+    """Is added to the port of `cache.events.endpoint`."""
+    curve: CurvePair | None = None
+    """The keys of the sockets; None: these are in the clear."""
+
+
+class KVCacheManager:
+    """All state of one worker, by parts; see the module. Single-threaded. `now` is in seconds."""
 
     def __init__(
         self,
@@ -59,35 +66,23 @@ class KVCacheManager:
         config: CacheConfig,
         now: Callable[[], float],
         *,
-        host: PoolSet | None = None,
-        storage: IoQueue | None = None,
-        page_store: PageStore | None = None,
-        fingerprint: str = "",
-        wall: Callable[[], float] = time.time,
-        rank: int = 0,
+        below: LowerTiers = NO_TIERS,
+        events: EventSource = EventSource(),
         stride: int = 1 << 40,
-        arena: Arena | None = None,
-        curve: CurvePair | None = None,
     ) -> None:
-        """`stride`: positions beyond the committed length that launched steps of one request write at most. Window
-        pools lease pages for so many positions at a time; by default, for all at once. `page_store`: storage of a
-        worker of several ranks, instead of `storage`. `arena`: the memory that `host` lies in, if it outlives this
-        process. `curve`: the keys of the sockets of KV events; None: these are in the clear."""
+        """`below`: what is below the device. `stride`: positions beyond the committed length that launched steps of one
+        request write at most. Window pools lease pages for so many positions at a time; by default, for all at once."""
         self.pools, self.spec = pools, pools.spec
         self.kinds = kinds = PoolKinds.of(pools.spec, stride)
         self.full = kinds.full
-        write_back = host is not None and config.write_policy == "back"
+        write_back = below.host is not None and config.write_policy == "back"
         self.tree = tree = RadixTree(pools.spec, POLICIES[config.eviction], write_back=write_back)
-        if page_store is None and storage is not None and host is not None:
-            page_store = RankPageStore(storage, host, fingerprint)
-        events: KVEventRecorder | NoEvents = NoEvents()
+        recorder: KVEventRecorder | NoEvents = NoEvents()
         if config.events.endpoint:
-            events = KVEventRecorder(tree, config.events, wall, rank, curve)
-            _log.info("KV events at %s", events.publisher.endpoint)
-        self.tiers = tiers = TierSet.build(
-            tree, pools, device, config, now, host, page_store, page_store or storage, arena, events
-        )
-        self.host = host
+            recorder = KVEventRecorder(tree, config.events, events.wall, events.rank, events.curve)
+            _log.info("KV events at %s", recorder.publisher.endpoint)
+        self.tiers = tiers = TierSet.build(tree, pools, device, config, now, below, recorder)
+        self.host = below.host
         self._in_flight = in_flight = InFlightPins()
         self.supply = supply = PageSupply(pools, kinds, tree, tiers.backup)
         self.planner = planner = LoadPlanner(supply, tiers.load_back, config)

@@ -20,13 +20,30 @@ from twinpool.cache.prefix_cache.radix_tree import RadixTree
 from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
 from twinpool.cache.prefix_cache.tree_node import NodeLock, NodePart, Tier, TreeNode
 from twinpool.cache.storage.io_queue import IoQueue
-from twinpool.cache.storage.page_store import PageStore
+from twinpool.cache.storage.page_store import PageStore, RankPageStore
 from twinpool.cache.swap.swap_storage import SwappedState, SwapStorage
 from twinpool.cache.tiers.backup import HostBackup
 from twinpool.cache.tiers.kv_event_publisher import KVEventRecorder
 from twinpool.cache.tiers.load_back import LoadBack
 from twinpool.cache.tiers.prefetch import Prefetcher, PrefetchRequest
 from twinpool.contracts.config.cache_config import CacheConfig
+
+
+@dataclass(frozen=True)
+class LowerTiers:
+    """What a worker has below its device. Without host memory the rest of it is of no use."""
+
+    host: PoolSet | None = None
+    storage: IoQueue | None = None
+    page_store: PageStore | None = None
+    """Storage of a worker of several ranks, besides `storage`."""
+    fingerprint: str = ""
+    """Of all that a page's content depends on: a part of the names of objects in `storage`."""
+    arena: Arena | None = None
+    """The memory that `host` lies in, if it outlives this process."""
+
+
+NO_TIERS = LowerTiers()
 
 
 @dataclass(frozen=True)
@@ -52,16 +69,14 @@ class TierSet:
         device: Device,
         config: CacheConfig,
         now: Callable[[], float],
-        host: PoolSet | None,
-        page_store: PageStore | None,
-        storage: IoQueue | PageStore | None,
-        arena: Arena | None,
+        below: LowerTiers,
         events: KVEventRecorder | NoEvents,
     ) -> TierSet:
-        """Build the tiers that `host` and `page_store` allow; the others are absent.
-
-        `now` is in seconds. `arena`: the memory that `host` lies in, if it outlives this process.
-        """
+        """Build the tiers that `below` allows; the others are absent. `now` is in seconds."""
+        host, page_store, arena = below.host, below.page_store, below.arena
+        if page_store is None and below.storage is not None and host is not None:
+            page_store = RankPageStore(below.storage, host, below.fingerprint)
+        storage = page_store or below.storage
         if host is None:
             nothing = NoBackup(), NoLoadBack(), NoPrefetcher(), NoSwapStorage(), NoArena()
             return cls(tree, None, *nothing, events, storage)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from twinpool.cli.admin_client import AdminClient, CommandRefused, RouterAway, client_for
-from twinpool.cli.command_output import print_line
+from twinpool.cli.command_parser import print_line
 from twinpool.cli.operator.cluster_rows import left_alone, routers_of, wanted_marks
 from twinpool.cli.operator.drain_command import check_timeout
 from twinpool.cli.operator.pool_commands import ROLES, follow, order

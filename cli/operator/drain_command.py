@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from twinpool.cli.admin_client import POLL_S, SAY_EVERY_S, AdminClient, CommandRefused, RouterAway, client_for
-from twinpool.cli.command_output import FINE, REFUSED, plain_table, print_line
+from twinpool.cli.command_parser import FINE, REFUSED, plain_table, print_line
 from twinpool.contracts.errors import ConfigError
 
 HURRY_S = 30.0

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from twinpool.cli.admin_client import AdminClient, client_for
-from twinpool.cli.command_output import FINE, plain_table, print_table
+from twinpool.cli.command_parser import FINE, plain_table, print_table
 
 KB, MB = 1000, 1_000_000
 SHORT = 1e-4

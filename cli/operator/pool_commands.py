@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from twinpool.cli.admin_client import POLL_S, SAY_EVERY_S, AdminClient, CommandRefused, RouterAway, client_for
-from twinpool.cli.command_output import FINE, REFUSED, print_line
+from twinpool.cli.command_parser import FINE, REFUSED, print_line
 from twinpool.cli.operator.cluster_rows import draining
 from twinpool.cli.operator.drain_command import AWAY_S, check_timeout, quoted
 from twinpool.contracts.errors import ConfigError

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from twinpool.cli.admin_client import POLL_S, SAY_EVERY_S, AdminClient, CommandRefused
-from twinpool.cli.command_output import FINE, print_line
+from twinpool.cli.command_parser import FINE, print_line
 from twinpool.cli.operator.cluster_rows import draining
 from twinpool.cli.operator.pool_commands import follow, order, restart_path
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twinpool.cli.admin_client import WATCH_S, AdminClient, ChosenCluster, RouterAway, client_for, duration
-from twinpool.cli.command_output import FINE, REFUSED, console, plain_table, print_line, print_table
+from twinpool.cli.command_parser import FINE, REFUSED, console, plain_table, print_line, print_table
 
 SHOWN_DECISIONS = 5
 """The autoscaler's latest decisions that `status` shows."""

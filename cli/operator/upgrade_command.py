@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from twinpool.cli.admin_client import POLL_S, AdminClient, ClusterNotFound, CommandRefused, RouterAway, client_for
-from twinpool.cli.command_output import print_line
+from twinpool.cli.command_parser import print_line
 from twinpool.cli.operator.cluster_rows import between_builds, left_alone, routers_of
 from twinpool.cli.operator.drain_command import check_timeout
 from twinpool.cli.operator.rolling_restart import RollingRestart, carry_out

@@ -20,7 +20,8 @@ from twinpool.cache.arena.arena import BOND_BYTES, Arena, arena_bytes
 from twinpool.cache.device.cpu_device import BESIDE
 from twinpool.cache.device.device_choice import make_device
 from twinpool.cache.device.device_port import DEVICE, HOST, Device, DeviceStream
-from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.manager.kv_cache_manager import EventSource, KVCacheManager
+from twinpool.cache.manager.tier_set import LowerTiers
 from twinpool.cache.memory.memory_layout import PoolSetLayout
 from twinpool.cache.memory.page_moves import describe_spec
 from twinpool.cache.pool.pool_set import PoolSet, host_layout
@@ -197,19 +198,15 @@ def _manager(
     page_store: PageStore | None = None
     if storage is not None and isinstance(host, TPPoolSet) and line is not None:
         page_store = TPPageStore(RankPageStore(storage, host, fingerprint, 0, size), host, line)
+    keys = config.security.curve_key
     return KVCacheManager(
         pools,
         device,
         cache,
         clock.now,
-        host=host,
-        storage=storage,
-        page_store=page_store,
-        fingerprint=fingerprint,
-        rank=event_rank(role, name),
+        below=LowerTiers(host, storage, page_store, fingerprint, arena),
+        events=EventSource(rank=event_rank(role, name), curve=read_curve_pair(Path(keys)) if keys else None),
         stride=stride(config, role),
-        arena=arena,
-        curve=read_curve_pair(Path(keys)) if (keys := config.security.curve_key) else None,
     )
 
 

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -59,6 +59,7 @@ from twinpool.prefill.worker import PrefillWorker
 from twinpool.transfer.net.zmq_channel import Waiter, ZmqControlTransport
 from twinpool.transfer.planes.make_plane import make_plane
 from twinpool.transfer.planes.tp_plane import FollowerLinks
+from twinpool.transfer.rooms.peers import RoomEnd
 from twinpool.transfer.rooms.peers import fingerprint as fingerprint_of
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
@@ -123,20 +124,10 @@ def build_worker(
         p = build_parts(role, name, spec, config, host, counts, device, clock, group, arenas, undo, kept)
         transfer = config.transfer
         transport = ZmqControlTransport(host, p.waiter, p.curve, transfer.link_timeout_s, transfer.control_frame_bytes)
-        pools, others = p.manager.pools, group.line.processes if group else ()
+        pools = p.manager.pools
         common = fingerprint_of(weights_digest(spec, config), pools.spec, _numerics(p))
-        sender = KVSender(
-            name,
-            incarnation,
-            common,
-            p.plane,
-            pools,
-            p.device,
-            transfer,
-            transport=transport,
-            clock=clock,
-            others=others,
-        )
+        end = RoomEnd(name, incarnation, common, p.plane, pools, p.device, transfer, transport, clock)
+        sender = KVSender(end, group.line.processes if group else ())
         undo.callback(sender.close)
         setup = WorkerSetup(
             name, incarnation, config, p.engine, p.manager, sender, p.waiter, p.spec.context, clock, time.sleep,
@@ -147,31 +138,19 @@ def build_worker(
             worker = PrefillWorker(setup)
         else:
             # After the sender: this registers the pools once more, with the metadata slots that only a receiver has.
-            receiver = KVReceiver(
-                name,
-                incarnation,
-                common,
-                p.plane,
-                pools,
-                p.device,
-                config.decode.metadata_slots,
-                transfer,
-                verify=config.cache_for(role).verify,
-                transport=transport,
-                clock=clock,
-            )
+            receiver = KVReceiver(end, config.decode.metadata_slots, verify=config.cache_for(role).verify)
             undo.callback(receiver.close)
-            worker = _generating_worker(role, p, setup, receiver)
+            worker = _generating_worker(role, p, replace(setup, receiver=receiver))
         undo.pop_all()
     return worker
 
 
-def _generating_worker(role: Role, p: WorkerParts, setup: WorkerSetup, receiver: KVReceiver) -> DecodeWorker:
+def _generating_worker(role: Role, p: WorkerParts, setup: WorkerSetup) -> DecodeWorker:
     """A decode worker, or one that computes prompts as well; its steps are captured first."""
     for socket in p.plane.waitable:
         p.waiter.add(socket)
     capture_steps(p.engine, p.config, p.spec.context)
-    return decode_class_for(role, p.config)(setup, receiver)
+    return decode_class_for(role, p.config)(setup)
 
 
 def grammar_engine(spec: ModelSpec, undo: ExitStack) -> GrammarEngine | None:

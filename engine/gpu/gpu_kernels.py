@@ -8,8 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
+from twinpool.cache.device.device_choice import device_capability
 from twinpool.engine.gpu import product_kernels
-from twinpool.engine.gpu.gpu_capability import device_capability
 
 FEW_ROWS, MANY_ROWS = 64, 128
 """Rows of a tile. With at most `FEW_ROWS` rows, a narrow weight's parts have programs of their own."""
@@ -24,7 +24,7 @@ _SHARED_BYTES = {80: 160 * 1024, 90: 224 * 1024, 100: 224 * 1024}
 """Compute capability, times 10 -> shared memory of a block; `_MIN_SHARED_BYTES` for any other."""
 _MIN_SHARED_BYTES = 96 * 1024
 _GROUP = 8
-_SUM_BLOCK = 1024
+_SUM_BLOCK, _RANK_BLOCK = 1024, 1024
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -169,3 +169,14 @@ def _by_row(x: Tensor) -> Tensor:
 def _warps(width: int) -> int:
     """Warps of a program that has a row: by its width alone, as they are part of the order of additions."""
     return 4 if width <= 2048 else 8 if width <= 8192 else 16
+
+
+def add_ranks(parts: Tensor) -> Tensor:
+    """Add every rank's part in the order of the ranks, in float32, rounded once: [ranks, ...] gives [...] in the dtype
+    of the parts, which lie one after the other."""
+    out = torch.empty(parts.shape[1:], dtype=parts.dtype, device=parts.device)
+    if out.numel():
+        product_kernels.rank_sum_kernel[(triton.cdiv(out.numel(), _RANK_BLOCK),)](
+            parts, out, out.numel(), SIZE=parts.shape[0], BLOCK=_RANK_BLOCK
+        )
+    return out

@@ -10,6 +10,7 @@ from functools import cache
 
 import torch
 
+from twinpool.cache.device.device_choice import device_capability
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.contracts import cpu_levels as processor
 from twinpool.contracts.checkpoint.quantization import Quantization
@@ -18,7 +19,6 @@ from twinpool.contracts.errors import ConfigError
 from twinpool.engine.attention.attention_backend import AttentionBackend
 from twinpool.engine.attention.kv_quantization import quantised_buffers
 from twinpool.engine.attention.torch_backend.torch_attention import NativeAttention, TorchAttention
-from twinpool.engine.gpu.gpu_capability import device_capability
 from twinpool.engine.native import compile_kernels, current_kernels, native_kernels
 from twinpool.engine.native.layer_kernels import LayerKernels
 from twinpool.engine.runner.numerics_class import code_digest, numerics_class

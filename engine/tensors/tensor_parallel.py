@@ -106,7 +106,7 @@ class TorchDistributedGroup:
             return total
         parts = self._gathered(x)
         if on_gpu:
-            from twinpool.engine.tensors.triton_rank_sum import add_ranks
+            from twinpool.engine.gpu.gpu_kernels import add_ranks
 
             return add_ranks(parts)
         total = parts[0].float()

@@ -11,6 +11,7 @@ from typing import Any
 
 from twinpool.contracts.build_id import package_version
 from twinpool.contracts.errors import TwinpoolError
+from twinpool.contracts.json_logs import log
 from twinpool.router.api import admin_changes as changes
 from twinpool.router.api import admin_status as admin
 from twinpool.router.api.front_page import PATH as FRONT
@@ -35,7 +36,6 @@ from twinpool.router.openai.response_stream import WRITE_BYTES, ResponseStream, 
 from twinpool.router.records.kept_records import RefusedRequest
 from twinpool.router.security.tenant_accounts import TenantLimited
 from twinpool.router.service.router_service import ClientRequest, RouterService
-from twinpool.router.state.router_log import log
 from twinpool.router.tokenizer_pool.tokenizer_process import FrameKind
 
 ERROR_WRITE_TIMEOUT_S = 5.0

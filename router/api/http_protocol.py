@@ -33,9 +33,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from twinpool.contracts.config.router_config import RouterConfig
+from twinpool.contracts.json_logs import log
 from twinpool.router.api.http_exchange import DIRECT_WRITE, ON_GONE, AsgiMessage, AsgiReceive, AsgiScope, AsgiSend
 from twinpool.router.openai.api_errors import ApiError
-from twinpool.router.state.router_log import log
 
 JOINED_BYTES = 256 * 1024
 """Bytes of one socket that wait to be joined."""

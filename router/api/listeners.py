@@ -28,9 +28,9 @@ from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.credentials.certificate_files import CertificateFiles
 from twinpool.contracts.credentials.node_tls import RereadFiles
 from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.json_logs import log
 from twinpool.contracts.wire.socket_acceptor import SocketAcceptor
 from twinpool.router.api.http_protocol import BoundedHttpProtocol
-from twinpool.router.state.router_log import log
 
 
 class HttpsCertificate:

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, cast
 
 import uvicorn
 
+from twinpool.contracts.json_logs import log
 from twinpool.router.api.app import App, health_problems
 from twinpool.router.api.http_protocol import BoundedHttpProtocol, ClientConnections
 from twinpool.router.api.listeners import HttpsCertificate, PortHandover, Predecessor, TlsListener
 from twinpool.router.service.router_service import RouterService
-from twinpool.router.state.router_log import log
 
 GRACE_S = 2.0
 """How long connections may take to end after a signal."""

@@ -22,6 +22,7 @@ import zmq
 
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.ids import WorkerName
+from twinpool.contracts.json_logs import log
 from twinpool.contracts.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventMedium, KvEvent
 from twinpool.contracts.messages.worker_status import WorkerView
 from twinpool.router.kv_indexer.holder_sets import DEVICE, HOST
@@ -29,7 +30,6 @@ from twinpool.router.kv_indexer.holder_table import HolderTable
 from twinpool.router.kv_indexer.kv_event_subscriber import KVEventSubscriber
 from twinpool.router.kv_indexer.table_memory import STORAGE, SlotWriter, TableMemory
 from twinpool.router.state.prefix_hashes import keys_of, marked
-from twinpool.router.state.router_log import log
 from twinpool.router.state.worker_table import GONE, WorkerKey
 
 _TIERS = {EventMedium.DEVICE: DEVICE, EventMedium.HOST: HOST, EventMedium.STORAGE: HOST}

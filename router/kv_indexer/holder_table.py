@@ -37,10 +37,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from twinpool.contracts.json_logs import log
 from twinpool.router.kv_indexer.holder_sets import DEVICE, EMPTY, HOST, LANES, ROW_MARK, ROWS_FROM, HolderSets, is_row
 from twinpool.router.kv_indexer.table_memory import STORAGE, WAYS, SlotList, SlotReader, TableMemory
 from twinpool.router.state.prefix_hashes import PrefixHashes
-from twinpool.router.state.router_log import log
 
 TRIES = 16
 """How often a reader reads an entry that the writer is changing."""

@@ -14,6 +14,7 @@ from twinpool.contracts.cluster_secret import cluster_secret
 from twinpool.contracts.credentials.certificate_files import CertificateFiles
 from twinpool.contracts.errors import ConfigError, RequestError
 from twinpool.contracts.interfaces.discovery import WorkerClient
+from twinpool.contracts.json_logs import log
 from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts, LatencyReport
 from twinpool.contracts.messages.calls import (
     CHANGE_POOLS,
@@ -49,7 +50,6 @@ from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
 from twinpool.contracts.wire.controller_turns import ControllerTurns, call_leader
 from twinpool.contracts.wire.grpc_calls import CallChannel, CallFailed
 from twinpool.router.links.grpc_worker import LINK_TIMEOUT_S, GrpcWorkerClient
-from twinpool.router.state.router_log import log
 
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from twinpool.contracts.clock import Clock
+from twinpool.contracts.json_logs import log
 from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts
 from twinpool.contracts.messages.cluster_view import ControlPlane
 from twinpool.contracts.messages.quota import QuotaClaim, QuotaSlice
 from twinpool.contracts.messages.request_record import FoundRecords, RequestRecord
 from twinpool.contracts.messages.router_report import UNNAMED, RouterIdentity, RouterReport
-from twinpool.router.state.router_log import log
 
 REPORT_S = 1.0
 """Seconds between two reports."""

@@ -20,13 +20,13 @@ from twinpool.contracts.credentials.node_tls import NodeTls
 from twinpool.contracts.errors import WireError
 from twinpool.contracts.ids import Incarnation
 from twinpool.contracts.interfaces.discovery import WorkerClient, WorkerDirectory, WorkerSession
+from twinpool.contracts.json_logs import log
 from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamEnd, StreamOpening, refusal
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
 from twinpool.contracts.wire.frame_connection import FrameConnection
 from twinpool.contracts.wire.stream_codec import EVENTS_BYTES, FrameWriter, decode_events, encode_opening
-from twinpool.router.state.router_log import log
 from twinpool.router.state.worker_table import WorkerKey
 
 MAX_COMMANDS = 64 * 1024

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.json_logs import log
 from twinpool.contracts.key_file import ApiKey, KeyFile, TenantLimits, digest_of, read_key_file
-from twinpool.router.state.router_log import log
 
 _SHOWN = 16
 """Hexadecimal digits of a hash by which keys are looked up; the rest is compared in constant time."""

@@ -20,6 +20,7 @@ from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.ids import Role
+from twinpool.contracts.json_logs import log
 from twinpool.contracts.key_file import TenantLimits
 from twinpool.contracts.messages.quota import QuotaClaim
 from twinpool.router.links.controller_port import QuotaLessor
@@ -29,7 +30,6 @@ from twinpool.router.openai.parse_request import GenerateRequest
 from twinpool.router.openai.request_headers import SLO_HEADER
 from twinpool.router.security.api_keys import ApiKeys
 from twinpool.router.security.tenant_accounts import TenantAccounts
-from twinpool.router.state.router_log import log
 from twinpool.router.state.worker_table import WorkerTable
 from twinpool.router.tokenizer_pool.prepare_request import too_long
 

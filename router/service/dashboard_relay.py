@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Callable
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.compact_json import sse_event
 from twinpool.contracts.errors import TwinpoolError
+from twinpool.contracts.json_logs import log
 from twinpool.router.links.controller_port import DashboardSource
-from twinpool.router.state.router_log import log
 
 MAX_VIEWERS = 64
 """Browsers that look at one router's page at once."""

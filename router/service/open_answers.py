@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId
+from twinpool.contracts.json_logs import log
 from twinpool.contracts.messages.worker_events import Done
 from twinpool.router.anthropic.messages_writer import MessagesWriter
 from twinpool.router.core.answer_lookups import FoundAnswer
@@ -39,7 +40,6 @@ from twinpool.router.service.admission import Admission
 from twinpool.router.service.answer_claims import AnswerClaims, KeyedRequest, request_ids
 from twinpool.router.state.prefill_queue import TenantWeight
 from twinpool.router.state.routed_request import RoutedRequest
-from twinpool.router.state.router_log import log
 from twinpool.router.text.tokenizer import ModelTokenizer
 from twinpool.router.tokenizer_pool.prepare_request import PreparedPrompt
 from twinpool.router.verification.stream_watch import StreamWatch, log_flag

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.json_logs import log
 from twinpool.contracts.messages.request_record import RecordRing, RequestRecord
 from twinpool.router.links.controller_port import RecordListener, ReportCalls
 from twinpool.router.openai.api_errors import ApiError
@@ -21,7 +22,6 @@ from twinpool.router.openai.request_headers import TraceContext
 from twinpool.router.openai.response_stream import ResponseStream
 from twinpool.router.records.kept_records import KeptRecords, RefusedRequest
 from twinpool.router.records.make_record import RecordDraft, make_record
-from twinpool.router.state.router_log import log
 from twinpool.router.tracing.otlp_exporter import OtlpSender, SpanSender, TraceExporter, TraceSampling
 
 R = TypeVar("R", RecordDraft, RequestRecord)

@@ -27,6 +27,7 @@ from twinpool.contracts.config.router_config import read_sampling_defaults
 from twinpool.contracts.errors import ErrorKind, RequestError
 from twinpool.contracts.ids import Role
 from twinpool.contracts.interfaces.discovery import WorkerDirectory
+from twinpool.contracts.json_logs import log
 from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Event, LegReport
@@ -63,7 +64,6 @@ from twinpool.router.service.controller_calls import ControllerCalls
 from twinpool.router.service.open_answers import OpenAnswers, OpenedRequest, RequestTimes
 from twinpool.router.service.record_keeping import RecordKeeping
 from twinpool.router.state.prefill_queue import TenantWeight
-from twinpool.router.state.router_log import log
 from twinpool.router.state.worker_table import WorkerKey
 from twinpool.router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from twinpool.router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, TextAnswer, body_limit

@@ -18,10 +18,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from twinpool.contracts.errors import RequestError
+from twinpool.contracts.json_logs import log
 from twinpool.contracts.python_command import module_command
 from twinpool.router.openai.api_errors import ClientGone, ReaderEnded, ReaderFailed
 from twinpool.router.openai.structured_output import may_need_grammar
-from twinpool.router.state.router_log import log
 from twinpool.router.tokenizer_pool.prepare_request import BodyReader, PreparedRequest, TextAnswer
 from twinpool.router.tokenizer_pool.tokenizer_process import (
     HEAD,

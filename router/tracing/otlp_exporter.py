@@ -28,11 +28,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from twinpool.contracts.build_id import package_version
 from twinpool.contracts.config.cluster_config import TracingConfig
 from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.json_logs import log
 from twinpool.contracts.messages.request_record import USUAL, RequestRecord
 from twinpool.router.openai.request_headers import TraceContext
 from twinpool.router.records.kept_records import Refusal
 from twinpool.router.records.make_record import RecordDraft, make_record
-from twinpool.router.state.router_log import log
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan

@@ -34,8 +34,8 @@ import numpy as np
 from twinpool.contracts.config.router_config import WatchConfig
 from twinpool.contracts.damage import DamageSite
 from twinpool.contracts.ids import RequestId
+from twinpool.contracts.json_logs import log
 from twinpool.router.state.routed_request import RoutedRequest
-from twinpool.router.state.router_log import log
 from twinpool.router.verification.audits import AuditFinding, AuditResult
 
 NGRAM = 3

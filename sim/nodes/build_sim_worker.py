@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 from twinpool.cache.arena.arena import Arena, arena_bytes
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import DEVICE, HOST, Device
-from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.manager.kv_cache_manager import EventSource, KVCacheManager
+from twinpool.cache.manager.tier_set import LowerTiers
 from twinpool.cache.memory.memory_layout import PoolSetLayout
 from twinpool.cache.pool.pool_set import PoolSet, host_layout
 from twinpool.cache.pool.tp_ranks import FollowerPools, FollowerSteps, TPDevice, TPPoolSet
@@ -41,7 +42,7 @@ from twinpool.sim.nodes.sim_ranks import SimFollowers, SimRank
 from twinpool.sim.scenario.scenario import CONTEXT, ClusterShape, pool_set
 from twinpool.transfer.planes.data_plane import DataPlane
 from twinpool.transfer.planes.tp_plane import FollowerLinks, TPDataPlane
-from twinpool.transfer.rooms.peers import fingerprint
+from twinpool.transfer.rooms.peers import RoomEnd, fingerprint
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
 from twinpool.worker.worker_loop import WorkerSetup
@@ -163,30 +164,16 @@ def build(
     transport = SimControlTransport(world.exchange, process, sleep.wake)
     common_to_all = fingerprint(FINGERPRINT, spec, numerics_class(config.engine.numerics, "hashing"))
     others = [(rank.process.pid, 1, rank.process.node) for rank in ranks]
-    sender = KVSender(
-        name, incarnation, common_to_all, plane, pools, device, config.transfer,
-        transport=transport, clock=agenda, others=others,
-    )  # fmt: skip
+    end = RoomEnd(name, incarnation, common_to_all, plane, pools, device, config.transfer, transport, agenda)
+    sender = KVSender(end, others)
     setup = WorkerSetup(
         name, incarnation, config, engine, manager, sender, sleep, CONTEXT, agenda, lambda s: None, SimGrammars()
     )
     if role is Role.PREFILL:
         return BuiltWorker(PrefillWorker(setup), manager, own, hashing, followers)
-    receiver = KVReceiver(
-        name,
-        incarnation,
-        common_to_all,
-        plane,
-        pools,
-        device,
-        config.decode.metadata_slots,
-        config.transfer,
-        verify=cache.verify,
-        transport=transport,
-        clock=agenda,
-    )
+    receiver = KVReceiver(end, config.decode.metadata_slots, verify=cache.verify)
     drafter = SimDrafter(spec, world.rng.randrange(1 << 30) if config.decode.drafts else 0)
-    decode = decode_class_for(role, config)(setup, receiver, drafter)
+    decode = decode_class_for(role, config)(replace(setup, receiver=receiver), drafter)
     return BuiltWorker(decode, manager, own, hashing, followers, receiver)
 
 
@@ -215,13 +202,9 @@ def _manager(
         device,
         config.cache_for(role),
         agenda.now,
-        host=host,
-        storage=queue,
-        page_store=page_store,
-        fingerprint=FINGERPRINT,
+        below=LowerTiers(host, queue, page_store, FINGERPRINT, arena),
+        events=EventSource(agenda.now),
         stride=stride(config, role),
-        wall=agenda.now,
-        arena=arena,
     )
 
 

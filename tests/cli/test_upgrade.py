@@ -12,7 +12,7 @@ from tests.cluster.router_stub import RouterStub, router_stub, row
 from twinpool.cli import command_line
 from twinpool.cli import commands as cli
 from twinpool.cli.admin_client import AdminClient, CommandRefused
-from twinpool.cli.command_output import NO_CLUSTER, USAGE
+from twinpool.cli.command_parser import NO_CLUSTER, USAGE
 from twinpool.cli.operator import upgrade_command
 from twinpool.cli.operator.cluster_rows import apart
 from twinpool.cli.operator.rolling_restart import next_in_turn

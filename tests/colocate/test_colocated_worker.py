@@ -204,7 +204,7 @@ def test_drafts_take_their_part_of_a_step_from_the_prompts_beside_them(model: Pa
     with colocated(model, **sections) as both:
         steps: list[tuple[int, int]] = []
         """By step of both kinds: tokens of rows that draw with what they drafted, and tokens of prompts."""
-        launch = both.worker._engine.launch
+        launch = both.worker.setup.engine.launch
 
         def noted(rows: Sequence[BatchRow], marks: LayerMarks | None = None) -> LaunchedStep:
             tokens = [1 if isinstance(row.tokens, TokenFromStep) else len(row.tokens) for row in rows]
@@ -213,7 +213,7 @@ def test_drafts_take_their_part_of_a_step_from_the_prompts_beside_them(model: Pa
                 steps.append((answers, sum(tokens) - answers))
             return launch(rows, marks)
 
-        both.worker._engine.launch = noted  # type: ignore[method-assign]
+        both.worker.setup.engine.launch = noted  # type: ignore[method-assign]
         sampling = SamplingParams(max_tokens=60, temperature=0.0, allowed_token_ids=few)
         first = [both.submit([few[n % 3] for n in range(20 + k)], sampling) for k in range(2)]
         until(both, lambda: all(len(both.answers[request].tokens) > 8 for request in first))

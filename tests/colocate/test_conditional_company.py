@@ -111,13 +111,13 @@ def test_running_requests_have_a_row_in_every_step_and_steps_are_bounded(model: 
         worker = c.decode("decode-0")
         assert isinstance(worker, ConditionalDecodeWorker)
         steps: list[list[int]] = []
-        begin = worker._engine.begin
+        begin = worker.setup.engine.begin
 
         def spy(rows: Sequence[BatchRow], *rest: Any) -> Any:
             steps.append([len(row.tokens) for row in rows])
             return begin(rows, *rest)
 
-        worker._engine.begin = spy  # type: ignore[method-assign, assignment]
+        worker.setup.engine.begin = spy  # type: ignore[method-assign, assignment]
         # Nothing in it repeats, so no row has drafts.
         running = [
             c.submit(prompt, SamplingParams(60, temperature=1.0, seed=n)) for n, prompt in enumerate(prompts(1, 3))

@@ -135,10 +135,10 @@ def test_a_slot_that_still_holds_an_earlier_requests_first_token_is_not_believed
 def test_a_restarted_decode_workers_memory_is_not_written_to_by_its_old_addresses() -> None:
     """On shm an address is a process, a file and a random number that the memory begins with: the last tells."""
     with ends(SPEC, "shm") as first:
-        described = first.receiver._plane.describe()
+        described = first.receiver.end.plane.describe()
         descriptor = {**described, "ranks": [{**described["ranks"][0], "nonce": b"another life's.."}]}
         with pytest.raises(LayoutMismatch, match="isn't the one that described its memory"):
-            first.sender._plane.connect(descriptor)
+            first.sender.end.plane.connect(descriptor)
 
 
 def test_a_write_for_a_room_of_a_restarted_worker_is_stored_nowhere() -> None:

@@ -34,6 +34,7 @@ from twinpool.cache.device.device_port import (
     spans,
 )
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.manager.tier_set import LowerTiers
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.cache.memory.memory_layout import LayoutOrder, PoolSetLayout
 from twinpool.cache.memory.page_moves import gather
@@ -100,8 +101,8 @@ class World:
             prefetch=PrefetchConfig(policy=prefetch_policy, base_s=0.01, per_token_s=0.0, batch_pages=2),  # type: ignore[arg-type]
         )
         self.manager = KVCacheManager(
-            self.pools, self.device, config, self.clock.now, host=self.host, storage=self.queue, fingerprint="model",
-            stride=stride, arena=self.arena,
+            self.pools, self.device, config, self.clock.now, stride=stride,
+            below=LowerTiers(self.host, self.queue, fingerprint="model", arena=self.arena),
         )  # fmt: skip
         self.watch = Watch(self.manager, self.seen)
         self.sends: list[tuple[Completion, list[Pin], Allocation, list[str]]] = []

@@ -13,6 +13,7 @@ from tests.support.pool_sets import host_pools, pool_sets, worn
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.manager.tier_set import LowerTiers
 from twinpool.cache.memory.required_pages import extents
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.cache.pool.pool_set import PoolSet
@@ -101,7 +102,7 @@ class DecodeParts:
         self.backend = MemoryBackend(uuid.uuid4().hex, 1 << 24) if storage else None
         self.queue = InlineIoQueue(self.backend) if self.backend is not None else None
         self.manager = KVCacheManager(
-            pools, device, cache, self.clock.now, host=host, storage=self.queue, fingerprint="decode"
+            pools, device, cache, self.clock.now, below=LowerTiers(host, self.queue, fingerprint="decode")
         )
         self.requests = RequestTable[DecodeRequest](WorkerName("decode-0"), WorkerLimits(4 * pages, 400), self.clock)
         self.pages = DecodePages(self.manager, cache)

@@ -327,7 +327,7 @@ def buffers_of(spec: PoolSetSpec) -> list[Buffer]:
 @contextmanager
 def damaged_on_the_way(both: Pair, buffer: Buffer, *, whole: bool) -> Iterator[list[int]]:
     """What prefill writes of `buffer` arrives damaged, while its own copy stays as it is; yields indices written."""
-    sender, pools = both.prefill._sender, manager_of(both.prefill).pools
+    sender, pools = both.prefill.setup.sender, manager_of(both.prefill).pools
     write = sender.write
     hurt: list[int] = []
 

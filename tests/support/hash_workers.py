@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 from twinpool.cache.device.device_port import Device
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.manager.tier_set import LowerTiers
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.cache.memory.memory_layout import PoolSetLayout
 from twinpool.cache.pool.pool_set import PoolSet, host_layout
@@ -25,7 +27,7 @@ from twinpool.sim.fabric import hash_answers
 from twinpool.sim.fabric.hash_engine import HashEngine
 from twinpool.transfer.net.zmq_channel import Waiter, ZmqControlTransport
 from twinpool.transfer.planes.make_plane import make_plane
-from twinpool.transfer.rooms.peers import fingerprint
+from twinpool.transfer.rooms.peers import RoomEnd, fingerprint
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
 from twinpool.worker.worker_loop import WorkerSetup
@@ -56,21 +58,16 @@ def hash_worker(
         below = host_layout(spec, cache.host_bytes, layout.counts)
         host = PoolSet(spec, below.counts, device.allocate_host(below.nbytes), below.order, "host")
     manager = KVCacheManager(
-        pools, device, cache, clock.now, host=host, storage=queue, fingerprint="hash", stride=steps
+        pools, device, cache, clock.now, below=LowerTiers(host, queue, fingerprint="hash"), stride=steps
     )
     engine = cast(ModelRunner, HashEngine(pools, device))
     transport = ZmqControlTransport("127.0.0.1", waiter, None)
     name, first = WorkerName(f"{role}-0"), Incarnation(1)
     common_to_all = fingerprint("hash", spec, "invariant:by hand")
-    sender = KVSender(
-        name, first, common_to_all, plane, pools, device, config.transfer,
-        transport=transport, clock=clock,
-    )  # fmt: skip
+    end = RoomEnd(name, first, common_to_all, plane, pools, device, config.transfer, transport, clock)
+    sender = KVSender(end)
     setup = WorkerSetup(name, first, config, engine, manager, sender, waiter, CONTEXT, clock, lambda s: None)
     if role is Role.PREFILL:
         return PrefillWorker(setup)
-    receiver = KVReceiver(
-        name, first, common_to_all, plane, pools, device, 16, config.transfer,
-        verify=cache.verify, transport=transport, clock=clock,
-    )  # fmt: skip
-    return decode_class_for(role, config)(setup, receiver)
+    setup = replace(setup, receiver=KVReceiver(end, 16, verify=cache.verify))
+    return decode_class_for(role, config)(setup)

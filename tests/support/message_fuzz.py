@@ -138,7 +138,7 @@ def met(plane: str) -> Iterator[Met]:
         prompt = both.prompt(11)
         leases = both.open(prompt)
         (writer,) = both.receiver_peers.values()
-        stranger = both.receiver_peers._transport.connect(both.sender.control, b"decode-9:1")
+        stranger = both.receiver.end.transport.connect(both.sender.control, b"decode-9:1")
         try:
             stranger.send(m.encode(replace(both.receiver_peers.hello(writer.ref), worker="decode-9")))
             both.until(lambda: b"decode-9:1" in both.sender_peers, "the other one's hello")

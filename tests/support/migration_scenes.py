@@ -29,7 +29,7 @@ def expect_migrations_change_nothing(folder: Path) -> None:
             c.act()
         c.until(lambda: c.core.migrations.counts.migrated == 3, "all to move")
         assert c.run(*rids) == stayed
-        spec = c.decode("decode-0")._manager.spec
+        spec = c.decode("decode-0").setup.manager.spec
         least = sum(min(len(n), 1) * spec.unit_bytes(pool) for pool, n in due(spec, 60).items())
         assert min(event.bytes for event in moved if isinstance(event, MigrationDone)) >= least, (
             "something of every pool"

@@ -127,7 +127,7 @@ def _ended(both: HashPair | HashColocated, asked: dict[RequestId, Asked], reques
     assert answer.done is not None
     assert answer.done.error in (None, ErrorKind.RETRACTED), answer.done
     one.told += answer.list if answer.tokens else []
-    expected = recite(_workers(both)[-1]._manager.spec, one.prompt, one.sampling.max_tokens)
+    expected = recite(_workers(both)[-1].setup.manager.spec, one.prompt, one.sampling.max_tokens)
     assert one.told == expected[: len(one.told)], (one.told, expected)
     if answer.done.error is ErrorKind.RETRACTED:
         asked[both.submit(one.prompt, one.sampling, emitted=one.told)] = one

@@ -39,7 +39,7 @@ from twinpool.transfer.planes.make_plane import make_plane
 from twinpool.transfer.planes.tp_plane import TPDataPlane
 from twinpool.transfer.rooms import room_outcomes
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
-from twinpool.transfer.rooms.peers import fingerprint
+from twinpool.transfer.rooms.peers import RoomEnd, fingerprint
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.receiver.receiver_peers import ReceiverPeers
 from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome, ReceiverRooms
@@ -151,7 +151,7 @@ class Ends:
 
     @property
     def sender_plane(self) -> DataPlane:
-        return self.sender._plane
+        return self.sender.end.plane
 
     @property
     def receiver_peers(self) -> ReceiverPeers:
@@ -163,7 +163,7 @@ class Ends:
 
     @property
     def receiver_plane(self) -> DataPlane:
-        return self.receiver._plane
+        return self.receiver.end.plane
 
     def poll(self) -> None:
         self.outcomes += self.receiver.poll()
@@ -323,14 +323,12 @@ def simulated_ends(
     config, clock, waiter = config_from_dict({}).transfer, ManualClock(), SimWaiter(agenda)
     pools = [manager.leader for manager in managers]
     mark = fingerprint("a model", spec, "invariant:by hand")
-    writer = KVSender(
-        WorkerName("prefill-0"), Incarnation(1), mark, mine[0], pools[0], device, config,
-        transport=transports[0], clock=clock,
-    )  # fmt: skip
-    reader = KVReceiver(
-        WorkerName("decode-0"), Incarnation(1), mark, mine[1], pools[1], AdversarialDevice(seed + 1), slots, config,
-        verify=True, transport=transports[1], clock=clock,
-    )  # fmt: skip
+    devices = device, AdversarialDevice(seed + 1)
+    writing, reading = (
+        RoomEnd(name, Incarnation(1), mark, mine[side], pools[side], devices[side], config, transports[side], clock)
+        for side, name in enumerate((WorkerName("prefill-0"), WorkerName("decode-0")))
+    )
+    writer, reader = KVSender(writing), KVReceiver(reading, slots, verify=True)
     try:
         yield Ends(
             spec, writer, reader, pools[0], pools[1], clock, waiter, random.Random(seed), (managers[0], managers[1]),
@@ -378,20 +376,13 @@ def ends(
         planes.append(mine[0] if size == 1 else TPDataPlane(mine[0], manager.followers))
         pools.append(manager.leader)
         managers.append(manager)
-    options: dict[str, Any] = {
-        "clock": clock,
-        "transport": ZmqControlTransport(
-            "127.0.0.1", waiter, None, config.transfer.link_timeout_s, config.transfer.control_frame_bytes
-        ),
-    }
-    writer = KVSender(
-        WorkerName("prefill-0"), Incarnation(1), marks[0], planes[0], pools[0], device or CpuDevice(),
-        config.transfer, **options,
-    )  # fmt: skip
-    reader = KVReceiver(
-        WorkerName("decode-0"), Incarnation(1), marks[1], planes[1], pools[1], reader_device or CpuDevice(), slots,
-        config.transfer, verify=True, **options,
-    )  # fmt: skip
+    shared, devices = config.transfer, (device or CpuDevice(), reader_device or CpuDevice())
+    transport = ZmqControlTransport("127.0.0.1", waiter, None, shared.link_timeout_s, shared.control_frame_bytes)
+    writing, reading = (
+        RoomEnd(name, Incarnation(1), marks[side], planes[side], pools[side], devices[side], shared, transport, clock)
+        for side, name in enumerate((WorkerName("prefill-0"), WorkerName("decode-0")))
+    )
+    writer, reader = KVSender(writing), KVReceiver(reading, slots, verify=True)
     for socket in planes[1].waitable:
         waiter.add(socket)
     try:

@@ -9,12 +9,18 @@ from twinpool.decode.scheduler import DecodeScheduler
 from twinpool.decode.worker import DecodeWorker
 from twinpool.prefill.scheduler import PrefillScheduler
 from twinpool.prefill.worker import PrefillWorker
+from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.worker.request_table import R, RequestTable
 from twinpool.worker.worker_loop import WorkerLoop
 
 
 def manager_of(worker: WorkerLoop[Any]) -> KVCacheManager:
-    return worker._manager
+    return worker.setup.manager
+
+
+def receiver_of(worker: DecodeWorker) -> KVReceiver:
+    assert worker.setup.receiver is not None
+    return worker.setup.receiver
 
 
 def table_of(worker: WorkerLoop[R]) -> RequestTable[R]:

@@ -36,7 +36,7 @@ def test_every_field_of_every_control_message_to_prefill_may_be_wrong(plane: str
         bad += [data for message in controls(t) for data in too_short(raw(message))]
         channel = t.stranger
         if not welcome:
-            channel = t.both.receiver_peers._transport.connect(t.both.sender.control, b"nobody:1")
+            channel = t.both.receiver.end.transport.connect(t.both.sender.control, b"nobody:1")
         refused(t.both.sender, len(bad), t.both, lambda n: channel.send(msgpack.packb(bad[n])), len(bad))
         if not welcome:
             channel.close()
@@ -49,10 +49,8 @@ def test_every_field_of_every_control_message_to_prefill_may_be_wrong(plane: str
 @pytest.mark.parametrize("plane", PLANES)
 def test_every_field_of_every_control_message_to_decode_may_be_wrong(plane: str) -> None:
     with met(plane) as t:
-        room, mark = t.prompt.room, t.both.sender.fingerprint
-        welcome = m.Welcome(
-            "prefill-0", 1, mark, *t.both.sender_peers._transport.mine(), (m.RankProcess(1, 2, "boot"),)
-        )
+        room, mark = t.prompt.room, t.both.sender.end.fingerprint
+        welcome = m.Welcome("prefill-0", 1, mark, *t.both.sender.end.transport.mine(), (m.RankProcess(1, 2, "boot"),))
         said: list[m.RoomMessage] = [welcome, m.PeerRefused("no"), m.MessageRejected("no", room)]
         said += [WORDS["quiesced"](room, t.ticket), WORDS["failed"](room, t.ticket)]
         bad = [data for message in said for _, data in wrong_types(raw(message))]
@@ -268,7 +266,7 @@ def test_a_decode_worker_that_was_forgotten_says_hello_again(plane: str) -> None
 @pytest.mark.parametrize("plane", PLANES)
 def test_an_abort_of_a_stranger_is_answered_and_takes_nothing_from_anybody(plane: str) -> None:
     with met(plane) as t:
-        nobody = t.both.receiver_peers._transport.connect(t.both.sender.control, b"nobody:1")
+        nobody = t.both.receiver.end.transport.connect(t.both.sender.control, b"nobody:1")
         nobody.send(m.encode(m.AbortRoom(RoomId("never heard of"), "what", False, 9)))
         answers: list[m.RoomMessage] = []
 

@@ -37,7 +37,7 @@ from twinpool.transfer.planes.tcp import zmq_plane as tcp
 from twinpool.transfer.planes.tcp.zmq_link import ZmqLink
 from twinpool.transfer.rooms import room_messages as m
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata, pack
-from twinpool.transfer.rooms.peers import fingerprint
+from twinpool.transfer.rooms.peers import RoomEnd, fingerprint
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived, RoomReleased
 from twinpool.transfer.rooms.sender.kv_sender import KVSender, _sealed
@@ -144,7 +144,7 @@ def test_pages_are_never_decoded_after_their_room_expired(plane: str) -> None:
         leases = both.open(prompt)
         room = both.sender_rooms[prompt.room]
         target, ticket, link = room.target, room.ticket, both.sender_peers[b"decode-0:1"].link
-        both.clock.advance(both.receiver_rooms._config.room_timeout_s + 1)
+        both.clock.advance(both.receiver.end.config.room_timeout_s + 1)
         both.outcomes += both.receiver.poll()
         (broken,) = both.outcomes
         assert isinstance(broken, HandoverFailed)
@@ -229,22 +229,20 @@ def restarting(plane: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[KV
         return its, filled(PoolSet(SPEC, layout.counts, its.allocate("pages", layout.nbytes)), seed)
 
     source, pools = part(1)
-    writer = KVSender(
-        WorkerName("prefill-0"), Incarnation(1), mark, source, pools, CpuDevice(), config.transfer,
-        transport=transport, clock=clock,
-    )  # fmt: skip
+    rest = config.transfer, transport, clock
+    writer = KVSender(RoomEnd(WorkerName("prefill-0"), Incarnation(1), mark, source, pools, CpuDevice(), *rest))
     monkeypatch.setattr(tcp, "bind", bind)
     started: list[KVReceiver] = []
 
     def start() -> KVReceiver:
         if started:
-            waiter.remove(started[-1]._plane.waitable[0])
+            waiter.remove(started[-1].end.plane.waitable[0])
             started[-1].close()
         its, region = part(2 + len(started))
+        number = Incarnation(1 + len(started))
         end = KVReceiver(
-            WorkerName("decode-0"), Incarnation(1 + len(started)), mark, its, region, CpuDevice(), 4, config.transfer,
-            verify=False, transport=transport, clock=clock,
-        )  # fmt: skip
+            RoomEnd(WorkerName("decode-0"), number, mark, its, region, CpuDevice(), *rest), 4, verify=False
+        )
         waiter.add(its.waitable[0])
         started.append(end)
         return end

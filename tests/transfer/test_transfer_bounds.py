@@ -289,7 +289,7 @@ def test_more_peers_than_allowed_are_refused_with_a_word() -> None:
     with ends(FULL, "shm", transfer={"max_peers": 1}) as both:
         both.open(both.prompt(4))
         (writer,) = both.receiver_peers.values()
-        second = both.receiver_peers._transport.connect(both.sender.control, b"decode-9:1")
+        second = both.receiver.end.transport.connect(both.sender.control, b"decode-9:1")
         second.send(m.encode(replace(both.receiver_peers.hello(writer.ref), worker="decode-9")))
         both.until(lambda: both.sender.refused, "the refusal")
         answer = None
@@ -308,7 +308,7 @@ def test_a_reader_that_restarts_is_taken_in_place_of_itself_although_there_are_a
     with ends(FULL, "shm", transfer={"max_peers": 1}) as both:
         both.open(both.prompt(4))
         (writer,) = both.receiver_peers.values()
-        again = both.receiver_peers._transport.connect(both.sender.control, b"decode-0:2")
+        again = both.receiver.end.transport.connect(both.sender.control, b"decode-0:2")
         again.send(m.encode(replace(both.receiver_peers.hello(writer.ref), incarnation=2)))
         both.until(lambda: both.sender.refused or b"decode-0:2" in both.sender_peers, "the second hello")
         again.close()

@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.pool_sets import pool_sets
 from tests.support.worker_pair import SESSION, turns
-from tests.support.worker_parts import manager_of, scheduler_of, table_of
+from tests.support.worker_parts import manager_of, receiver_of, scheduler_of, table_of
 from tests.workers.test_any_state import HashPair, hash_pair
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.contracts.clock import ManualClock
@@ -156,8 +156,8 @@ def prefilling(scene: Scene) -> RequestId:
 
 def in_transfer(scene: Scene) -> RequestId:
     rid = scene.submit(scene.prompt())
-    before = scene.prefill._sender.sent_bytes
-    scene.until(lambda: scene.prefill._sender.sent_bytes > before)
+    before = scene.prefill.setup.sender.sent_bytes
+    scene.until(lambda: scene.prefill.setup.sender.sent_bytes > before)
     assert scene.at_decode(rid, DecodePhase.ARRIVING)
     return rid
 
@@ -165,7 +165,7 @@ def in_transfer(scene: Scene) -> RequestId:
 def sent_and_not_confirmed(scene: Scene) -> RequestId:
     rid = scene.submit(scene.prompt())
     room = RoomId(rid.replace("r", "room-"))
-    scene.until(lambda: room in scene.prefill._sender.unconfirmed)
+    scene.until(lambda: room in scene.prefill.setup.sender.unconfirmed)
     return rid
 
 
@@ -308,22 +308,22 @@ def test_a7_what_is_still_being_loaded_is_not_sent_when_its_grant_comes(
         (request,) = [r for r in table_of(scene.prefill) if r.submit.request_id == rid]
         assert request.allocation is not None
         manager_of(scene.decode).tree.eviction.clear()  # It has nothing of the prefix itself.
-        before = scene.prefill._sender.sent_bytes
+        before = scene.prefill.setup.sender.sent_bytes
         with monkeypatch.context() as patched:
             patched.setattr(manager_of(scene.prefill), "poll", list)  # Nobody looks at the load.
             for _ in turns(100):
                 scene.both.step(Role.DECODE)
                 scene.prefill._poll()
-                if scene.prefill._sender.granted(request.submit.room):
+                if scene.prefill.setup.sender.granted(request.submit.room):
                     break
             for _ in range(100):
                 scene.both.step(Role.DECODE)
                 scene.prefill._poll()
-        assert scene.prefill._sender.granted(request.submit.room)
+        assert scene.prefill.setup.sender.granted(request.submit.room)
         assert not manager_of(scene.prefill).allocations.ready(request.allocation), "the load was to be under way"
-        assert scene.prefill._sender.sent_bytes == before
+        assert scene.prefill.setup.sender.sent_bytes == before
         scene.check(list(request.submit.tokens), rid)
-        assert scene.prefill._sender.sent_bytes > before
+        assert scene.prefill.setup.sender.sent_bytes > before
 
 
 @pytest.mark.slow
@@ -331,9 +331,9 @@ def test_a7_what_is_still_being_loaded_is_not_sent_when_its_grant_comes(
 def test_a5_pages_of_a_request_given_up_in_mid_transfer_return_on_the_writers_word_alone(name: str, plane: str) -> None:
     with opened(name, plane, seed=7) as scene:
         rid = in_transfer(scene)
-        receiver = scene.decode._receiver
+        receiver = receiver_of(scene.decode)
         scene.decode.handle(SESSION, Cancel(rid, 0))
-        revocable = receiver._plane.revocable
+        revocable = receiver.end.plane.revocable
         for _ in range(20):  # The writer hears nothing of it: only decode takes its turns.
             scene.both.step(Role.DECODE)
             scene.clock.advance(100.0)

@@ -269,7 +269,7 @@ def test_workers_of_unequal_ranks_are_held_to_the_margin_only(
         most = manager_of(worker).supply.max_positions
         auditor = AuditRunner(
             config,
-            worker._engine,
+            worker.setup.engine,
             manager_of(worker),
             lambda _, event: told.append(event),
             lambda: None,

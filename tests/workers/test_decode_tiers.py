@@ -67,7 +67,7 @@ def test_while_all_that_runs_is_being_loaded_the_worker_sleeps_between_two_looks
     cache = {"host_bytes": 1 << 22, "verify": False}  # Nobody waits for a check of what arrived.
     with pair(model, decode={"cache": cache}, devices={Role.DECODE: device}) as both:
         naps: list[float] = []
-        monkeypatch.setattr(both.decode._waiter, "wait", naps.append)
+        monkeypatch.setattr(both.decode.setup.waiter, "wait", naps.append)
         said, _ = turn(both, oracle, tokens(9, 90))
         while not manager_of(both.decode).tree.accounts.sizes[Tier.HOST, "full"] or manager_of(both.decode).busy:
             both.step()

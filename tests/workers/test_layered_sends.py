@@ -36,7 +36,7 @@ def answers_are_the_oracles(both: Pair, oracle: Oracle, *asked: list[int]) -> No
     """Decode grants pages for all prompts before prefill computes the first."""
     requests = [both.submit(prompt, GREEDY) for prompt in asked]
     until = time.monotonic() + 60
-    while sum(both.prefill._sender.granted(r.submit.room) for r in table_of(both.prefill)) < len(asked):
+    while sum(both.prefill.setup.sender.granted(r.submit.room) for r in table_of(both.prefill)) < len(asked):
         assert time.monotonic() < until, "decode grants nothing"
         both.step(Role.DECODE)
         both.prefill._poll()

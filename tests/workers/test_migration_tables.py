@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.stepped_cluster import Company, company, generated
+from tests.support.worker_parts import receiver_of
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import IllegalTransition
 from twinpool.contracts.ids import Incarnation, Role, RoomId, WorkerName
@@ -92,7 +93,7 @@ def test_a_request_can_be_taken_back_until_the_other_has_it_and_not_after() -> N
 
 def _held_back(c: Company) -> list[Callable[[], object]]:
     """decode-0's word that it has received something doesn't go out; each call of the list lets one of them go."""
-    peers = c.decode("decode-0")._receiver._peers
+    peers = receiver_of(c.decode("decode-0"))._peers
     send, held = peers.send, list[Callable[[], object]]()
 
     def hold(peer: Any, message: Any) -> bool:
@@ -170,7 +171,7 @@ def test_d2_a_worker_does_not_leave_while_it_still_writes_for_a_room_that_has_en
             c.act()
         c.run(rid)
         worker = c.workers[WorkerName(name)]
-        sender = worker._sender  # type: ignore[attr-defined]
+        sender = worker.setup.sender  # type: ignore[attr-defined]
         (peer,) = sender._peers.values()
         write = _Held()
         peer.writes._writes.append(_queued(RoomId("over"), write))

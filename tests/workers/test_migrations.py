@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.stepped_cluster import Company, company, generated, hears
 from tests.support.worker_pair import SESSION, turns
-from tests.support.worker_parts import manager_of, table_of
+from tests.support.worker_parts import manager_of, receiver_of, table_of
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId
@@ -180,7 +180,7 @@ def test_where_both_go_on_the_router_hears_one_and_cancels_the_other(
 
 def _damage(c: Company, worker: str, rid: RequestId, page: int) -> None:
     """One byte of a page of the request changes in the memory of `worker`."""
-    manager = c.decode(worker)._manager
+    manager = c.decode(worker).setup.manager
     (allocation,) = manager.allocations
     index = allocation.tables[manager.full].pages[page]
     manager.pools.layout.buffers[manager.full][0].stack(
@@ -194,13 +194,13 @@ def test_state_damaged_on_its_way_is_noticed_and_the_source_whose_state_is_whole
 ) -> None:
     c, rid = going
     target = c.decode("decode-1")
-    room = next(iter(target._receiver._rooms.values()))
+    room = next(iter(receiver_of(target)._rooms.values()))
     pools, full = manager_of(target).pools, manager_of(target).full
     index = room.runs[full].indices[room.shares.left(full).start]
     pools.layout.buffers[full][0].stack(pools.region, pools.layout.counts[full])[0, index] += 1
     assert c.run(rid) == [alone]
     assert c.told[rid].replays == []
-    assert target._receiver.damaged == 1
+    assert receiver_of(target).damaged == 1
     assert c.core.migrations.counts.stayed == 1
 
 
@@ -239,7 +239,7 @@ def test_c5_a_target_without_room_says_so_at_once_and_is_asked_ever_more_rarely(
         (prompt,) = prompts(2, 1)
         rid = c.submit(prompt, seeded(1, 200))
         c.until(generated(c, rid, 5), "it to run")
-        pools = c.decode("decode-1")._manager.pools.allocators.values()
+        pools = c.decode("decode-1").setup.manager.pools.allocators.values()
         taken = [allocator.lease(allocator.free, "others") for allocator in pools]
         c.drain("decode-0")
         stops: list[float] = []
@@ -403,7 +403,7 @@ def test_finished_pages_are_copied_ahead_while_the_stream_goes_on(large: tuple[C
     c.until(lambda: bool(gone), "the source to say so")
     (moved,) = gone
     assert isinstance(moved, MigrationDone)
-    unit = c.decode("decode-0")._manager.spec.unit_bytes("full")
+    unit = c.decode("decode-0").setup.manager.spec.unit_bytes("full")
     assert c.decode("decode-1").status().counters["fetched_bytes"] >= 12 * unit
     assert moved.bytes <= 3 * unit, "little was left to send while it stood still"
     assert c.run(rid) == c.run(c.submit(list(range(200)), seeded(1, 120)))
@@ -433,8 +433,8 @@ def test_what_is_damaged_on_its_way_ahead_is_not_taken_and_the_migration_goes_on
     assert c.core.migrations.begin(c.told[rid].request)
     c.act()
     target = c.decode("decode-1")
-    c.until(lambda: any(r.state == "granted" for r in target._receiver._rooms.values()), "a grant")
-    (room,) = target._receiver._rooms.values()
+    c.until(lambda: any(r.state == "granted" for r in receiver_of(target)._rooms.values()), "a grant")
+    (room,) = receiver_of(target)._rooms.values()
     pools, full = manager_of(target).pools, manager_of(target).full
     for _ in turns(500):
         c.step("decode-1")
@@ -444,5 +444,5 @@ def test_what_is_damaged_on_its_way_ahead_is_not_taken_and_the_migration_goes_on
     index = room.runs[full].indices[0]
     pools.layout.buffers[full][0].stack(pools.region, pools.layout.counts[full])[0, index] += 1
     c.until(lambda: c.core.migrations.counts.migrated == 1, "it to move")
-    assert target._receiver.damaged == 1
+    assert receiver_of(target).damaged == 1
     assert c.run(rid) == c.run(c.submit(list(range(200)), seeded(1, 120)))

@@ -39,7 +39,7 @@ def test_what_is_sent_while_a_stream_stands_still_does_not_grow_with_its_length(
             c.until(generated(c, rid, 9), "it to run")
             assert c.core.migrations.begin(c.told[rid].request)
             c.run(rid)
-            spec = c.decode("decode-0")._manager.spec
+            spec = c.decode("decode-0").setup.manager.spec
             (event,) = moved
             assert isinstance(event, MigrationDone)
             sizes.append(event.bytes)

@@ -42,7 +42,7 @@ class Bad:
 
     def __init__(self, worker: Any, value: float = NAN) -> None:
         assert isinstance(worker, PrefillWorker | DecodeWorker)
-        self._decoder = worker._engine.decoder
+        self._decoder = worker.setup.engine.decoder
         self._logits = self._decoder.logits
         self._decoder.logits = self._spoilt  # type: ignore[method-assign]
         self.value = value

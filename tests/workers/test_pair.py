@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.checkpoints import Oracle, compare
 from tests.support.worker_pair import SESSION, Answer, Pair, pair
-from tests.support.worker_parts import manager_of
+from tests.support.worker_parts import manager_of, receiver_of
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ErrorKind, WireError
@@ -333,7 +333,7 @@ def test_b10_a_peer_that_dies_as_soon_as_it_has_welcomed_ends_its_rooms_and_noth
     (prompt,) = prompts(15, 20)
     with pair(model) as both:
         with monkeypatch.context() as patched:
-            patched.setattr(both.decode._receiver._peers._transport, "watch", gone)
+            patched.setattr(receiver_of(both.decode).end.transport, "watch", gone)
             (answer,) = both.run(both.submit(prompt, greedy(3)))
         assert answer.done is not None
         assert answer.done.error is ErrorKind.ROOM
@@ -439,7 +439,7 @@ def test_an_idle_prefill_worker_sleeps_and_one_with_an_audit_to_do_does_not(
     with pair(model) as both:
         slept: list[float] = []
         with monkeypatch.context() as patch:
-            patch.setattr(both.prefill._waiter, "wait", slept.append)
+            patch.setattr(both.prefill.setup.waiter, "wait", slept.append)
             both.prefill.wait(0.5)
             assert slept == [0.5]
             both.prefill.handle(SESSION, Audit(RequestId("a"), 0, (*prompt, 3), 40, greedy(1)))
@@ -472,7 +472,7 @@ def test_a_hand_over_that_can_not_be_sealed_fails_and_names_the_decode_worker(
             raise WireError("something isn't written")
 
         with monkeypatch.context() as patch:
-            patch.setattr(both.prefill._sender, "seal", unwritten)
+            patch.setattr(both.prefill.setup.sender, "seal", unwritten)
             (answer,) = both.run(both.submit(prompt, greedy(5)))
         assert answer.done is not None
         assert (answer.done.error, answer.done.blame) == (ErrorKind.ROOM, "decode-0")

@@ -242,7 +242,7 @@ def test_an_idle_worker_wakes_for_a_prompt_that_must_be_begun(small: Path) -> No
         scheduler_of(prefill).admit = lambda: None
         prefill.step()
         slept: list[float] = []
-        prefill._waiter.wait = slept.append
+        prefill.setup.waiter.wait = slept.append
         prefill.wait(100.0)
         assert slept == [5.0]
         clock.advance(5.0)

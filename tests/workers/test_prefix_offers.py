@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.stepped_cluster import Company, company, hears
 from tests.support.worker_pair import SESSION, turns
+from tests.support.worker_parts import receiver_of
 from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.ids import Incarnation, RequestId, RoomId, WorkerName
@@ -24,7 +25,7 @@ HOT, COLD = list(range(100, 164)), list(range(64))
 
 def depth(c: Company, name: str, tokens: list[int]) -> int:
     """Pages of these tokens that the worker's tree has on the device."""
-    manager = c.decode(name)._manager
+    manager = c.decode(name).setup.manager
     return sum(pages for _, pages in manager.tree.walked(TokenPrefix.of(tokens, PAGE)))
 
 
@@ -62,10 +63,10 @@ def test_the_tree_of_a_drained_worker_is_taken_over_and_used(model: Path) -> Non
 
 def test_within_its_budget_a_worker_offers_what_was_used_most(model: Path) -> None:
     with company(model, **sections()) as plain:
-        unit = plain.decode("decode-0")._manager.spec.unit_bytes("full")
+        unit = plain.decode("decode-0").setup.manager.spec.unit_bytes("full")
     with company(model, **sections(prefix_offer_bytes=4 * unit)) as c:
         served(c)
-        manager = c.decode("decode-0")._manager
+        manager = c.decode("decode-0").setup.manager
         (hot,) = manager.tree.hottest(manager.full, 4)
         assert hot.tokens == tuple(HOT)
         leaves(c)
@@ -76,7 +77,7 @@ def test_within_its_budget_a_worker_offers_what_was_used_most(model: Path) -> No
 def test_pages_that_somebody_else_uses_are_not_pushed_out(model: Path) -> None:
     with company(model, tokens=160, **sections()) as c:
         served(c)
-        target = c.decode("decode-1")._manager
+        target = c.decode("decode-1").setup.manager
         taken = target.pools.allocators[target.full].lease(target.pools.allocators[target.full].free, "planted")
         told = hears(c, PullDone)
         c.drain("decode-0")
@@ -114,12 +115,12 @@ def test_what_can_not_be_granted_any_more_is_told_and_keeps_nothing(
     """The room has failed between the order and the pages that were found for it."""
     with company(model, **sections()) as c:
         served(c)
-        monkeypatch.setattr(c.decode("decode-1")._receiver, "grant", lambda *_: False)
+        monkeypatch.setattr(receiver_of(c.decode("decode-1")), "grant", lambda *_: False)
         told = hears(c, PullDone)
         c.drain("decode-0")
         c.until(lambda: len(told) == 2, "both to be told", 1000)
         assert [event.bytes for event in told if isinstance(event, PullDone)] == [0, 0]
-        assert len(c.decode("decode-1")._manager.allocations) == 0
+        assert len(c.decode("decode-1").setup.manager.allocations) == 0
 
 
 def test_a_room_that_there_is_already_is_pulled_once_and_the_second_time_told_at_once(model: Path) -> None:

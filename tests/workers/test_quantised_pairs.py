@@ -61,7 +61,7 @@ def test_both_workers_answer_from_a_file_kept_as_it_is_stored(tmp_path: Path, ki
         "engine": {"dtype": "float32"},
     }
     with pair(file, tokens=16384, **sections) as both:
-        assert isinstance(both.decode._engine.decoder.embed_vh, RowExactLinear), "nothing was expanded"
+        assert isinstance(both.decode.setup.engine.decoder.embed_vh, RowExactLinear), "nothing was expanded"
         answers = ask(both, prompts, 8)
     oracle = GgufOracle(file)
     for prompt, answer in zip(prompts, answers, strict=True):

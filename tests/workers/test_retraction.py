@@ -13,7 +13,7 @@ import pytest
 from msgspec import structs
 
 from tests.support.worker_pair import SESSION, Pair, pair, turns
-from tests.support.worker_parts import manager_of, scheduler_of, table_of
+from tests.support.worker_parts import manager_of, receiver_of, scheduler_of, table_of
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import CapacityError, ErrorKind
@@ -402,7 +402,7 @@ def test_a2_what_prefill_handed_over_is_the_requests_own_whatever_becomes_of_its
         had = replace(request.metadata)
         scheduler_of(decode).retract(request)
         until(both, lambda: request.swapped is not None or request.stepped)
-        decode._receiver._arrivals._slots.fill_(255)
+        receiver_of(decode)._arrivals._slots.fill_(255)
         both.run(asked)
         assert request.metadata == had
         assert request.metadata.logprob is not None

@@ -309,5 +309,5 @@ def test_a_worker_whose_round_broke_off_closes_all_the_same(
             worker.close()
             assert list(worker._request_table) == []
             assert len(manager_of(worker).allocations) == 0
-        assert isinstance(worker._waiter, Waiter)
-        assert worker._waiter._event < 0, "what it listens on is closed, whatever went wrong"
+        assert isinstance(worker.setup.waiter, Waiter)
+        assert worker.setup.waiter._event < 0, "what it listens on is closed, whatever went wrong"

@@ -47,7 +47,7 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> MakeQueues:
 
 
 def manager_of(both: Pair, role: Role = Role.PREFILL) -> KVCacheManager:
-    manager = (both.prefill if role is Role.PREFILL else both.decode)._manager
+    manager = (both.prefill if role is Role.PREFILL else both.decode).setup.manager
     assert isinstance(manager, KVCacheManager)
     return manager
 

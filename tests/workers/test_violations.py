@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.served_cluster import ROOT, until
 from tests.support.worker_pair import SESSION, Pair, pair
-from tests.support.worker_parts import manager_of, scheduler_of
+from tests.support.worker_parts import manager_of, receiver_of, scheduler_of
 from twinpool.cache.pool.page_allocator import Lease, PageAllocator
 from twinpool.cache.swap.swap_storage import SwapPlace
 from twinpool.cluster.serve.serve_one_process import LocalDirectory
@@ -53,7 +53,7 @@ def at_work(both: Pair) -> tuple[PrefillWorker, DecodeWorker]:
         both.step()
     both.submit([i % 300 for i in range(900)], SamplingParams(max_tokens=200, temperature=0.0))
     for _ in range(2000):
-        if any(r.state is SenderState.GRANTED for r in prefill._sender._rooms.values()):
+        if any(r.state is SenderState.GRANTED for r in prefill.setup.sender._rooms.values()):
             break
         both.step()
     assert prefill.check().violations == decode.check().violations == ()
@@ -132,14 +132,14 @@ PREFILL: dict[str, tuple[Plant, str]] = {
         "its allocation says otherwise",
     ),
     "a room without its grant": (
-        lambda p, d: opened(p._sender._rooms.values(), SenderState.OPEN),
+        lambda p, d: opened(p.setup.sender._rooms.values(), SenderState.OPEN),
         "its grant says otherwise",
     ),
     "a hand-over that nobody waits for": (
         lambda p, d: p._handover._unconfirmed.update({RoomId("x"): a_running(p)}),  # type: ignore[dict-item]
         "wait for decode's word",
     ),
-    "a room of a peer that is gone": (lambda p, d: p._sender._peers._peers.clear(), "a peer that is gone"),
+    "a room of a peer that is gone": (lambda p, d: p.setup.sender._peers._peers.clear(), "a peer that is gone"),
     "a request with more planned than launched": (lambda p, d: more(a_running(p), "planned"), "has lengths"),
     "a request with more launched than its prompt has": (
         lambda p, d: more(a_running(p), "planned", "launched", by=10**6),
@@ -173,10 +173,10 @@ DECODE: dict[str, tuple[Plant, str]] = {
         lambda p, d: pages(d)._epochs.__setitem__(its_lease(d).indices[0], 7),
         "has an old epoch",
     ),
-    "a slot that nobody owns": (lambda p, d: d._receiver.slots._free.pop(), "metadata slots: "),
-    "a slot that no room holds": (lambda p, d: d._receiver.slots.lease(1, "a thief"), "rooms hold"),
+    "a slot that nobody owns": (lambda p, d: receiver_of(d).slots._free.pop(), "metadata slots: "),
+    "a slot that no room holds": (lambda p, d: receiver_of(d).slots.lease(1, "a thief"), "rooms hold"),
     "a granted room without its lease": (
-        lambda p, d: opened(d._receiver._rooms.values(), ReceiverState.OPEN),
+        lambda p, d: opened(receiver_of(d)._rooms.values(), ReceiverState.OPEN),
         "its leases say otherwise",
     ),
     "a request outside its queue": (lambda p, d: scheduler_of(d).running.append(first(d)), "are in that queue"),

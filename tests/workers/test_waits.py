@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.stepped_cluster import company
 from tests.support.worker_pair import SESSION
+from tests.support.worker_parts import receiver_of
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.ids import Incarnation, RoomId, WorkerName
@@ -39,7 +40,7 @@ def test_a_worker_sleeps_no_longer_than_any_of_its_parts_can_wait(
     idle: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, slept = idle[name], list[float]()
-    monkeypatch.setattr(worker._waiter, "wait", slept.append)
+    monkeypatch.setattr(worker.setup.waiter, "wait", slept.append)
     parts = [key for key, part in vars(worker).items() if hasattr(type(part), "next_deadline")]
     assert {"_request_table", "_sender", "_grammars"} <= set(parts)
     for part in parts:
@@ -63,7 +64,7 @@ def test_a_worker_is_drained_when_nothing_is_under_way_in_any_of_its_parts(
         (KVSender, "quiet", property(lambda self: False)),
     ]
     if name != "prefill-0":
-        at_work.append((type(worker._receiver), "rooms", property(lambda self: 1)))
+        at_work.append((type(receiver_of(worker)), "rooms", property(lambda self: 1)))
         at_work.append((PrefixOffers, "over", property(lambda self: False)))
     assert not worker.drained, "nobody has told it to leave"
     worker.drain()

@@ -15,18 +15,41 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
+from twinpool.cache.device.device_port import Device
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.cache.memory.page_moves import describe_spec
+from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.worker_config import TransferConfig
 from twinpool.contracts.errors import LayoutMismatch
 from twinpool.contracts.ids import Incarnation, WorkerName
 from twinpool.contracts.messages.fingerprint import PROTOCOL, Fingerprint, mismatch
 from twinpool.contracts.messages.worker_status import EndedWorker
+from twinpool.transfer.net.control_channel import ControlTransport
+from twinpool.transfer.planes.data_plane import DataPlane
 from twinpool.transfer.rooms import room_messages as m
 
 KeyT = TypeVar("KeyT")
 PeerT = TypeVar("PeerT")
+
+
+@dataclass(frozen=True)
+class RoomEnd:
+    """What either end of a worker's rooms is built of."""
+
+    name: WorkerName
+    incarnation: Incarnation
+    fingerprint: Fingerprint
+    """What peers must have in common with this worker."""
+    plane: DataPlane
+    pools: PoolSet
+    device: Device
+    config: TransferConfig
+    transport: ControlTransport
+    clock: Clock
 
 
 class EndedWorkers:

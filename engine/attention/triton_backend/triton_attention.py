@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from twinpool.cache.device.device_choice import device_capability
 from twinpool.contracts.errors import ConfigError
 from twinpool.engine.attention.kv_quantization import KVScales
 from twinpool.engine.attention.triton_backend import attention_kernels as kernels
@@ -30,7 +31,6 @@ from twinpool.engine.attention.triton_backend.attend_call import (
 )
 from twinpool.engine.attention.triton_backend.triton_latent import TritonLatent
 from twinpool.engine.attention.triton_backend.triton_recurrence import TritonRecurrence
-from twinpool.engine.gpu.gpu_capability import device_capability
 from twinpool.engine.tensors.tuned_options import launch_options
 
 if TYPE_CHECKING:

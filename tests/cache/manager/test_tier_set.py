@@ -7,6 +7,7 @@ import pytest
 from tests.support.pool_sets import pool_sets
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.manager.tier_set import LowerTiers
 from twinpool.cache.memory.memory_layout import LayoutOrder
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
@@ -18,8 +19,9 @@ SPEC = pool_sets()["full"]
 
 
 def manager_with(host: bool) -> KVCacheManager:
-    below = PoolSet(SPEC, {"full": 20}, order=LayoutOrder.PAGE_FIRST, tier="host") if host else None
-    return KVCacheManager(PoolSet(SPEC, {"full": 20}), CpuDevice(), CacheConfig(), ManualClock().now, host=below)
+    memory = PoolSet(SPEC, {"full": 20}, order=LayoutOrder.PAGE_FIRST, tier="host") if host else None
+    below = LowerTiers(memory)
+    return KVCacheManager(PoolSet(SPEC, {"full": 20}), CpuDevice(), CacheConfig(), ManualClock().now, below=below)
 
 
 @pytest.mark.parametrize("host", [True, False])

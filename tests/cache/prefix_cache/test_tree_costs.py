@@ -12,6 +12,7 @@ from tests.support.executed_lines import allocated, steps
 from tests.support.pool_sets import pool_sets
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.manager.tier_set import LowerTiers
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.prefix_cache.radix_tree import RadixTree
@@ -30,7 +31,7 @@ class Path:
         self.pools, host = PoolSet(spec, {"full": 2 * nodes + 9}), PoolSet(spec, {"full": 2 * nodes + 9})
         config = CacheConfig(write_policy="back" if policy == "back" else "selective", write_hits=1 << 20)
         self.manager = KVCacheManager(
-            self.pools, CpuDevice(), config, time.monotonic, host=host if policy == "back" else None
+            self.pools, CpuDevice(), config, time.monotonic, below=LowerTiers(host if policy == "back" else None)
         )
         self.positions = nodes * PAGE_TOKENS
         self.prefix = TokenPrefix.of(range(self.positions), PAGE_TOKENS)

@@ -14,6 +14,7 @@ import torch
 from tests.support.pool_sets import pool_sets, worn
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
+from twinpool.cache.manager.tier_set import LowerTiers
 from twinpool.cache.memory.memory_layout import LayoutOrder
 from twinpool.cache.pool.page_allocator import EpochTable
 from twinpool.cache.pool.pool_set import PoolSet
@@ -68,7 +69,7 @@ class Office:
         prefetch = PrefetchConfig(policy="wait_complete", batch_pages=batch)
         config = CacheConfig(write_policy="through", prefetch=prefetch)
         self.manager = KVCacheManager(
-            self.pools, CpuDevice(), config, self.clock.now, host=self.host, storage=self.queue, fingerprint=model
+            self.pools, CpuDevice(), config, self.clock.now, below=LowerTiers(self.host, self.queue, fingerprint=model)
         )
 
     def ask(self, tokens: Sequence[int]) -> TokenPrefix:

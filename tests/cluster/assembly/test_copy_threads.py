@@ -28,7 +28,7 @@ def test_a_worker_of_one_rank_has_them_as_configured(asked: str, device: type, t
     )  # fmt: skip
     try:
         assert isinstance(worker, PrefillWorker)
-        assert type(worker._engine.device) is device
+        assert type(worker.setup.engine.device) is device
     finally:
         worker.close()
 

@@ -13,7 +13,7 @@ import pytest
 from tests.support.certificates import TestAuthority
 from tests.support.free_ports import free_port
 from tests.support.redis_servers import LedgerServer
-from twinpool.cli.command_output import USAGE
+from twinpool.cli.command_parser import USAGE
 from twinpool.cli.commands import main
 from twinpool.cluster.controller.controller_process import ControllerPlace, ControllerProcess
 from twinpool.cluster.controller.open_ledger import PASSWORD_VARIABLE, open_ledger

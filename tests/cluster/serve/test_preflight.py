@@ -271,7 +271,7 @@ def test_the_served_names_are_those_of_the_command_line(monkeypatch: pytest.Monk
     """A name may look like a number, and names keep their order."""
     from twinpool.cli import command_line
     from twinpool.cli import commands as cli
-    from twinpool.cli.command_output import USAGE
+    from twinpool.cli.command_parser import USAGE
 
     seen: list[ServeOptions] = []
 

@@ -115,7 +115,7 @@ def test_twenty_changes_say_what_fresh_workers_say_and_leave_nothing_behind(
                 assert found(both, asked[0]) == 0, "the prefix cache begins empty"
             assert answers(both, asked) == expected
             assert both.prefill.status().steps, "it has computed them"
-            assert both.prefill._engine.graphs is None
+            assert both.prefill.setup.engine.graphs is None
         del both
         gc.collect()
         if number == WARM - 1:

@@ -18,12 +18,11 @@ from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.engine.attention.attention_backend import BLOCK, IndexKeys, ScanState, ScoreOptions
 from twinpool.engine.attention.attention_plan import AttentionPlan, SlotPlan
 from twinpool.engine.attention.triton_backend.triton_attention import TritonAttention
-from twinpool.engine.gpu.gpu_kernels import GpuKernels
+from twinpool.engine.gpu.gpu_kernels import GpuKernels, add_ranks
 from twinpool.engine.layers.mixers.triton_store_heads import store_heads
 from twinpool.engine.layers.moe.experts import ExpertRoutes, gated_silu
 from twinpool.engine.layers.moe.triton_experts import StackedProducts, TritonExperts
 from twinpool.engine.runner.sampling import triton_draw
-from twinpool.engine.tensors.triton_rank_sum import add_ranks
 
 META = torch.device("meta")
 LATENT_PAGE = 64

@@ -320,7 +320,7 @@ def test_a_slow_connection_is_no_cut_one(plane: str) -> None:
 def test_the_time_after_which_a_connection_is_cut_is_configured() -> None:
     assert replace(TransferConfig(), link_timeout_s=3.0).link_timeout_s == 3.0
     with ends(SPEC, "zmq", transfer={"link_timeout_s": 3.0}) as both:
-        assert both.receiver_rooms._config.link_timeout_s == 3.0
+        assert both.receiver.end.config.link_timeout_s == 3.0
         assert both.receiver_plane._link_timeout_s == 3.0  # type: ignore[attr-defined]
 
 

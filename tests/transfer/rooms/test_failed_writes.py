@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -147,7 +148,7 @@ def two_readers() -> Iterator[tuple[Ends, Prompt, Prompt, SlowLink]]:
         peer.writes._link = link
         both.sender.write(slow.room, slow.all(), ())
         both.seal(slow)
-        both.receiver_peers._name = WorkerName("decode-9")
+        both.receiver_peers._end = replace(both.receiver.end, name=WorkerName("decode-9"))
         former = list(both.receiver_peers.values())
         both.receiver_peers._peers.clear()
         try:
@@ -192,7 +193,7 @@ def test_writes_under_way_to_one_peer_are_bounded_and_cost_only_its_own_rooms(mo
     monkeypatch.setattr(write_queue, "_QUEUED", 3)
     with two_readers() as (both, slow, quick, link):
         more = both.prompt(24)
-        both.receiver_peers._name = WorkerName("decode-0")
+        both.receiver_peers._end = replace(both.receiver.end, name=WorkerName("decode-0"))
         peer = both.sender_peers[b"decode-0:1"]
         both.sender.open(more.room, PeerRef(WorkerName("decode-0"), Incarnation(1), ""))
         grant = both.sender_rooms[slow.room].grant

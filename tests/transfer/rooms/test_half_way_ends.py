@@ -59,7 +59,7 @@ def test_a_writer_that_does_not_answer_is_asked_again_after_a_while_and_not_at_e
             for _ in range(5):
                 both.receiver.poll()
             assert len([x for x in said if isinstance(x, m.AbortRoom)]) == len(asked) + again
-            both.clock.advance(both.receiver_rooms._config.link_timeout_s)
+            both.clock.advance(both.receiver.end.config.link_timeout_s)
             both.receiver.poll()
         both.released(prompt.room)
         both.quiet()

@@ -108,7 +108,7 @@ def test_a_writer_that_had_refused_is_met_again_with_all_the_time_that_a_new_one
         both.open(kept := both.prompt(12))
         before = descriptors()
         refused(both)
-        both.clock.advance(both.receiver_rooms._config.connect_timeout_s + 1)
+        both.clock.advance(both.receiver.end.config.connect_timeout_s + 1)
         both.open(prompt := both.prompt(24))
         received(both, prompt)
         assert isinstance(both.outcome(kept.room), HandoverFailed)

@@ -255,14 +255,14 @@ def test_a5_a_writer_that_nobody_could_watch_is_promised_nothing(plane: str, mon
     """Where the reader can't take its memory back, and no death could ever be proven."""
     with ends(SPEC, plane) as both:
         prompt = both.prompt(11)
-        real: Callable[..., object] = both.receiver_peers._transport.watch
+        real: Callable[..., object] = both.receiver.end.transport.watch
         calls: list[int] = []
 
         def watch(processes: object) -> object:
             calls.append(1)
             return real(processes) if len(calls) == 1 else None  # The writer's own look at the reader comes first.
 
-        monkeypatch.setattr(both.receiver_peers._transport, "watch", watch)
+        monkeypatch.setattr(both.receiver.end.transport, "watch", watch)
         leases = both.start(prompt)
         broken = both.outcome(prompt.room)
         assert isinstance(broken, HandoverFailed)
@@ -277,7 +277,7 @@ def test_d3_an_older_incarnation_takes_nobodys_place() -> None:
         both.open(prompt)
         (writer,) = both.receiver_peers.values()
         old = replace(both.receiver_peers.hello(writer.ref), incarnation=0)
-        channel = both.receiver_peers._transport.connect(both.sender.control, b"decode-0:0")
+        channel = both.receiver.end.transport.connect(both.sender.control, b"decode-0:0")
         channel.send(m.encode(old))
         both.until(lambda: both.sender.refused, "the refusal")
         channel.close()
@@ -483,7 +483,7 @@ def test_b3_peers_on_other_hosts_that_never_come_back_are_forgotten_with_all_tha
             hello = replace(
                 both.receiver_peers.hello(writer.ref), worker=name, boot="another host", descriptor=descriptor
             )
-            channel = both.receiver_peers._transport.connect(both.sender.control, f"{name}:1".encode())
+            channel = both.receiver.end.transport.connect(both.sender.control, f"{name}:1".encode())
             channel.send(m.encode(hello))
 
             def met(identity: bytes = f"{name}:1".encode()) -> bool:
@@ -497,7 +497,7 @@ def test_b3_peers_on_other_hosts_that_never_come_back_are_forgotten_with_all_tha
         both.until(lambda: sum(peer.link.up for peer in both.sender_peers.values()) == 1, "the others to be gone")
         both.clock.advance(1.5)
         both.poll()
-        both.clock.advance(both.sender._config.peer_forget_s - 1.0)
+        both.clock.advance(both.sender.end.config.peer_forget_s - 1.0)
         both.poll()
         assert len(both.sender_peers) == 6, "not yet: they may come back"
         both.clock.advance(1.5)
@@ -521,14 +521,14 @@ def test_b3_a_writer_that_nobody_reaches_any_more_is_forgotten_by_its_readers() 
         both.sender_peers._inbox.close()
         both.sender_peers._inbox.receive = list  # type: ignore[method-assign]
         both.until(lambda: writer.down_since is not None, "the connection to be cut")
-        both.clock.advance(both.receiver_rooms._config.link_timeout_s + 1)
+        both.clock.advance(both.receiver.end.config.link_timeout_s + 1)
         broken = both.outcome(prompt.room)
         assert isinstance(broken, HandoverFailed)
         assert "not back after" in broken.message
         assert not [o for o in both.outcomes if o.room == other.room], "the rooms of others have nothing to do with it"
         both.receiver.abort(other.room, "enough")
         assert writer in both.receiver_peers.values()
-        both.clock.advance(both.receiver_rooms._config.peer_forget_s)
+        both.clock.advance(both.receiver.end.config.peer_forget_s)
         both.receiver.poll()
         assert writer not in both.receiver_peers.values()
         assert len(descriptors()) < len(before)

@@ -11,20 +11,16 @@ import logging
 import secrets
 from collections.abc import Mapping, Sequence
 
-from twinpool.cache.device.device_port import DEVICE, Device, spans
+from twinpool.cache.device.device_port import DEVICE, spans
 from twinpool.cache.memory.required_pages import NOTHING, HeldPages, due, missing
 from twinpool.cache.pool.page_allocator import Lease, PageAllocator
-from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.contracts.clock import Clock
-from twinpool.contracts.config.worker_config import TransferConfig
 from twinpool.contracts.errors import WireError
-from twinpool.contracts.ids import Incarnation, RoomId, WorkerName
-from twinpool.contracts.messages.fingerprint import Fingerprint
+from twinpool.contracts.ids import RoomId
 from twinpool.contracts.messages.router_commands import PeerRef
 from twinpool.contracts.messages.worker_status import EndedWorker
-from twinpool.transfer.net.control_channel import ControlTransport
-from twinpool.transfer.planes.data_plane import SLOT_BYTES, DataPlane, PageNumbers, RoomTarget
+from twinpool.transfer.planes.data_plane import SLOT_BYTES, PageNumbers, RoomTarget
 from twinpool.transfer.rooms import room_messages as m
+from twinpool.transfer.rooms.peers import RoomEnd
 from twinpool.transfer.rooms.receiver import receiver_peers as events
 from twinpool.transfer.rooms.receiver.receiver_peers import ReceiverPeers
 from twinpool.transfer.rooms.receiver.receiver_room import ArrivalCheck
@@ -40,34 +36,20 @@ _LOOK_AGAIN_S = 0.002
 class KVReceiver:
     """The receiving end of all hand-overs of a worker. Single-threaded; `poll` never blocks."""
 
-    def __init__(
-        self,
-        name: WorkerName,
-        incarnation: Incarnation,
-        fingerprint: Fingerprint,
-        plane: DataPlane,
-        pools: PoolSet,
-        device: Device,
-        slots: int,
-        config: TransferConfig,
-        *,
-        verify: bool,
-        transport: ControlTransport,
-        clock: Clock,
-    ) -> None:
+    def __init__(self, end: RoomEnd, slots: int, *, verify: bool) -> None:
         """`slots`: the number of metadata slots. `verify`: whether digests of pages are computed when they arrive."""
-        self.fingerprint = fingerprint
-        self._plane, self._pools, self._device, self._clock = plane, pools, device, clock
-        memory = plane.allocate("slots", slots * SLOT_BYTES).view(slots, SLOT_BYTES)
+        self.end = end
+        self._plane, self._pools, self._device, self._clock = end.plane, end.pools, end.device, end.clock
+        memory = end.plane.allocate("slots", slots * SLOT_BYTES).view(slots, SLOT_BYTES)
         self.slots = PageAllocator("metadata slots", slots)
-        self._peers = ReceiverPeers(name, incarnation, fingerprint, plane, pools, config, transport, clock)
-        self._arrivals = ArrivalCheck(pools, device, memory, verify)
-        self._rooms = ReceiverRooms(plane, self._peers, self._arrivals, pools, config, clock)
+        self._peers = ReceiverPeers(end)
+        self._arrivals = ArrivalCheck(end.pools, end.device, memory, verify)
+        self._rooms = ReceiverRooms(end, self._peers, self._arrivals)
         self.damage = self._rooms.damage
         """Rooms in which something arrived that isn't what was promised, by pool, or by "metadata"."""
         self.refused = 0
         """Messages and notices, heard or said, that could not be used."""
-        plane.register(pools, memory)
+        end.plane.register(end.pools, memory)
 
     # ------------------------------------------------------------ called by decode
 

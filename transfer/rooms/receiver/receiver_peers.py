@@ -12,17 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from twinpool.cache.memory.page_moves import describe_spec
-from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.contracts.clock import Clock
-from twinpool.contracts.config.worker_config import TransferConfig
 from twinpool.contracts.errors import WireError
 from twinpool.contracts.ids import Incarnation, RoomId, WorkerName
-from twinpool.contracts.messages.fingerprint import Fingerprint, mismatch
+from twinpool.contracts.messages.fingerprint import mismatch
 from twinpool.contracts.messages.router_commands import PeerRef
-from twinpool.transfer.net.control_channel import ControlChannel, ControlTransport, PeerWatch
-from twinpool.transfer.planes.data_plane import DataPlane
+from twinpool.transfer.net.control_channel import ControlChannel, PeerWatch
 from twinpool.transfer.rooms import room_messages as m
-from twinpool.transfer.rooms.peers import PeerTable
+from twinpool.transfer.rooms.peers import PeerTable, RoomEnd
 
 log = logging.getLogger("twinpool.transfer")
 _AT_ONCE = 256
@@ -144,21 +140,9 @@ class Connected:
 class ReceiverPeers(PeerTable[PeerKey, ReceiverPeer]):
     """Peers by name and incarnation."""
 
-    def __init__(
-        self,
-        name: WorkerName,
-        incarnation: Incarnation,
-        fingerprint: Fingerprint,
-        plane: DataPlane,
-        pools: PoolSet,
-        config: TransferConfig,
-        transport: ControlTransport,
-        clock: Clock,
-    ) -> None:
+    def __init__(self, end: RoomEnd) -> None:
         super().__init__()
-        self._name, self._incarnation, self._fingerprint = name, incarnation, fingerprint
-        self._plane, self._pools, self._config = plane, pools, config
-        self._transport, self._clock = transport, clock
+        self._end, self._config, self._clock = end, end.config, end.clock
 
     # ------------------------------------------------------------ peers that come
 
@@ -172,7 +156,7 @@ class ReceiverPeers(PeerTable[PeerKey, ReceiverPeer]):
             # The peer is known for its rooms in quarantine, and keeps them. Perhaps it welcomes this worker now.
             peer.estranged, peer.welcome, peer.deadline = False, None, deadline
         else:
-            channel = self._transport.connect(ref.control, f"{self._name}:{self._incarnation}".encode())
+            channel = self._end.transport.connect(ref.control, f"{self._end.name}:{self._end.incarnation}".encode())
             peer = self._peers[ref.name, ref.incarnation] = ReceiverPeer(ref, channel, deadline)
         peer.channel.send(m.encode(self.hello(ref)))
         # A worker has one live incarnation: what an older one still owed is lost. The places that it may still write
@@ -190,14 +174,14 @@ class ReceiverPeers(PeerTable[PeerKey, ReceiverPeer]):
 
     def hello(self, ref: PeerRef) -> m.Hello:
         return m.Hello(
-            self._name,
-            self._incarnation,
+            self._end.name,
+            self._end.incarnation,
             ref.incarnation,
-            self._fingerprint,
-            describe_spec(self._pools.spec.whole),
-            self._plane.kind,
-            self._plane.describe(_writer(ref)),
-            *self._transport.mine(),
+            self._end.fingerprint,
+            describe_spec(self._end.pools.spec.whole),
+            self._end.plane.kind,
+            self._end.plane.describe(_writer(ref)),
+            *self._end.transport.mine(),
         )
 
     def late(self) -> list[PeerParted]:
@@ -276,19 +260,19 @@ class ReceiverPeers(PeerTable[PeerKey, ReceiverPeer]):
         name = peer.ref.name
         if welcome.incarnation != peer.ref.incarnation:
             return self._part(peer, f"{name} is incarnation {welcome.incarnation}, not {peer.ref.incarnation}")
-        reason = mismatch(self._fingerprint, welcome.fingerprint, self._name, name)
+        reason = mismatch(self._end.fingerprint, welcome.fingerprint, self._end.name, name)
         if reason is not None:
             return self._part(peer, reason)
         try:
             others = [(other.pid, other.started, other.boot) for other in welcome.others]
-            watch = self._transport.watch([(welcome.pid, welcome.started, welcome.boot), *others])
+            watch = self._end.transport.watch([(welcome.pid, welcome.started, welcome.boot), *others])
         except ProcessLookupError:
             return self._part(peer, f"{name} (pid {welcome.pid}) died")
         except WireError as error:
             return self._part(peer, f"{name}: {error}")
-        if watch is None and not (self._plane.revocable or self._plane.by_peer):
+        if watch is None and not (self._end.plane.revocable or self._end.plane.by_peer):
             # Its death could never be proven, and places that it was promised might never come back.
-            return self._part(peer, f"plane {self._plane.kind}: the processes of {name} can't be watched from here")
+            return self._part(peer, f"plane {self._end.plane.kind}: the processes of {name} can't be watched from here")
         if peer.watch is not None:
             peer.watch.close()
         peer.welcome, peer.watch = welcome, watch
@@ -314,7 +298,7 @@ class ReceiverPeers(PeerTable[PeerKey, ReceiverPeer]):
     def sever(self, peer: ReceiverPeer, reason: str) -> PeerParted:
         """End a peer's access, where access is by peer, and part with it: it is said hello to with a new one. A peer of
         this host that lives may go on storing by itself."""
-        self._plane.sever(_writer(peer.ref))
+        self._end.plane.sever(_writer(peer.ref))
         peer.access += 1
         return self._part(peer, reason)
 
@@ -330,8 +314,8 @@ class ReceiverPeers(PeerTable[PeerKey, ReceiverPeer]):
         """Forget a peer. Where access is by peer, its access has ended when this returns."""
         if self._peers.get(peer.key) is not peer:
             return
-        if self._plane.by_peer:
-            self._plane.sever(_writer(peer.ref))
+        if self._end.plane.by_peer:
+            self._end.plane.sever(_writer(peer.ref))
         self._close(peer)
 
     def _close(self, peer: ReceiverPeer) -> None:

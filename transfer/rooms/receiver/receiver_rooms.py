@@ -16,15 +16,12 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.contracts.clock import Clock
-from twinpool.contracts.config.worker_config import TransferConfig
 from twinpool.contracts.damage import DamageSite, log_damage
 from twinpool.contracts.errors import ErrorKind, WireError
 from twinpool.contracts.ids import RoomId, request_in
-from twinpool.transfer.planes.data_plane import DataPlane
 from twinpool.transfer.rooms import room_messages as m
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
+from twinpool.transfer.rooms.peers import RoomEnd
 from twinpool.transfer.rooms.receiver.receiver_peers import (
     NoticeHeard,
     PeerDied,
@@ -47,18 +44,10 @@ class ReceiverRooms(RoomTable[ReceiverRoom, ReceiverOutcome, m.HandoverReceived]
     """Rooms that have not ended, by id. The class has more than twenty methods, since each notice and each way in which
     a room can end is one of them, and all of these meet in `step`, which alone releases pages and slots."""
 
-    def __init__(
-        self,
-        plane: DataPlane,
-        peers: ReceiverPeers,
-        arrivals: ArrivalCheck,
-        pools: PoolSet,
-        config: TransferConfig,
-        clock: Clock,
-    ) -> None:
+    def __init__(self, end: RoomEnd, peers: ReceiverPeers, arrivals: ArrivalCheck) -> None:
         super().__init__()
-        self._plane, self._peers, self._arrivals, self._pools = plane, peers, arrivals, pools
-        self._config, self._clock = config, clock
+        self._plane, self._peers, self._arrivals, self._pools = end.plane, peers, arrivals, end.pools
+        self._config, self._clock = end.config, end.clock
         self.late = 0
         """Messages that came for a room that had ended."""
         self.damage: Counter[str] = Counter()

@@ -11,20 +11,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from twinpool.cache.device.device_port import Completion, Device, LayerMarks
+from twinpool.cache.device.device_port import Completion, LayerMarks
 from twinpool.cache.memory.page_digest import ContentTag
-from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.contracts.clock import Clock
-from twinpool.contracts.config.worker_config import TransferConfig
 from twinpool.contracts.errors import ErrorKind, WireError
-from twinpool.contracts.ids import Incarnation, RoomId, WorkerName, request_in
-from twinpool.contracts.messages.fingerprint import Fingerprint
+from twinpool.contracts.ids import RoomId, request_in
 from twinpool.contracts.messages.router_commands import PeerRef
 from twinpool.contracts.messages.worker_status import EndedWorker
-from twinpool.transfer.net.control_channel import ControlTransport, ProcessIdentity
-from twinpool.transfer.planes.data_plane import DataPlane, PageNumbers, PageWrite, SlotWrite
+from twinpool.transfer.net.control_channel import ProcessIdentity
+from twinpool.transfer.planes.data_plane import PageNumbers, PageWrite, SlotWrite
 from twinpool.transfer.rooms import room_messages as m
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata, pack
+from twinpool.transfer.rooms.peers import RoomEnd
 from twinpool.transfer.rooms.room_outcomes import LayeredPages, SendablePages
 from twinpool.transfer.rooms.room_states import SenderEvent, SenderState
 from twinpool.transfer.rooms.sender.sender_peers import (
@@ -47,29 +44,14 @@ class KVSender:
     """The sending end of all hand-overs of a worker. Single-threaded; `poll` never blocks, except until writes that are
     under way to a lost peer are complete."""
 
-    def __init__(
-        self,
-        name: WorkerName,
-        incarnation: Incarnation,
-        fingerprint: Fingerprint,
-        plane: DataPlane,
-        pools: PoolSet,
-        device: Device,
-        config: TransferConfig,
-        *,
-        transport: ControlTransport,
-        clock: Clock,
-        others: Sequence[ProcessIdentity] = (),
-    ) -> None:
+    def __init__(self, end: RoomEnd, others: Sequence[ProcessIdentity] = ()) -> None:
         """`others`: the processes of the worker's other ranks."""
-        self.fingerprint = fingerprint
-        self._plane, self._pools, self._config, self._clock = plane, pools, config, clock
-        self._peers = SenderPeers(
-            name, incarnation, fingerprint, plane, pools, device, config, transport, clock, others
-        )
+        self.end = end
+        self._plane, self._pools, self._config, self._clock = end.plane, end.pools, end.config, end.clock
+        self._peers = SenderPeers(end, others)
         self.control = self._peers.control
-        plane.register(pools, None)
-        self._rooms = SenderRooms(name, self._peers)
+        end.plane.register(end.pools, None)
+        self._rooms = SenderRooms(end.name, self._peers)
         self.refused = 0
         """Messages that could not be used."""
         self.sent: Counter[str] = Counter()

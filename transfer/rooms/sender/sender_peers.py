@@ -14,19 +14,14 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from twinpool.cache.device.device_port import Device
 from twinpool.cache.memory.page_moves import describe_spec
-from twinpool.cache.pool.pool_set import PoolSet
-from twinpool.contracts.clock import Clock
-from twinpool.contracts.config.worker_config import TransferConfig
 from twinpool.contracts.errors import LayoutMismatch, WireError
 from twinpool.contracts.ids import Incarnation, RoomId, WorkerName
-from twinpool.contracts.messages.fingerprint import Fingerprint
 from twinpool.contracts.messages.router_commands import PeerRef
-from twinpool.transfer.net.control_channel import ControlTransport, PeerWatch, ProcessIdentity
-from twinpool.transfer.planes.data_plane import DataPlane, RoomTarget, WriteLink
+from twinpool.transfer.net.control_channel import PeerWatch, ProcessIdentity
+from twinpool.transfer.planes.data_plane import RoomTarget, WriteLink
 from twinpool.transfer.rooms import room_messages as m
-from twinpool.transfer.rooms.peers import PeerTable, refuse_mismatch
+from twinpool.transfer.rooms.peers import PeerTable, RoomEnd, refuse_mismatch
 from twinpool.transfer.rooms.sender.write_queue import WriteQueue
 
 _NAME_BYTES = 256
@@ -184,29 +179,15 @@ def identity_of(ref: PeerRef) -> bytes:
 class SenderPeers(PeerTable[bytes, SenderPeer]):
     """Peers by identity, and the inbox that they send to."""
 
-    def __init__(
-        self,
-        name: WorkerName,
-        incarnation: Incarnation,
-        fingerprint: Fingerprint,
-        plane: DataPlane,
-        pools: PoolSet,
-        device: Device,
-        config: TransferConfig,
-        transport: ControlTransport,
-        clock: Clock,
-        others: Sequence[ProcessIdentity],
-    ) -> None:
+    def __init__(self, end: RoomEnd, others: Sequence[ProcessIdentity]) -> None:
         """`others`: the processes of the worker's other ranks."""
         super().__init__()
-        self._name, self._incarnation, self._fingerprint = name, incarnation, fingerprint
-        self._plane, self._pools, self._device = plane, pools, device
-        self._config, self._transport, self._clock = config, transport, clock
+        self._end, self._config, self._clock = end, end.config, end.clock
         self._others = tuple(m.RankProcess(*other) for other in others)
-        self._inbox = transport.listen()
+        self._inbox = end.transport.listen()
         self.control = self._inbox.endpoint
         """Endpoint of the inbox, for peers."""
-        self._swept = clock.now()
+        self._swept = end.clock.now()
 
     @property
     def writing(self) -> bool:
@@ -253,10 +234,10 @@ class SenderPeers(PeerTable[bytes, SenderPeer]):
 
     def _hello(self, identity: bytes, hello: m.Hello) -> list[PeerLost]:
         """Welcome a reader that fits and can be reached. Returns the peers whose place it has taken."""
-        layout = describe_spec(self._pools.spec.whole)
-        refuse_mismatch(self._name, self._fingerprint, layout, self._plane.kind, hello)
-        if hello.expects != self._incarnation:
-            raise LayoutMismatch(f"{self._name} is incarnation {self._incarnation}, not {hello.expects}")
+        layout = describe_spec(self._end.pools.spec.whole)
+        refuse_mismatch(self._end.name, self._end.fingerprint, layout, self._end.plane.kind, hello)
+        if hello.expects != self._end.incarnation:
+            raise LayoutMismatch(f"{self._end.name} is incarnation {self._end.incarnation}, not {hello.expects}")
         ref = PeerRef(WorkerName(hello.worker), Incarnation(hello.incarnation), "")
         if identity != identity_of(ref) or not 0 < len(identity) <= _NAME_BYTES:
             raise WireError(f"{hello.worker:.80} incarnation {hello.incarnation} speaks as {identity!r:.80}")
@@ -269,7 +250,7 @@ class SenderPeers(PeerTable[bytes, SenderPeer]):
             if old.incarnation > hello.incarnation:
                 raise LayoutMismatch(f"{hello.worker} is incarnation {old.incarnation} by now, not {hello.incarnation}")
         if known is None and len(self._peers) - len(others) >= self._config.max_peers:
-            raise LayoutMismatch(f"{self._name} has {len(self._peers)} peers already (transfer.max_peers)")
+            raise LayoutMismatch(f"{self._end.name} has {len(self._peers)} peers already (transfer.max_peers)")
         peer = self._meet(identity, ref, hello)
         # Only now, as a reader that can't be reached must not take a peer's place.
         lost = [self.lose(old, f"{old.name} is now incarnation {hello.incarnation}") for old in others]
@@ -281,20 +262,21 @@ class SenderPeers(PeerTable[bytes, SenderPeer]):
 
     def _meet(self, identity: bytes, ref: PeerRef, hello: m.Hello) -> SenderPeer:
         """Connect to a reader. Raises `LayoutMismatch` where its memory can't be reached, or its process is dead."""
-        link = self._plane.connect(hello.descriptor)
+        link = self._end.plane.connect(hello.descriptor)
         try:
-            watch = self._transport.watch([(hello.pid, hello.started, hello.boot)])
+            watch = self._end.transport.watch([(hello.pid, hello.started, hello.boot)])
         except (ProcessLookupError, WireError) as error:
             link.close()
             raise LayoutMismatch(f"{hello.worker}: {error}") from None
         max_bytes = self._config.in_flight_bytes
-        writes = WriteQueue(ref.name, link, self._pools, self._device, self._clock, max_bytes)
-        promised = PromisedPlaces(self._pools.spec.by_name, self._plane.revocable)
+        writes = WriteQueue(ref.name, link, self._end.pools, self._end.device, self._clock, max_bytes)
+        promised = PromisedPlaces(self._end.pools.spec.by_name, self._end.plane.revocable)
         return SenderPeer(identity, ref.name, ref.incarnation, link, watch, hello, writes, promised)
 
     def _welcome(self, identity: bytes) -> None:
-        process = self._transport.mine()
-        self.reply(identity, m.Welcome(self._name, self._incarnation, self._fingerprint, *process, self._others))
+        process = self._end.transport.mine()
+        end = self._end
+        self.reply(identity, m.Welcome(end.name, end.incarnation, end.fingerprint, *process, self._others))
 
     # ------------------------------------------------------------ peers that go
 
