@@ -297,20 +297,15 @@ class LocalPrompts(TransferQueue):
             yield RouterEvent(prompt.session, Done(*key, "length"))
             yield RequestLeft(leg, "length")
         else:
-            metadata = HandoverMetadata(
-                submit.room, 0, drawn.token, drawn.logprob, prompt.cached.total, prompt.computed
-            )
-            yield self._hand_over(prompt, leg, metadata)
-
-    def _hand_over(self, prompt: PrefillRequest, leg: DecodeRequest, metadata: HandoverMetadata) -> PromptReceived:
-        self.admitted.remove(prompt)
-        given = self.prompt_pages.give(prompt)
-        assert given is leg.allocation, "both halves hold one allocation"
-        leg.step(DecodeEvent.ARRIVED)
-        leg.start(metadata)
-        leg.marks["arrived"] = self._clock.now() - leg.arrived
-        self._handed_over += 1
-        return PromptReceived(leg, 0)
+            self.admitted.remove(prompt)
+            given = self.prompt_pages.give(prompt)
+            assert given is leg.allocation, "both halves hold one allocation"
+            leg.step(DecodeEvent.ARRIVED)
+            cached, computed = prompt.cached.total, prompt.computed
+            leg.start(HandoverMetadata(submit.room, 0, drawn.token, drawn.logprob, cached, computed))
+            leg.marks["arrived"] = self._clock.now() - leg.arrived
+            self._handed_over += 1
+            yield PromptReceived(leg, 0)
 
     # ------------------------------------------------------------ ends
 

@@ -97,7 +97,7 @@ class WorkerReport:
     """What a worker tells of itself: it asks the parts that are listed here, and the caller passes the rest."""
 
     def __init__(self, setup: WorkerSetup, role: Role, requests: RequestTable[Any], fitness: NonfiniteRows) -> None:
-        self._setup, self._role, self._requests, self._fitness = setup, role, requests, fitness
+        self._setup, self._role, self.requests, self._fitness = setup, role, requests, fitness
         self._manager = setup.manager
         self._pages = setup.manager.pools.allocators[setup.manager.full]
         self.counted: list[Counting] = []
@@ -115,12 +115,12 @@ class WorkerReport:
         return WorkerStatus(
             name=self._setup.name,
             role=self._role,
-            state="draining" if self._requests.draining else "ready",
+            state="draining" if self.requests.draining else "ready",
             pid=os.getpid(),
             node=platform.node(),
             incarnation=self._setup.incarnation,
             running=running,
-            waiting=len(self._requests) - running,
+            waiting=len(self.requests) - running,
             pages_total=self._pages.total,
             pages_free=self._manager.supply.free_pages(self._manager.full),
             steps=steps,
@@ -140,7 +140,7 @@ class WorkerReport:
     @property
     def allocations(self) -> int:
         """Allocations of the KV cache manager that requests and other parts hold."""
-        held = sum(request.allocation is not None for request in self._requests)
+        held = sum(request.allocation is not None for request in self.requests)
         return held + sum(part.allocations for part in self.holding)
 
     def check(self, found: Sequence[str], *, rooms: int, slots: int = 0) -> CheckReport:

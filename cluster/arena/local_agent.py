@@ -77,6 +77,11 @@ class LocalArenaAgent:
         self._since, self._restart_at = self._clock.now(), None
         return self._process.pid, start_time(self._process.pid) or 0
 
+    @property
+    def pid(self) -> int | None:
+        """The process of the agent that runs; None where none does."""
+        return self._process.pid if self._process is not None else None
+
     def poll(self) -> list[str]:
         if self._restart_at is not None and self._clock.now() >= self._restart_at:
             self.start()

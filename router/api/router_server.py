@@ -197,6 +197,11 @@ class RouterServer(uvicorn.Server):
         self._say_close()
         self._must_end(within_s)
 
+    @property
+    def leaving(self) -> bool:
+        """Whether another process has the sockets, and this one ends."""
+        return self._leaving
+
     async def on_tick(self, counter: int) -> bool:
         if self.certificate is not None and counter % TICKS == 0:
             self.certificate.refresh()

@@ -7,7 +7,7 @@ the ways not to fit, so that some values that would do are never written; where 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from twinpool.router.schemas.ecma_patterns import searched
@@ -216,8 +216,7 @@ class SchemaWays:
 
     def _fit_keyword(self, part: int, schema: dict[str, Any], key: str) -> Ways | None:
         value: Any = schema.get(key)
-        child, of = self.parts.child, self.of
-        path = self.parts.path(part, key)
+        child, of, path = self.parts.child, self.of, self.parts.path(part, key)
         match key:
             case "$ref" | "$dynamicRef":
                 return of(self.parts.target(part, key), True)
@@ -392,8 +391,7 @@ class SchemaWays:
 
     def _unfit_keyword(self, part: int, schema: dict[str, Any], key: str) -> Ways:
         value: Any = schema.get(key)
-        child, of = self.parts.child, self.of
-        path = self.parts.path(part, key)
+        child, of, path = self.parts.child, self.of, self.parts.path(part, key)
         match key:
             case "$ref" | "$dynamicRef":
                 return of(self.parts.target(part, key), False)
@@ -437,14 +435,7 @@ class SchemaWays:
             case "maxItems":
                 return _facts(("size", int(value) + 1, None), of="array")
             case "contains" if "contains" in schema:
-                inner, least, most = child(part, key), int(schema.get("minContains", 1)), schema.get("maxContains")
-                none = _facts(("each", (inner, False)), of="array") if least >= 1 else []
-                more = (
-                    _facts(("contains", (inner, True), int(most) + 1, None, path), of="array")
-                    if most is not None
-                    else []
-                )
-                return self.either(none, more)
+                return self.either(*_not_contained(schema, child(part, key), path))
             case "properties":
                 return self._not_of_properties(part, schema)
             case "required":
@@ -637,3 +628,11 @@ def _bounds(kind: str, schema: dict[str, Any], closed: str, opened: str) -> list
 
 def _whole(value: Any) -> int | None:
     return None if value is None else int(value)
+
+
+def _not_contained(schema: dict[str, Any], inner: int, path: str) -> Iterator[Ways]:
+    """The ways of an array to have too few or too many items that fit schema `inner`."""
+    if int(schema.get("minContains", 1)) >= 1:
+        yield _facts(("each", (inner, False)), of="array")
+    if (most := schema.get("maxContains")) is not None:
+        yield _facts(("contains", (inner, True), int(most) + 1, None, path), of="array")

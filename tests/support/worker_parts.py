@@ -24,7 +24,13 @@ def receiver_of(worker: DecodeWorker) -> KVReceiver:
 
 
 def table_of(worker: WorkerLoop[R]) -> RequestTable[R]:
-    return worker._request_table
+    table: RequestTable[R] = worker.report.requests
+    return table
+
+
+def leaving(worker: DecodeWorker) -> int:
+    """Requests that are on their way to another worker, or told to go."""
+    return int(worker.status().counters["leaving"])
 
 
 @overload

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.stepped_cluster import Company, company, generated
-from tests.support.worker_parts import receiver_of
+from tests.support.worker_parts import leaving, receiver_of, table_of
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import IllegalTransition
 from twinpool.contracts.ids import Incarnation, Role, RoomId, WorkerName
@@ -177,7 +177,7 @@ def test_d2_a_worker_does_not_leave_while_it_still_writes_for_a_room_that_has_en
         peer.writes._writes.append(_queued(RoomId("over"), write))
         peer.writes.say(WriterQuiesced(RoomId("over"), 7))
         c.drain(name)
-        c.until(lambda: not len(worker._request_table), "its requests to end", 1000)  # type: ignore[attr-defined]
+        c.until(lambda: worker.status().running + worker.status().waiting == 0, "its requests to end", 1000)
         c.until(lambda: sender.rooms == 0, "its rooms to end")
         for _ in range(50):
             c.step()
@@ -193,11 +193,11 @@ def test_d3_a_restarted_target_is_a_stranger_to_rooms_of_its_predecessor(model: 
         assert c.worker_of(rid) == "decode-0"
         c.core.migrations.begin(c.told[rid].request)
         c.act()
-        c.until(lambda: bool(c.decode("decode-0")._migrations), "it to be stopped")
+        c.until(lambda: leaving(c.decode("decode-0")) > 0, "it to be stopped")
         c.gone("decode-1")
         c.start(Role.DECODE, WorkerName("decode-1"))
         # The move to incarnation 1 came to nothing; the request is whole, and may move to incarnation 2.
-        c.until(lambda: not c.decode("decode-0")._migrations, "it to go on")
+        c.until(lambda: not leaving(c.decode("decode-0")), "it to go on")
         assert c.core.migrations.begin(c.told[rid].request) or c.told[rid].request.avoid
         c.act()
         assert c.run(rid) == c.run(c.submit(list(range(60)), SamplingParams(40, temperature=0.0)))
@@ -210,7 +210,7 @@ def test_d3_a_restarted_source_is_not_asked_for_what_its_predecessor_had(model: 
         rid = _moving(c)
         c.core.migrations.begin(c.told[rid].request)
         c.act()
-        c.until(lambda: bool(c.decode("decode-0")._migrations), "it to be stopped")
+        c.until(lambda: leaving(c.decode("decode-0")) > 0, "it to be stopped")
         c.gone("decode-0")
         c.start(Role.DECODE, WorkerName("decode-0"))
         assert c.run(rid) == c.run(c.submit(list(range(60)), SamplingParams(40, temperature=0.0)))
@@ -230,12 +230,12 @@ def test_what_a_worker_thought_of_a_request_wakes_it_only_where_it_would_think_a
         def offered() -> None:
             assert c.core.migrations.begin(c.told[rid].request)
             c.act()
-            c.until(lambda: bool(worker._migrations._paused()), "it to be offered")
+            c.until(lambda: any(r.phase == "leaving" for r in table_of(worker)), "it to be offered")
 
         offered()
         clock.advance(c.config.decode.migration_pause_s)
         c.step("decode-0")
-        assert not len(worker._migrations), "nobody took it in time"
+        assert not leaving(worker), "nobody took it in time"
         clock.advance(JUDGE_EVERY_S + 0.1)
         c.step("decode-0")
         _expect_sleep(c, clock)
@@ -245,7 +245,7 @@ def test_what_a_worker_thought_of_a_request_wakes_it_only_where_it_would_think_a
         worker.drain()
         clock.advance(JUDGE_EVERY_S + 0.1)
         c.step("decode-0")
-        assert len(worker._migrations)
+        assert leaving(worker)
         _expect_sleep(c, clock)
         worker.undrain()
         c.run(rid)
@@ -264,9 +264,9 @@ def test_a_worker_is_woken_for_the_one_that_has_stood_still_longest(model: Path)
             c.act()
             for _ in range(20):
                 c.step("decode-0")  # decode-1 is told, and makes no round
-            assert len(worker._migrations._paused()) == number + 1
+            assert sum(r.phase == "leaving" for r in table_of(worker)) == number + 1
             clock.advance(0.5)
-        assert worker._migrations.next_deadline == 10.0 + c.config.decode.migration_pause_s
+        assert clock.now() + worker.report.next_due(clock) == 10.0 + c.config.decode.migration_pause_s
         c.run(*rids)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.stepped_cluster import Company, company, generated, hears
 from tests.support.worker_pair import SESSION, turns
-from tests.support.worker_parts import manager_of, receiver_of, table_of
+from tests.support.worker_parts import leaving, manager_of, receiver_of, table_of
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId
@@ -243,10 +243,10 @@ def test_c5_a_target_without_room_says_so_at_once_and_is_asked_ever_more_rarely(
         taken = [allocator.lease(allocator.free, "others") for allocator in pools]
         c.drain("decode-0")
         stops: list[float] = []
-        migrations, counts = c.decode("decode-0")._migrations, c.core.migrations.counts
+        counts = c.core.migrations.counts
         while clock.now() < 180.0:
             stayed, rounds = counts.stayed, 0
-            while not rounds or migrations:
+            while not rounds or leaving(c.decode("decode-0")):
                 c.step()
                 rounds += 1
                 assert rounds < 12, "it stands still, waiting for room"
@@ -306,7 +306,7 @@ def test_an_undrained_worker_keeps_its_requests_and_admits_again(
     c.step("decode-0")
     c.drain("decode-0", draining=False)
     moving = c.core.migrations.counts.begun
-    c.until(lambda: not c.decode("decode-0")._migrations, "what had begun to leave to be gone")
+    c.until(lambda: not leaving(c.decode("decode-0")), "what had begun to leave to be gone")
     assert c.core.migrations.counts.begun == moving
     assert c.run(*rids) == undisturbed
     again = [c.submit(prompt, seeded(0, 4)) for prompt in prompts(3, 4)]
@@ -397,7 +397,7 @@ def test_finished_pages_are_copied_ahead_while_the_stream_goes_on(large: tuple[C
     before = len(c.told[rid].tokens)
     assert c.core.migrations.begin(c.told[rid].request)
     c.act()
-    c.until(lambda: bool(c.decode("decode-0")._migrations), "it to be stopped")
+    c.until(lambda: leaving(c.decode("decode-0")) > 0, "it to be stopped")
     assert len(c.told[rid].tokens) > before + 8, "it went on meanwhile"
     c.until(lambda: c.core.migrations.counts.migrated == 1, "it to move")
     c.until(lambda: bool(gone), "the source to say so")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.stepped_cluster import Company, company, generated, hears
 from tests.support.worker_pair import SESSION
-from tests.support.worker_parts import scheduler_of
+from tests.support.worker_parts import scheduler_of, table_of
 from tests.workers.test_migrations import prompts, seeded
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.ids import RequestId, Role, RoomId, WorkerName
@@ -29,7 +29,7 @@ def running(c: Company, count: int) -> list[RequestId]:
 
 
 def on_worker(c: Company, rid: RequestId) -> DecodeRequest:
-    (request,) = [r for r in c.decode("decode-0")._request_table if r.submit.request_id == rid]
+    (request,) = [r for r in table_of(c.decode("decode-0")) if r.submit.request_id == rid]
     return request
 
 

@@ -361,7 +361,7 @@ def test_a_request_begun_anew_ends_what_runs_for_nobody(scene: Company) -> None:
     turn(scene, 2)
     others = [scene.submit(PROMPT, GREEDY, name=NAME) for _ in "12"]  # One on each of the two.
     scene.run(*others)
-    running = [r for n in busy for r in scene.decode(n)._request_table]
+    running = [r for n in busy for r in table_of(scene.decode(n))]
     assert running == []
 
 
@@ -375,7 +375,7 @@ def test_a_request_begun_anew_ends_neither_another_choice_nor_what_a_router_has(
         owned = c.submit(PROMPT, GREEDY, name=NAME)
         c.until(generated(c, owned, 3), "its middle")
         assert c.run(owned, c.submit(PROMPT, GREEDY, name=NAME)) == [calm["tokens"], calm["tokens"]]
-        table = c.decode("decode-0")._request_table
+        table = table_of(c.decode("decode-0"))
         assert [(one.submit.request_id, one.session) for one in table] == [(choice, UNOWNED)]
         found = finds(attach(c)[0])
         assert [(one.index, one.running) for one in found] == [(0, False), (1, True)]

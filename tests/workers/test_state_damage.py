@@ -137,7 +137,7 @@ def test_damage_in_storage(name: str, caplog: pytest.LogCaptureFixture, tmp_path
 def given_away(cell: Cell, role: Role) -> bool:
     """A page of a request in mid-work gets another epoch, as if somebody else had it."""
     worker = cell.both.prefill if role is Role.PREFILL else cell.both.decode
-    for request in worker._request_table:
+    for request in worker.report.requests:
         if request.allocation is not None and request.committed > 10 and not request.submit.attempt:
             manager_of(worker).pools.allocators["full"].epochs.bump(request.allocation.tables["full"].pages[1:2])
             return True

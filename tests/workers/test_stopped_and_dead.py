@@ -292,7 +292,7 @@ def test_a_worker_whose_round_broke_off_closes_all_the_same(
             both.step()
             if worker.runnable:
                 break
-        (request,) = worker._request_table
+        (request,) = worker.report.requests
 
         def broken(*_: object) -> None:
             raise PeerDead("rank 1 of this worker can't be reached")
@@ -301,13 +301,13 @@ def test_a_worker_whose_round_broke_off_closes_all_the_same(
             patch.setattr(manager_of(worker).allocations, "free", broken)
             with pytest.raises(PeerDead):
                 worker.drop_session(request.session)
-            assert list(worker._request_table) == [request], "it isn't out of the books"
+            assert list(worker.report.requests) == [request], "it isn't out of the books"
             if still_broken:
                 with pytest.raises(PeerDead):
                     worker.close()
         if not still_broken:
             worker.close()
-            assert list(worker._request_table) == []
+            assert list(worker.report.requests) == []
             assert len(manager_of(worker).allocations) == 0
         assert isinstance(worker.setup.waiter, Waiter)
         assert worker.setup.waiter._event < 0, "what it listens on is closed, whatever went wrong"

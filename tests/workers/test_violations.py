@@ -61,7 +61,7 @@ def at_work(both: Pair) -> tuple[PrefillWorker, DecodeWorker]:
 
 
 def a_running(worker: PrefillWorker | DecodeWorker) -> object:
-    return next(r for r in worker._request_table if r.allocation is not None and r.allocation.runs)
+    return next(r for r in worker.report.requests if r.allocation is not None and r.allocation.runs)
 
 
 def its_lease(worker: PrefillWorker | DecodeWorker) -> Lease:

@@ -131,9 +131,7 @@ def test_a_worker_of_another_shape_begins_with_zeros(
 def test_an_agent_that_dies_gets_the_memory_back_from_those_who_live(agent: LocalArenaAgent, token: str) -> None:
     with borrower(token, 1) as first:
         first.wrote(7)
-        assert agent._process is not None
-        agent._process.kill()
-        agent._process.wait()
+        killed(agent)
         first.wrote(8)
         lines = agent.poll()
         assert len(lines) == 1
@@ -153,9 +151,7 @@ def test_of_two_incarnations_the_later_one_is_right_whichever_reaches_a_new_agen
         os.kill(first.process.pid, signal.SIGSTOP)
         with borrower(token, 2) as second:
             second.wrote(8)
-            assert agent._process is not None
-            agent._process.kill()
-            agent._process.wait()
+            killed(agent)
             os.kill(second.process.pid, signal.SIGSTOP)
             os.kill(first.process.pid, signal.SIGCONT)
             agent.poll()
@@ -282,11 +278,18 @@ def segments_of(agent: LocalArenaAgent) -> list[str]:
     return sorted(name for _, name in descriptors_of(agent))
 
 
+def killed(agent: LocalArenaAgent) -> None:
+    """Kill the agent's process; nobody has been told that it is dead."""
+    assert agent.pid is not None
+    os.kill(agent.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, agent.pid, os.WEXITED | os.WNOWAIT)
+
+
 def descriptors_of(agent: LocalArenaAgent) -> list[tuple[tuple[str, int], str]]:
     """Which file each segment of the agent is, and its name."""
-    assert agent._process is not None
+    assert agent.pid is not None
     found = []
-    for fd in Path(f"/proc/{agent._process.pid}/fd").iterdir():
+    for fd in Path(f"/proc/{agent.pid}/fd").iterdir():
         # It opens and closes others meanwhile.
         with suppress(FileNotFoundError):
             link = os.readlink(fd)

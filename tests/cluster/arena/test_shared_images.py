@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.arena.test_arena_agent import killed
 from tests.support.served_cluster import ROOT, until
 from twinpool.cluster.arena import arena_client
 from twinpool.cluster.arena.arena_agent import IMAGE_SEALS, IMAGES
@@ -140,8 +141,8 @@ def test_what_nobody_uses_is_dropped(agent: LocalArenaAgent, token: str, how: st
 
 def kept(agent: LocalArenaAgent) -> set[str]:
     """The keys of images that the agent has open."""
-    assert agent._process is not None
-    files = [os.readlink(f) for f in Path(f"/proc/{agent._process.pid}/fd").iterdir() if f.is_symlink()]
+    assert agent.pid is not None
+    files = [os.readlink(f) for f in Path(f"/proc/{agent.pid}/fd").iterdir() if f.is_symlink()]
     return {key for file in files for key in re.findall(r"twinpool-weights-(\w+)", file)}
 
 
@@ -261,9 +262,7 @@ def test_the_next_agent_gets_the_images_of_who_lives(agent: LocalArenaAgent, tok
     with sharing(token) as images:
         assert images.find("a") is None
         images.keep("a", Text(b"bits"))
-        assert agent._process is not None
-        agent._process.kill()
-        agent._process.wait()
+        killed(agent)
         until(lambda: bool(agent.poll()), "the next agent")
 
         def found() -> bool:

@@ -80,7 +80,7 @@ def test_a_successor_takes_the_port_and_nobody_notices(tmp_path: Path) -> None:
         old.wait_until(lambda: old.service.core.requests.in_flight == 1)
         with visitors.coming(), serving(new_cluster, take_over=path) as new:
             assert new.port == old.port
-            old.wait_until(lambda: old.uvicorn._leaving)
+            old.wait_until(lambda: old.uvicorn.leaving)
             known = old.call(lambda: asked(old))  # A turn later: what it had accepted is counted by then.
             begun = asked(new)
             new.wait_until(lambda: asked(new) >= begun + 25)
@@ -108,7 +108,7 @@ def test_over_tls_too_and_a_handshake_that_is_under_way_is_finished(tmp_path: Pa
         with socket.create_connection(("127.0.0.1", old.port), WAIT_S) as plain:
             old.wait_until(lambda: asked(old) == 1)
             with serving(FakeCluster(), config=config, trust=trust, take_over=path) as new:
-                old.wait_until(lambda: old.uvicorn._leaving)
+                old.wait_until(lambda: old.uvicorn.leaving)
                 assert new.complete(**BODY)
                 assert asked(old) == 1
                 with trust.wrap_socket(plain, server_hostname="127.0.0.1") as secure:
@@ -125,7 +125,7 @@ def test_a_router_that_leaves_ends_once_its_connections_have(tmp_path: Path) -> 
     with serving(FakeCluster(), handover=path) as old:
         assert old.client.get("/live").headers.get("connection") != "close"
         with serving(FakeCluster(), take_over=path):
-            old.wait_until(lambda: old.uvicorn._leaving)
+            old.wait_until(lambda: old.uvicorn.leaving)
             assert asked(old) == 1
             assert old.client.get("/live").headers["connection"] == "close"
             assert asked(old) == 1, "the same connection"
@@ -139,7 +139,7 @@ def test_the_operators_port_goes_over_too(tmp_path: Path) -> None:
         serving(FakeCluster(), config=config, take_over=path) as new,
     ):
         assert new.admin_url == old.admin_url
-        old.wait_until(lambda: old.uvicorn._leaving)
+        old.wait_until(lambda: old.uvicorn.leaving)
         assert httpx.get(f"{new.admin_url}/cluster/status", timeout=60, trust_env=False).status_code == 200
         assert new.uvicorn._admin_connections.accepted == 1
         assert old.uvicorn._admin_connections.accepted == 0
@@ -183,7 +183,7 @@ def test_a_successor_that_never_serves_changes_nothing(tmp_path: Path) -> None:
         assert old.complete(**BODY)
         with serving(FakeCluster(), take_over=path) as new:
             assert new.port == old.port
-            new.wait_until(lambda: old.uvicorn._leaving)
+            new.wait_until(lambda: old.uvicorn.leaving)
             assert new.complete(**BODY)
 
 
@@ -221,7 +221,7 @@ def test_a_successor_does_not_wait_for_workers_that_nobody_has(
     path, cluster = tmp_path / "handover", FakeCluster()
     cluster.hidden.update(cluster.workers if there == "no worker" else ["decode-0"])
     with serving(FakeCluster(), handover=path) as old, serving(cluster, take_over=path, healthy=False) as new:
-        new.wait_until(lambda: old.uvicorn._leaving)
+        new.wait_until(lambda: old.uvicorn.leaving)
         cluster.hidden.clear()
         new.call(cluster.changed)
         assert new.complete(**BODY)
@@ -266,7 +266,7 @@ def test_a_port_is_free_again_once_both_have_ended(tmp_path: Path) -> None:
             asking.start()
             old.wait_until(lambda: old.service.core.requests.in_flight == 1)
             with serving(FakeCluster(), take_over=path):
-                old.wait_until(lambda: old.uvicorn._leaving)
+                old.wait_until(lambda: old.uvicorn.leaving)
             with listen("127.0.0.1", old.port):
                 pass  # While the one that leaves still answers.
             old.resume()
