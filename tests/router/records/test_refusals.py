@@ -226,17 +226,20 @@ def refusal(number: int, tenant: str = "", trace: TraceContext = NO_TRACE) -> Re
     return Refusal("router", "demo", number, request, 1e9, failure, {})
 
 
+def there(kept: KeptRefusals, came: int) -> Counter[str]:
+    """How many of each tenant's are kept, of so many that came."""
+    return Counter(one.tenant for number in range(came) for one in kept.find(f"c{number}"))
+
+
 @given(st.integers(0, 8), st.lists(st.sampled_from("abc"), max_size=60))
 def test_a_tenant_that_floods_pushes_out_its_own(most: int, came: list[str]) -> None:
     kept = KeptRefusals(most)
     for number, tenant in enumerate(came):
-        before = {one.request.tenant for one in kept._kept.values()}
-        counts = Counter(one.request.tenant for one in kept._kept.values())
+        counts = there(kept, number)
         kept.put(refusal(number, tenant))
-        after = Counter(one.request.tenant for one in kept._kept.values())
-        assert len(kept) == min(most, number + 1)
-        assert sum(map(len, kept._of_tenant.values())) == len(kept)
-        if most and counts[tenant] * len(before) >= most and counts.total() == most:
+        after = there(kept, number + 1)
+        assert after.total() == len(kept) == min(most, number + 1)
+        if most and counts[tenant] * len(counts) >= most and counts.total() == most:
             assert after == counts, "who has its share takes nobody's room"
     assert kept.total == len(came)
 
@@ -249,7 +252,7 @@ def test_a_tenants_few_refusals_stay_through_the_flood_of_another() -> None:
         kept.put(refusal(number, "loud"))
     assert [one.client_id for number in range(3) for one in kept.find(f"c{number}")] == ["c0", "c1", "c2"]
     assert len(kept) == 100
-    assert max(len(one.failure.message) for one in kept._kept.values()) == MESSAGE_CHARS
+    assert max(len(one.message) for one in kept.find("c9999")) == MESSAGE_CHARS
 
 
 def test_tenants_whose_refusals_are_all_forgotten_have_no_share_of_the_room() -> None:
