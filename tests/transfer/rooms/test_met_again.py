@@ -120,14 +120,14 @@ def test_a_reader_that_describes_its_memory_anew_is_met_anew_and_one_that_says_t
     """As a reader does that has ended the access which it had described before."""
     with ends(SPEC, "shm") as both:
         both.open(prompt := both.prompt(12))
-        (writer,), (before,) = both.receiver._peers.values(), both.sender._peers.values()
-        hello = both.receiver._peers.hello(both.writer)
+        (writer,), (before,) = both.receiver_peers.values(), both.sender_peers.values()
+        hello = both.receiver_peers.hello(both.writer)
         writer.channel.send(m.encode(hello))
         received(both, prompt)
-        assert list(both.sender._peers.values()) == [before]
+        assert list(both.sender_peers.values()) == [before]
         (part,) = hello.descriptor["ranks"]
         writer.channel.send(m.encode(replace(hello, descriptor={"ranks": [part | {"access": 2}]})))
-        both.until(lambda: list(both.sender._peers.values()) != [before], "the reader as it is now")
+        both.until(lambda: list(both.sender_peers.values()) != [before], "the reader as it is now")
         both.open(after := both.prompt(12))
         received(both, after)
 
@@ -135,7 +135,7 @@ def test_a_reader_that_describes_its_memory_anew_is_met_anew_and_one_that_says_t
 def test_d3_a_request_that_names_an_older_incarnation_late_ends_no_room_of_a_newer_one() -> None:
     with ends(SPEC, "zmq") as both:
         both.open(prompt := both.prompt(24))
-        (writer,) = both.receiver._peers.values()
+        (writer,) = both.receiver_peers.values()
         assert writer.watch is not None
         writer.watch.close()
         writer.watch = None  # As on another host.

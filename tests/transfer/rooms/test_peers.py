@@ -383,15 +383,15 @@ def test_that_a_room_was_damaged_is_said_with_its_abort_each_time(again: str, mo
     """The first may be lost with a connection: the writer would hand the same pages over to others."""
     with ends(SPEC, "shm", transfer={"link_timeout_s": 5.0}) as both:
         both.open(prompt := both.prompt(12))
-        room = both.receiver._rooms[prompt.room]
+        room = both.receiver_rooms[prompt.room]
         with monkeypatch.context() as cut:
             cut.setattr(room.peer.channel, "send", lambda data: None)
-            both.receiver._rooms.damaged(room, "it was something else")
+            both.receiver_rooms.damaged(room, "it was something else")
         if again == "after a cut":
-            both.receiver._rooms.resend(room.peer)
+            both.receiver_rooms.resend(room.peer)
         else:
             both.clock.advance(5.0)
-            both.receiver._rooms.expire()
+            both.receiver_rooms.expire()
         assert both.released(prompt.room).damaged
         both.quiet()
 
@@ -415,7 +415,7 @@ def test_a_notice_with_another_ticket_keeps_no_room_alive() -> None:
         both.open(prompt := both.prompt(24))
         both.clock.advance(39.0)
         with pytest.raises(WireError, match="another ticket"):
-            both.receiver._rooms.hear(m.PagesWritten(prompt.room, 1, ()))
+            both.receiver_rooms.hear(m.PagesWritten(prompt.room, 1, ()))
         both.clock.advance(1.0)
         both.poll()
         assert isinstance(both.outcome(prompt.room), HandoverFailed)
