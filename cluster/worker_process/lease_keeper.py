@@ -308,11 +308,6 @@ class LeaseKeeper:
         channel = self._channel or self._open()
         return await channel.call(RENEW, self._renewal(), timeout_s, wait=not self._controllers.several)
 
-    @property
-    def streaming(self) -> bool:
-        """Whether renewals go by a stream of frames, and no longer by calls."""
-        return self._stream is not None and self._channel is None
-
     async def _open_stream(self, endpoint: str) -> None:
         """Open the stream that the controller offers, where there is none: from then on renewals cost little."""
         if not endpoint or self._stream is not None:

@@ -97,7 +97,8 @@ def test_a_worker_goes_over_to_frames_and_its_orders_come_by_them(site: Site) ->
     async def run() -> None:
         keeper = site.keeper()
         await keeper.start(WAIT_S)
-        await eventually(lambda: keeper.streaming)
+        await eventually(lambda: keeper._stream is not None)
+        assert keeper._channel is None, "calls are no longer needed"
         assert keeper.failures == 0
         await asyncio.to_thread(site.server.call, lambda core: core.pools.drain(NAME))
         await eventually(lambda: "drain" in site.drained)
@@ -111,7 +112,7 @@ def test_a_stream_that_breaks_costs_one_renewal_and_is_opened_again(site: Site) 
     async def run() -> None:
         keeper = site.keeper()
         await keeper.start(WAIT_S)
-        await eventually(lambda: keeper.streaming)
+        await eventually(lambda: keeper._stream is not None)
         first = keeper._stream
         assert first is not None
         first._connection.abort()
@@ -184,7 +185,7 @@ def test_a_renewal_that_makes_no_sense_ends_its_stream_and_no_other(site: Site, 
         bad = await LeaseStream.open(site.endpoint, ONE, SECRET, None, timeout_s=WAIT_S)
         bad._connection.send(frame)
         await asyncio.wait_for(bad._connection.lost, WAIT_S)
-        await eventually(lambda: keeper.streaming)
+        await eventually(lambda: keeper._stream is not None)
         assert keeper.failures == 0
         await keeper.close()
 
@@ -203,7 +204,7 @@ def test_counters_are_said_every_few_seconds_and_stay_known_in_between(site: Sit
         sent = keeper._renewal()
         assert sent.status.counters_left_out
         assert not sent.status.counters
-        await eventually(lambda: keeper.streaming)
+        await eventually(lambda: keeper._stream is not None)
         assert site.row.status.counters == {"pages_sent": 3.0}
         assert site.row.counters_at == said
         clock.advance(COUNTERS_S + 0.1)
@@ -299,7 +300,7 @@ def test_a_worker_that_renews_and_reads_no_grants_is_cut(site: Site, caplog: pyt
             await eventually(lambda: len(streams) == 1)
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
-        await eventually(lambda: keeper.streaming)
+        await eventually(lambda: keeper._stream is not None)
         assert keeper.failures == 0
         await keeper.close()
 
