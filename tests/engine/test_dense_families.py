@@ -13,9 +13,10 @@ import torch
 
 from tests.engine.harness import Bench, MakeOracle
 from tests.engine.judged import expect_close_choices, expect_the_oracles, prompts
-from tests.support.checkpoints import copy_checkpoint
+from tests.support.checkpoints import Oracle, compare, copy_checkpoint
 from tests.support.family_dense import MAKERS, WINDOW
 from tests.support.model_families import EVERY
+from tests.support.quantised_checkpoints import quantise_folder, quantised_names
 from twinpool.contracts.checkpoint.model_spec import read_model_spec, spec_of_config
 from twinpool.contracts.errors import CheckpointError
 from twinpool.engine.models.planned_headers import asked_of, planned_spec
@@ -175,3 +176,20 @@ def test_config_json_alone_tells_the_tensors(made: Callable[..., Path], name: st
     assert {each: header.shape for each, header in planned.items()} == {
         each: header.shape for each, header in stored.items() if each in planned or "lm_head" not in each
     }
+
+
+@pytest.mark.slow
+@pytest.mark.every_parameter
+@pytest.mark.parametrize(
+    ("name", "layout"), [("phi3", "fp8-blocks"), ("phi3", "awq"), ("glm4", "packed-int4"), ("phi", "gptq-ordered")]
+)
+def test_fused_and_reordered_rows_in_blocks_answer_as_the_same_weights_dequantised(
+    made: Callable[..., Path], name: str, layout: str, tmp_path: Path
+) -> None:
+    both = quantise_folder(made(name), layout, tmp_path)
+    bench, oracle = Bench(both.stored, dtype="float32"), Oracle(both.plain)
+    layers = {layer.rpartition(".")[2] for layer in quantised_names(both.stored)}
+    assert {"phi3": {"qkv_proj", "gate_up_proj"}, "glm4": {"q_proj"}, "phi": {"dense", "fc1"}}[name] <= layers
+    for prompt in prompts(6, 5, 90):
+        verdict = compare(oracle, prompt, bench.generate(prompt, 8))
+        assert verdict.equal, verdict

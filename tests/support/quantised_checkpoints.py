@@ -27,6 +27,10 @@ PRODUCTS = (
     "_proj_qkv.weight",
     "wq_b.weight",
     "wk.weight",
+    ".dense.weight",
+    ".fc1.weight",
+    ".fc2.weight",
+    ".c_fc.weight",
 )
 """The layers that are quantised, by the ends of their names; gates of recurrent layers and the weights of an indexer's
 heads are left dense, as they are in published checkpoints."""
