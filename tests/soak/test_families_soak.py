@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.cluster_answers import make_prompts
 from tests.support.family_scenes import Family, bytes_due, expect_mechanisms, expect_tiers, make_family
-from tests.support.model_families import FAMILIES
+from tests.support.model_families import EVERY
 from tests.support.served_cluster import Serving, serving
 from twinpool.cache.memory.kv_cache_spec import PoolKind
 from twinpool.contracts.ids import PAIR
@@ -21,7 +21,7 @@ READY_WITHIN_S = 600
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=EVERY)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     return make_family(request.param, tmp_path_factory.mktemp("families"))
 

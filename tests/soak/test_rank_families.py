@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import Oracle, compare
-from tests.support.model_families import FAMILIES
+from tests.support.model_families import EVERY
 from tests.support.rank_followers import RankProcesses, rank_processes
 from tests.support.worker_pair import pair
 from tests.workers.test_pair import greedy, prompts
@@ -37,9 +37,9 @@ def _sizes(folder: Path) -> list[tuple[int, int]]:
     return [sizes for sizes in PAIRS if good.issuperset(sizes)]
 
 
-@pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.parametrize("name", list(EVERY))
 def test_ranks_of_any_number_give_the_tokens_of_one(name: str, warm: RankProcesses, tmp_path: Path) -> None:
-    folder = FAMILIES[name](tmp_path / "model")
+    folder = EVERY[name](tmp_path / "model")
     oracle = Oracle(folder)
     asked = prompts(4, 1, 17, 70, 150)
     asked.append(asked[-1][:96] + asked[1])

@@ -57,6 +57,13 @@ def _from_one(model: nn.Module) -> None:
             parameter.data.sub_(1.0)
 
 
+def _norm_biases(model: nn.Module) -> None:
+    """Small ones: a large bias of the last norm makes the same token the best one everywhere."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.bias"):
+            parameter.data.normal_(0.0, 0.2)
+
+
 def _slopes(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if "alpha" in name:
@@ -114,8 +121,8 @@ _FAMILIES: dict[str, _Family] = {
     ),
     "arcee": _Family("ArceeConfig"),
     "apertus": _Family("ApertusConfig", spread=_slopes),
-    "phi": _Family("PhiConfig", rope=_HALF),
-    "starcoder2": _Family("Starcoder2Config", {"sliding_window": WINDOW}),
+    "phi": _Family("PhiConfig", rope=_HALF, spread=_norm_biases),
+    "starcoder2": _Family("Starcoder2Config", {"sliding_window": WINDOW}, spread=_norm_biases),
     "cohere": _Family("CohereConfig", {"logit_scale": 0.3}),
     "cohere2": _Family("Cohere2Config", _WINDOWS | {"logit_scale": 0.3}),
 }

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tests.support.checkpoints import VOCAB, Oracle, compare
-from tests.support.model_families import FAMILIES
+from tests.support.model_families import EVERY
 from tests.support.worker_pair import Answer, Pair, counts_for, pair
 from tests.support.worker_parts import manager_of
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
@@ -80,7 +80,7 @@ class Family:
 
 
 def make_family(name: str, base: Path, **options: Any) -> Family:
-    return Family(name, FAMILIES[name](base / name, **options))
+    return Family(name, EVERY[name](base / name, **options))
 
 
 def tokens_of(seed: int, length: int) -> list[int]:
