@@ -54,7 +54,6 @@ def test_the_models_that_the_readme_names_are_those_of_the_page() -> None:
     )
     assert set(named) >= {"Llama", "Qwen", "DeepSeek", "Gemma", "gpt-oss"}
     assert [name for name in named if name not in families()] == []
-    assert re.findall(r"\bGLM(?!-5\b)", sentence) == [], "of GLM there is GLM-5 alone"
 
 
 def test_the_page_names_every_method_of_quantised_weights_that_is_read_and_no_other() -> None:
