@@ -9,7 +9,16 @@ from dataclasses import replace
 import pytest
 
 from tests.cache.storage.rigs import Rig, item, name, payload, read_one, stored_bytes
-from twinpool.cache.storage.storage_backend import ObjectBuffer, ObjectVerdict, StorageBackend
+from twinpool.cache.storage import storage_backend
+from twinpool.cache.storage.storage_backend import (
+    FORMAT_VERSION,
+    ObjectBuffer,
+    ObjectName,
+    ObjectVerdict,
+    StorageBackend,
+    check_seal,
+    seal,
+)
 
 
 @pytest.fixture
@@ -211,3 +220,21 @@ def test_what_is_found_is_right_while_others_write_and_delete_it(rig: Rig) -> No
     for handle in handles:
         assert handle.counts().damaged == 0
         handle.close()
+
+
+def test_an_object_of_another_format_has_another_key_and_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes may mean something else, however whole they are."""
+    mine = item(1)
+    with monkeypatch.context() as other:
+        other.setattr(storage_backend, "FORMAT_VERSION", FORMAT_VERSION + 1)
+        storage_backend._mark.cache_clear()
+        key = ObjectName(mine.name.fingerprint, mine.name.pool, mine.name.chain, mine.name.part).key
+        found = seal(mine.name, mine.digest, mine.payload)
+        assert check_seal(mine.name, mine.payload, found).ok
+    storage_backend._mark.cache_clear()
+    assert key != mine.name.key
+    outcome = check_seal(mine.name, mine.payload, found)
+    assert (outcome.verdict, outcome.reason) == (
+        ObjectVerdict.DAMAGED,
+        "it is the object of another name, size or version",
+    )
