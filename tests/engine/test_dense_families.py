@@ -78,6 +78,10 @@ def test_longrope_takes_the_factors_of_the_longest_sequence_that_is_served(
     """On either side of the positions of training, transformers' answers to sequences that lie there."""
     folder = made("phi3", original_max_position_embeddings=TRAINED, max_position_embeddings=1024)
     expect_the_oracles(folder, oracle_of(folder), lengths, context=context)
+    # Of the oracle's steps across the border, which its own noise is taken from, nothing is asked here.
+    (tokens,) = prompts(7, lengths[-1])
+    got_nv = Bench(folder, tokens=512, context=context).forced(tokens, [len(tokens)])
+    assert (got_nv - oracle_of(folder).logits(tokens)).abs().max() < 1e-3
 
 
 def test_state_of_one_list_of_longropes_factors_is_none_of_the_other(made: Callable[..., Path]) -> None:
