@@ -49,14 +49,14 @@ def test_every_format_is_measured_and_a_rival_that_is_not_installed_is_named(
     written = json.loads(out.read_text())
     rows = [f"{kind}, {scenario}" for kind in chosen[3:6] for scenario in ("prefill of 24", "decode, batch 2")]
     assert list(written["tokens_per_s"]) == rows
-    for by_side in written["tokens_per_s"].values():
-        assert list(by_side) == ["invariant", "fast", "generate"]
+    for row, by_side in written["tokens_per_s"].items():
+        assert [*by_side] == ["invariant", *(["int8"] if "bf16" not in row else []), "fast", "generate"]
         assert all(len(side["rates"]) == 2 and min(side["rates"]) > 0 for side in by_side.values())
     for rival in ("openvino", "llamacpp"):
         absent = f"without {rival}: {rival} is not installed; run: python -m bench.rivals --install {rival}"
         assert [note for note in written["notes"] if rival in note] == [f"{kind}: {absent}" for kind in chosen[3:6]]
     said = capsys.readouterr().out
-    assert "| tokens/s | invariant | fast | openvino | llamacpp | generate |" in said
+    assert "| tokens/s | invariant | int8 | fast | openvino | llamacpp | generate |" in said
     assert written["machine"]["processor"] in said
 
     made = {path.name for path in (tmp_path / "models").iterdir()}

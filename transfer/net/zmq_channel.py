@@ -131,7 +131,8 @@ class ZmqControlChannel:
         return self._watch.up
 
     def send(self, data: bytes) -> None:
-        self._socket.send(data)
+        with contextlib.suppress(zmq.Again):  # There is no connection, as the endpoint is none; it never waits.
+            self._socket.send(data, zmq.NOBLOCK)
 
     def receive(self) -> bytes | None:
         try:

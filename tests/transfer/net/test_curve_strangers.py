@@ -68,6 +68,17 @@ def test_whoever_sends_to_a_peer_that_reads_nothing_is_never_held_up(way: str) -
         waiter.close()
 
 
+@pytest.mark.parametrize("endpoint", ["tcp://nobody", "", "ipc://" + 200 * "x"])
+def test_what_is_sent_to_an_address_that_is_none_is_lost_and_nobody_waits(endpoint: str) -> None:
+    waiter = Waiter()
+    channel = ZmqControlTransport("127.0.0.1", waiter, None).connect(endpoint, b"peer")
+    channel._socket.set(zmq.SNDTIMEO, 1)  # Whoever waits is told so.
+    channel.send(b"hello")
+    assert channel.receive() is None
+    channel.close()
+    waiter.close()
+
+
 def test_less_than_a_millisecond_is_slept_and_not_asked_away(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[int]()
     monkeypatch.setattr(zmq.Poller, "poll", lambda _, timeout: asked.append(timeout))
