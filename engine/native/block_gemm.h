@@ -330,8 +330,8 @@ inline void block_product(const Blocks &b, const float *x, long x_stride, const 
                     for (long block = begin; block < end; block++) {
                         const long count = std::min((long)MOST_ROWS, m - block * MOST_ROWS);
                         const float *some = rows + block * MOST_ROWS * b.k + first * count;
-                        chains<Words<float>>(count, {some, WORD, count * WORD, unpacked, PANEL * WORD, last - first}, false,
-                                             sums + (block - begin) * MOST_ROWS * PANEL, PANEL);
+                        const Factors by{some, WORD, count * WORD, unpacked, PANEL * WORD, last - first};
+                        chains<Words<float>>(count, by, false, sums + (block - begin) * MOST_ROWS * PANEL, PANEL);
                     }
                     first = last;
                 }

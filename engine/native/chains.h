@@ -67,7 +67,9 @@ inline void some_chains(const Factors &by, bool fresh, float *sums, long sums_ro
 template <typename W> void chains(long rows, const Factors &by, bool fresh, float *sums, long sums_row) {
     for (long row = 0; row < rows; row += SUM_ROWS)
         for (int column = 0; column < PANEL; column += SUM_VECTORS * LANES) {
-            const Factors some{(const char *)by.a + row * by.a_row, by.a_row, by.a_step, by.b + column, by.b_step, by.depth};
+            Factors some = by;
+            some.a = (const char *)by.a + row * by.a_row;
+            some.b = by.b + column;
             float *to = sums + row * sums_row + column;
             switch (rows - row) {
             case 1: some_chains<W, 1>(some, fresh, to, sums_row); break;

@@ -1,21 +1,21 @@
 // Products of rows that are quantised to int8 with a weight in blocks whose codes are whole numbers.
 //
 // A row's scale is its largest value / 127, one for each 32 columns, or one for the whole row; its numbers are the
-// nearest ones. A *unit* is what has one scale of the row and one of the weight: 32 columns, a group that is smaller, or
-// a group where rows have one scale. A unit's sum of numbers times codes less their zeros is a whole number, the same in
-// any order, so on every processor. As float32 it is multiplied with the row's scale, then, fused, with the weight's,
-// and added to the units before; where groups have an offset, so is the row's own sum of the unit.
+// nearest ones. A *unit* is what has one scale of the row and one of the weight: 32 columns, a group that is smaller,
+// or a group where rows have one scale. A unit's sum of numbers times codes less their zeros is a whole number, the
+// same in any order, so on every processor. As float32 it is multiplied with the row's scale, then, fused, with the
+// weight's, and added to the units before; where groups have an offset, so is the row's own sum of the unit.
 //
 // Codes are multiplied without a sign, by instructions that add up four neighbouring products, and the zeros' part is
 // where their sum begins. So columns are packed by fours, a *quad*: of a panel each *chunk* of 32 columns, of a chunk
 // vectors of 64 codes, those of a quad and 16 outputs, the two halves of the panel in turn. A vector of codes of four
-// bits is the low halves of 64 bytes, and that of four quads later the high ones; higher bits of six, five, three and two
-// bits lie in bytes of 64 as well, pair by pair or bit by bit.
+// bits is the low halves of 64 bytes, and that of four quads later the high ones; higher bits of six, five, three and
+// two bits lie in bytes of 64 as well, pair by pair or bit by bit.
 #pragma once
 
 #include "tile_gemm.h"
 
-constexpr long CHUNK = 32, QUADS = CHUNK / 4;
+constexpr long CHUNK = 32, VECTOR = 64, QUAD_BYTES = 2 * VECTOR;
 
 // 64 codes, and their products with a quad of a row.
 #if defined(IN_HALVES)
@@ -29,8 +29,12 @@ inline void store_bytes(void *p, Bytes x) {
     _mm256_storeu_si256((__m256i *)p, x.low);
     _mm256_storeu_si256((__m256i *)p + 1, x.high);
 }
-template <int BY> inline Bytes right(Bytes x) { return {_mm256_srli_epi16(x.low, BY), _mm256_srli_epi16(x.high, BY)}; }
-template <int BY> inline Bytes left(Bytes x) { return {_mm256_slli_epi16(x.low, BY), _mm256_slli_epi16(x.high, BY)}; }
+template <int BY> inline Bytes shifted_right(Bytes x) {
+    return {_mm256_srli_epi16(x.low, BY), _mm256_srli_epi16(x.high, BY)};
+}
+template <int BY> inline Bytes shifted_left(Bytes x) {
+    return {_mm256_slli_epi16(x.low, BY), _mm256_slli_epi16(x.high, BY)};
+}
 inline Bytes masked(Bytes x, int mask) {
     const __m256i all = _mm256_set1_epi8((char)mask);
     return {_mm256_and_si256(x.low, all), _mm256_and_si256(x.high, all)};
@@ -40,7 +44,6 @@ inline Bytes looked_up(const int8_t *table, Bytes x) {
     const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
     return {_mm256_shuffle_epi8(all, x.low), _mm256_shuffle_epi8(all, x.high)};
 }
-inline i32x16 words(Bytes x) { return {(i32x8)x.low, (i32x8)x.high}; }
 
 // Pairs of products are added up in 16 bits, in which those of more than seven bits don't fit.
 template <bool WIDE> inline i32x8 dot(i32x8 sum, __m256i codes, __m256i x) {
@@ -64,14 +67,13 @@ template <bool WIDE> inline i32x16 dot(i32x16 sum, Bytes codes, const int8_t *x)
 typedef __m512i Bytes;
 inline Bytes load_bytes(const void *p) { return _mm512_loadu_si512(p); }
 inline void store_bytes(void *p, Bytes x) { _mm512_storeu_si512(p, x); }
-template <int BY> inline Bytes right(Bytes x) { return _mm512_srli_epi16(x, BY); }
-template <int BY> inline Bytes left(Bytes x) { return _mm512_slli_epi16(x, BY); }
+template <int BY> inline Bytes shifted_right(Bytes x) { return _mm512_srli_epi16(x, BY); }
+template <int BY> inline Bytes shifted_left(Bytes x) { return _mm512_slli_epi16(x, BY); }
 inline Bytes masked(Bytes x, int mask) { return _mm512_and_si512(x, _mm512_set1_epi8((char)mask)); }
 inline Bytes either(Bytes a, Bytes b) { return _mm512_or_si512(a, b); }
 inline Bytes looked_up(const int8_t *table, Bytes x) {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table)), x);
 }
-inline i32x16 words(Bytes x) { return (i32x16)x; }
 
 template <bool WIDE> inline i32x16 dot(i32x16 sum, Bytes codes, const int8_t *x) {
     int32_t quad;
@@ -84,7 +86,7 @@ template <bool WIDE> inline i32x16 dot(i32x16 sum, Bytes codes, const int8_t *x)
     const __m512i one = _mm512_set1_epi16(1), two = _mm512_set1_epi16(2);
     if constexpr (!WIDE) return sum + (i32x16)_mm512_madd_epi16(_mm512_maddubs_epi16(codes, all), one);
     const __m512i rest = _mm512_maddubs_epi16(masked(codes, 1), all);
-    const __m512i half = _mm512_maddubs_epi16(masked(right<1>(codes), 0x7f), all);
+    const __m512i half = _mm512_maddubs_epi16(masked(shifted_right<1>(codes), 0x7f), all);
     return sum + (i32x16)_mm512_madd_epi16(half, two) + (i32x16)_mm512_madd_epi16(rest, one);
 #endif
 }
@@ -98,11 +100,11 @@ inline Bytes load_bytes(const void *p) {
     return out;
 }
 inline void store_bytes(void *p, Bytes x) { memcpy(p, x.at, 64); }
-template <int BY> inline Bytes right(Bytes x) {
+template <int BY> inline Bytes shifted_right(Bytes x) {
     for (uint8_t &byte : x.at) byte >>= BY;
     return x;
 }
-template <int BY> inline Bytes left(Bytes x) {
+template <int BY> inline Bytes shifted_left(Bytes x) {
     for (uint8_t &byte : x.at) byte = (uint8_t)(byte << BY);
     return x;
 }
@@ -118,7 +120,6 @@ inline Bytes looked_up(const int8_t *table, Bytes x) {
     for (uint8_t &byte : x.at) byte = (uint8_t)table[byte & 15];
     return x;
 }
-inline i32x16 words(Bytes x) { return load_words(x.at); }
 
 template <bool WIDE> inline i32x16 dot(i32x16 sum, Bytes codes, const int8_t *x) {
     for (int i = 0; i < LANES; i++)
@@ -127,7 +128,8 @@ template <bool WIDE> inline i32x16 dot(i32x16 sum, Bytes codes, const int8_t *x)
 }
 #endif
 
-// The numbers that codes of four bits stand for, less the smallest one, which is -INT8_ZERO.
+// The numbers that codes of four bits stand for, raised by a zero (`int8_zero`) so that none is below 0; of E2M1 twice
+// the number.
 constexpr int8_t E2M1_TWICE[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 constexpr int8_t IQ4_RAISED[16] = {1, 24, 45, 63, 79, 93, 106, 118, (int8_t)129, (int8_t)141, (int8_t)153, (int8_t)166,
                                    (int8_t)181, (int8_t)197, (int8_t)217, (int8_t)241};
@@ -139,41 +141,41 @@ template <int CODE> constexpr long chunk_bytes() { return code_bits<CODE>() * CH
 template <int CODE, int QUAD> inline Bytes stored_quad(const uint8_t *chunk) {
     constexpr int low = low_bits<CODE>(), middle = middle_bits<CODE>();
     Bytes codes;
-    if constexpr (low == 8) return load_bytes(chunk + QUAD * 128);
+    if constexpr (low == 8) return load_bytes(chunk + QUAD * QUAD_BYTES);
     if constexpr (low == 4) {
-        const Bytes both = load_bytes(chunk + QUAD % 4 * 128);
-        codes = masked(QUAD < 4 ? both : right<4>(both), 15);
+        const Bytes both = load_bytes(chunk + QUAD % 4 * QUAD_BYTES);
+        codes = masked(QUAD < 4 ? both : shifted_right<4>(both), 15);
     }
     const uint8_t *rest = chunk + low * CHUNK * PANEL / 8;
     if constexpr (middle) {
-        const Bytes bits = masked(right<2 * (QUAD / 2)>(load_bytes(rest + QUAD % 2 * 128)), 3);
-        codes = low ? either(codes, left<low>(bits)) : bits;
+        const Bytes bits = masked(shifted_right<2 * (QUAD / 2)>(load_bytes(rest + QUAD % 2 * QUAD_BYTES)), 3);
+        codes = low ? either(codes, shifted_left<low>(bits)) : bits;
     }
     if constexpr (top_bits<CODE>()) {
-        const Bytes bits = masked(right<QUAD>(load_bytes(rest + middle * CHUNK * PANEL / 8)), 1);
-        codes = either(codes, left<low + middle>(bits));
+        const Bytes bits = masked(shifted_right<QUAD>(load_bytes(rest + middle * CHUNK * PANEL / 8)), 1);
+        codes = either(codes, shifted_left<low + middle>(bits));
     }
     return codes;
 }
 
 // The same as they are multiplied.
-template <int CODE, int QUAD> inline Bytes quad_of(const uint8_t *chunk) {
+template <int CODE, int QUAD> inline Bytes multiplied_quad(const uint8_t *chunk) {
     const Bytes codes = stored_quad<CODE, QUAD>(chunk);
     if constexpr (CODE == E2M1) return looked_up(E2M1_TWICE, codes);
     if constexpr (CODE == IQ4) return looked_up(IQ4_RAISED, codes);
     return codes;
 }
 
-// A half's quads of a chunk, each 128 bytes behind the one before.
-template <int CODE> inline void unpack_quads(const uint8_t *chunk, uint8_t *to) {
-    store_bytes(to, quad_of<CODE, 0>(chunk));
-    store_bytes(to + 128, quad_of<CODE, 1>(chunk));
-    store_bytes(to + 256, quad_of<CODE, 2>(chunk));
-    store_bytes(to + 384, quad_of<CODE, 3>(chunk));
-    store_bytes(to + 512, quad_of<CODE, 4>(chunk));
-    store_bytes(to + 640, quad_of<CODE, 5>(chunk));
-    store_bytes(to + 768, quad_of<CODE, 6>(chunk));
-    store_bytes(to + 896, quad_of<CODE, 7>(chunk));
+// The quads of a chunk, one code a byte: as they are multiplied, or as they are stored.
+template <int CODE, bool STORED, int QUAD = 0> inline void unpack_quads(const uint8_t *chunk, uint8_t *to) {
+    if constexpr (QUAD < CHUNK / 4) {
+        for (long half = 0; half < 2; half++) {
+            const uint8_t *from = chunk + half * VECTOR;
+            store_bytes(to + QUAD * QUAD_BYTES + half * VECTOR,
+                        STORED ? stored_quad<CODE, QUAD>(from) : multiplied_quad<CODE, QUAD>(from));
+        }
+        unpack_quads<CODE, STORED, QUAD + 1>(chunk, to);
+    }
 }
 
 // How the columns of a weight and of rows are cut.
@@ -272,7 +274,7 @@ inline void add_units(const SomeUnits &some, long row, int half, float *sums) {
     const Units &units = rows.units;
     const long x_row = units.chunks * CHUNK, quads = units.quads();
     const int8_t *x = rows.numbers + row * x_row + some.first * units.columns;
-    const uint8_t *codes = some.codes + half * 64;
+    const uint8_t *codes = some.codes + half * VECTOR;
     const UnitValues *values = some.values;
     for (long unit = some.first; unit < some.first + some.count; unit++, values++) {
         const int32_t *total = rows.totals + row * units.count + unit;
@@ -284,10 +286,10 @@ inline void add_units(const SomeUnits &some, long row, int half, float *sums) {
                 sum[r][i] = (i32x16)splat_word(total + r * units.count);
                 if (some.zeros) sum[r][i] = sum[r][i] * values->zero[half + i];
             }
-        for (long quad = 0; quad < quads; quad++, codes += 128, x += 4) {
+        for (long quad = 0; quad < quads; quad++, codes += QUAD_BYTES, x += 4) {
             Bytes of_codes[INT8_HALVES];
 #pragma GCC unroll 2
-            for (int i = 0; i < INT8_HALVES; i++) of_codes[i] = load_bytes(codes + i * 64);
+            for (int i = 0; i < INT8_HALVES; i++) of_codes[i] = load_bytes(codes + i * VECTOR);
 #pragma GCC unroll 12
             for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
@@ -334,10 +336,7 @@ void unit_values(const BlockColumns<CODE> &w, const Units &units, long panel, lo
         for (int half = 0; half < 2; half++) {
             to->scale[half] = CODE == E2M1 ? found.scale[half] * splat(0.5f) : found.scale[half];
             if (offsets) to->offset[half] = found.offset[half];
-            if (!zeros) continue;
-            float zero[LANES];
-            store(zero, -found.zero[half] + 12582912.0f);
-            to->zero[half] = load_words(zero) - 0x4b400000;
+            if (zeros) to->zero[half] = -widened_at(w.b.zeros + (panel * w.b.groups + group) * PANEL + half * LANES);
         }
         if (--left) continue;
         left = units.per_group;
@@ -367,10 +366,8 @@ void int8_panel(const BlockColumns<CODE> &w, const Int8Rows &rows, long panel, l
             unit_values<CODE>(w, units, panel, first, some, values);
             if constexpr (CODE != UINT8) {
                 uint8_t *to = unpacked;
-                for (long c = chunk; c < last; c++, codes += chunk_bytes<CODE>(), to += CHUNK * PANEL) {
-                    unpack_quads<CODE>(codes, to);
-                    unpack_quads<CODE>(codes + 64, to + 64);
-                }
+                for (long c = chunk; c < last; c++, codes += chunk_bytes<CODE>(), to += CHUNK * PANEL)
+                    unpack_quads<CODE, false>(codes, to);
                 codes = unpacked;
             }
             const SomeUnits all{rows, first, some, codes, values, (bool)w.b.zeros, w.has_offsets()};
@@ -421,17 +418,15 @@ template <typename T> bool int8_rows(const Blocks &b, const int64_t *rows, long 
         if constexpr (CODE != E4M3)
             each(count, 1, [&](long i) {
                 const long panel = rows[i] / PANEL, half = rows[i] % PANEL / LANES, lane = rows[i] % LANES;
-                const long chunks = (b.k + CHUNK - 1) / CHUNK;
-                const uint8_t *codes = b.codes + panel * chunks * chunk_bytes<CODE>() + half * 64;
+                const uint8_t *codes = b.codes + panel * ((b.k + CHUNK - 1) / CHUNK) * chunk_bytes<CODE>();
                 for (long first = 0; first < b.k; first += CHUNK, codes += chunk_bytes<CODE>()) {
-                    const Bytes quads[QUADS] = {
-                        stored_quad<CODE, 0>(codes), stored_quad<CODE, 1>(codes), stored_quad<CODE, 2>(codes),
-                        stored_quad<CODE, 3>(codes), stored_quad<CODE, 4>(codes), stored_quad<CODE, 5>(codes),
-                        stored_quad<CODE, 6>(codes), stored_quad<CODE, 7>(codes)};
+                    uint8_t quads[CHUNK * PANEL];
+                    unpack_quads<CODE, true>(codes, quads);
                     float values[CHUNK] = {};
                     for (long j = 0; j < std::min(CHUNK, b.k - first); j++) {
                         const GroupValues g = group_values<CODE>(b, panel, (first + j) / b.group);
-                        const i32x16 column = words(quads[j / 4]) >> (int)(j % 4 * 8) & 255;
+                        const i32x16 quad = load_words(quads + j / 4 * QUAD_BYTES + half * VECTOR);
+                        const i32x16 column = quad >> (int)(j % 4 * 8) & 255;
                         values[j] = unpacked_values<CODE>(column, g.scale[half], g.zero[half], g.factor[half])[lane];
                     }
                     T *to = out + i * b.k + first;
@@ -452,12 +447,12 @@ inline void pack_int8(const uint8_t *codes, uint8_t *packed, long n, long k, int
         for (long row = panel * PANEL; row < std::min((panel + 1) * PANEL, n); row++)
             for (long j = 0; j < k; j++) {
                 const long half = row % PANEL / LANES, quad = j % CHUNK / 4, byte = row % LANES * 4 + j % 4;
-                uint8_t *at = packed + (panel * chunks + j / CHUNK) * size + half * 64 + byte;
+                uint8_t *at = packed + (panel * chunks + j / CHUNK) * size + half * VECTOR + byte;
                 uint8_t *rest = at + low * CHUNK * PANEL / 8;
                 const uint8_t code = codes[row * k + j];
-                if (low == 8) at[quad * 128] = code;
-                if (low == 4) at[quad % 4 * 128] |= (code & 15) << quad / 4 * 4;
-                if (middle) rest[quad % 2 * 128] |= (code >> low & 3) << quad / 2 * 2;
+                if (low == 8) at[quad * QUAD_BYTES] = code;
+                if (low == 4) at[quad % 4 * QUAD_BYTES] |= (code & 15) << quad / 4 * 4;
+                if (middle) rest[quad % 2 * QUAD_BYTES] |= (code >> low & 3) << quad / 2 * 2;
                 if (bits > low + middle) rest[middle * CHUNK * PANEL / 8] |= (code >> (low + middle) & 1) << quad;
             }
     });

@@ -49,8 +49,8 @@ template <typename T> void silu_product(const T *x, T *out, long rows, long n) {
     });
 }
 
-// One head through its norm (or none) and the rotation of half-split pairs of its first `turning` dimensions; the rest is
-// copied. sin has its first half negated.
+// One head through its norm (or none) and the rotation of half-split pairs of its first `turning` dimensions; the rest
+// is copied. sin has its first half negated.
 template <typename T>
 inline void norm_and_rotate(const T *x, const T *weight, const T *cos, const T *sin, T *out, long dim, long turning,
                             float eps) {
@@ -82,8 +82,9 @@ struct Heads {
 };
 
 // The joint projection x [tokens, heads + 2 * kv_heads, dim] (rows x_stride apart) into queries q [tokens, heads, dim]
-// and the pages' slots; norm [heads + kv_heads, dim] or null; cos and sin [tokens, turning]; muted [tokens] or null: those
-// tokens are written as zeros. A slot is page * page_tokens + offset; the strides of pages and tokens are in elements.
+// and the pages' slots; norm [heads + kv_heads, dim] or null; cos and sin [tokens, turning]; muted [tokens] or null:
+// those tokens are written as zeros. A slot is page * page_tokens + offset; the strides of pages and tokens are in
+// elements.
 template <typename T>
 void rope_and_store(const Heads &h, const T *x, long x_stride, const T *norm, const T *cos, const T *sin, T *q,
                     T *k_pages, T *v_pages, const int64_t *slots, const uint8_t *muted, long slot_stride) {
