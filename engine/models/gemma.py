@@ -84,7 +84,7 @@ class Gemma2(Windowed, Gemma1):
 
     def layer(self, number: int, weights: Weights) -> Layer:
         attention = self.attention(number, weights.scope("self_attn."))
-        return self.sandwich(weights, attention, self.mlp(number, weights.scope("mlp.")))
+        return self.normed(weights, attention, self.mlp(number, weights.scope("mlp.")))
 
     def build(self, weights: Weights) -> Decoder:
         decoder = super().build(weights)
@@ -205,7 +205,7 @@ class Gemma3(Gemma):
             self, weights.scope("self_attn."), kind, self.place(number), scale=self.scale, bias=self.bias
         )
         mlp = GatedMlp(weights.scope("mlp."), self.hidden, self.inner, activation=gelu_tanh)
-        return self.sandwich(weights, attention, mlp)
+        return self.normed(weights, attention, mlp)
 
 
 class Gemma4(Gemma):

@@ -6,6 +6,7 @@ Each class says what is different; what it doesn't say is Llama's.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property, partial
 
 import torch
@@ -18,10 +19,8 @@ from twinpool.engine.layers.decoder import (
     ForwardContext,
     Layer,
     Norm,
-    NormedLayer,
     ParallelLayer,
     Sublayer,
-    unchanged,
 )
 from twinpool.engine.layers.mixers.head_attention import QkNorm, QkvLayout
 from twinpool.engine.layers.mlp import PlainMlp
@@ -96,22 +95,15 @@ class Granite(Llama):
         return self.config.number("attention_multiplier", 1.0)
 
     def layer(self, number: int, weights: Weights) -> Layer:
-        after_mixer, after_mlp = self.norms_behind(weights)
-        return NormedLayer(
-            self.norm(weights, "input_layernorm"),
-            self.mixer(number, weights),
-            after_mixer,
-            self.norm(weights, "post_attention_layernorm"),
-            self.mlp(number, self.mlp_weights(weights)),
-            after_mlp,
-            self.residual_factor,
-        )
+        mixer, mlp = self.mixer(number, weights), self.mlp(number, self.mlp_weights(weights))
+        return replace(self.normed(weights, mixer, mlp, self.norm_names()), factor=self.residual_factor)
 
     def mixer(self, number: int, weights: Weights) -> Sublayer:
         return self.attention(number, weights.scope("self_attn."))
 
-    def norms_behind(self, weights: Weights) -> tuple[Norm, Norm]:
-        return unchanged, unchanged
+    def norm_names(self) -> tuple[str, str, str, str]:
+        """The norms before and behind the mixer, then of the feed-forward layer; empty: none."""
+        return "input_layernorm", "", "post_attention_layernorm", ""
 
     def build(self, weights: Weights) -> Decoder:
         decoder = super().build(weights)
@@ -128,10 +120,10 @@ class HyperCLOVAX(Granite):
     def scale(self) -> float:
         return self.config.number("attention_multiplier", self.head_dim**-0.5)
 
-    def norms_behind(self, weights: Weights) -> tuple[Norm, Norm]:
+    def norm_names(self) -> tuple[str, str, str, str]:
         if not self.config.flag("use_post_norm", True):
-            return super().norms_behind(weights)
-        return self.norm(weights, "post_norm1"), self.norm(weights, "post_norm2")
+            return super().norm_names()
+        return "input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"
 
 
 class Olmo2(Llama):
@@ -144,14 +136,9 @@ class Olmo2(Llama):
         return weights.tensor(name, size, dtype=torch.float32)
 
     def layer(self, number: int, weights: Weights) -> Layer:
-        return NormedLayer(
-            unchanged,
-            self.attention(number, weights.scope("self_attn.")),
-            self.norm(weights, "post_attention_layernorm"),
-            unchanged,
-            self.mlp(number, weights.scope("mlp.")),
-            self.norm(weights, "post_feedforward_layernorm"),
-        )
+        names = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+        attention = self.attention(number, weights.scope("self_attn."))
+        return self.normed(weights, attention, self.mlp(number, weights.scope("mlp.")), names)
 
 
 class Olmo3(Windowed, Olmo2):
@@ -257,7 +244,7 @@ class Glm4(Glm):
     def layer(self, number: int, weights: Weights) -> Layer:
         names = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
         attention = self.attention(number, weights.scope("self_attn."))
-        return self.sandwich(weights, attention, self.mlp(number, weights.scope("mlp.")), names)
+        return self.normed(weights, attention, self.mlp(number, weights.scope("mlp.")), names)
 
 
 class SeedOss(Llama):
@@ -341,14 +328,9 @@ class Apertus(Llama):
     qk_norm, activations, theta = True, ("xielu",), 12_000_000.0
 
     def layer(self, number: int, weights: Weights) -> Layer:
-        return NormedLayer(
-            self.norm(weights, "attention_layernorm"),
-            self.attention(number, weights.scope("self_attn.")),
-            unchanged,
-            self.norm(weights, "feedforward_layernorm"),
-            self.mlp(number, weights.scope("mlp.")),
-            unchanged,
-        )
+        names = ("attention_layernorm", "", "feedforward_layernorm", "")
+        attention = self.attention(number, weights.scope("self_attn."))
+        return self.normed(weights, attention, self.mlp(number, weights.scope("mlp.")), names)
 
     def mlp(self, number: int, weights: Weights) -> Sublayer:
         beta, least = (weights.tensor(f"act_fn.{name}", dtype=torch.float32) for name in ("beta", "eps"))
@@ -377,22 +359,28 @@ class LayerNormed(Llama):
         return LayerNorm(weight_h, bias[0] if bias else None, self.eps)
 
 
-class Phi(LayerNormed):
-    """``PhiForCausalLM`` (Phi-1, Phi-2): attention and feed-forward side by side, rope over a part of each head, and
-    biases everywhere."""
+class SideBySide(LayerNormed):
+    """Attention and feed-forward side by side, behind one norm."""
+
+    def layer(self, number: int, weights: Weights) -> Layer:
+        attention = self.attention(number, weights.scope("self_attn."))
+        return ParallelLayer(self.norm(weights, "input_layernorm"), attention, self.mlp(number, weights.scope("mlp.")))
+
+
+class Phi(SideBySide):
+    """``PhiForCausalLM`` (Phi-1, Phi-2): rope over a part of each head, and biases everywhere."""
 
     norm_name, head_bias = "final_layernorm", True
     layout, rope_share = QkvLayout(out="dense"), 0.5
     activations = ("gelu_new",)
 
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        if spec.config.flag("qk_layernorm"):
+            raise spec.config.refuse("qk_layernorm is not supported")
+
     def biases(self) -> tuple[bool, bool]:
         return True, True
-
-    def layer(self, number: int, weights: Weights) -> Layer:
-        if self.config.flag("qk_layernorm"):
-            raise self.config.refuse("qk_layernorm is not supported")
-        attention = self.attention(number, weights.scope("self_attn."))
-        return ParallelLayer(self.norm(weights, "input_layernorm"), attention, self.mlp(number, weights.scope("mlp.")))
 
     def mlp(self, number: int, weights: Weights) -> Sublayer:
         return PlainMlp(weights, self.hidden, self.inner, _gelu, bias=True, names=("fc1", "fc2"))
@@ -412,23 +400,17 @@ class Starcoder2(LayerNormed):
         return whole_window(self.config, self.layers, usual=0)
 
     def layer(self, number: int, weights: Weights) -> Layer:
-        return NormedLayer(
-            self.norm(weights, "input_layernorm"),
-            self.attention(number, weights.scope("self_attn.")),
-            unchanged,
-            self.norm(weights, "post_attention_layernorm"),
-            self.mlp(number, weights.scope("mlp.")),
-            unchanged,
-        )
+        names = ("input_layernorm", "", "post_attention_layernorm", "")
+        attention = self.attention(number, weights.scope("self_attn."))
+        return self.normed(weights, attention, self.mlp(number, weights.scope("mlp.")), names)
 
     def mlp(self, number: int, weights: Weights) -> Sublayer:
         bias = self.config.flag("use_bias", True)
         return PlainMlp(weights, self.hidden, self.inner, _gelu, bias=bias, names=("c_fc", "c_proj"))
 
 
-class Cohere(LayerNormed):
-    """``CohereForCausalLM`` (Command R): attention and feed-forward side by side, rope that turns neighbours, and a
-    factor on logits."""
+class Cohere(SideBySide):
+    """``CohereForCausalLM`` (Command R): rope that turns neighbours, and a factor on logits."""
 
     norm_bias, ties = False, True
     layout, theta = QkvLayout(interleaved=True), 500_000.0
@@ -437,10 +419,6 @@ class Cohere(LayerNormed):
         super().__init__(spec)
         if spec.config.flag("use_qk_norm"):
             raise spec.config.refuse("use_qk_norm is not supported for this architecture")
-
-    def layer(self, number: int, weights: Weights) -> Layer:
-        attention = self.attention(number, weights.scope("self_attn."))
-        return ParallelLayer(self.norm(weights, "input_layernorm"), attention, self.mlp(number, weights.scope("mlp.")))
 
     def build(self, weights: Weights) -> Decoder:
         decoder = super().build(weights)

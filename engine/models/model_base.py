@@ -12,7 +12,7 @@ from torch import Tensor
 
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec, PoolSpec
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
-from twinpool.engine.layers.decoder import Decoder, Layer, Norm, NormedLayer, PreNormLayer, Sublayer
+from twinpool.engine.layers.decoder import Decoder, Layer, Norm, NormedLayer, PreNormLayer, Sublayer, unchanged
 from twinpool.engine.layers.norm import rms_norm
 from twinpool.engine.tensors.shard import WHOLE, Shard
 from twinpool.engine.tensors.weight_loader import Weights
@@ -76,9 +76,10 @@ class Model(ABC):
             self.eps,
         )
 
-    def sandwich(self, weights: Weights, mixer: Sublayer, mlp: Sublayer, names: Sequence[str] = _SANDWICH) -> Layer:
-        """Build a layer with norms before and behind each of its parts, of these names: Gemma's without any."""
-        first, second, third, fourth = (self.norm(weights, name) for name in names)
+    def normed(self, weights: Weights, mixer: Sublayer, mlp: Sublayer, names: Sequence[str] = _SANDWICH) -> NormedLayer:
+        """Build a layer with norms before and behind each of its parts, of these names: Gemma's without any; an empty
+        one: there is none."""
+        first, second, third, fourth = (self.norm(weights, name) if name else unchanged for name in names)
         return NormedLayer(first, mixer, second, third, mlp, fourth)
 
     def build(self, weights: Weights) -> Decoder:
