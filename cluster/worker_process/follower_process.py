@@ -21,7 +21,7 @@ from twinpool.cluster.processes.process_ids import die_with_parent
 from twinpool.cluster.processes.run_folder import log_to_file
 from twinpool.cluster.ranks import FollowerRank, follow
 from twinpool.cluster.worker_process.worker_plan import WorkerPlan, arenas_of, images_of
-from twinpool.cluster.worker_process.worker_process import free_memory
+from twinpool.cluster.worker_process.worker_process import free_memory, freeze_modules
 from twinpool.contracts import cpu_levels as processor
 from twinpool.contracts.cluster_secret import SECRET_VARIABLE
 from twinpool.contracts.messages.rank_orders import (
@@ -181,6 +181,7 @@ def run_follower(plan: WorkerPlan, next_plan: Callable[[], WorkerPlan | None]) -
     die_with_parent()
     log_to_file(plan.logs / f"{plan.name}.rank{plan.rank}.log", f"{plan.name}.rank{plan.rank}")
     code = 1
+    freeze_modules()
     try:
         log.info("ended", extra={"reason": serve_rank(plan, next_plan)})
         code = 0

@@ -153,12 +153,15 @@ class PlannedWorkers:
 
 
 def _import_packages() -> None:
-    """Load what workers are made of, torch with it: seconds of processor time.
-
-    What is there then stays: a full collection would look through all modules again, between two steps.
-    """
+    """Load what workers are made of, torch with it: seconds of processor time."""
     import twinpool.cluster.assembly.build_worker  # noqa: F401
 
+    freeze_modules()
+
+
+def freeze_modules() -> None:
+    """Have the garbage collector leave alone what was imported: a full collection would look through all modules,
+    between two steps."""
     gc.collect()
     gc.freeze()
 
