@@ -72,7 +72,7 @@ def count_weights(spec: ModelSpec, config: Config, ranks: int, *, gpu: bool) -> 
     numbers of ranks that don't divide it."""
     from twinpool.engine.models.planned_headers import asked_of, planned_spec
     from twinpool.engine.models.registry import unchecked_model
-    from twinpool.engine.runner.kernel_choice import weights_kept
+    from twinpool.engine.runner.kernel_choice import inputs_of, weights_kept
     from twinpool.engine.tensors.shard import Shard
     from twinpool.engine.tensors.weight_loader import Weights, dtype_for
 
@@ -86,6 +86,7 @@ def count_weights(spec: ModelSpec, config: Config, ranks: int, *, gpu: bool) -> 
 
     kinds = spec.quantization.method or gguf_types(spec.headers)
     keep = weights_kept(config.engine, gpu=gpu, gguf=is_gguf(spec.path))
+    inputs_of(config.engine, spec.quantization, gpu=gpu)  # refused where it can't be had
     kept = held(keep)
     stored = sum(header.end - header.begin for header in spec.headers.values())
     packed = held("as_stored") if keep == "dense" and kinds else kept

@@ -38,6 +38,8 @@ _TILE_BYTES = 8 << 20
 """Bytes of float32 that a product in torch unpacks at once, about."""
 
 
+_MAX_INT8_COLUMNS = 1 << 16
+"""Of a row with one scale: products of so many numbers of eight bits add up to one of 32 bits."""
 INPUT_BLOCK = 32
 """Columns of a row of activations that share a scale, where they are quantised by block."""
 Inputs = Literal["float", "int8", "int8_by_row"]
@@ -134,9 +136,11 @@ class BlockWeight:
 
     def with_inputs(self, inputs: Inputs) -> BlockWeight:
         """The weight to be multiplied with rows as `inputs` says; with rows as they come, where its codes aren't whole
-        numbers or its groups don't make up blocks of rows."""
-        whole = not self.group % INPUT_BLOCK or self.group in (8, 16) or self.group >= self.shape[1]
-        return replace(self, inputs=inputs if whole and self.code is not Code.E4M3 else "float")
+        numbers, its groups don't make up blocks of rows, or a row with one scale is too long."""
+        k = self.shape[1]
+        fits = not self.group % INPUT_BLOCK or self.group in (8, 16) or self.group >= k
+        fits = fits and self.code is not Code.E4M3 and (inputs != "int8_by_row" or k <= _MAX_INT8_COLUMNS)
+        return replace(self, inputs=inputs if fits else "float")
 
     def unpack(self, rows: slice = slice(None), dtype: torch.dtype = torch.float32) -> Tensor:
         """Some rows of the weight, [n, k], its columns in the order of the input; computed in float32."""

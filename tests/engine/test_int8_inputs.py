@@ -17,8 +17,7 @@ from tests.engine.harness import Bench
 from tests.engine.native import BUILDS, kernels_or_skip
 from tests.engine.test_block_kernels import KINDS, SHAPES, gguf_weight, source, weight
 from tests.support.checkpoints import Oracle, compare
-from tests.support.model_families import FAMILIES
-from tests.support.quantised_checkpoints import Written, quantise_folder, quantised_names
+from tests.support.quantised_checkpoints import QuantisedFolders, Written, quantised_names
 from tests.support.tile_chain import int8_product, quantised_rows
 from twinpool.cluster.serve.preflight import weight_bytes
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
@@ -157,6 +156,16 @@ def test_rows_stay_as_they_are_where_codes_or_groups_do_not_fit(code: Code, grou
     assert blocks.with_inputs("int8") == replace(blocks, inputs="float")
 
 
+def test_a_row_with_one_scale_whose_sums_would_not_fit_stays_as_it_is() -> None:
+    for columns, inputs in ((1 << 16, "int8_by_row"), ((1 << 16) + 32, "float")):
+        codes = torch.full((1, columns), 255, dtype=torch.uint8)
+        blocks = BlockWeight(Code.UINT8, codes, torch.ones(1, 1), columns, torch.float32).with_inputs("int8_by_row")
+        assert blocks.inputs == inputs
+        x = torch.ones(1, columns)
+        with using(kernels_or_skip()):
+            assert float(RowExactLinear(blocks)(x)) == pytest.approx(255 * columns, rel=1e-6)
+
+
 # ------------------------------------------------------------ whole models
 
 
@@ -166,24 +175,19 @@ Make = Callable[..., Written]
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Make:
     base = tmp_path_factory.mktemp("int8")
-    made: dict[tuple[str, str], Written] = {}
+    folders = QuantisedFolders(base)
 
     def make(layout: str, family: str = "llama", **inputs: object) -> Written:
         """The checkpoint, which declares `inputs` where there are any."""
-        key = (layout, family)
-        if key not in made:
-            folder = base / family
-            if not folder.exists():
-                FAMILIES[family](folder)
-            made[key] = quantise_folder(folder, layout, base / f"{family}-{layout}")
+        written = folders(layout, family)
         if not inputs:
-            return made[key]
+            return written
         declared = base / f"{family}-{layout}-declared-{len(list(base.iterdir()))}"
-        shutil.copytree(made[key].stored, declared)
+        shutil.copytree(written.stored, declared)
         config = json.loads((declared / "config.json").read_text())
         config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = inputs
         (declared / "config.json").write_text(json.dumps(config))
-        return Written(declared, made[key].plain)
+        return Written(declared, written.plain)
 
     return make
 

@@ -22,7 +22,7 @@ from tests.engine.harness import Bench, MakeCheckpoint
 from tests.support.checkpoints import Oracle, compare
 from tests.support.family_checkpoint import rewrite_tensors, tensors_of
 from tests.support.model_families import FAMILIES
-from tests.support.quantised_checkpoints import LAYOUTS, Written, quantise_folder, quantised_names
+from tests.support.quantised_checkpoints import LAYOUTS, QuantisedFolders, Written, quantised_names
 from twinpool.cluster.assembly.build_parts import weights_digest
 from twinpool.cluster.serve.preflight import weight_bytes
 from twinpool.cluster.serve.terminal import weights_line
@@ -44,19 +44,7 @@ Make = Callable[..., Written]
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    base = tmp_path_factory.mktemp("quantised")
-    made: dict[tuple[str, str], Written] = {}
-
-    def make(layout: str, family: str = "llama", **options: Any) -> Written:
-        key = (layout, family)
-        if key not in made:
-            folder = base / family
-            if not folder.exists():
-                FAMILIES[family](folder, **options)
-            made[key] = quantise_folder(folder, layout, base / f"{family}-{layout}")
-        return made[key]
-
-    return make
+    return QuantisedFolders(tmp_path_factory.mktemp("quantised"))
 
 
 def loader(folder: Path, shard: Shard | None = None, *, keep: str = "as_stored") -> Weights:

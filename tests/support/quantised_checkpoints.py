@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.support.family_checkpoint import rewrite_tensors, tensors_of
+from tests.support.model_families import FAMILIES
 
 GROUP = 32
 PRODUCTS = (
@@ -242,6 +243,24 @@ def quantise_folder(folder: Path, layout: str, to: Path) -> Written:
         config |= {"dtype": "float32"} | ({"quantization_config": said} if path.name == "stored" else {})
         (path / "config.json").write_text(json.dumps(config))
     return Written(to / "stored", to / "plain")
+
+
+class QuantisedFolders:
+    """Folders of families in one of `LAYOUTS`, each written once, below `base`."""
+
+    def __init__(self, base: Path) -> None:
+        self._base = base
+        self._made: dict[tuple[str, str], Written] = {}
+
+    def __call__(self, layout: str, family: str = "llama", **options: Any) -> Written:
+        """`options` are those of the family's maker, which count when it is first asked for."""
+        key = (layout, family)
+        if key not in self._made:
+            folder = self._base / family
+            if not folder.exists():
+                FAMILIES[family](folder, **options)
+            self._made[key] = quantise_folder(folder, layout, self._base / f"{family}-{layout}")
+        return self._made[key]
 
 
 def quantised_names(folder: Path) -> Iterator[str]:
