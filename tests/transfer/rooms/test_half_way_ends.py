@@ -69,18 +69,18 @@ def test_a_writer_that_does_not_answer_is_asked_again_after_a_while_and_not_at_e
 def test_the_receiver_is_due_when_the_first_writer_that_did_not_answer_is_asked_again() -> None:
     """A worker that has nothing else to do sleeps until then; granted rooms beside it have another time."""
     with ends(SPEC, "shm", transfer={"link_timeout_s": 3.0, "room_timeout_s": 40.0}) as both:
-        granted = both.prompt(24)
-        both.open(granted)
-        rooms = [granted]
-        for _ in range(2):
+        granted, *given_up = prompts = [both.prompt(24) for _ in range(3)]
+        for prompt in prompts:
+            both.open(prompt)
+        for prompt in given_up:  # The writer isn't polled from here on, and answers nothing.
             both.clock.advance(2.0)
-            rooms.append(in_quarantine(both))
+            both.receiver.abort(prompt.room, "the client has gone")
         assert both.receiver.next_deadline == 2.0 + 3.0
         both.clock.advance(1.0)
         both.receiver.poll()
         assert both.receiver.next_deadline == 4.0 + 3.0, "the other one; the first was asked again just now"
-        for room in rooms[1:]:
-            both.released(room.room)
+        for prompt in given_up:
+            both.released(prompt.room)
         both.until(lambda: both.receiver.rooms == 1, "the writer's word to both")
         assert both.receiver.next_deadline == 40.0
         both.receiver.abort(granted.room, "over")
