@@ -16,8 +16,7 @@ from twinpool.contracts.grammar import JSON_FORM
 from twinpool.router.openai.client_grammar import why_not_compiled
 from twinpool.router.schemas.ecma_patterns import is_hard
 from twinpool.router.schemas.fault_place import Effort, fault_place
-from twinpool.router.schemas.rewritten_schema import rewritten
-from twinpool.router.schemas.schema_keywords import kept
+from twinpool.router.schemas.rewritten_schema import kept, rewritten
 from twinpool.router.schemas.schema_parts import (
     MAX_PARTS,
     Place,

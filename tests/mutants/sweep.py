@@ -97,7 +97,7 @@ TARGETS = (
     "router/openai/structured_output.py", "router/openai_responses/responses_request.py",
     "router/openai_responses/responses_writer.py", "router/anthropic/messages_request.py",
     "router/anthropic/messages_writer.py", "router/parsers/json_calls.py", "router/parsers/element_calls.py",
-    "router/parsers/sectioned_calls.py", "router/parsers/gemma_calls.py", "router/parsers/harmony_messages.py",
+    "router/parsers/tool_formats.py", "router/parsers/gemma_calls.py", "router/parsers/harmony_messages.py",
     "router/parsers/reasoning_parser.py", "worker/grammar_gate.py",
 )  # fmt: skip
 TESTS = (

@@ -16,8 +16,7 @@ from tests.cluster.doctor.test_doctor import case, host, look, only
 from twinpool.cluster.assembly.node_shares import CardFacts
 from twinpool.cluster.doctor import machine_checks
 from twinpool.cluster.doctor.doctor_case import DoctorCase, Severity
-from twinpool.cluster.doctor.examine import CHECKS
-from twinpool.cluster.doctor.settings_checks import MIN_FREE
+from twinpool.cluster.doctor.examine import CHECKS, MIN_FREE
 
 JOINED: dict[str, Any] = {"ray_address": "head:6379"}
 

@@ -19,8 +19,8 @@ from twinpool.contracts.errors import RequestError
 from twinpool.router.openai.json_schemas import followed
 from twinpool.router.schemas import regular_terms, schema_forms, schema_ways
 from twinpool.router.schemas.regular_terms import RegularTerms
+from twinpool.router.schemas.rewritten_schema import SHAPES
 from twinpool.router.schemas.schema_forms import SchemaForms
-from twinpool.router.schemas.schema_keywords import SHAPES
 from twinpool.router.schemas.schema_parts import SchemaParts
 from twinpool.router.schemas.schema_ways import SchemaWays
 
