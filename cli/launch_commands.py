@@ -126,11 +126,12 @@ def up(args: argparse.Namespace) -> int:
 
 def controller(args: argparse.Namespace) -> int:
     from twinpool.cluster.controller.controller_process import ControllerPlace, keep_controller
+    from twinpool.cluster.serve.security_check import with_absolute_paths
     from twinpool.contracts.config.ledger_place import refuse_shown_password
     from twinpool.contracts.config.load_config import load_config
 
     refuse_shown_password(args.set)
-    config = load_config(args.config, args.set)
+    config = with_absolute_paths(load_config(args.config, args.set))
     if not config.cluster.ledger:
         raise ConfigError("a controller that serve doesn't start needs cluster.ledger, and a server there cluster.name")
     return keep_controller(config, ControllerPlace(args.address, args.port, standby=args.standby))

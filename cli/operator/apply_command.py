@@ -31,18 +31,14 @@ LACKED = "the file's settings: see whether another operator has changed them, an
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read a configuration file's sections, with the files of `security` as absolute paths, as `serve` takes them.
+    """Read a configuration file's sections, with the paths that `serve` makes absolute as it does.
 
     Raises `ConfigError` where the file can't be read; the supervisor checks the keys.
     """
+    from twinpool.cluster.serve.security_check import absolute_paths
     from twinpool.contracts.config.load_config import read_config_file
-    from twinpool.contracts.config.security_config import FILES
 
-    tree = read_config_file(path)
-    security = tree.get("security")
-    if isinstance(security, dict):
-        paths = {key: str(Path(security[key]).expanduser().absolute()) for key in FILES if security.get(key)}
-        tree = {**tree, "security": {**security, **paths}}
+    tree = absolute_paths(read_config_file(path))
     try:
         json.dumps(tree)
     except (TypeError, ValueError) as error:

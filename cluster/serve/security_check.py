@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import ipaddress
 import os
 import socket
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.config.security_config import FILES, SecurityConfig
 from twinpool.contracts.credentials.certificate_files import read_curve_pair
 from twinpool.contracts.errors import ConfigError
@@ -30,18 +31,26 @@ def is_loopback(host: str) -> bool:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """Return the configuration with the files of `security` and the folder of storage as absolute paths: other
-    processes start elsewhere."""
-    given = {key: getattr(config.security, key) for key in FILES}
-    paths: dict[str, Any] = {key: str(Path(path).expanduser().absolute()) for key, path in given.items() if path}
-    storage = config.cache.storage
-    if storage.backend == "file" and storage.path:
-        storage = dataclasses.replace(storage, path=str(Path(storage.path).expanduser().absolute()))
-    return dataclasses.replace(
-        config,
-        security=dataclasses.replace(config.security, **paths),
-        cache=dataclasses.replace(config.cache, storage=storage),
-    )
+    """Return the configuration with `absolute_paths`."""
+    return config_from_dict(absolute_paths(config.to_dict()))
+
+
+def absolute_paths(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration's sections with the files of `security` and the folder of storage as absolute paths: other
+    processes start elsewhere. What lacks, or isn't of the type that it must have, stays so."""
+    found = dict(sections)
+    security, cache = found.get("security"), found.get("cache")
+    storage = cache.get("storage") if isinstance(cache, Mapping) else None
+    if isinstance(security, Mapping):
+        found["security"] = _absolute(security, FILES)
+    if isinstance(cache, Mapping) and isinstance(storage, Mapping) and storage.get("backend", "file") == "file":
+        found["cache"] = {**cache, "storage": _absolute(storage, ("path",))}
+    return found
+
+
+def _absolute(section: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    given = {key: path for key in keys if isinstance(path := section.get(key), str) and path}
+    return {**section, **{key: str(Path(os.path.expanduser(path)).absolute()) for key, path in given.items()}}
 
 
 def check_security(security: SecurityConfig, host: str, port: int, *, routers: int = 1, bind: bool = True) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,9 @@ from twinpool.cli import commands as cli
 from twinpool.cli.admin_client import AdminClient, CommandRefused
 from twinpool.cli.operator.apply_command import ApplyCommand, read_settings
 from twinpool.cli.operator.rolling_restart import OTHERS_S, RollingRestart
+from twinpool.cluster.serve.security_check import with_absolute_paths
 from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.load_config import config_from_dict, load_config
 from twinpool.contracts.errors import ConfigError
 
 NEW = {"prefill": "p2", "decode": "d2"}
@@ -359,10 +362,28 @@ def test_a_file_that_is_no_configuration_is_wrong_usage(tmp_path: Path, text: st
     assert twinpool(str(path), "--url", "http://127.0.0.1:9") == 2
 
 
-def test_files_of_security_are_absolute_as_serve_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_absolute_as_serve_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("c.yaml").write_text("security: {keys_file: keys.json, tls_cert: ''}\n")
-    assert read_settings(Path("c.yaml")) == {"security": {"keys_file": str(tmp_path / "keys.json"), "tls_cert": ""}}
+    monkeypatch.setenv("HOME", "/home/somebody")
+    Path("c.yaml").write_text(
+        "security: {keys_file: keys.json, admin_keys_file: ~/operators.json, tls_cert: ''}\n"
+        "cache: {host_bytes: 0, storage: {backend: file, path: pages}}\n"
+    )
+    found = read_settings(Path("c.yaml"))
+    assert found["security"] == {
+        "keys_file": str(tmp_path / "keys.json"), "admin_keys_file": "/home/somebody/operators.json", "tls_cert": ""
+    }  # fmt: skip
+    assert found["cache"] == {"host_bytes": 0, "storage": {"backend": "file", "path": str(tmp_path / "pages")}}
+    assert config_from_dict(found) == with_absolute_paths(load_config(Path("c.yaml"))), "serve's file changes nothing"
+
+
+def test_the_folder_of_another_storage_and_what_is_no_path_are_left_to_the_supervisor(tmp_path: Path) -> None:
+    path, sections = tmp_path / "c.yaml", {"security": {"keys_file": 5}, "cache": {"storage": {}}, "router": None}
+    path.write_text(json.dumps(sections))
+    assert read_settings(path) == sections
+    sections = {"security": [], "cache": {"storage": {"backend": "memory", "path": "a name"}}}
+    path.write_text(json.dumps(sections))
+    assert read_settings(path) == sections
 
 
 def test_services_are_waited_for_while_they_are_replaced() -> None:

@@ -16,9 +16,11 @@ from twinpool.cli import command_line
 from twinpool.cli import commands as cli
 from twinpool.cli.admin_client import STATUS_KEYS, AdminClient
 from twinpool.cli.operator.drain_command import DrainCommand, ProgressLines, ending
+from twinpool.cluster.controller import controller_process
 from twinpool.cluster.processes.run_folder import write_run_file
 from twinpool.cluster.serve.terminal import curl_line, url_of
 from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cluster_config import Config
 
 
 @pytest.fixture
@@ -178,6 +180,24 @@ def test_up_says_what_it_would_do_of_a_file_that_is_a_configuration(
     file.write_text("launch: {routers: 2}")
     assert cli.run(command_line.parser().parse_args(line)) == 0
     assert "it would be launched" in capsys.readouterr().out
+
+
+def test_a_controller_of_its_own_takes_the_paths_of_serves_file_as_serve_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = list[Config]()
+
+    def keep(config: Config, place: object) -> int:
+        kept.append(config)
+        return 0
+
+    monkeypatch.setattr(controller_process, "keep_controller", keep)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    file = tmp_path / "c.yaml"
+    file.write_text("cluster: {ledger: /shared/ledger}\nsecurity: {keys_file: ~/keys.json}\n")
+    words = ["controller", "--address", "127.0.0.1", "--port", "7000", "--config", str(file)]
+    assert cli.run(command_line.parser().parse_args(words)) == 0
+    assert [config.security.keys_file for config in kept] == ["/home/somebody/keys.json"]
 
 
 def test_an_interrupted_command_has_its_code_also_where_the_reader_of_its_output_is_gone() -> None:

@@ -214,6 +214,37 @@ def test_each_alert_fires_on_its_series_and_not_on_what_is_as_it_should_be(tmp_p
     run("test", "rules", "test.yml", cwd=tmp_path)
 
 
+@pytest.mark.slow
+def test_the_share_of_missed_requests_is_of_all_that_asked_and_counts_those_that_were_refused(tmp_path: Path) -> None:
+    """Of 125 that ask, each minute, 25 are refused; of the others 5 fail and 20 are late."""
+    series = times(late=20) | {
+        of_router("twinpool_requests_failed_total"): "0+5x2000",
+        of_router("twinpool_requests_refused_total", 'reason="queue_full"'): "0+10x2000",
+        of_router("twinpool_requests_refused_total", 'reason="late"'): "0+15x2000",
+        of_router("twinpool_requests_submitted_total", 'other="router"'): "0x2000",
+    }
+    labels = '{job="twinpool"}'
+    tests = [
+        {
+            "interval": "1m",
+            "input_series": [{"series": s, "values": v} for s, v in given.items()],
+            "promql_expr_test": [
+                {
+                    "expr": f"round(twinpool:requests_missed:ratio{span}, 0.001)",
+                    "eval_time": "364m",
+                    "exp_samples": [{"labels": labels, "value": 0.4}] if asked else [],
+                }
+                for span in ("5m", "1h", "6h")
+            ],
+        }
+        for given, asked in ((series, True), (dict.fromkeys(series, "0x2000"), False))
+    ]
+    (tmp_path / "rules.yml").write_text((FOLDER / RULES[0]).read_text())
+    book = {"rule_files": ["rules.yml"], "evaluation_interval": "4m", "tests": tests}
+    (tmp_path / "test.yml").write_text(yaml.safe_dump(book))
+    run("test", "rules", "test.yml", cwd=tmp_path)
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_rules_name_only_metrics_that_a_router_has(name: str) -> None:
     page = (DEPLOY.parent / "docs" / "metrics.md").read_text()

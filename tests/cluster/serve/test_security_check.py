@@ -82,7 +82,9 @@ def test_each_of_several_routers_has_an_operators_port_that_is_checked() -> None
 
 def test_paths_are_absolute_for_processes_that_start_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found = with_absolute_paths(Config(security=SecurityConfig(tls_cert="certs/node.pem", keys_file="~/keys.json")))
+    found = with_absolute_paths(
+        Config(security=SecurityConfig(tls_cert="certs/node.pem", tls_key="certs/node.key", keys_file="~/keys.json"))
+    )
     assert found.security.tls_cert == str(tmp_path / "certs" / "node.pem")
     assert found.security.keys_file == str(Path.home() / "keys.json")
     assert found.security.cluster_ca == ""

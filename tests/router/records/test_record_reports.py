@@ -15,7 +15,7 @@ from twinpool.contracts.messages.request_record import FoundRecords, RecordRing,
 from twinpool.router.links.controller_port import REPORT_S
 from twinpool.router.records.kept_records import KeptRecords
 from twinpool.router.records.make_record import RecordDraft
-from twinpool.router.service.record_keeping import WAITING_REPORTS, RecordReports
+from twinpool.router.service.record_keeping import MAX_ANSWERS, WAITING_REPORTS, RecordReports
 
 
 def record(request_id: str, **changes: Any) -> RequestRecord:
@@ -133,6 +133,33 @@ async def test_a_router_answers_about_any_request_that_it_keeps_by_every_id_that
     await scene.tick()
     known = {number: bool(found) for number, found in scene.listener.answers}
     assert known == {0: True, 1: True, 2: True, 3: True, 4: True, 5: True, 6: False, 7: False}
+
+
+@pytest.mark.asyncio
+async def test_so_many_questions_are_answered_at_once_and_those_that_were_make_room_for_others() -> None:
+    scene = Scene()
+    scene.end(draft(1))
+    for number in range(MAX_ANSWERS + 2):
+        scene.listener.ask(number, "r1")
+    await scene.tick()
+    assert [number for number, _ in scene.listener.answers] == list(range(MAX_ANSWERS))
+    assert scene.reports.unanswered == 2
+    scene.listener.ask(99, "r1")
+    await scene.tick()
+    assert scene.listener.answers[-1] == (99, ["r1-0"])
+    assert scene.reports.unanswered == 2
+
+
+@pytest.mark.asyncio
+async def test_a_router_that_ends_gives_up_its_report_and_its_answers() -> None:
+    scene = Scene()
+    scene.end(draft(1))
+    scene.listener.ask(7, "r1")
+    scene.reports.calls.tick()
+    scene.reports.close()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert (scene.listener.answers, scene.listener.heard) == ([], [])
 
 
 @pytest.mark.asyncio

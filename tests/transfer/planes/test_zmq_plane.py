@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import select
 import socket
 import struct
 import threading
@@ -317,8 +318,6 @@ def test_strangers_that_say_nothing_are_bounded_and_keep_nobody_out(monkeypatch:
     with reader() as (plane, pools):
         silent = []
         (part,) = plane.describe()["ranks"]
-        import socket
-
         host, _, port = part["pages"].removeprefix("tcp://").rpartition(":")
         for _ in range(9):
             silent.append(socket.create_connection((host, int(port)), 60))
@@ -328,6 +327,27 @@ def test_strangers_that_say_nothing_are_bounded_and_keep_nobody_out(monkeypatch:
         assert image(pools) != before
         for one in silent:
             one.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"x" * (HELLO_BYTES - 1)], ids=["nothing", "half a hello"])
+def test_a_stranger_that_does_not_say_who_it_is_in_time_is_cut_though_nobody_else_comes(said: bytes) -> None:
+    listener = data_listener.DataListener("127.0.0.1", 1, 0.05, lambda head, nbytes: None, sealed=False)
+    host, _, port = listener.endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), 30) as stranger:
+            assert len(stranger.recv(SALT_BYTES, socket.MSG_WAITALL)) == SALT_BYTES
+            stranger.sendall(said)
+            cut = select.select([stranger], [], [], 30)[0] and is_cut(stranger)
+            assert cut
+    finally:
+        listener.close()
+
+
+def is_cut(stranger: socket.socket) -> bool:
+    try:
+        return stranger.recv(1) == b""
+    except ConnectionResetError:
+        return True
 
 
 def test_a_connection_that_cannot_be_taken_keeps_nobody_else_out(monkeypatch: pytest.MonkeyPatch) -> None:
