@@ -262,13 +262,37 @@ constexpr long INT8_ROWS = 4, INT8_HALVES = 1;
 struct SomeUnits {
     const Int8Rows &rows;
     long first, count;
-    const uint8_t *codes;  // quad after quad, each of both halves
+    const uint8_t *codes;  // as they are packed, chunk after chunk, or one a byte, quad after quad of both halves
     const UnitValues *values;
     bool zeros, offsets;
 };
 
-// ROWS rows from `row` on, and halves of the panel from `half` on.
+// What ROWS rows and the halves of a panel add up to, of one unit.
+template <int ROWS> using UnitSums = i32x16[ROWS][INT8_HALVES];
+
 template <bool WIDE, int ROWS>
+inline void add_quad(UnitSums<ROWS> &sum, const Bytes (&codes)[INT8_HALVES], const int8_t *x, long x_row) {
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+        for (int i = 0; i < INT8_HALVES; i++) sum[r][i] = dot<WIDE>(sum[r][i], codes[i], x + r * x_row);
+}
+
+// The quads [QUAD, LAST) of a chunk as it is packed.
+template <int CODE, int ROWS, int QUAD, int LAST>
+inline void add_packed_quads(UnitSums<ROWS> &sum, const uint8_t *chunk, const int8_t *x, long x_row) {
+    if constexpr (QUAD < LAST) {
+        Bytes codes[INT8_HALVES];
+#pragma GCC unroll 2
+        for (int i = 0; i < INT8_HALVES; i++) codes[i] = multiplied_quad<CODE, QUAD>(chunk + i * VECTOR);
+        add_quad<wide<CODE>(), ROWS>(sum, codes, x + 4 * QUAD, x_row);
+        add_packed_quads<CODE, ROWS, QUAD + 1, LAST>(sum, chunk, x, x_row);
+    }
+}
+
+// ROWS rows from `row` on, and halves of the panel from `half` on. PACKED: codes are unpacked on their way, of units
+// that are whole chunks.
+template <int CODE, bool PACKED, int ROWS>
 inline void add_units(const SomeUnits &some, long row, int half, float *sums) {
     const Int8Rows &rows = some.rows;
     const Units &units = rows.units;
@@ -278,7 +302,7 @@ inline void add_units(const SomeUnits &some, long row, int half, float *sums) {
     const UnitValues *values = some.values;
     for (long unit = some.first; unit < some.first + some.count; unit++, values++) {
         const int32_t *total = rows.totals + row * units.count + unit;
-        i32x16 sum[ROWS][INT8_HALVES];
+        UnitSums<ROWS> sum;
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
@@ -286,15 +310,16 @@ inline void add_units(const SomeUnits &some, long row, int half, float *sums) {
                 sum[r][i] = (i32x16)splat_word(total + r * units.count);
                 if (some.zeros) sum[r][i] = sum[r][i] * values->zero[half + i];
             }
-        for (long quad = 0; quad < quads; quad++, codes += QUAD_BYTES, x += 4) {
-            Bytes of_codes[INT8_HALVES];
+        if constexpr (PACKED)
+            for (long quad = 0; quad < quads; quad += CHUNK / 4, codes += chunk_bytes<CODE>(), x += CHUNK)
+                add_packed_quads<CODE, ROWS, 0, CHUNK / 4>(sum, codes, x, x_row);
+        else
+            for (long quad = 0; quad < quads; quad++, codes += QUAD_BYTES, x += 4) {
+                Bytes of_codes[INT8_HALVES];
 #pragma GCC unroll 2
-            for (int i = 0; i < INT8_HALVES; i++) of_codes[i] = load_bytes(codes + i * VECTOR);
-#pragma GCC unroll 12
-            for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 2
-                for (int i = 0; i < INT8_HALVES; i++) sum[r][i] = dot<WIDE>(sum[r][i], of_codes[i], x + r * x_row);
-        }
+                for (int i = 0; i < INT8_HALVES; i++) of_codes[i] = load_bytes(codes + i * VECTOR);
+                add_quad<wide<CODE>(), ROWS>(sum, of_codes, x, x_row);
+            }
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; r++) {
             const f32x16 scale = splat(*rows.scale_of(row + r, unit));
@@ -310,17 +335,27 @@ inline void add_units(const SomeUnits &some, long row, int half, float *sums) {
     }
 }
 
-template <bool WIDE> void add_unit_rows(const SomeUnits &some, long row, long count, float *sums) {
 #define ROWS_CASE(n)                                                                                                  \
-    case n: add_units<WIDE, n>(some, row, half, sums); break;
+    case n: add_units<CODE, PACKED, n>(some, row, half, sums); break;
+template <int CODE, bool PACKED> void add_unit_rows(const SomeUnits &some, long row, long count, float *sums) {
     for (int half = 0; half < 2; half += INT8_HALVES) switch (count) {
-            ROWS_CASE(1) ROWS_CASE(2) ROWS_CASE(3) ROWS_CASE(4)
+            ROWS_CASE(1) ROWS_CASE(2) ROWS_CASE(4)
 #if defined(__AVX512F__)
-            ROWS_CASE(5) ROWS_CASE(6) ROWS_CASE(7) ROWS_CASE(8) ROWS_CASE(9) ROWS_CASE(10) ROWS_CASE(11) ROWS_CASE(12)
+            ROWS_CASE(8) ROWS_CASE(12)
 #endif
+        default:
+            if constexpr (!PACKED) switch (count) {
+                    ROWS_CASE(3)
+#if defined(__AVX512F__)
+                    ROWS_CASE(5) ROWS_CASE(6) ROWS_CASE(7) ROWS_CASE(9) ROWS_CASE(10) ROWS_CASE(11)
+#endif
+                }
         }
-#undef ROWS_CASE
 }
+#undef ROWS_CASE
+
+// How many of so many rows packed codes are multiplied with at once: fewer sizes are compiled than of unpacked ones.
+inline long packed_rows(long rows) { return rows >= 12 ? 12 : rows >= 8 ? 8 : rows >= 4 ? 4 : std::min(rows, 2L); }
 
 template <int CODE> constexpr int int8_zero(const Blocks &b) {
     return CODE == E2M1 ? 12 : CODE == IQ4 ? 128 : b.zeros ? -1 : b.zero;
@@ -364,16 +399,23 @@ void int8_panel(const BlockColumns<CODE> &w, const Int8Rows &rows, long panel, l
             const long chunk = first * units.columns / CHUNK, last = (first + some) * units.columns / CHUNK;
             const uint8_t *codes = w.b.codes + (panel * units.chunks + chunk) * chunk_bytes<CODE>();
             unit_values<CODE>(w, units, panel, first, some, values);
+            SomeUnits all{rows, first, some, codes, values, (bool)w.b.zeros, w.has_offsets()};
             if constexpr (CODE != UINT8) {
+                if (count <= INT8_ROWS && units.columns % CHUNK == 0) {
+                    for (long row = 0, together; row < count; row += together) {
+                        together = packed_rows(count - row);
+                        add_unit_rows<CODE, true>(all, begin + row, together, sums + row * PANEL);
+                    }
+                    continue;
+                }
                 uint8_t *to = unpacked;
                 for (long c = chunk; c < last; c++, codes += chunk_bytes<CODE>(), to += CHUNK * PANEL)
                     unpack_quads<CODE, false>(codes, to);
-                codes = unpacked;
+                all.codes = unpacked;
             }
-            const SomeUnits all{rows, first, some, codes, values, (bool)w.b.zeros, w.has_offsets()};
             for (long row = 0; row < count; row += INT8_ROWS) {
                 const long together = std::min(INT8_ROWS, count - row);
-                add_unit_rows<wide<CODE>()>(all, begin + row, together, sums + row * PANEL);
+                add_unit_rows<wide<CODE>() ? UINT8 : UINT4, false>(all, begin + row, together, sums + row * PANEL);
             }
         }
         for (long row = 0; row < count; row++) put(begin + row, sums + row * PANEL);
