@@ -132,6 +132,23 @@ def test_quantised_sources_are_unpacked_to_the_numbers_that_they_stand_for(
     assert f"{LAYER}.weight_packed" in read_headers(again)
 
 
+@pytest.mark.slow
+def test_what_the_configuration_of_the_text_within_says_of_its_weights_is_of_the_target_too(
+    plain: Path, tmp_path: Path
+) -> None:
+    stored = quantise_folder(plain, "awq", tmp_path / "written").stored
+    file = stored / "config.json"
+    text = json.loads(file.read_text()) | {"dtype": "float16", "torch_dtype": "float16", "sliding_window": None}
+    assert text["quantization_config"]["quant_method"] == "awq"
+    file.write_text(json.dumps({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}))
+    target = converted(stored, tmp_path / "target", "float8")
+    values = json.loads((target / "config.json").read_text())
+    within = values["text_config"]
+    assert "quantization_config" not in within
+    assert [values["dtype"], within["dtype"], within["torch_dtype"]] == ["bfloat16"] * 3
+    assert read_model_spec(target).quantization.method == "fp8"
+
+
 def test_experts_in_mxfp4_are_written_as_transformers_has_them(tmp_path: Path) -> None:
     folder = FAMILIES["gpt_oss"](tmp_path / "gpt_oss", published=True, packed=True)
     stored = tensors_of(folder)

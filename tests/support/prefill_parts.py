@@ -31,14 +31,17 @@ PEER = PeerRef(WorkerName("decode-0"), Incarnation(1), "inproc://decode-0")
 
 
 class PrefillParts:
-    """See the module's prose. `pages` of `page_tokens` tokens each are in the pool."""
+    """See the module's prose. `pages` of `page_tokens` tokens each are in each pool."""
+
+    pools = "full"
+    """The name of the set of pools."""
 
     def __init__(self, pages: int = 64, page_tokens: int = PAGE, **prefill: Any) -> None:
         self._page_tokens = page_tokens
         config = config_from_dict({"cache": {"page_tokens": page_tokens}, "prefill": prefill})
-        spec, self.clock = pool_sets(page_tokens)["full"], ManualClock()
+        spec, self.clock = pool_sets(page_tokens)[self.pools], ManualClock()
         cache = config.cache_for(Role.PREFILL)
-        self.manager = KVCacheManager(PoolSet(spec, {"full": pages}), CpuDevice(), cache, self.clock.now)
+        self.manager = KVCacheManager(PoolSet(spec, spec.even(pages)), CpuDevice(), cache, self.clock.now)
         self.requests = RequestTable[PrefillRequest](
             WorkerName("prefill-0"), WorkerLimits(page_tokens * pages, 400), self.clock
         )
