@@ -17,14 +17,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
+
+from msgspec import structs
 
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from twinpool.contracts.config.worker_config import DecodeConfig
 from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.decode.request import DecodeRequest
 from twinpool.decode.request_pages import DecodePages
+from twinpool.engine.layers.decoder import FEATURES
+from twinpool.engine.runner.batch import DraftRow, TokenDraw
+from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.structured_output.grammar_engine import GrammarError
 
 NGRAM = 3
@@ -82,11 +89,21 @@ class PromptLookup:
         return key
 
 
+class WantedDraft(NamedTuple):
+    """A request that is to have a draft of up to `most` tokens; it has pages for as many."""
+
+    request: DecodeRequest
+    most: int
+
+
 class Drafter(Protocol):
     """Makes drafts."""
 
-    def propose(self, request: DecodeRequest, most: int) -> Sequence[int]:
-        """Return up to `most` tokens that may come behind the request's latest one; none without a guess."""
+    def ready(self, request: DecodeRequest) -> bool:
+        """Return whether there is a guess of what comes behind the request's latest token."""
+
+    def propose(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
+        """Return a draft for each, in order: tokens that may come behind the latest one; none without a guess."""
 
 
 class PromptLookupDrafter:
@@ -95,19 +112,58 @@ class PromptLookupDrafter:
     def __init__(self) -> None:
         self._lookups: WeakKeyDictionary[DecodeRequest, PromptLookup] = WeakKeyDictionary()
 
-    def propose(self, request: DecodeRequest, most: int) -> Sequence[int]:
+    def ready(self, request: DecodeRequest) -> bool:
+        return bool(self._lookup(request).propose(1))
+
+    def propose(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
+        return [self._lookup(request).propose(most) for request, most in wanted]
+
+    def _lookup(self, request: DecodeRequest) -> PromptLookup:
         lookup = self._lookups.get(request)
         if lookup is None:
             lookup = self._lookups[request] = PromptLookup(request.tokens)
-        return lookup.propose(most)
+        return lookup
+
+
+class DraftModelDrafter:
+    """Implements `Drafter` by the model's draft layer, whose state lies in the requests' pages."""
+
+    def __init__(self, engine: ModelRunner, pages: DecodePages) -> None:
+        self._engine, self._running = engine, pages.manager.running
+
+    def ready(self, request: DecodeRequest) -> bool:
+        return True
+
+    def propose(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
+        return self._engine.propose([self._row(request, most) for request, most in wanted])
+
+    def _row(self, request: DecodeRequest, most: int) -> DraftRow:
+        at, submit = request.planned, request.submit
+        tables = self._running.block_tables(request.held, at, at + most)
+        draw = TokenDraw(_plain(submit.sampling), (), submit.prompt_len, at + 1, request.mask)
+        return DraftRow(request.tokens[-1], at, tables, most, draw)
+
+
+@lru_cache(maxsize=4096)
+def _plain(params: SamplingParams) -> SamplingParams:
+    """`params` without what hangs on the tokens before, which a proposal may leave out."""
+    return structs.replace(
+        params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, min_tokens=0, logprobs=None
+    )
+
+
+def make_drafter(config: DecodeConfig, engine: ModelRunner, pages: DecodePages) -> Drafter:
+    """The drafter that `config`, worked out by `with_speculation`, asks for."""
+    return DraftModelDrafter(engine, pages) if config.speculation == "draft_model" else PromptLookupDrafter()
 
 
 def with_speculation(config: DecodeConfig, spec: PoolSetSpec) -> DecodeConfig:
     """`config` with ``auto`` of `decode.speculation` made what a model with these pools can have. Raises `ConfigError`
     where it asks for drafts that the model can't have."""
     recurrent = any(pool.kind is PoolKind.STATE for pool in spec.pools)
+    model = any(buffer.name == FEATURES for buffer in spec.full.buffers)
     if config.speculation == "auto":
-        return replace(config, speculation="off" if recurrent else "prompt_lookup")
+        return replace(config, speculation="off" if recurrent else "draft_model" if model else "prompt_lookup")
     if recurrent and config.speculation != "off":
         raise ConfigError(
             f"decode.speculation={config.speculation}: a draft that is rejected can't be taken out of the recurrent "
@@ -119,10 +175,12 @@ def with_speculation(config: DecodeConfig, spec: PoolSetSpec) -> DecodeConfig:
 class Drafting:
     """The drafts of one decode worker's requests; see the module's prose."""
 
-    def __init__(self, pages: DecodePages, config: DecodeConfig, drafter: Drafter) -> None:
-        """Raises `ConfigError` where the model can't have drafts."""
-        self._config = with_speculation(config, pages.manager.spec)
-        self._pages, self._drafter = pages, drafter
+    def __init__(
+        self, pages: DecodePages, config: DecodeConfig, engine: ModelRunner, drafter: Drafter | None = None
+    ) -> None:
+        """`drafter`: None: the one that `config` asks for. Raises `ConfigError` where the model can't have drafts."""
+        self._config = config = with_speculation(config, pages.manager.spec)
+        self._pages, self._drafter = pages, drafter or make_drafter(config, engine, pages)
 
     def few(self, running: int) -> bool:
         """Whether steps have drafts while so many requests run."""
@@ -131,34 +189,51 @@ class Drafting:
     def waits(self, request: DecodeRequest, *, few: bool) -> bool:
         """Whether the next step of a request waits for the one that is under way: to know how far its drafts came, or,
         while `few` requests run, because there is a draft for the next one."""
-        return bool(request.drafts) or (few and bool(self._drafter.propose(request, 1)))
+        return bool(request.drafts) or (few and self._drafter.ready(request))
 
     def plan(self, batch: Sequence[DecodeRequest], running: int, budget: int) -> None:
         """Give drafts to the requests of a step, in order, while few enough are `running`: up to `budget` tokens in
         all, where there are pages for them."""
         if not self.few(running):
             return
+        wanted: list[WantedDraft] = []
         for request in batch:
             # The last token of the longest answer is computed by no step.
             most = min(budget, self._config.drafts, request.draft_limit, request.positions - request.planned - 1)
             if request.under_way or most <= 0:
                 continue
-            draft = self._propose(request, most)
-            reach = self._pages.manager.running.extend(request.held, request.planned + 1 + len(draft))
-            request.drafts = tuple(draft[: reach - request.planned - 1])
-            budget -= len(request.drafts)
+            forced = self._forced(request)
+            if not forced and not self._drafter.ready(request):
+                continue
+            most = min(most, len(forced)) if forced else most
+            most = self._pages.manager.running.extend(request.held, request.planned + 1 + most) - request.planned - 1
+            if most <= 0:
+                continue
+            if forced:
+                request.drafts = tuple(forced[:most])
+            else:
+                wanted.append(WantedDraft(request, most))
+            budget -= most
+        for (request, most), draft in zip(wanted, self._drafter.propose(wanted) if wanted else (), strict=True):
+            request.drafts = self._fitting(request, tuple(draft[:most]))
 
-    def _propose(self, request: DecodeRequest, most: int) -> Sequence[int]:
-        """A draft that the request's grammar allows: the tokens that it forces, or the drafter's as far as they fit."""
+    def _forced(self, request: DecodeRequest) -> Sequence[int]:
+        """The next tokens of which the request's grammar allows no others."""
         if request.grammar is None:
-            return self._drafter.propose(request, most)
+            return ()
         try:
-            matcher = request.grammar.behind(request.answer)
+            return request.grammar.behind(request.answer).forced()
         except GrammarError:
             return ()  # The step says so.
-        forced = matcher.forced()
-        draft = forced[:most] if forced else self._drafter.propose(request, most)
-        return draft[: matcher.fitting(draft)]
+
+    def _fitting(self, request: DecodeRequest, draft: tuple[int, ...]) -> tuple[int, ...]:
+        """As much of a draft as the request's grammar allows."""
+        if request.grammar is None:
+            return draft
+        try:
+            return draft[: request.grammar.behind(request.answer).fitting(draft)]
+        except GrammarError:
+            return ()
 
     def landed(self, request: DecodeRequest, accepted: int) -> None:
         """Count a step of the request whose first `accepted` drafts were drawn: it goes on behind them. The longer its

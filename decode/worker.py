@@ -23,7 +23,7 @@ from twinpool.contracts.interfaces.worker_interface import UNOWNED, SessionId
 from twinpool.contracts.messages import router_commands as commands
 from twinpool.contracts.messages.kept_answers import Attach, Detach
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerStatus
-from twinpool.decode.drafting import Drafter, Drafting, PromptLookupDrafter
+from twinpool.decode.drafting import Drafter, Drafting
 from twinpool.decode.kept_answers import NamedAnswers
 from twinpool.decode.migration.drain_offers import DrainAdvisor, MigrationCosts, PrefixOffers
 from twinpool.decode.migration.outgoing_migrations import OutgoingMigrations
@@ -77,8 +77,8 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
     """The phases of requests that count as running in the status; the others wait."""
 
     def __init__(self, setup: WorkerSetup, drafter: Drafter | None = None) -> None:
-        """`setup` has a receiver. `drafter`: makes drafts, where the configuration asks for some; None: by prompt
-        lookup."""
+        """`setup` has a receiver. `drafter`: makes drafts, where the configuration asks for some; None: what it
+        asks for."""
         super().__init__(setup)
         config, engine, manager, clock = setup.config, setup.engine, setup.manager, setup.clock
         sender, receiver, pause = setup.sender, setup.receiver, setup.pause
@@ -88,7 +88,7 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         self._lengths = OutputLengths(config.decode.output_length_quantile, config.decode.first_answer_tokens)
         self._request_pages = pages = DecodePages(manager, config.cache_for(self.role))
         self._prompts = self.prompts(receiver, requests, pages, engine.device, config, clock)
-        drafting = Drafting(pages, config.decode, drafter or PromptLookupDrafter())
+        drafting = Drafting(pages, config.decode, engine, drafter)
         self._scheduler = DecodeScheduler(requests, pages, self._prompts, self._lengths, drafting, config, clock)
         self._steps = DecodeStepCommit(requests, pages, engine, fitness, config, pause, drafting, self._grammars)
         self._advisor = advisor = DrainAdvisor(requests, manager.spec, MigrationCosts(self._lengths), clock)

@@ -26,6 +26,7 @@ from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec,
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import load_config
 from twinpool.contracts.config.plane_choice import on_gpus
+from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import ConfigError, TwinpoolError
 
 
@@ -45,15 +46,15 @@ class PlannedModel:
     """The folder that a fetched model comes to."""
 
 
-def planned_model(model: str, names: str, context: int) -> PlannedModel:
-    """What `--model` names, read without fetching anything. `names`: as `router.served_model_name` has them;
-    `context`: as `engine.context`."""
+def planned_model(model: str, names: str, engine: EngineConfig) -> PlannedModel:
+    """What `--model` names, read without fetching anything. `names`: as `router.served_model_name` has
+    them."""
     place = Path(model).expanduser()
     if not place.exists() and model in WHEELS:
         kept = WHEELS[model].place
         if not kept.exists():
             return PlannedModel(fetched_by=model, kept_in=kept.parent)
-        return _read(kept, names, context)
+        return _read(kept, names, engine)
     if not place.exists() and (name := hub_name(model)) is not None:
         from huggingface_hub import constants, try_to_load_from_cache
 
@@ -61,13 +62,13 @@ def planned_model(model: str, names: str, context: int) -> PlannedModel:
         first = try_to_load_from_cache(name.repository, name.file or "config.json", revision=name.revision)
         if not isinstance(first, str):
             return PlannedModel(fetched_by=str(name), kept_in=Path(constants.HF_HUB_CACHE))
-        return _read(Path(first) if name.file else Path(first).parent, names, context)
-    return _read(find_model(model, lambda _: None).path, names, context)
+        return _read(Path(first) if name.file else Path(first).parent, names, engine)
+    return _read(find_model(model, lambda _: None).path, names, engine)
 
 
-def _read(path: Path, names: str, context: int) -> PlannedModel:
+def _read(path: Path, names: str, engine: EngineConfig) -> PlannedModel:
     try:
-        return PlannedModel(path, served_as(read_model_spec(path, context), names))
+        return PlannedModel(path, served_as(read_model_spec(path, engine.context, engine.draft_model), names))
     except TwinpoolError as refused:
         return PlannedModel(path, refused=refused)
 
@@ -129,7 +130,7 @@ class DoctorCase:
 
     @cached_property
     def model(self) -> PlannedModel:
-        return planned_model(self.options.model, self.config.router.served_model_name, self.config.engine.context)
+        return planned_model(self.options.model, self.config.router.served_model_name, self.config.engine)
 
     @cached_property
     def cards(self) -> tuple[CardFacts, ...]:

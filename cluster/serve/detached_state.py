@@ -54,7 +54,8 @@ def plan_from_tree(tree: dict[str, Any]) -> ServePlan:
     options = ServeOptions(**{name: tree["options"][name] for name in OPTIONS}, config=Path(file) if file else None)
     nodes = {node: _facts_from_tree(facts) for node, facts in tree["nodes"].items()}
     given = config_from_dict(tree["given"])
-    spec = served_as(read_model_spec(Path(options.model), given.engine.context), given.router.served_model_name)
+    read = read_model_spec(Path(options.model), given.engine.context, given.engine.draft_model)
+    spec = served_as(read, given.router.served_model_name)
     chosen = {"device": tree["device"], "plane": tree["plane"], "source": tree.get("source", "")}
     return plan_again(options, spec, given, int(tree["port"]), nodes, **chosen)
 

@@ -172,7 +172,8 @@ def prepare(
         processor.pin(config.engine.numerics_class)
     free_port(options.host, options.port)  # Before anything is fetched.
     found = find_model(options.model, say)
-    spec = served_as(read_model_spec(found.path, config.engine.context), config.router.served_model_name)
+    read = read_model_spec(found.path, config.engine.context, config.engine.draft_model)
+    spec = served_as(read, config.router.served_model_name)
     for warning in spec.warnings:
         say(warning)
     if options.ray_address is not None:

@@ -83,7 +83,8 @@ class WorkerPlan:
 
     def read_spec(self) -> ModelSpec:
         """Read the model, which is fetched first where this node lacks it. Raises `CheckpointError`."""
-        return read_model_spec(path_on_this_node(self.model, self.source, log.info), self.config.engine.context)
+        engine = self.config.engine
+        return read_model_spec(path_on_this_node(self.model, self.source, log.info), engine.context, engine.draft_model)
 
     def on(self, node_id: str) -> WorkerPlan:
         """The plan with the share of the node that the worker was placed on. Raises `NodeUnmeasured` for a node that

@@ -30,6 +30,8 @@ from twinpool.contracts.checkpoint.tokenizer_files import end_of_tokenizer
 from twinpool.contracts.errors import CheckpointError, ConfigError
 
 GENERATION_CONFIG = "generation_config.json"
+MTP = "mtp"
+"""The `engine.draft_model` that a checkpoint has itself: its layer for multi-token prediction."""
 _GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _TEXT_KEYS = ("text_config", "llm_config")
 """Keys below which `config.json` of multimodal models keeps the text model's keys."""
@@ -75,6 +77,8 @@ class ModelSpec:
     aliases: tuple[str, ...] = field(default=(), kw_only=True)
     """Further names that clients may ask for."""
     quantization: Quantization = field(default=Quantization(), kw_only=True)
+    draft_model: str = field(default="", kw_only=True)
+    """As `engine.draft_model`."""
     config: JsonFields = field(kw_only=True, repr=False, compare=False)
     """The keys of `config.json`; for a multimodal model with the text model's keys merged over the outer ones."""
     headers: Mapping[str, TensorHeader] = field(kw_only=True, repr=False, compare=False)
@@ -102,12 +106,12 @@ def _name_of(path: Path) -> str:
     return parts[-1]
 
 
-def read_model_spec(path: Path, context: int = 0) -> ModelSpec:
+def read_model_spec(path: Path, context: int = 0, draft_model: str = "") -> ModelSpec:
     """Read and check a checkpoint folder, or a GGUF file, without loading a tensor.
 
-    `context`: the setting `engine.context`; 0: as long as the model declares. Raises `CheckpointError` in one line for
-    a missing or truncated file, a missing or bad number, or a dtype that is not supported, and `ConfigError` for a
-    context that the model doesn't have.
+    `context`: the setting `engine.context`; 0: as long as the model declares. `draft_model`: as
+    `engine.draft_model`. Raises `CheckpointError` in one line for a missing or truncated file, a missing or bad number,
+    or a dtype that is not supported, and `ConfigError` for a context or draft model that there isn't.
     """
     if is_gguf(path):
         header = read_gguf(path)
@@ -117,7 +121,16 @@ def read_model_spec(path: Path, context: int = 0) -> ModelSpec:
         generation = _sampling_beside(path) | found.generation
     else:
         config, generation, headers = _read_folder(path)
-    return _spec(path, config, generation, headers, context)
+    return with_draft_model(_spec(path, config, generation, headers, context), draft_model)
+
+
+def with_draft_model(spec: ModelSpec, draft_model: str) -> ModelSpec:
+    """`spec` of a model that is served with this `engine.draft_model`. Raises `ConfigError` for one that is none."""
+    if not draft_model:
+        return spec
+    if draft_model != MTP:
+        raise ConfigError(f"engine.draft_model must be {MTP} or empty; got {draft_model!r}")
+    return replace(spec, draft_model=draft_model, fingerprint=f"{spec.fingerprint}-{draft_model}")
 
 
 def spec_of_config(path: Path) -> ModelSpec:

@@ -128,6 +128,7 @@ def _conflicts(config: Config) -> Iterator[str]:
     yield from _controller_conflicts(config.cluster)
     yield from ledger_file_conflicts(config.cluster.ledger, config.security)
     yield from _disaggregation_conflicts(config)
+    yield from _draft_conflicts(config)
     yield from autoscaling_conflicts(config.autoscaling)
     router = config.router
     try:
@@ -179,6 +180,18 @@ def _disaggregation_conflicts(config: Config) -> Iterator[str]:
             f"config key disaggregation.step_tokens={parts.step_tokens} is below decode's cache.page_tokens={page}: "
             "chunks of prompts end with pages, so a step must have room for one"
         )
+
+
+def _draft_conflicts(config: Config) -> Iterator[str]:
+    if config.decode.speculation == "draft_model" and not config.engine.draft_model:
+        yield "config key decode.speculation=draft_model needs engine.draft_model, which says what is to draft"
+    for section in ("decode", "colocate"):
+        size = getattr(config, section).tp
+        if config.engine.draft_model and size > 1:
+            yield (
+                f"config key engine.draft_model={config.engine.draft_model} needs {section}.tp=1: what drafts runs on "
+                f"one rank; got {size}"
+            )
 
 
 def _tracing_conflicts(tracing: TracingConfig) -> Iterator[str]:

@@ -95,6 +95,7 @@ EFFECTS: Mapping[str, SettingEffect] = {
     "cache.storage.group_access": _STORAGE,
     "engine": _ALL,
     "engine.context": _CONTEXT,
+    "engine.draft_model": _PAIRS,
     "engine.dtype": _PAIRS,
     "engine.weights": _PAIRS,
     "engine.attention": _PAIRS,

@@ -26,6 +26,10 @@ class EngineConfig:
     context: int = 0
     """The longest sequence that is served, prompt and answer together, in tokens; 0: the model's own. Less takes less
     memory for a request at most; more is refused unless the model's rope scaling gives it."""
+    draft_model: str = ""
+    """What drafts the tokens to come, besides what is looked up in them. mtp: the checkpoint's own layer that predicts
+    further tokens, where the architecture has one. Workers of both roles compute and keep its state beside the model's;
+    `decode.speculation` says whether decode goes by it. Empty: none is loaded."""
     attention: Literal["auto", "torch", "native", "triton"] = "auto"
     """auto: triton on an NVIDIA GPU; on a CPU native, kernels compiled by g++ where there is one; else torch."""
     threads: int = 0
@@ -87,10 +91,11 @@ class PrefillConfig:
 class DecodeConfig:
     max_batch_tokens: int = 64
     """Token budget of a decode step: one token per running request, and drafts."""
-    speculation: Literal["auto", "prompt_lookup", "off"] = "auto"
+    speculation: Literal["auto", "prompt_lookup", "draft_model", "off"] = "auto"
     """Whether a step's rows carry drafts of the tokens to come. prompt_lookup: what followed a request's latest tokens
-    before, in its prompt or its answer. Each is drawn as well, so answers come faster where they repeat something, and
-    are the same. auto: prompt_lookup, but off for models with recurrent states, which can have no drafts."""
+    before, in its prompt or its answer. draft_model: what `engine.draft_model` predicts. Each is drawn as well, so
+    answers come faster where drafts are right, and are the same. auto: draft_model where there is one, else
+    prompt_lookup; but off for models with recurrent states, which can have no drafts."""
     draft_tokens: int = 4
     """Drafts that a row carries, at most."""
     draft_requests: int = 4
@@ -136,7 +141,7 @@ class DecodeConfig:
 
     @property
     def drafts(self) -> int:
-        """Drafts that a row carries, at most; ``auto`` counts as prompt_lookup."""
+        """Drafts that a row carries, at most; ``auto`` counts as some."""
         return 0 if self.speculation == "off" else self.draft_tokens
 
 

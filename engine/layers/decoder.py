@@ -1,9 +1,16 @@
-"""The decoder that all models share: embedding, layers, final norm, logits; and the forward context, what its layers
-are given in one step besides the activations.
+"""The decoder that all models share: embedding, layers, final norm, logits; the draft layer that may be behind it; and
+the forward context, what its layers are given in one step besides the activations.
 
 Activations are [M, hidden]: the tokens of all sequences packed on one axis, T of them, padded to the numerics'
 quantum with rows that are computed like the rest and written nowhere. Every operation on activations is by row. State
 is read and written through the load gates only, one layer of one pool at a time.
+
+A *draft layer* predicts the token behind next: at position `i` it reads token `i` and what the model has made of
+position `i - 1`, its *feature*, and gives what stands for the feature of position `i`. It has keys and values like any
+layer. Every step computes it behind the model, at the step's own positions, so its state at a position hangs on the
+tokens up to there alone: it is shared, handed over, swapped and migrated with the pages of the model, and what a step
+computes for a rejected draft is written over as the model's is. The features are kept beside them, since the first
+position of a step needs that of the last step's end, or of a prefix that another request has computed.
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ from torch import Tensor
 from twinpool.cache.pool.load_gate import GateDoor, LayerBuffers
 from twinpool.engine.attention.attention_backend import AttentionBackend
 from twinpool.engine.attention.attention_plan import AttentionPlan, SlotPlan
+from twinpool.engine.attention.kv_quantization import store
 from twinpool.engine.layers.norm import add_rms_norm, rms_norm
 from twinpool.engine.native.current_kernels import using
 from twinpool.engine.native.layer_kernels import LayerKernels
@@ -88,6 +96,9 @@ class ForwardContext:
         return torch.cat((x_tn, x_tn.new_zeros(lacking, *x_tn.shape[1:]))) if lacking else x_tn
 
 
+Norm = Callable[[Tensor], Tensor]
+
+
 class Layer(Protocol):
     """One layer of a model."""
 
@@ -112,9 +123,6 @@ class PreNormLayer:
         mixed_mh = self.mixer(rms_norm(x_mh, self.input_norm_h, self.eps), ctx)
         x_mh, normed_mh = add_rms_norm(x_mh, mixed_mh, self.mlp_norm_h, self.eps)
         return x_mh.add_(self.mlp(normed_mh, ctx))
-
-
-Norm = Callable[[Tensor], Tensor]
 
 
 def unchanged(x: Tensor) -> Tensor:
@@ -156,6 +164,54 @@ class ParallelLayer:
         return (x_mh + self.mixer(normed_mh, ctx)).add_(self.mlp(normed_mh, ctx))
 
 
+FEATURES = "draft_features"
+"""The buffer of features, [hidden] a token, in layer 0 of the pool that the draft layer is in."""
+
+
+@dataclass(frozen=True)
+class DraftLayer:
+    """The layer of a checkpoint that predicts further tokens (multi-token prediction, arXiv 2412.19437)."""
+
+    pool: str
+    """The pool that features are kept in; a full one."""
+    token_norm: Norm
+    feature_norm: Norm
+    joined: RowExactLinear
+    """Of the normed embedding and the normed feature, one behind the other: [2 * hidden] to [hidden]."""
+    layer: Layer
+    norm: Norm
+    """Of the layer's output: what comes out stands for the feature of the position."""
+    head: RowExactLinear | None = None
+    """A head of its own; None: the model's."""
+    embed_vh: Tensor | None = None
+    """An embedding of its own; None: the model's."""
+
+    def __call__(self, embedded_mh: Tensor, features_mh: Tensor, ctx: ForwardContext) -> Tensor:
+        """Compute the step's positions from the embeddings of their tokens and the features of the positions before
+        them, [M, hidden] each, and write their keys and values; returns what stands for their features."""
+        joined_mk = torch.cat((self.token_norm(embedded_mh), self.feature_norm(features_mh)), dim=1)
+        return self.norm(self.layer(ctx.linear(joined_mk, self.joined), ctx))
+
+    def keep(self, features_mh: Tensor, ctx: ForwardContext) -> None:
+        """Write the features of the step's positions."""
+        store(self._buffers(ctx), FEATURES, features_mh[: ctx.count], ctx.plans[self.pool])
+
+    def before(self, features_mh: Tensor, ctx: ForwardContext) -> Tensor:
+        """The features of the positions before the step's, [M, hidden]: of the sequences' first ones as they are kept,
+        zeros before position 0; of the others out of those of the step, [M, hidden]."""
+        plan = ctx.plans[self.pool]
+        at_b = (plan.starts_b.long() - 1).clamp_min(0)
+        pages_b = plan.tables_bp.gather(1, (at_b // plan.page_tokens).unsqueeze(1)).squeeze(1).long()
+        kept_nh = self._buffers(ctx)[FEATURES].view(-1, features_mh.shape[1])
+        first_bh = kept_nh[pages_b * plan.page_tokens + at_b % plan.page_tokens]
+        first_bh = first_bh.masked_fill((plan.starts_b == 0).unsqueeze(1), 0.0)
+        shifted_mh = torch.roll(features_mh, 1, dims=0)
+        return shifted_mh.index_copy_(0, plan.offsets_b[:-1].long(), first_bh)
+
+    def _buffers(self, ctx: ForwardContext) -> LayerBuffers:
+        return ctx.buffers(LayerPlace(self.pool, 0))
+
+
 @dataclass
 class Decoder:
     """A model's weights, and the computation of one step with them."""
@@ -175,6 +231,7 @@ class Decoder:
     """The kernels that layers use; None: torch's operations alone."""
     prepare: Callable[[Tensor, Tensor, ForwardContext], None] | None = None
     """Called first with tokens [M] and embeddings [M, hidden]; leaves further inputs of layers in the scratch."""
+    draft: DraftLayer | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -190,18 +247,49 @@ class Decoder:
                 self.prepare(tokens_m, x_mh, ctx)
             for layer in self.layers:
                 x_mh = layer(x_mh, ctx)
+                # Features are in the first layer, and known behind the last one.
+                if ctx.passed is not None and self.draft is None:
+                    ctx.passed()
+            if self.draft is not None:
+                features_mh = self.norm(x_mh)
+                self.draft.keep(features_mh, ctx)
+                self.draft(self._draft_embedded(tokens_m), self.draft.before(features_mh, ctx), ctx)
                 if ctx.passed is not None:
                     ctx.passed()
         return x_mh
 
+    def draft_from(self, tokens_m: Tensor, features_mh: Tensor | None, ctx: ForwardContext) -> Tensor:
+        """Compute the draft layer alone, one position a sequence ([M] int64), and write its keys and values; returns
+        what stands for the features of these positions, [M, hidden]. `features_mh`: what stood for those before them;
+        None: as they are kept."""
+        assert self.draft is not None, "the model has a draft layer"
+        with using(self.kernels):
+            embedded_mh = self._draft_embedded(tokens_m)
+            if features_mh is None:
+                features_mh = self.draft.before(torch.zeros_like(embedded_mh), ctx)
+            return self.draft(embedded_mh, features_mh, ctx)
+
+    def draft_logits(self, features_nh: Tensor, numerics: Numerics) -> Tensor:
+        """Compute the logits of the tokens behind next, [n, vocab] float32, from what `draft_from` gave."""
+        assert self.draft is not None, "the model has a draft layer"
+        return self._logits(features_nh, self.draft.head or self.head, numerics)
+
+    def _draft_embedded(self, tokens_m: Tensor) -> Tensor:
+        table = self.draft.embed_vh if self.draft is not None else None
+        return self.embed_vh[tokens_m] if table is None else table[tokens_m]
+
     def logits(self, x_nh: Tensor, numerics: Numerics) -> Tensor:
         """Compute the logits of some rows [n, hidden] of `forward`'s result: [n, vocab] float32."""
-        rows = len(x_nh)
+        with using(self.kernels):
+            return self._logits(self.norm(x_nh), self.head, numerics)
+
+    def _logits(self, normed_nh: Tensor, head: RowExactLinear, numerics: Numerics) -> Tensor:
+        rows = len(normed_nh)
         padded = numerics.padded(rows)
         if padded > rows:
-            x_nh = torch.cat((x_nh, x_nh.new_zeros(padded - rows, x_nh.shape[1])))
+            normed_nh = torch.cat((normed_nh, normed_nh.new_zeros(padded - rows, normed_nh.shape[1])))
         with using(self.kernels):
-            logits_nv = numerics.linear(self.norm(x_nh), self.head)[:rows].float()
+            logits_nv = numerics.linear(normed_nh, head)[:rows].float()
         if self.logits_scale != 1.0:
             logits_nv = logits_nv * self.logits_scale
         if self.logits_softcap:

@@ -86,8 +86,8 @@ _LATENT = {
     "qk_head_dim": "the sum of its two parts",
     "num_local_experts": "another name of n_routed_experts",
     "num_experts": "another name of n_routed_experts",
-    "num_nextn_predict_layers": "layers that predict further tokens are left unused",
-    "num_mtp_layers": "layers that predict further tokens are left unused",
+    "num_nextn_predict_layers": "the tensors of the layer that predicts further tokens are looked for",
+    "num_mtp_layers": "the tensors of the layer that predicts further tokens are looked for",
 }
 _NO_BIASES = {"mlp_bias": "not read: feed-forward layers have no biases"}
 _ALL_HEADS = {"num_key_value_heads": SameKey("num_attention_heads")}

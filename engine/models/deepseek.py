@@ -1,7 +1,8 @@
 """DeepSeek-V2 and V3, Kimi K2, GLM-4.7-Flash: latent attention; DeepSeek-V3.2 and GLM-5: to positions that an indexer
 selects.
 
-A layer that predicts further tokens (``num_nextn_predict_layers``: tensors of layers past the last) is left unused.
+A layer that predicts further tokens (``num_nextn_predict_layers``: tensors of layers past the last) is used where
+`engine.draft_model` says so: it is like the last of the model's.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class DeepseekV3(Model):
     """How many layers come before the first mixture, where `config.json` doesn't say."""
     scoring = "sigmoid"
     methods: tuple[str, ...] = ("noaux_tc",)
+    mtp = "model.layers.{}."
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
@@ -93,7 +95,7 @@ class DeepseekV3(Model):
         return scale
 
     def pools(self, options: StateOptions) -> tuple[PoolSpec, ...]:
-        return (PoolSpec(FULL_POOL, latent_buffers(self.layers, self.latent, options.dtype, options.kv_codes)),)
+        return (PoolSpec(FULL_POOL, latent_buffers(self.kept_layers, self.latent, options.dtype, options.kv_codes)),)
 
     def layer(self, number: int, weights: Weights) -> Layer:
         attention = self.attention(number, weights.scope("self_attn."))
@@ -108,7 +110,7 @@ class DeepseekV3(Model):
         return None
 
     def mlp(self, number: int, weights: Weights) -> Sublayer:
-        if self.mlp_kinds[number] == "dense":
+        if self.mlp_kinds[min(number, self.layers - 1)] == "dense":
             return GatedMlp(weights, self.hidden, self.inner)
         return self.mixture(weights)
 
@@ -163,7 +165,7 @@ class DeepseekV32(DeepseekV3):
         )
         if self.index.dim < self.index.rope_dim:
             raise config.refuse(f"index_head_dim {self.index.dim} is less than qk_rope_head_dim {self.index.rope_dim}")
-        self.chooses = self.indexers()
+        self.chooses = [*self.indexers(), *([True] * self.drafts)]
         if not self.chooses[0]:
             raise config.refuse("the first layer shares a selection, but there is none before it")
 
@@ -175,7 +177,7 @@ class DeepseekV32(DeepseekV3):
         index = index_buffers(
             sum(self.chooses), self.index, options.dtype, options.page_tokens, float8=options.index_float8
         )
-        latents = latent_buffers(self.layers, self.latent, options.dtype, options.kv_codes)
+        latents = latent_buffers(self.kept_layers, self.latent, options.dtype, options.kv_codes)
         return (PoolSpec(FULL_POOL, (*latents, *index)),)
 
     def selector(self, number: int, weights: Weights) -> SparseSelector:

@@ -60,6 +60,7 @@ class Llama(Model):
         self._check_factors(int(self.head_dim * self.rope.partial) // 2)
         # A window as long as the longest sequence hides nothing.
         self.windows = [window if window < spec.context else 0 for window in self.layer_windows()]
+        self.windows += [0] * self.drafts
 
     def _check_factors(self, count: int) -> None:
         for key in ("factors", "short_factor", "long_factor"):
@@ -100,7 +101,7 @@ class Llama(Model):
         return [0] * self.layers
 
     def pools(self, options: StateOptions) -> tuple[PoolSpec, ...]:
-        counts = Counter(self.place(number).pool for number in range(self.layers))
+        counts = Counter(self.place(number).pool for number in range(self.kept_layers))
         pools = []
         for name, layers in sorted(counts.items()):
             buffers = kv_buffers(layers, self.kv_heads, self.head_dim, options.dtype, options.shard, options.kv_codes)

@@ -105,9 +105,10 @@ class Olmoe(Llama):
 
 class Glm4Moe(Llama):
     """``Glm4MoeForCausalLM`` (GLM-4.5 to 4.7): rope over a part of each head, and DeepSeek's mixtures behind some
-    dense layers. Layers that predict further tokens are left unused."""
+    dense layers. The layer that predicts further tokens is used where `engine.draft_model` says so."""
 
     rope_share, usual_eps = 0.5, 1e-5
+    mtp = "model.layers.{}."
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)

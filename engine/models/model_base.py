@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from twinpool.cache.memory.kv_cache_spec import PoolSetSpec, PoolSpec
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
-from twinpool.engine.layers.decoder import Decoder, Layer, Norm, NormedLayer, PreNormLayer, Sublayer, unchanged
+from twinpool.engine.layers.decoder import (
+    FEATURES,
+    Decoder,
+    DraftLayer,
+    Layer,
+    Norm,
+    NormedLayer,
+    PreNormLayer,
+    Sublayer,
+    unchanged,
+)
 from twinpool.engine.layers.norm import rms_norm
 from twinpool.engine.tensors.shard import WHOLE, Shard
 from twinpool.engine.tensors.weight_loader import Weights
@@ -45,6 +55,9 @@ class Model(ABC):
     ties = False
     """Whether the head is the embedding where `config.json` doesn't say."""
     head_bias = False
+    mtp = ""
+    """The prefix of the tensors of the layer that predicts further tokens, with the number of layers in place of {};
+    empty: the architecture has none that is known here."""
 
     def __init__(self, spec: ModelSpec) -> None:
         config = spec.config
@@ -53,6 +66,12 @@ class Model(ABC):
         self.layers = spec.layers
         self.eps = config.number(self.eps_key, self.usual_eps)
         self.tied = config.flag("tie_word_embeddings", self.ties)
+        self.drafts = bool(spec.draft_model)
+        if self.drafts and not self.mtp:
+            raise config.refuse(
+                f"engine.draft_model={spec.draft_model}: no layer that predicts further tokens is known of "
+                f"{spec.architecture}; leave it empty"
+            )
 
     @abstractmethod
     def pools(self, options: StateOptions) -> tuple[PoolSpec, ...]:
@@ -62,9 +81,19 @@ class Model(ABC):
     def layer(self, number: int, weights: Weights) -> Layer:
         """Build layer `number`, whose tensors are all below `weights`."""
 
+    @property
+    def kept_layers(self) -> int:
+        """How many layers keep state as those of the model do: all of these, and the draft layer if there is one."""
+        return self.layers + self.drafts
+
     def pool_set(self, options: StateOptions) -> PoolSetSpec:
         """The pool set of one rank."""
-        return PoolSetSpec(options.page_tokens, self.pools(options))
+        spec = PoolSetSpec(options.page_tokens, self.pools(options))
+        if not self.drafts:
+            return spec
+        features = BufferSpec(FEATURES, 1, (self.hidden,), options.dtype)
+        full = replace(spec.full, buffers=(*spec.full.buffers, features))
+        return replace(spec, pools=tuple(full if pool is spec.full else pool for pool in spec.pools))
 
     def pre_norm(self, weights: Weights, mixer: Sublayer, mlp: Sublayer) -> Layer:
         """Build a pre-norm layer, whose norms have the names that most models use."""
@@ -98,7 +127,36 @@ class Model(ABC):
         else:
             head = weights.linear({"lm_head": self.spec.vocab_size}, self.hidden, bias=self.head_bias)
         embed = table if isinstance(table, Tensor) else head if tied else weights.made(table)
-        return Decoder(embed, layers, norm, head)
+        draft = self.draft_layer(weights.scope(self.mtp.format(self.layers)), weights) if self.drafts else None
+        return Decoder(embed, layers, norm, head, draft=draft)
+
+    def draft_layer(self, weights: Weights, whole: Weights) -> DraftLayer:
+        """Build the layer that predicts further tokens, whose tensors are below `weights`, by DeepSeek's names."""
+        hidden, vocab = self.hidden, self.spec.vocab_size
+        if not weights.has("eh_proj.weight"):
+            raise self.config.refuse(
+                f"engine.draft_model={self.spec.draft_model}: the checkpoint has no layer that predicts further tokens "
+                f"({self.mtp.format(self.layers)}eh_proj.weight); leave it empty"
+            )
+        own_head, own_embed = "shared_head.head.weight", "embed_tokens.weight"
+        head = embed = None
+        # Checkpoints have copies of the model's own; where they differ, the layer was trained with its own.
+        if weights.has(own_head) and not whole.same(f"{self.mtp.format(self.layers)}{own_head}", "lm_head.weight"):
+            head = weights.linear({"shared_head.head": vocab}, hidden)
+        if weights.has(own_embed) and not whole.same(
+            f"{self.mtp.format(self.layers)}{own_embed}", f"model.{self.embed_name}.weight"
+        ):
+            embed = weights.tensor(own_embed, vocab, hidden)
+        return DraftLayer(
+            FULL_POOL,
+            self.norm(weights, "enorm"),
+            self.norm(weights, "hnorm"),
+            weights.linear({"eh_proj": hidden}, 2 * hidden),
+            self.layer(self.layers, weights),
+            self.norm(weights, "shared_head.norm"),
+            head,
+            embed,
+        )
 
     def norm_weight(self, weights: Weights, name: str, size: int) -> Tensor:
         """Read a norm's weight, in the dtype and offset that `rms_norm` takes."""

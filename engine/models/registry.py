@@ -115,7 +115,7 @@ def unchecked_model(spec: ModelSpec) -> Model:
     return model
 
 
-def read_model(folder: Path, context: int = 0) -> Model:
+def read_model(folder: Path, context: int = 0, draft_model: str = "") -> Model:
     """Read and check a checkpoint folder without loading a tensor. Raises `CheckpointError`; `ConfigError` for a
-    `context` (`engine.context`) that it doesn't have."""
-    return model_for(read_model_spec(folder, context))
+    `context` (`engine.context`), or an `engine.draft_model`, that it doesn't have."""
+    return model_for(read_model_spec(folder, context, draft_model))

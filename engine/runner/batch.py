@@ -114,6 +114,23 @@ class BatchRow(NamedTuple):
         return [*(self.draw.before(count) for count in range(self.drafted, 0, -1)), self.draw]
 
 
+class DraftRow(NamedTuple):
+    """A sequence for which the draft layer is to propose tokens."""
+
+    token: int
+    """Its latest token, whose state no step has computed yet."""
+    start: int
+    """The position of that token."""
+    tables: Mapping[str, TableSlice]
+    """As in `BatchRow`; they reach `most` positions from `start` on, where the draft layer writes its keys and values,
+    and the next step writes over them."""
+    most: int
+    """Tokens to propose, 1 or more."""
+    draw: TokenDraw
+    """The draw of the token behind the latest one, without what hangs on the tokens before: proposals are drawn as the
+    tokens will be, so that what is drawn at random is often the same."""
+
+
 class DrawnToken(NamedTuple):
     """A drawn token, with its log-probabilities when the client asked for them."""
 

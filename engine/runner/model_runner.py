@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from twinpool.engine.attention.attention_plan import (
     muted_slots,
 )
 from twinpool.engine.layers.decoder import Decoder, ForwardContext
-from twinpool.engine.runner.batch import NO_MASKS, BatchRow, RowOutput, TokenDraw
+from twinpool.engine.runner.batch import NO_MASKS, BatchRow, DraftRow, RowOutput, TokenDraw
 from twinpool.engine.runner.device_rows import (
     DeviceBlockTables,
     DeviceTokenHistories,
@@ -47,7 +48,7 @@ from twinpool.engine.runner.sampling.sampler import DrawnRows, Logprobs, draw_to
 from twinpool.engine.tensors.row_exact_linear import Numerics
 from twinpool.engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
 
-_FORWARD, _DRAW = (DeviceOp(name, DeviceStream.COMPUTE) for name in ("forward", "draw"))
+_FORWARD, _DRAW, _PROPOSE = (DeviceOp(name, DeviceStream.COMPUTE) for name in ("forward", "draw", "propose"))
 _LOGIT_ELEMENTS = 1 << 23
 """Logits computed at once when prompts are scored: 32 MiB in float32."""
 
@@ -81,6 +82,7 @@ class ModelRunner:
         }
         self._histories = DeviceTokenHistories(device.torch_device)
         self._triton = triton
+        self._logits_at_once = _LOGIT_ELEMENTS // decoder.head.shape[0]
         self.graphs: StepGraphs | None = None
         """The captured forward passes of decode steps, where there are any."""
 
@@ -104,7 +106,7 @@ class ModelRunner:
         """
         planned = self.plan(rows)
         # Sets of all pages of a batch cost more than the rest of the plan: they are made for a device that checks them.
-        op = self._naming(rows) if self._device.checks else _FORWARD
+        op = self._naming(rows, _FORWARD) if self._device.checks else _FORWARD
         passages = {pool.name: self._gates[pool.name].enter(pool.name) for pool in self.spec.pools}
         gates: dict[tuple[str, int], Sequence[Completion]] = {}
         for passage in passages.values():
@@ -136,6 +138,63 @@ class ModelRunner:
         if masks:
             wanted = [draw.masked(masks.get(number)) for number, draw in enumerate(wanted)]
         step.completion = self._device.submit(_DRAW, lambda: step.draw(self._draw(step, wanted)))
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:
+        """Propose the tokens behind each row's latest one, by the draft layer; waits for the device. All steps of these
+        sequences must have been computed. Nothing that is proposed from pages that were given away is of use."""
+        rounds: list[tuple[list[int], PlannedStep]] = []
+        for at in range(max(row.most for row in rows)):
+            going = [number for number, row in enumerate(rows) if row.most > at]
+            steps = [BatchRow([0], rows[number].start + at, rows[number].tables) for number in going]
+            rounds.append((going, self.plan(steps)))
+        reach = [BatchRow([0] * row.most, row.start, row.tables) for row in rows]
+        op = self._naming(reach, _PROPOSE) if self._device.checks else _PROPOSE
+        passages = {pool.name: self._gates[pool.name].enter(pool.name) for pool in self.spec.pools}
+        gates = {gate: waits for passage in passages.values() for gate, waits in passage.gates.items()}
+        proposed: list[Tensor] = []
+
+        def run() -> None:
+            proposed.extend(map(to_host, self._propose(rows, rounds, passages)))
+
+        try:
+            self._device.submit(op, run, gates=gates).wait()
+        except UnorderedAccess:
+            for _, planned in reversed(rounds):
+                for pool, tables in planned.tables.items():
+                    self._tables[pool].undo(tables)
+            raise
+        drafts: list[list[int]] = [[] for _ in rows]
+        for (going, _), tokens_n in zip(rounds, proposed, strict=True):
+            for number, token in zip(going, tokens_n.tolist(), strict=True):
+                drafts[number].append(token)
+        return drafts
+
+    @torch.inference_mode()
+    def _propose(
+        self,
+        rows: Sequence[DraftRow],
+        rounds: Sequence[tuple[Sequence[int], PlannedStep]],
+        doors: Mapping[str, GateDoor],
+    ) -> Iterator[Tensor]:
+        """The proposals of each round, [n] int64: for the rows that are still going, a token each."""
+        device = self._device.torch_device
+        tokens_n, features_nh = to_device([row.token for row in rows], device), None
+        before: Sequence[int] = range(len(rows))
+        for at, (going, planned) in enumerate(rounds):
+            if len(going) < len(before):
+                places = {number: place for place, number in enumerate(before)}
+                kept_n = to_device([places[number] for number in going], device)
+                tokens_n = tokens_n.index_select(0, kept_n)
+                features_nh = features_nh.index_select(0, kept_n) if features_nh is not None else None
+            ctx = self.context(planned, doors)
+            _mute(ctx, self._stale(ctx, planned))
+            padded_nh = None if features_nh is None else ctx.padded(features_nh)
+            features_nh = self.decoder.draft_from(ctx.padded(tokens_n), padded_nh, ctx)[: ctx.count]
+            logits_nv = self.decoder.draft_logits(features_nh, self.numerics)
+            draws = [rows[number].draw for number in going]
+            tokens_n = draw_tokens(logits_nv, [draw._replace(at=draw.position + at) for draw in draws]).tokens_n
+            before = going
+            yield tokens_n
 
     def plan(self, rows: Sequence[BatchRow]) -> PlannedStep:
         """Plan a step: what it needs of every pool, and what the device lacks of that. `context` must be called for
@@ -188,7 +247,7 @@ class ModelRunner:
         tokens_m, drawn_n = input_tokens(rows, len(ctx.positions_m) - ctx.count, device, drawn_at)
         if self._followers is not None:
             self.ranks.first(torch.cat((tokens_m, stale_b.long())))
-        self._mute(ctx, stale_b)
+        _mute(ctx, stale_b)
         if planned.histories is not None:
             self._histories.update(planned.histories, tokens_m)
         x_mh = self._replayed(tokens_m, ctx, doors) if self.graphs is not None and marks is None else None
@@ -202,7 +261,9 @@ class ModelRunner:
             if row.score:
                 scores[at] = [part.to_host() for part in self._score(row, x_mh[first:])]
             if row.replay is not None:
-                replays[at] = [part.to_host() for part in self._redraw(row, x_mh[first:])]
+                logits, at_once = partial(self.decoder.logits, numerics=self.numerics), self._logits_at_once
+                found = redraw(row, x_mh[first:], logits, at_once, triton=self._triton)
+                replays[at] = [part.to_host() for part in found]
         return ForwardResults(logits_nv, scores, replays, to_host(stale_b))
 
     def _replayed(self, tokens_m: Tensor, ctx: ForwardContext, doors: Mapping[str, GatePass]) -> Tensor | None:
@@ -220,6 +281,8 @@ class ModelRunner:
         captured, or compute other bits then."""
         if self.ranks.size > 1:
             raise ConfigError(f"its {self.ranks.size} ranks add up their results on the host, between kernels")
+        if self.decoder.draft is not None:
+            raise ConfigError("steps of a model with engine.draft_model aren't captured yet")
         graphs = StepGraphs(
             self.decoder, self.numerics, self.attention, self.spec, self._gates, self._device.torch_device,
             rows=rows, context=context, drafted=drafted,
@@ -234,7 +297,7 @@ class ModelRunner:
         ctx = self._context(self._ordered(order), doors)
         count = len(ctx.positions_m)
         told = self.ranks.first(ctx.positions_m.new_zeros(count + len(order.rows)))
-        self._mute(ctx, told[count:].bool())
+        _mute(ctx, told[count:].bool())
         self.decoder.forward(told[:count], ctx)
 
     def _ordered(self, order: RunStep) -> PlannedStep:
@@ -324,12 +387,6 @@ class ModelRunner:
                 found.append(self.attention.stale(plan, self._epochs[pool].on(device)))
         return found[0] if len(found) == 1 else torch.stack(found).any(0)
 
-    def _mute(self, ctx: ForwardContext, stale_b: Tensor) -> None:
-        """Redirect the writes of stale sequences to the null page and the null slot, as zeros."""
-        if not stale_b.is_cpu or stale_b.any():
-            ctx.plans = {pool: muted(plan, stale_b) for pool, plan in ctx.plans.items()}
-            ctx.slots = {pool: muted_slots(plan, stale_b) for pool, plan in ctx.slots.items()}
-
     @torch.inference_mode()
     def _draw(self, step: LaunchedStep, wanted: Sequence[TokenDraw]) -> DrawnRows:
         """Draw for the rows that do, by the logits of the step's forward pass."""
@@ -344,19 +401,14 @@ class ModelRunner:
     def _score(self, row: BatchRow, x_th: Tensor) -> Iterator[Logprobs]:
         """Log-probabilities of the tokens in `row.score`, some rows of logits at a time."""
         follow = to_device(row.score or (), x_th.device)
-        step = max(1, _LOGIT_ELEMENTS // self.decoder.head.shape[0])
+        step = max(1, self._logits_at_once)
         for begin in range(0, len(follow), step):
             part = follow[begin : begin + step]
             logits_nv = self.decoder.logits(x_th[begin : begin + len(part)], self.numerics)
             yield token_logprobs(logits_nv, part, [row.score_top] * len(part))
 
-    def _redraw(self, row: BatchRow, x_th: Tensor) -> Iterator[RedrawnTokens]:
-        """Draw a known answer again, some rows of logits at a time."""
-        most = _LOGIT_ELEMENTS // self.decoder.head.shape[0]
-        return redraw(row, x_th, lambda x_nh: self.decoder.logits(x_nh, self.numerics), most, triton=self._triton)
-
-    def _naming(self, rows: Sequence[BatchRow]) -> DeviceOp:
-        """The operation of a step, with the pages and slots that it reads, and those that it writes."""
+    def _naming(self, rows: Sequence[BatchRow], op: DeviceOp) -> DeviceOp:
+        """The operation `op` of a step, with the pages and slots that it reads, and those that it writes."""
         size = self.spec.page_tokens
         reads: dict[str, set[int]] = {pool: set() for pool in self.spec.by_name}
         writes: dict[str, set[int]] = {pool: set() for pool in self.spec.by_name}
@@ -368,7 +420,7 @@ class ModelRunner:
                 reads[pool].update(pages if state else pages[:end])
                 writes[pool].update(pages if state else pages[row.start // size - table.first : end])
         read, written = (spans(DEVICE, {pool: sorted(pages) for pool, pages in of.items()}) for of in (reads, writes))
-        return replace(_FORWARD, reads=read, writes=written)
+        return replace(op, reads=read, writes=written)
 
 
 def compute_order(planned: PlannedStep) -> RunStep:
@@ -385,3 +437,10 @@ def compute_order(planned: PlannedStep) -> RunStep:
         for one in mine.updates
     ]
     return RunStep(tuple(RowOrder(*row) for row in rows), tuple(entries))
+
+
+def _mute(ctx: ForwardContext, stale_b: Tensor) -> None:
+    """Redirect the writes of stale sequences to the null page and the null slot, as zeros."""
+    if not stale_b.is_cpu or stale_b.any():
+        ctx.plans = {pool: muted(plan, stale_b) for pool, plan in ctx.plans.items()}
+        ctx.slots = {pool: muted_slots(plan, stale_b) for pool, plan in ctx.slots.items()}

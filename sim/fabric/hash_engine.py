@@ -33,6 +33,7 @@ from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolKind, PoolSetSpe
 from twinpool.cache.memory.memory_layout import BufferLayout
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.sampling_params import TokenDifference, TokenLogprob
+from twinpool.decode.drafting import WantedDraft
 from twinpool.decode.request import DecodeRequest
 from twinpool.engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenDraw, TokenFromStep
 from twinpool.engine.runner.device_rows import TokenHistory
@@ -340,10 +341,14 @@ class SimDrafter:
         """`spec`: the whole model's pools."""
         self._spec, self._rng = spec, random.Random(seed)
 
-    def propose(self, request: DecodeRequest, most: int) -> Sequence[int]:
+    def ready(self, request: DecodeRequest) -> bool:
+        return self._rng.random() >= _NO_DRAFT
+
+    def propose(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
+        return [self._draft(request, most) for request, most in wanted]
+
+    def _draft(self, request: DecodeRequest, most: int) -> Sequence[int]:
         submit, rng = request.submit, self._rng
-        if rng.random() < _NO_DRAFT:
-            return ()
         answer = recite(self._spec, submit.tokens[: submit.prompt_len], submit.sampling).tokens
         right = answer[request.generated :][: rng.randint(1, most)]
         return [rng.randrange(VOCABULARY) if rng.random() < _WRONG_TOKEN else token for token in right]

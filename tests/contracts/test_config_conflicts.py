@@ -94,6 +94,16 @@ def refusal(tree: dict[str, Any]) -> str:
             {"disaggregation": {"mode": "conditional", "step_tokens": 31}, "decode": {"cache": {"page_tokens": 32}}},
             "disaggregation.step_tokens=31 is below decode's cache.page_tokens=32",
         ),
+        (
+            {"engine": {"draft_model": "mtp"}, "decode": {"speculation": "draft_model"}},
+            {"decode": {"speculation": "draft_model"}},
+            "decode.speculation=draft_model needs engine.draft_model",
+        ),
+        (
+            {"engine": {"draft_model": "mtp"}, "prefill": {"tp": 2}},
+            {"engine": {"draft_model": "mtp"}, "decode": {"tp": 2}},
+            "engine.draft_model=mtp needs decode.tp=1",
+        ),
         ({"engine": {"device": "cuda:12"}}, {"engine": {"device": "cuda:1234"}}, "engine.device must be"),
         (
             {"tracing": {"endpoint": "http://a:1/v1/traces"}},

@@ -78,7 +78,7 @@ def test_the_model_that_the_page_spells_out_gives_llamas_logits(
     names: dict[str, Any] = dict(NAMES)
     exec(compile(code, "docs/adding-a-model.md", "exec", flags=annotations.compiler_flag), names)
 
-    def read(folder: Path, context: int) -> Model:
+    def read(folder: Path, context: int, draft_model: str) -> Model:
         model: Model = names["Plain"](read_model_spec(folder, context))
         model.build(Weights.dry(model.spec))
         return model

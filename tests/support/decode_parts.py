@@ -27,7 +27,7 @@ from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.router_commands import PeerRef, Submit
 from twinpool.contracts.messages.worker_status import WorkerLimits
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.decode.drafting import Drafter, Drafting, PromptLookupDrafter
+from twinpool.decode.drafting import Drafter, Drafting
 from twinpool.decode.request import DecodeRequest
 from twinpool.decode.request_pages import DecodePages
 from twinpool.decode.retraction.memory_pressure import OutputLengths
@@ -110,13 +110,12 @@ class DecodeParts:
         self.receiver = ReceiverByHand()
         receiver = cast(KVReceiver, self.receiver)
         self.transfers = TransferQueue(receiver, self.requests, self.pages, device, config, self.clock)
-        self.drafter = drafter or PromptLookupDrafter()
-        self.drafting = drafting = Drafting(self.pages, config.decode, self.drafter)
+        engine = cast(ModelRunner, HashEngine(pools, device))
+        self.drafting = drafting = Drafting(self.pages, config.decode, engine, drafter)
         self.scheduler = DecodeScheduler(
             self.requests, self.pages, self.transfers, self.lengths, drafting, config, self.clock
         )
         self.fitness = NonfiniteRows(8, 60.0, self.clock)
-        engine = cast(ModelRunner, HashEngine(pools, device))
         self.steps = DecodeStepCommit(
             self.requests,
             self.pages,

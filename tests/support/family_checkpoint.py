@@ -78,3 +78,17 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 def rewrite_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def add_predicting_layer(folder: Path, layers: int) -> None:
+    """Add the layer behind the last of `layers` by which checkpoints predict further tokens, by DeepSeek's names: one
+    like the last, with other weights, and copies of the model's embedding and head."""
+    tensors, last, below = tensors_of(folder), f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    more = {name.replace(last, below): t.roll(1, -1) for name, t in tensors.items() if name.startswith(last)}
+    random, embed = torch.Generator().manual_seed(1), tensors["model.embed_tokens.weight"]
+    hidden = embed.shape[1]
+    norms = {name: torch.rand(hidden, generator=random) + 0.5 for name in ("enorm", "hnorm", "shared_head.norm")}
+    joined = torch.randn(hidden, 2 * hidden, generator=random) * (2 * hidden) ** -0.5
+    parts = {**norms, "eh_proj": joined, "embed_tokens": embed, "shared_head.head": tensors["lm_head.weight"]}
+    more |= {f"{below}{name}.weight": part.to(embed.dtype).clone() for name, part in parts.items()}
+    rewrite_tensors(folder, tensors | more)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
@@ -19,7 +18,7 @@ from transformers import (
     PretrainedConfig,
 )
 
-from tests.support.family_checkpoint import COMMON, published_config, rewrite_tensors, tensors_of, write_family
+from tests.support.family_checkpoint import COMMON, add_predicting_layer, published_config, write_family
 
 YARN = {
     "rope_type": "yarn",
@@ -112,13 +111,5 @@ def _write(folder: Path, config: PretrainedConfig, dtype: str, seed: int, publis
         changes |= {"num_nextn_predict_layers": 1, "moe_layer_freq": 1}
         changes |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"} | more
         published_config(folder, **changes)
-        _add_predicting_layer(folder, config.num_hidden_layers)
+        add_predicting_layer(folder, config.num_hidden_layers)
     return folder
-
-
-def _add_predicting_layer(folder: Path, layers: int) -> None:
-    """One layer more, behind the last, as checkpoints have it that predict further tokens."""
-    tensors, last, further = tensors_of(folder), f"model.layers.{layers - 1}.", f"model.layers.{layers}."
-    more = {name.replace(last, further): t.clone() for name, t in tensors.items() if name.startswith(last)}
-    more[f"{further}eh_proj.weight"] = torch.randn(64, 128)
-    rewrite_tensors(folder, tensors | more)

@@ -27,7 +27,14 @@ from transformers import (
     Qwen2MoeConfig,
 )
 
-from tests.support.family_checkpoint import COMMON, published_config, rewrite_tensors, tensors_of, write_family
+from tests.support.family_checkpoint import (
+    COMMON,
+    add_predicting_layer,
+    published_config,
+    rewrite_tensors,
+    tensors_of,
+    write_family,
+)
 from tests.support.family_hybrid import respread
 
 _NUMBERS = COMMON | {
@@ -98,7 +105,10 @@ def make_glm4_moe(
     }
     config = Glm4MoeConfig(**(_NUMBERS | numbers | changes))
     left_out = {"num_nextn_predict_layers": 1, "head_dim": config.head_dim, "partial_rotary_factor": 0.5}
-    return _write(folder, config, dtype, seed, published=published, fused=fused, **left_out)
+    _write(folder, config, dtype, seed, published=published, fused=fused, **left_out)
+    if published and not fused:
+        add_predicting_layer(folder, config.num_hidden_layers)
+    return folder
 
 
 def make_minimax_m2(

@@ -109,7 +109,7 @@ class Pair:
     ) -> None:
         devices, groups, arenas, kept = devices or {}, groups or {}, arenas or {}, kept or {}
         sizes = tokens if isinstance(tokens, Mapping) else dict.fromkeys(PAIR, tokens)
-        spec = read_model_spec(folder)
+        spec = read_model_spec(folder, draft_model=config.engine.draft_model)
         # There is no other decode worker that could take what this one has.
         config = replace(config, decode=replace(config.decode, prefix_offer_bytes=0))
         self.clock = clock
@@ -238,7 +238,7 @@ def together(before: LegReport | None, report: LegReport) -> LegReport:
 
 def counts_for(folder: Path, config: Config, role: Role, tokens: int) -> dict[str, int]:
     """The pools of a worker of so many positions, as planned where memory is no question."""
-    model = read_model(folder)
+    model = read_model(folder, draft_model=config.engine.draft_model)
     cache = replace(config.cache_for(role), device_tokens=tokens)
     plain = replace(config, cache=cache, prefill=replace(config.prefill, cache=CacheOverride()))
     plain = replace(plain, decode=replace(config.decode, cache=CacheOverride()))

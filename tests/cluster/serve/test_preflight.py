@@ -147,7 +147,7 @@ def test_drafts_are_refused_for_a_model_that_can_have_none(tmp_path: Path) -> No
     assert prepare(options(), 8 * GIB).config.decode.speculation == "prompt_lookup"
     off = prepare(options(assignments=("decode.speculation=off",)), 8 * GIB)
     assert (off.config.decode.speculation, off.config.decode.drafts) == ("off", 0), "a word that YAML takes for no"
-    with pytest.raises(ConfigError, match=r"speculation must be one of auto, prompt_lookup, off; got True$"):
+    with pytest.raises(ConfigError, match=r"one of auto, prompt_lookup, draft_model, off; got True$"):
         prepare(options(assignments=("decode.speculation=on",)), 8 * GIB)
 
 

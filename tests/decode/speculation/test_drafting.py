@@ -13,6 +13,7 @@ from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.messages.worker_events import Event, Tokens
+from twinpool.decode.drafting import WantedDraft
 from twinpool.decode.request import DecodeRequest, RequestFailed, RequestFinished
 
 MANY = 40
@@ -38,10 +39,14 @@ class Answers:
             self._known[name] = plain.tokens
         return self._known[name]
 
-    def propose(self, request: DecodeRequest, most: int) -> list[int]:
+    def ready(self, request: DecodeRequest) -> bool:
+        return not self.silent
+
+    def propose(self, wanted: Sequence[WantedDraft]) -> list[list[int]]:
+        return [self._draft(request, most) for request, most in wanted]
+
+    def _draft(self, request: DecodeRequest, most: int) -> list[int]:
         self.asked.append(most)
-        if self.silent:
-            return []
         draft = self.right(request)[len(request.tokens) :][:most]
         return [token + 1 if at in self.wrong else token for at, token in enumerate(draft)]
 
