@@ -2,8 +2,8 @@
 
 from twinpool.engine.models.model_base import Model, StateOptions
 from twinpool.engine.models.registry import model_for, read_model
+from twinpool.engine.runner.kernel_choice import dtype_for
 from twinpool.engine.runner.load_model import load_engine
 from twinpool.engine.runner.model_runner import ModelRunner
-from twinpool.engine.tensors.weight_loader import dtype_for
 
 __all__ = ["Model", "ModelRunner", "StateOptions", "dtype_for", "load_engine", "model_for", "read_model"]

@@ -117,8 +117,9 @@ class AuditRunner:
         self._engine, self._manager, self._tell, self._nonfinite = engine, manager, tell, nonfinite
         self._chunk = min(config.audit.chunk_tokens, config.prefill.chunk_tokens)
         self._most, self._grammars = max_positions, grammars
-        # Workers with different numbers of ranks add in different orders: they agree within rounding only.
-        self._exact = config.engine.numerics == "invariant" and config.prefill.tp == config.decode.tp
+        # Workers whose ranks divide a model otherwise add in different orders: they agree within rounding only.
+        alike = (config.prefill.tp, config.prefill.ep) == (config.decode.tp, config.decode.ep)
+        self._exact = config.engine.numerics == "invariant" and alike
         self._margin = config.audit.margin
         self._waiting: deque[AuditRun] = deque()
         self._running: AuditRun | None = None

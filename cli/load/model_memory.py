@@ -72,15 +72,16 @@ def count_weights(spec: ModelSpec, config: Config, ranks: int, *, gpu: bool) -> 
     numbers of ranks that don't divide it."""
     from twinpool.engine.models.planned_headers import asked_of, planned_spec
     from twinpool.engine.models.registry import unchecked_model
-    from twinpool.engine.runner.kernel_choice import inputs_of, weights_kept
+    from twinpool.engine.runner.kernel_choice import dtype_for, inputs_of, weights_kept
     from twinpool.engine.tensors.shard import Shard
-    from twinpool.engine.tensors.weight_loader import Weights, dtype_for
+    from twinpool.engine.tensors.weight_loader import Weights
 
     asked = asked_of(spec)
+    shard = Shard(0, ranks, ranks if config.prefill.ep > 1 else 1)
     spec = spec if spec.headers else planned_spec(spec, asked)
 
     def held(keep: str) -> int:
-        weights = Weights.dry(spec, dtype_for(spec, config.engine), Shard(0, ranks), keep, gpu=gpu)
+        weights = Weights.dry(spec, dtype_for(spec, config.engine), shard, keep, gpu=gpu)
         unchecked_model(spec).build(weights)
         return weights.nbytes
 

@@ -44,12 +44,11 @@ from twinpool.contracts.ids import PAIR, Role, WorkerName
 from twinpool.contracts.messages.rank_orders import AwaitReady, BindArenas
 from twinpool.engine.models.model_base import Model
 from twinpool.engine.models.registry import model_for
-from twinpool.engine.runner.kernel_choice import class_of, hold_to_class
+from twinpool.engine.runner.kernel_choice import class_of, dtype_for, hold_to_class
 from twinpool.engine.runner.load_model import KeptModel, load_engine
 from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.tensors.shard import Shard
 from twinpool.engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
-from twinpool.engine.tensors.weight_loader import dtype_for
 from twinpool.transfer.net.zmq_channel import Waiter
 from twinpool.transfer.net.zmq_sockets import CurveKeys
 from twinpool.transfer.planes.data_plane import DataPlane
@@ -111,7 +110,9 @@ def build_parts(
     manager = _manager(pools, device, spec, config, role, name, clock, waiter, line, arenas, undo)
     undo.callback(manager.close, 1.0)
     epochs = {pool: allocator.epochs for pool, allocator in pools.allocators.items()}
-    engine = load_engine(model, config.engine, layout.spec, pools.gates, epochs, device, ranks, line, kept)
+    engine = load_engine(
+        model, config.engine, layout.spec, pools.gates, epochs, device, ranks, line, kept, config.ep_for(role)
+    )
     if line is not None:
         line.ask(AwaitReady(), config.cluster.start_timeout_s).wait()
     take_over(manager, line)
@@ -152,7 +153,7 @@ def rank_layout(
     `counts`: pages and slots that each pool can lease; the null page or slot comes on top.
     """
     model = model_for(spec)
-    options = replace(state_options(spec, config, role), shard=Shard(ranks.rank, ranks.size))
+    options = replace(state_options(spec, config, role), shard=Shard(ranks.rank, ranks.size, config.ep_for(role)))
     return model, PoolSetLayout(model.pool_set(options), {pool: 1 + count for pool, count in counts.items()})
 
 

@@ -237,7 +237,8 @@ def build_rank(
                 undo.callback(queue.close, 1.0)
                 storage = FollowerPageStore(RankPageStore(queue, mirror, named, ranks.rank, ranks.size))
         epochs = {pool: allocator.epochs for pool, allocator in pools.allocators.items()}
-        engine = load_engine(model, config.engine, layout.spec, pools.gates, epochs, device, ranks, kept=kept)
+        ep = config.ep_for(role)
+        engine = load_engine(model, config.engine, layout.spec, pools.gates, epochs, device, ranks, kept=kept, ep=ep)
         undo.pop_all()
     for socket in plane.waitable:
         waiter.add(socket)

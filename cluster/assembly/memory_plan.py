@@ -37,7 +37,7 @@ from twinpool.contracts.ids import Role
 from twinpool.engine.attention.kv_quantization import KV_DTYPES
 from twinpool.engine.attention.triton_backend.attend_call import SCRATCH_BYTES
 from twinpool.engine.models.model_base import StateOptions
-from twinpool.engine.tensors.weight_loader import dtype_for
+from twinpool.engine.runner.kernel_choice import dtype_for
 from twinpool.worker.step_commit import LAUNCHED
 
 DEFAULT_CONTEXTS = 8

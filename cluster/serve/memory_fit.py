@@ -95,9 +95,9 @@ class MemoryDemand:
 
     @property
     def _shared_weights(self) -> int:
-        """Bytes of weights that the workers of the node share: they have them once for each number of ranks, since each
+        """Bytes of weights that the workers of the node share: they have them once for each layout of ranks, since each
         divides them in its own way."""
-        ways = {self.config.tp_for(role) for role, count in self.workers.items() if count}
+        ways = {(self.config.tp_for(role), self.config.ep_for(role)) for role, count in self.workers.items() if count}
         return self.weights * len(ways) if shares_weights(self.config) else 0
 
     def _processes(self, role: Role) -> int:
@@ -293,8 +293,8 @@ def max_bytes(share: NodeShare, config: Config, role: Role) -> int:
 
 
 def shared_weights(share: NodeShare, config: Config) -> int:
-    """Bytes of weights that the workers of a node have once, for each number of ranks."""
-    ways = {config.tp_for(role) for role in share.workers}
+    """Bytes of weights that the workers of a node have once, for each layout of ranks."""
+    ways = {(config.tp_for(role), config.ep_for(role)) for role in share.workers}
     return share.weights * len(ways) if shares_weights(config) and not share.facts.cards else 0
 
 

@@ -267,6 +267,9 @@ def check_ranks(config: Config, spec: ModelSpec, roles: Iterable[Role] = PAIR) -
     that would work."""
     for role in roles:
         size, key = config.tp_for(role), f"{section_of(role)}.tp"
+        ep = config.ep_for(role)
+        if ep not in (1, size):
+            raise ConfigError(f"{section_of(role)}.ep={ep} must be 1 or {key}, which is {size}")
         if size == 1:
             continue
         if config.transfer.plane == "local":
@@ -275,24 +278,32 @@ def check_ranks(config: Config, spec: ModelSpec, roles: Iterable[Role] = PAIR) -
         if reason:
             good = [str(n) for n in range(1, 17) if not divides(config, spec, n)]
             raise ConfigError(f"{key}={size}: {reason}; {key} can be {', '.join(good)}")
+        reason = divides(config, spec, size, ep)
+        if reason:
+            raise ConfigError(f"{section_of(role)}.ep={ep}: {reason}; it can be 1")
 
 
-def divides(config: Config, spec: ModelSpec, size: int) -> str:
-    """Why the model can't be divided among `size` ranks, in words; empty where it can."""
+def divides(config: Config, spec: ModelSpec, size: int, ep: int = 1) -> str:
+    """Why the model can't be divided among `size` ranks, with experts spread over `ep`, in words; empty where it
+    can."""
     from twinpool.cluster.assembly.memory_plan import state_options
     from twinpool.engine.models.registry import model_for
+    from twinpool.engine.runner.kernel_choice import dtype_for
     from twinpool.engine.tensors.shard import Shard
-    from twinpool.engine.tensors.weight_loader import Weights, dtype_for
+    from twinpool.engine.tensors.weight_loader import Weights
 
     model = model_for(spec)
     dtype, options = dtype_for(spec, config.engine), state_options(spec, config, Role.PREFILL)
     try:
         for rank in (0, size - 1):
-            shard = Shard(rank, size)
+            shard = Shard(rank, size, ep)
             mine = model.pool_set(dataclasses.replace(options, shard=shard))
             if mine != mine.whole.shard(rank, size):
                 return "its state is not divided like its heads"
-            model.build(Weights.dry(spec, dtype, shard))
+            weights = Weights.dry(spec, dtype, shard)
+            model.build(weights)
+            if ep > 1 and not weights.mixtures:
+                return "this model has no experts"
     except ConfigError as error:
         return str(error)
     return ""
@@ -302,8 +313,8 @@ def weight_bytes(spec: ModelSpec, config: Config) -> int:
     """Bytes of one worker's weights as it keeps them (`engine.weights`), counted from the headers. Raises `ConfigError`
     where `engine.activations` can't be had with them."""
     from twinpool.engine.models.registry import unchecked_model
-    from twinpool.engine.runner.kernel_choice import check_inputs, inputs_of, weights_kept
-    from twinpool.engine.tensors.weight_loader import Weights, dtype_for
+    from twinpool.engine.runner.kernel_choice import check_inputs, dtype_for, inputs_of, weights_kept
+    from twinpool.engine.tensors.weight_loader import Weights
 
     gpu = on_gpus(config)
     keep = weights_kept(config.engine, gpu=gpu, gguf=is_gguf(spec.path))

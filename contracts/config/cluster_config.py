@@ -197,6 +197,10 @@ class Config:
         """Tensor-parallel ranks of a worker of `role`."""
         return self._section(role).tp
 
+    def ep_for(self, role: Role) -> int:
+        """Expert-parallel ranks of a worker of `role`: 1, or as many as it has ranks."""
+        return self._section(role).ep
+
     def _section(self, role: Role) -> PrefillConfig | DecodeConfig | ColocateConfig:
         match role:
             case Role.PREFILL:
@@ -229,11 +233,11 @@ class Config:
     def with_local_prompts(self, role: Role) -> Config:
         """Return the configuration as both halves of a worker of `role` go by it that computes its own prompts: ranks
         and cache are the worker's."""
-        tp, cache = self.tp_for(role), self.override_for(role)
+        tp, ep, cache = self.tp_for(role), self.ep_for(role), self.override_for(role)
         return dataclasses.replace(
             self,
-            prefill=dataclasses.replace(self.prefill, tp=tp, cache=cache),
-            decode=dataclasses.replace(self.decode, tp=tp, cache=cache),
+            prefill=dataclasses.replace(self.prefill, tp=tp, ep=ep, cache=cache),
+            decode=dataclasses.replace(self.decode, tp=tp, ep=ep, cache=cache),
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -84,6 +84,9 @@ class PrefillConfig:
     tenant alone does, none is."""
     tp: int = 1
     """Tensor-parallel ranks of a worker, each a process with its share of the heads; 1, 2, 4, as the heads divide."""
+    ep: int = 1
+    """Expert-parallel ranks of a worker with a mixture of experts: as many as `tp`, and each rank holds its share of
+    the experts whole; 1, and it holds its share of every expert."""
     cache: CacheOverride = field(default_factory=CacheOverride)
 
 
@@ -113,6 +116,8 @@ class DecodeConfig:
     """Bytes of its prefix tree that a worker that leaves offers to others, the hottest prefixes first; 0: nothing."""
     tp: int = 1
     """As `prefill.tp`; the two may differ."""
+    ep: int = 1
+    """As `prefill.ep`; the two may differ."""
     retract: Literal["auto", "copy", "recompute"] = "auto"
     """What happens to the state of a retracted request: copied to host memory and back, or computed again by prefill;
     auto: the quicker one by the rates measured so far."""
@@ -147,7 +152,7 @@ class DecodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ColocateConfig:
-    """A colocated worker also goes by the keys of `prefill` and `decode`, but for their `tp` and `cache`."""
+    """A colocated worker also goes by the keys of `prefill` and `decode`, but for their `tp`, `ep` and `cache`."""
 
     prompt_tokens: int = 64
     """The part of a step's token budget (`prefill.chunk_tokens`) that prompts keep, however many rows decode has in the
@@ -157,6 +162,8 @@ class ColocateConfig:
     one step of each follows the other: for kernels that are made for one kind."""
     tp: int = 1
     """As `prefill.tp`."""
+    ep: int = 1
+    """As `prefill.ep`."""
     cache: CacheOverride = field(default_factory=CacheOverride)
 
 

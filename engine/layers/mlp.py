@@ -4,6 +4,9 @@ The tokens of a step are sorted by expert, each expert computes its tokens in on
 outputs of its experts. So a decode step reads the weights of the chosen experts only, and a long prefill is one large
 product an expert.
 
+Experts that are spread over ranks: every rank routes all tokens and computes those of its own experts, and the ranks
+add up their sums, as they do those over inner units.
+
 Rows stay exact: an expert's rows are padded to the numerics' quantum like any batch (the products of all experts of a
 model have one shape, which the probe has tried), and a row's outputs are weighted and added in float32 in the order of
 its experts' numbers. Neither depends on the rest of the batch. Padding rows of the step go to no expert.
@@ -30,6 +33,7 @@ from twinpool.engine.layers.moe.experts import (
 from twinpool.engine.layers.norm import sigmoid, silu
 from twinpool.engine.native.current_kernels import kernels_for
 from twinpool.engine.tensors.row_exact_linear import Numerics
+from twinpool.engine.tensors.shard import ShardAxis
 from twinpool.engine.tensors.weight_loader import Weights
 from twinpool.engine.weight_formats.block_weight import dense
 
@@ -102,28 +106,34 @@ class MixtureOfExperts:
         activation: Activation = gated_silu,
         shared: Sublayer | None = None,
     ) -> None:
-        """Reads the experts below the prefix `below`, their inner units divided among ranks. The output of `shared` is
-        added without a weight."""
+        """Reads the experts below the prefix `below`, divided or spread among ranks. The output of `shared` is added
+        without a weight."""
         self._router, self._shared = router, shared
-        units = weights.shard.axis(sizes.inner, what="inner units of an expert")
-        self._divided = units.divided
+        here = weights.experts(sizes.experts)
+        self._here = here if len(here) < sizes.experts else None
+        whole = ShardAxis(sizes.inner, 0, sizes.inner)
+        units = weights.shard.axis(sizes.inner, what="inner units of an expert") if self._here is None else whole
+        self._partial = self._here is not None or units.divided
         mine = weights.scope(below)
-        experts = [read(mine, number, sizes, units) for number in range(sizes.experts)]
+        experts = [read(mine, number, sizes, units) for number in here]
         self._experts = (_triton if weights.triton else _torch)(weights, experts, activation)
 
     def __call__(self, h_mh: Tensor, ctx: ForwardContext, routed_by: Tensor | None = None) -> Tensor:
         """Compute [M, hidden]. `routed_by`: the router's input, where it isn't `h_mh`."""
         routes = self._router(h_mh if routed_by is None else routed_by, ctx)
         real = ExpertRoutes(routes.experts_mk[: ctx.count], routes.weights_mk[: ctx.count])
+        if self._here is not None:
+            real = real.of(self._here)
         sum_th = self._experts(h_mh[: ctx.count], real, ctx.numerics)
-        if self._divided:
+        if self._partial:
             sum_th = ctx.sum(sum_th)
         out_mh = ctx.padded(sum_th.to(h_mh.dtype))
         return out_mh if self._shared is None else out_mh.add_(self._shared(h_mh, ctx))
 
 
 RoutedExperts = Callable[[Tensor, ExpertRoutes, Numerics], Tensor]
-"""Computes, from rows of tokens [T, hidden] and their routes, each row's weighted sum: [T, hidden] float32."""
+"""Computes, from rows of tokens [T, hidden] and their routes, each row's weighted sum over the experts that this rank
+holds: [T, hidden] float32."""
 
 
 def _torch(weights: Weights, experts: Sequence[ExpertWeights], activation: Activation) -> RoutedExperts:

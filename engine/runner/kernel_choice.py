@@ -13,6 +13,7 @@ import torch
 from twinpool.cache.device.device_choice import device_capability
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.contracts import cpu_levels as processor
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.checkpoint.quantization import Quantization
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import ConfigError
@@ -29,6 +30,16 @@ log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 _FLOAT8_CAPABILITY = 89
 """The least compute capability, times 10, for which Triton compiles float8 (e4m3)."""
+
+
+def dtype_for(spec: ModelSpec, config: EngineConfig) -> torch.dtype:
+    """The dtype to compute in: the configured one, or the checkpoint's own with ``auto``.
+
+    A float16 checkpoint computes in float32 unless told otherwise: float16 overflows where bfloat16 and float32
+    don't, and it is slow on CPUs.
+    """
+    name = spec.dtype if config.dtype == "auto" else config.dtype
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
 def kernels_for_config(config: EngineConfig, device: torch.device) -> LayerKernels | None:

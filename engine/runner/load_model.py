@@ -33,6 +33,7 @@ from twinpool.engine.runner.kernel_choice import (
     check_inputs,
     check_state,
     class_of,
+    dtype_for,
     inputs_of,
     kernels_for_config,
     wants_triton,
@@ -43,7 +44,7 @@ from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.tensors.row_exact_linear import FAST, TILE_ROWS, Numerics, probe
 from twinpool.engine.tensors.shard import Shard
 from twinpool.engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
-from twinpool.engine.tensors.weight_loader import Weights, dtype_for
+from twinpool.engine.tensors.weight_loader import Weights
 
 log = logging.getLogger("twinpool.engine")
 
@@ -73,14 +74,16 @@ class KeptModel:
         self.loads = 0
         """How often a model was loaded, or its image mapped."""
 
-    def get(self, model: Model, config: EngineConfig, device: torch.device, ranks: TensorParallelGroup) -> LoadedModel:
+    def get(
+        self, model: Model, config: EngineConfig, device: torch.device, ranks: TensorParallelGroup, ep: int = 1
+    ) -> LoadedModel:
         """The model that is kept, if it is the one asked for; else it is freed, and the other one loaded. Raises as
         `load_model`."""
-        key = model_key(model, config, device, ranks)
+        key = model_key(model, config, device, Shard(ranks.rank, ranks.size, ep))
         if self._loaded is None or self._loaded.key != key:
             self._loaded = None  # First, as there may be no room for two.
             run = self._run if device.type == "cpu" and ranks.size == 1 else _here
-            self._loaded = run(lambda: load_model(model, config, device, ranks, self._images))
+            self._loaded = run(lambda: load_model(model, config, device, ranks, self._images, ep))
             self.loads += 1
         return self._loaded
 
@@ -89,7 +92,7 @@ def _here(load: Callable[[], LoadedModel]) -> LoadedModel:
     return load()
 
 
-def model_key(model: Model, config: EngineConfig, device: torch.device, ranks: TensorParallelGroup) -> tuple[Any, ...]:
+def model_key(model: Model, config: EngineConfig, device: torch.device, shard: Shard) -> tuple[Any, ...]:
     """All that a loaded model depends on: the checkpoint, how it is computed with and where, and this rank's part."""
     spec = model.spec
     return (
@@ -99,8 +102,7 @@ def model_key(model: Model, config: EngineConfig, device: torch.device, ranks: T
         dtype_for(spec, config),
         replace(config, share_weights="auto"),  # Wherever weights lie, they are the same.
         device,
-        ranks.rank,
-        ranks.size,
+        shard,
     )
 
 
@@ -110,20 +112,23 @@ def load_model(
     device: torch.device,
     ranks: TensorParallelGroup = ALONE,
     images: ModelImages | None = None,
+    ep: int = 1,
 ) -> LoadedModel:
     """Load the checkpoint of `model`, or map what another process of this node has loaded.
 
-    Each of several `ranks` loads its part, and all must call this at the same time. Sets torch's threads to
-    `config.threads` unless that is 0. Raises `CheckpointError` for a checkpoint that can't be read and `ConfigError`
-    for kernels that can't be had on this device, or for weights that must be shared and can't.
+    Each of several `ranks` loads its part, and all must call this at the same time; `ep` of them spread the experts
+    (`Shard`). Sets torch's threads to `config.threads` unless that is 0. Raises `CheckpointError` for a checkpoint that
+    can't be read and `ConfigError` for kernels that can't be had on this device, or for weights that must be shared and
+    can't.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    key = model_key(model, config, device, ranks)
+    shard = Shard(ranks.rank, ranks.size, ep)
+    key = model_key(model, config, device, shard)
     if images is not None and config.share_weights != "off" and device.type == "cpu":
-        decoder, numerics = _shared(model, config, device, ranks, key, images)
+        decoder, numerics = _shared(model, config, device, shard, key, images)
     else:
-        decoder, numerics = _read(model, config, device, ranks)
+        decoder, numerics = _read(model, config, device, shard)
     _return_free_memory()
     return LoadedModel(decoder, agreed(numerics, ranks, device), key)
 
@@ -136,12 +141,9 @@ def _return_free_memory() -> None:
         trim(0)
 
 
-def _read(
-    model: Model, config: EngineConfig, device: torch.device, ranks: TensorParallelGroup
-) -> tuple[Decoder, Numerics]:
+def _read(model: Model, config: EngineConfig, device: torch.device, shard: Shard) -> tuple[Decoder, Numerics]:
     """Load a rank's weights from the checkpoint, and find how its products are computed."""
     kernels = kernels_for_config(config, device)
-    shard = Shard(ranks.rank, ranks.size)
     dtype, triton = dtype_for(model.spec, config), wants_triton(config, device)
     gpu, gguf = device.type != "cpu", is_gguf(model.spec.path)
     keep = weights_kept(config, gpu=gpu, gguf=gguf, torch_alone=kernels is None)
@@ -161,7 +163,7 @@ def _shared(
     model: Model,
     config: EngineConfig,
     device: torch.device,
-    ranks: TensorParallelGroup,
+    shard: Shard,
     key: tuple[Any, ...],
     images: ModelImages,
 ) -> tuple[Decoder, Numerics]:
@@ -177,8 +179,8 @@ def _shared(
             return model_of(image, kernels)
     except ImageUnfit as error:
         _must_not(config, str(error))
-        return _read(model, config, device, ranks)
-    decoder, numerics = _read(model, config, device, ranks)
+        return _read(model, config, device, shard)
+    decoder, numerics = _read(model, config, device, shard)
     try:
         unwritten = image_of(decoder, numerics)
     except ImageUnfit as error:
@@ -189,7 +191,7 @@ def _shared(
         return model_of(images.keep(digest, unwritten), kernels)
     except ImageUnfit as error:
         _must_not(config, str(error))
-        return _read(model, config, device, ranks)  # What was read is emptied.
+        return _read(model, config, device, shard)  # What was read is emptied.
 
 
 def _must_not(config: EngineConfig, reason: str) -> None:
@@ -209,18 +211,20 @@ def load_engine(
     ranks: TensorParallelGroup = ALONE,
     followers: OrderChannel | None = None,
     kept: KeptModel | None = None,
+    ep: int = 1,
 ) -> ModelRunner:
     """Load the checkpoint of `model`, or take the one that is `kept`, and bind it to `gates`, whose buffers are those
     of `spec`, its pool set.
 
-    All of several `ranks` must call this at the same time; the leader sends orders to its `followers`. `epochs` are the
+    All of several `ranks` must call this at the same time; the leader sends orders to its `followers`. `ep`: as
+    `load_model`. `epochs` are the
     epoch tables of the allocators that hand out the pools' pages and slots, by pool. Raises as `load_model`, and
     `ConfigError` for an attention backend, or state, that can't be had on this device.
     """
     torch_device = device.torch_device
     triton = wants_triton(config, torch_device)
     check_state(spec, torch_device, triton=triton)
-    loaded = (kept or KeptModel()).get(model, config, torch_device, ranks)
+    loaded = (kept or KeptModel()).get(model, config, torch_device, ranks, ep)
     decoder, numerics = loaded.decoder, loaded.numerics
     attention = attention_for(config, numerics, torch_device, decoder.kernels)
     return ModelRunner(

@@ -2,6 +2,7 @@
 
 Heads and the inner units of feed-forward layers are divided among the ranks; each rank has everything else whole. A
 product over a divided axis gives each rank a part of the sum, and the ranks add their parts up (`ForwardContext.sum`).
+Of a mixture either each expert's inner units are divided, or the experts are spread: each rank has some of them whole.
 """
 
 from __future__ import annotations
@@ -35,6 +36,18 @@ class Shard:
 
     rank: int = 0
     size: int = 1
+    ep: int = 1
+    """Expert-parallel ranks: `size`, or 1 for experts that are divided."""
+
+    def experts(self, count: int) -> range:
+        """The experts of `count` that this rank holds, of those that are spread an equal part. Raises `ConfigError`
+        where they can't be spread equally."""
+        if self.ep == 1:
+            return range(count)
+        if count % self.ep:
+            raise ConfigError(f"ep={self.ep} doesn't divide the {count} experts of this model")
+        here = count // self.ep
+        return range(self.rank * here, (self.rank + 1) * here)
 
     def heads(self, count: int, what: str = "heads") -> range:
         """The heads of `count` that this rank holds: an equal part, or one head that several ranks share.

@@ -20,7 +20,6 @@ from torch import Tensor
 from twinpool.contracts.checkpoint.gguf.gguf_tensors import GgufTensor
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.checkpoint.safetensors_headers import FLOATS, TensorHeader, same_bytes
-from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import CheckpointError, ConfigError
 from twinpool.engine.tensors.gguf_blocks import read_gguf_tensor, read_gguf_weight
 from twinpool.engine.tensors.row_exact_linear import HeadLinear, RowExactLinear, StackedLinear
@@ -90,16 +89,6 @@ def is_product(layer: str) -> bool:
     return _PRODUCTS.match(layer) is not None
 
 
-def dtype_for(spec: ModelSpec, config: EngineConfig) -> torch.dtype:
-    """The dtype to compute in: the configured one, or the checkpoint's own with ``auto``.
-
-    A float16 checkpoint computes in float32 unless told otherwise: float16 overflows where bfloat16 and float32
-    don't, and it is slow on CPUs.
-    """
-    name = spec.dtype if config.dtype == "auto" else config.dtype
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
-
-
 @dataclass
 class LoadFiles:
     """The state that all scopes of one load share."""
@@ -108,6 +97,7 @@ class LoadFiles:
     linears: list[RowExactLinear] = field(default_factory=list)
     products: list[tuple[int, int, int]] = field(default_factory=list)
     nbytes: int = 0
+    mixtures: int = 0
     triton: bool = False
     gpu: bool = False
     """Whether weights are for a GPU, though it may be the meta device that they are built on."""
@@ -186,6 +176,16 @@ class Weights:
     def scope(self, prefix: str) -> Weights:
         """The tensors whose names begin with `prefix`, e.g. ``model.layers.3.``, below this scope."""
         return Weights(self.spec, self.dtype, self.device, self.shard, prefix=self._prefix + prefix, files=self._files)
+
+    def experts(self, count: int) -> range:
+        """The experts of a mixture of `count` that this rank holds (`Shard.experts`)."""
+        self._files.mixtures += 1
+        return self.shard.experts(count)
+
+    @property
+    def mixtures(self) -> int:
+        """How many mixtures of experts were read so far in this load."""
+        return self._files.mixtures
 
     @property
     def triton(self) -> bool:

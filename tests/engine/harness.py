@@ -24,9 +24,9 @@ from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.engine.models.model_base import StateOptions
 from twinpool.engine.models.registry import read_model
 from twinpool.engine.runner.batch import BatchRow, RowOutput, TokenDraw, TokenFromStep
+from twinpool.engine.runner.kernel_choice import dtype_for
 from twinpool.engine.runner.load_model import KeptModel, load_engine
 from twinpool.engine.runner.model_runner import ModelRunner
-from twinpool.engine.tensors.weight_loader import dtype_for
 
 MakeCheckpoint = Callable[..., Path]
 """The `checkpoint` fixture: options of `make_checkpoint` to a folder."""

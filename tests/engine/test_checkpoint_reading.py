@@ -22,10 +22,10 @@ from twinpool.contracts.errors import CheckpointError, ConfigError
 from twinpool.engine.attention.torch_backend.torch_attention import TorchAttention
 from twinpool.engine.models.llama import Llama
 from twinpool.engine.models.registry import model_for, read_model
-from twinpool.engine.runner.kernel_choice import attention_for
+from twinpool.engine.runner.kernel_choice import attention_for, dtype_for
 from twinpool.engine.tensors import weight_loader as weights
 from twinpool.engine.tensors.row_exact_linear import FAST
-from twinpool.engine.tensors.weight_loader import Weights, dtype_for
+from twinpool.engine.tensors.weight_loader import Weights
 
 CPU = torch.device("cpu")
 INDEX = "model.safetensors.index.json"

@@ -42,6 +42,9 @@ from twinpool.engine.tensors.weight_loader import Weights
 
 HIDDEN, INNER, EXPERTS, TOP_K = 24, 20, 8, 3
 SIZES = ExpertSizes(EXPERTS, HIDDEN, INNER)
+DIVIDED = (Shard(0, 2), Shard(1, 2), Shard(0, 2, ep=2), Shard(1, 2, ep=2))
+"""Two ranks that have half of each expert, and two that have half of the experts."""
+HALVES = (slice(0, 2), slice(2, 4))
 
 
 @dataclass(frozen=True)
@@ -127,13 +130,13 @@ def test_gpt_oss_experts_take_turns_are_clamped_and_have_biases(tmp_path: Path) 
     x = draw(50, HIDDEN) * 5
     want = theirs(x[None])[0][0]
     parts = []
-    for shard in (WHOLE, Shard(0, 2), Shard(1, 2)):
+    for shard in (WHOLE, *DIVIDED):
         weights = written(tmp_path, theirs.state_dict(), shard)
         router = ChosenSoftmaxRouter(weights, SIZES, TOP_K)
         ours = MixtureOfExperts(weights, router, SIZES, read=interleaved_expert, activation=activation)
         parts.append(ours(x, context(50)))
-    torch.testing.assert_close(parts[0], want, rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(parts[1] + parts[2], want, rtol=1e-4, atol=1e-3)
+    for together in (parts[0], parts[1] + parts[2], parts[3] + parts[4]):
+        torch.testing.assert_close(together, want, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.slow
@@ -148,13 +151,13 @@ def test_qwens_shared_expert_is_gated_and_fused_tensors_split_between_ranks(tmp_
     x = draw(50, HIDDEN)
     want = theirs(x[None])[0]
     parts = []
-    for shard in (WHOLE, Shard(0, 2), Shard(1, 2)):
+    for shard in (WHOLE, *DIVIDED):
         weights = written(tmp_path, theirs.state_dict(), shard)
         router = SoftmaxRouter(weights, SIZES, TOP_K, normalise=True)
         shared = GatedShared(weights, HIDDEN, GatedMlp(weights.scope("shared_expert."), HIDDEN, 16))
         parts.append(MixtureOfExperts(weights, router, SIZES, shared=shared)(x, context(50)))
-    torch.testing.assert_close(parts[0], want, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(parts[1] + parts[2], want, rtol=1e-5, atol=1e-5)
+    for together in (parts[0], parts[1] + parts[2], parts[3] + parts[4]):
+        torch.testing.assert_close(together, want, rtol=1e-5, atol=1e-5)
 
 
 @torch.inference_mode()
@@ -191,6 +194,23 @@ def routes(rows: int, count: int, top_k: int, seed: int = 0) -> ExpertRoutes:
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.stack([torch.randperm(count, generator=generator)[:top_k] for _ in range(rows)])
     return ExpertRoutes(chosen, torch.rand(rows, top_k, generator=generator))
+
+
+@torch.inference_mode()
+def test_experts_that_are_spread_are_read_by_one_rank_each_and_a_row_without_any_of_its_own_is_zero() -> None:
+    """A row of another rank's experts has nothing of rows that are not finite, either."""
+    experts, ups = experts_of(4)
+    downs = [RowExactLinear(draw(HIDDEN, INNER, seed=50 + e)) for e in range(4)]
+    first, second = (TorchExperts(ups[here], downs[here], relu_squared) for here in HALVES)
+    x, all_of_them = draw(3, HIDDEN, seed=9), torch.tensor([[0, 1], [3, 0], [3, 2]])
+    x[0] = torch.inf
+    sent = ExpertRoutes(all_of_them, torch.rand(3, 2))
+    parts = [half(x, sent.of(range(4)[here]), FAST) for half, here in zip((first, second), HALVES, strict=True)]
+    assert torch.equal(parts[0][2], torch.zeros(HIDDEN))
+    assert torch.equal(parts[1][0], torch.zeros(HIDDEN))
+    torch.testing.assert_close((parts[0] + parts[1])[1:], experts(x, sent, FAST)[1:])
+    nowhere = ExpertRoutes(all_of_them[2:], torch.rand(1, 2)).of(range(2))
+    assert torch.equal(first(x[2:], nowhere, FAST), torch.zeros(1, HIDDEN)), "a step of which it has no row"
 
 
 @torch.inference_mode()

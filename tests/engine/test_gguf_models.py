@@ -25,8 +25,9 @@ from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.engine.layers.rope import inverse_frequencies
 from twinpool.engine.models.registry import model_for, read_model
+from twinpool.engine.runner.kernel_choice import dtype_for
 from twinpool.engine.tensors.shard import Shard
-from twinpool.engine.tensors.weight_loader import Weights, dtype_for
+from twinpool.engine.tensors.weight_loader import Weights
 
 ANSWER = 8
 QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")

@@ -24,6 +24,7 @@ from twinpool.engine.models.registry import read_model
 from twinpool.engine.runner import load_model
 from twinpool.engine.runner.load_model import KeptModel, LoadedModel, agreed, model_key
 from twinpool.engine.tensors.row_exact_linear import TILE_ROWS, Numerics
+from twinpool.engine.tensors.shard import WHOLE, Shard
 from twinpool.engine.tensors.tensor_parallel import ALONE
 
 CPU = torch.device("cpu")
@@ -51,25 +52,25 @@ class Ranks:
 def test_each_thing_that_shapes_a_model_makes_another_key(checkpoint: MakeCheckpoint) -> None:
     model, config = read_model(checkpoint("llama")), EngineConfig()
     other = read_model(checkpoint("llama", seed=1))
-    here = model_key(model, config, CPU, ALONE)
+    here = model_key(model, config, CPU, WHOLE)
     keys = [
         here,
-        model_key(other, config, CPU, ALONE),
-        model_key(model, config, torch.device("meta"), ALONE),
-        *(model_key(model, config, CPU, Ranks(rank, size)) for rank, size in ((0, 2), (1, 2), (1, 4))),
+        model_key(other, config, CPU, WHOLE),
+        model_key(model, config, torch.device("meta"), WHOLE),
+        *(model_key(model, config, CPU, shard) for shard in (Shard(0, 2), Shard(1, 2), Shard(1, 4), Shard(1, 4, 4))),
         *(
-            model_key(model, replace(config, **changes), CPU, ALONE)
+            model_key(model, replace(config, **changes), CPU, WHOLE)
             for changes in ({"dtype": "bfloat16"}, {"numerics": "fast"}, {"attention": "torch"}, {"threads": 3})
         ),
     ]
     assert len({repr(key) for key in keys}) == len(set(keys)) == len(keys)
-    assert model_key(model, replace(config, share_weights="on"), CPU, ALONE) == here, "where they lie shapes nothing"
+    assert model_key(model, replace(config, share_weights="on"), CPU, WHOLE) == here, "where they lie shapes nothing"
 
 
 def test_a_checkpoint_that_was_written_anew_at_its_place_is_another_model(checkpoint: MakeCheckpoint) -> None:
     one, two = read_model(checkpoint("llama")), read_model(checkpoint("llama", seed=1))
     two.spec = replace(two.spec, path=one.spec.path)
-    assert model_key(one, EngineConfig(), CPU, ALONE) != model_key(two, EngineConfig(), CPU, ALONE)
+    assert model_key(one, EngineConfig(), CPU, WHOLE) != model_key(two, EngineConfig(), CPU, WHOLE)
 
 
 @pytest.mark.parametrize(("name", "other"), [("build_id", lambda: "1+other"), ("class_of", lambda *_: "another")])

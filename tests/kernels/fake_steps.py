@@ -53,10 +53,11 @@ from twinpool.engine.models.registry import read_model
 from twinpool.engine.runner import load_model as engine_module
 from twinpool.engine.runner.batch import NO_MASKS, BatchRow, KnownAnswer, StepHandle, TokenDraw, TokenFromStep
 from twinpool.engine.runner.device_rows import TokenHistory
+from twinpool.engine.runner.kernel_choice import dtype_for
 from twinpool.engine.runner.load_model import load_engine
 from twinpool.engine.runner.sampling.logits_processors import TokenMask, needs_history
 from twinpool.engine.tensors.onednn_weight import OneDnnWeight
-from twinpool.engine.tensors.weight_loader import Weights, dtype_for
+from twinpool.engine.tensors.weight_loader import Weights
 
 aten = torch.ops.aten
 Kernels = Literal["torch", "native", "triton"]

@@ -97,5 +97,19 @@ def claim_a_row_is_bitwise_the_same_alone_and_in_any_batch() -> None:
         assert torch.equal(pair.kernels(x[part], mine), want[part]), part
 
 
+def claim_experts_of_other_ranks_add_nothing() -> None:
+    """Not even where what lies behind the rows of a product, which nobody writes, isn't a number."""
+    pair = Pair(4, 40, 32)
+    x, routes = pair.step(41, 2)
+    sent = ExpertRoutes(torch.randint(0, 9, (41, 2), generator=torch.Generator().manual_seed(3)), routes.weights_mk)
+    here, nowhere = sent.of(range(2, 6)), sent.of(range(20, 24))
+    torch.use_deterministic_algorithms(True)  # So that new memory is filled with NaN.
+    try:
+        torch.testing.assert_close(pair.kernels(x, here), pair.twin(x, here, FAST), rtol=1e-5, atol=1e-5)
+        assert torch.equal(pair.kernels(x, nowhere), torch.zeros(41, 40))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 if __name__ == "__main__":
     answer(globals())

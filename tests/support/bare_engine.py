@@ -21,8 +21,8 @@ from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.engine.models.model_base import StateOptions
 from twinpool.engine.models.registry import read_model
 from twinpool.engine.runner.batch import BatchRow, TokenDraw
+from twinpool.engine.runner.kernel_choice import dtype_for
 from twinpool.engine.runner.load_model import load_engine
-from twinpool.engine.tensors.weight_loader import dtype_for
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 """Processor time tells how much work an engine makes of the same task, whoever else is using the machine; it is fair to

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import Oracle
+from tests.support.model_families import EVERY
 from tests.support.rank_followers import RankProcesses, rank_processes
 from tests.support.worker_pair import pair, turns
 from tests.support.worker_parts import manager_of
@@ -50,6 +51,31 @@ def test_greedy_answers_are_the_oracles_with_ranks_on_one_side_and_on_both(
             expect_equal(oracle, prompt, answer)
             received = answer.progress[Role.DECODE].transfer_bytes
             assert received == -(-len(prompt) // 16) * 512 * 16 or answer is answers[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "prefill", "decode"),
+    [("gpt_oss", (2, 2), (1, 1)), ("qwen3_moe", (2, 1), (2, 2)), ("deepseek_v32", (2, 2), (2, 2))],
+)
+def test_greedy_answers_are_the_oracles_with_experts_spread_over_ranks(
+    tmp_path: Path, warm: RankProcesses, family: str, prefill: tuple[int, int], decode: tuple[int, int]
+) -> None:
+    """(tp, ep) of both sides."""
+    folder = EVERY[family](tmp_path / "model")
+    oracle = Oracle(folder)
+    with pair(
+        folder,
+        tokens=2048,
+        ranks=warm,
+        transfer={"plane": "shm"},
+        prefill={"chunk_tokens": 64, "tp": prefill[0], "ep": prefill[1]},
+        decode={"tp": decode[0], "ep": decode[1]},
+    ) as both:
+        asked = prompts(1, 17, 97, 150)
+        answers = both.run(*[both.submit(p, greedy(8)) for p in asked])
+        for prompt, answer in zip(asked, answers, strict=True):
+            expect_equal(oracle, prompt, answer)
 
 
 @pytest.mark.slow

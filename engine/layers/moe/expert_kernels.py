@@ -64,13 +64,15 @@ def weighted_sum_kernel(
     answers_ptr, place_ptr, weight_ptr, out_ptr, answers_stride, out_stride, width,
     TOP_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = sum over j, in order, of weight[t, j] * answers[place[t, j]], in float32. Grid (tokens, columns)."""
+    """out[t] = sum over j, in order, of weight[t, j] * answers[place[t, j]], in float32; a place below 0 adds nothing.
+    Grid (tokens, columns)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     total = tl.zeros([BLOCK], tl.float32)
     for j in range(TOP_K):
         place = tl.load(place_ptr + token * TOP_K + j).to(tl.int64)
-        answer = tl.load(answers_ptr + place * answers_stride + column, mask=mask, other=0.0).to(tl.float32)
+        there = mask & (place >= 0)
+        answer = tl.load(answers_ptr + place * answers_stride + column, mask=there, other=0.0).to(tl.float32)
         total = tl.fma(answer, tl.load(weight_ptr + token * TOP_K + j) + tl.zeros([BLOCK], tl.float32), total)
     tl.store(out_ptr + token * out_stride + column, total, mask=mask)

@@ -33,6 +33,13 @@ class ExpertRoutes:
     weights_mk: Tensor
     """[M, k] float32: the weight of each in the row's sum."""
 
+    def of(self, here: range) -> ExpertRoutes:
+        """The routes as the rank sees them that holds the experts `here`: counted from its first one; an expert of
+        another rank is number ``len(here)``, which nobody computes."""
+        local_mk = self.experts_mk - here.start
+        elsewhere_mk = (local_mk < 0) | (local_mk >= len(here))
+        return ExpertRoutes(local_mk.masked_fill_(elsewhere_mk, len(here)), self.weights_mk)
+
 
 ExpertRouter = Callable[[Tensor, ForwardContext], ExpertRoutes]
 """Routes activations [M, hidden], padding rows included."""
@@ -337,7 +344,8 @@ def _halves(units: ShardAxis) -> tuple[ShardAxis, ShardAxis]:
 
 
 class TorchExperts:
-    """The experts in torch operations: implements `RoutedExperts` with one product an expert."""
+    """The experts in torch operations: implements `RoutedExperts` with one product an expert. Expert number
+    ``len(ups)`` is one of another rank: 0 in the sum."""
 
     def __init__(self, ups: Sequence[RowExactLinear], downs: Sequence[RowExactLinear], activation: Activation) -> None:
         self._ups, self._downs, self._activation = ups, downs, activation
@@ -347,8 +355,10 @@ class TorchExperts:
         experts_tk, turn = routes.experts_mk.sort(-1)
         weights_tk = routes.weights_mk.gather(1, turn)
         order_s = experts_tk.flatten().argsort(stable=True)
-        counts = torch.bincount(experts_tk.flatten(), minlength=len(self._ups)).tolist()
+        counts = torch.bincount(experts_tk.flatten(), minlength=len(self._ups)).tolist()[: len(self._ups)]
         chosen = [expert for expert, count in enumerate(counts) if count]
+        if not chosen:
+            return torch.zeros(h_th.shape, device=h_th.device)
         sizes = [numerics.padded(counts[expert]) for expert in chosen]
 
         # Where each of the sorted pairs lies once the rows of every expert are padded.
@@ -358,11 +368,15 @@ class TorchExperts:
             place_s[behind : behind + counts[expert]] += lacking
             behind += counts[expert]
             lacking += size - counts[expert]
-        token_s = order_s.new_zeros(behind + lacking).index_copy_(0, place_s, order_s // top_k)
+        rows = behind + lacking
+        token_s = order_s.new_zeros(rows).index_copy_(0, place_s[:behind], order_s[:behind] // top_k)
+        place_s[behind:] = rows  # Those of other ranks: a row of zeros behind all others.
         place_tk = torch.empty_like(order_s).index_copy_(0, order_s, place_s).view(-1, top_k)
 
         up_sn = self._products(self._ups, h_th.index_select(0, token_s), chosen, sizes, numerics)
         down_sh = self._products(self._downs, self._activation(up_sn), chosen, sizes, numerics)
+        if behind < len(order_s):
+            down_sh = torch.cat((down_sh, down_sh.new_zeros(1, down_sh.shape[1])))
         sum_th = torch.zeros(h_th.shape, device=h_th.device)
         for place_t, weight_t in zip(place_tk.unbind(1), weights_tk.unbind(1), strict=True):
             sum_th += down_sh.index_select(0, place_t).float().mul_(weight_t.unsqueeze(1))

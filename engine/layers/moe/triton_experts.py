@@ -68,6 +68,7 @@ class TritonExperts:
         groups = _grouped(experts_tk.flatten(), len(self._ups.weight_enk), self._rows)
         places_s = torch.arange(len(groups.order_s), device=h_th.device)
         place_tk = torch.empty_like(groups.order_s).index_copy_(0, groups.order_s, places_s)
+        place_tk.masked_fill_(experts_tk.flatten() >= len(self._ups.weight_enk), -1)
         up_sn = self._product(h_th, groups.order_s // top_k, self._ups, groups)
         down_sh = self._product(self._activation(up_sn), places_s, self._downs, groups)
         kernels.weighted_sum_kernel[(tokens, triton.cdiv(sum_th.shape[1], _SUM_COLUMNS))](
@@ -94,10 +95,11 @@ class TritonExperts:
 
 
 def _grouped(experts_s: Tensor, experts: int, rows: int) -> _Groups:
-    """Sort pairs by their expert and cut each expert's into blocks of `rows`, all on the device."""
+    """Sort pairs by their expert and cut each expert's into blocks of `rows`, all on the device. Those of other ranks,
+    number `experts`, come last and are in no block."""
     order_s = experts_s.argsort(stable=True)
-    counts_e = torch.zeros(experts, dtype=torch.int64, device=experts_s.device)
-    counts_e.scatter_add_(0, experts_s, torch.ones_like(experts_s))
+    counts_e = torch.zeros(experts + 1, dtype=torch.int64, device=experts_s.device)
+    counts_e = counts_e.scatter_add_(0, experts_s, torch.ones_like(experts_s))[:experts]
     blocks_e = (counts_e + rows - 1) // rows
     last_e, begin_e = blocks_e.cumsum(0), counts_e.cumsum(0) - counts_e
     # Every block is full, or the last one of an expert that has pairs: this many at most.

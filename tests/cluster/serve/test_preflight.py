@@ -250,6 +250,10 @@ def test_a_bad_folder_fails_in_one_line_before_anything_large_is_imported(tmp_pa
         (("prefill.tp=8",), r"prefill\.tp=8: .*prefill\.tp can be 1, 2, 4$"),
         (("prefill.tp=2", "transfer.plane=local"), r"prefill\.tp=2 needs a process for each rank: .*shm, nixl or zmq$"),
         (("prefill.tp=0",), r"prefill\.tp must be above 0"),
+        (("decode.ep=0",), r"decode\.ep must be above 0"),
+        (("decode.tp=4", "decode.ep=2"), r"decode\.ep=2 must be 1 or decode\.tp, which is 4$"),
+        (("prefill.ep=2",), r"prefill\.ep=2 must be 1 or prefill\.tp, which is 1$"),
+        (("decode.tp=2", "decode.ep=2"), r"decode\.ep=2: this model has no experts; it can be 1$"),
     ],
 )
 def test_ranks_that_cannot_share_the_model_are_refused_with_those_that_can(
