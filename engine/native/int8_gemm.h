@@ -258,6 +258,9 @@ constexpr long INT8_ROWS = 12, INT8_HALVES = 2;
 constexpr long INT8_ROWS = 4, INT8_HALVES = 1;
 #endif
 
+// How far ahead codes are fetched of which each is used once, in bytes: the processor looks no further than a page.
+constexpr long AHEAD = 4096;
+
 // Some units of a panel, and what they are multiplied and added up with.
 struct SomeUnits {
     const Int8Rows &rows;
@@ -311,8 +314,11 @@ inline void add_units(const SomeUnits &some, long row, int half, float *sums) {
                 if (some.zeros) sum[r][i] = sum[r][i] * values->zero[half + i];
             }
         if constexpr (PACKED)
-            for (long quad = 0; quad < quads; quad += CHUNK / 4, codes += chunk_bytes<CODE>(), x += CHUNK)
+            for (long quad = 0; quad < quads; quad += CHUNK / 4, codes += chunk_bytes<CODE>(), x += CHUNK) {
+#pragma GCC unroll 16
+                for (long line = 0; line < chunk_bytes<CODE>(); line += 64) __builtin_prefetch(codes + AHEAD + line);
                 add_packed_quads<CODE, ROWS, 0, CHUNK / 4>(sum, codes, x, x_row);
+            }
         else
             for (long quad = 0; quad < quads; quad++, codes += QUAD_BYTES, x += 4) {
                 Bytes of_codes[INT8_HALVES];

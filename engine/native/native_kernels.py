@@ -333,6 +333,7 @@ class PackedBlocks:
         fits = not self._added or (weight.code in _WITH_OFFSETS and not weight.zero)
         assert fits, "kernels have offsets for whole numbers of six bits at most, without a zero"
         self._codes = self._packed_codes(weight)
+        self._struct: _Blocks | None = None
         parts = {name: part for name in BLOCK_PARTS if (part := getattr(weight, name)) is not None}
         self._parts = {name: _MAPPINGS.place(_by_panel(part)) for name, part in parts.items()}
         self._bias = None if bias_n is None else _by_panel(bias_n.float()).flatten()
@@ -350,14 +351,22 @@ class PackedBlocks:
             pack(codes.data_ptr(), to.data_ptr(), len(codes), self._k, bits)
         return packed
 
-    def _blocks(self) -> _Blocks:
-        scales, span = self._parts["scales"], self._span or self._k
-        return _Blocks(
-            self._n, self._k, self._group, span, -(-self._k // self._group), -(-self._k // span),
-            _UINT4_OFFSET if self._code is Code.UINT4 and self._added else self._code.value,
-            _PAIRED if self._paired else _SCALE_TYPES[scales.dtype], self._zero, self._codes.data_ptr(),
-            *(self._parts[name].data_ptr() if name in self._parts else None for name in BLOCK_PARTS),
-        )  # fmt: skip
+    def _blocks(self) -> int:
+        """The address of this weight's struct, which is made once for each place that the codes lie at."""
+        codes = self._codes.data_ptr()
+        if self._struct is None or self._struct.codes != codes:
+            scales, span = self._parts["scales"], self._span or self._k
+            self._struct = _Blocks(
+                self._n, self._k, self._group, span, -(-self._k // self._group), -(-self._k // span),
+                _UINT4_OFFSET if self._code is Code.UINT4 and self._added else self._code.value,
+                _PAIRED if self._paired else _SCALE_TYPES[scales.dtype], self._zero, codes,
+                *(self._parts[name].data_ptr() if name in self._parts else None for name in BLOCK_PARTS),
+            )  # fmt: skip
+        return ctypes.addressof(self._struct)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the struct, whose addresses are this process's own."""
+        return self.__dict__ | {"_struct": None}
 
     def __call__(self, x_mk: Tensor) -> Tensor:
         """``x @ weight.T + bias``, [M, n], summed in float32 and rounded once; rows are exact. Of float32 the bits are
@@ -372,10 +381,9 @@ class PackedBlocks:
             x_mk = x_mk[:, self._order]
         if x_mk.stride(1) != 1:
             x_mk = x_mk.contiguous()
-        blocks = self._blocks()
         name, by_row = ("block_product", ()) if self._inputs == "float" else ("int8_product", (self._by_row,))
         self._kernels.functions[name, x_mk.dtype](
-            ctypes.addressof(blocks),
+            self._blocks(),
             x_mk.data_ptr(),
             x_mk.stride(0),
             None if self._bias is None else self._bias.data_ptr(),
@@ -394,11 +402,8 @@ class PackedBlocks:
         that it doesn't have."""
         rows_m = rows_m.contiguous()
         out = torch.empty(len(rows_m), self._k, dtype=self._dtype)
-        blocks = self._blocks()
         name = "block_rows" if self._inputs == "float" else "int8_rows"
-        found = self._kernels.functions[name, out.dtype](
-            ctypes.addressof(blocks), rows_m.data_ptr(), len(rows_m), out.data_ptr()
-        )
+        found = self._kernels.functions[name, out.dtype](self._blocks(), rows_m.data_ptr(), len(rows_m), out.data_ptr())
         if not found:
             raise IndexError(f"rows {rows_m.tolist()} of a weight of {self._n}")
         return out if self._order is None else torch.empty_like(out).index_copy_(1, self._order, out)
