@@ -130,8 +130,8 @@ def make_plane(kind: str, wake: Callable[[], None] = lambda: None) -> DataPlane:
     if kind == "nixl":
         return NixlPlane(faults, HOST, None, wake=wake)
     if kind in {"zmq", "staged"}:
-        bounce_bytes = TransferConfig().bounce_bytes if kind == "staged" else None
-        return ZmqPlane(faults, HOST, None, frame_bytes=1 << 30, wake=wake, bounce_bytes=bounce_bytes)
+        transfer = TransferConfig("staged" if kind == "staged" else "zmq", frame_bytes=1 << 30)
+        return ZmqPlane(transfer, faults, HOST, None, wake=wake)
     if kind == "cuda_ipc":
         return ShmPlane(faults, HOST, None, sharing=CudaIpc())
     if kind == "cuda_ipc, rehearsed":

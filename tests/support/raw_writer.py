@@ -17,6 +17,7 @@ import torch
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.config.cluster_config import FaultsConfig
+from twinpool.contracts.config.worker_config import TransferConfig
 from twinpool.contracts.ids import RoomId
 from twinpool.transfer.net.sealed_stream import SALT_BYTES, draw_secret, writer_hello
 from twinpool.transfer.net.zmq_sockets import CurveKeys
@@ -75,12 +76,19 @@ def until(come: Callable[[], object], what: str) -> None:
         time.sleep(0.001)
 
 
+def tcp_config(link_timeout_s: float, bounce_bytes: int | None = None) -> TransferConfig:
+    """Of plane `zmq`, or of `staged` with `bounce_bytes`."""
+    if bounce_bytes is None:
+        return TransferConfig("zmq", link_timeout_s=link_timeout_s)
+    return TransferConfig("staged", link_timeout_s=link_timeout_s, bounce_bytes=bounce_bytes)
+
+
 @contextmanager
 def tcp_reader(
     target: RoomTarget, spec: PoolSetSpec, curve: CurveKeys | None = None, bounce_bytes: int | None = None
 ) -> Iterator[tuple[ZmqPlane, PoolSet]]:
     """A reader that has granted `target`, of plane `zmq`, or of `staged` with `bounce_bytes`."""
-    plane = ZmqPlane(FaultsConfig(), "127.0.0.1", curve, link_timeout_s=5.0, bounce_bytes=bounce_bytes)
+    plane = ZmqPlane(tcp_config(5.0, bounce_bytes), FaultsConfig(), "127.0.0.1", curve)
     pools = PoolSet(spec, spec.even(9))
     plane.register(pools, torch.zeros(2, SLOT_BYTES, dtype=torch.uint8))
     plane.permit(target)

@@ -126,7 +126,7 @@ def test_writes_longer_than_the_readers_frames_are_split_and_arrive_whole() -> N
 
 
 def test_a_page_that_is_longer_than_the_configured_frame_is_taken_in_all_the_same() -> None:
-    plane = ZmqPlane(FaultsConfig(), "127.0.0.1", None, frame_bytes=10)
+    plane = ZmqPlane(TransferConfig("zmq", frame_bytes=10), FaultsConfig(), "127.0.0.1", None)
     plane.register(PoolSet(SPEC, SPEC.even(3)), None)
     (mine,) = plane.describe()["ranks"]
     assert mine["frame_bytes"] == max(SPEC.unit_bytes(pool.name) for pool in SPEC.pools)
@@ -179,7 +179,7 @@ def test_one_poll_of_control_messages_is_bounded(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("size", [SLOT_BYTES + 1, 2 * SLOT_BYTES, 0])
 def test_a_metadata_frame_of_another_size_than_a_slot_takes_is_dropped(size: int) -> None:
-    plane = ZmqPlane(FaultsConfig(), "127.0.0.1", None)
+    plane = ZmqPlane(TransferConfig("zmq"), FaultsConfig(), "127.0.0.1", None)
     slots = torch.zeros(3, SLOT_BYTES, dtype=torch.uint8)
     plane.register(PoolSet(SPEC, SPEC.even(9)), slots)
     plane.permit(RoomTarget(RoomId("r"), {"full": PageNumbers(0, (5,))}, 1, 77))

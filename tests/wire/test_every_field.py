@@ -22,6 +22,7 @@ from msgspec import structs
 from tests.router.grpc_fakes import start
 from tests.router.http_server import eventually
 from tests.support.pool_sets import pool_sets
+from tests.support.raw_writer import tcp_config
 from tests.wire.instances import absent, all_of, empty, fields_of, full, is_record, one_truth_each, union
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cluster.controller.controller_service import ControllerService
@@ -493,7 +494,8 @@ def planes(kind: str) -> Iterator[tuple[DataPlane, DataPlane]]:
     for reads in (False, True):
         slots = torch.zeros(2, SLOT_BYTES, dtype=torch.uint8)
         kinds: dict[str, Any] = {
-            "zmq": ZmqPlane, "shm": ShmPlane, "nixl": NixlPlane, "staged": partial(ZmqPlane, bounce_bytes=4096)
+            "zmq": partial(ZmqPlane, tcp_config(10.0)), "staged": partial(ZmqPlane, tcp_config(10.0, 4096)),
+            "shm": ShmPlane, "nixl": NixlPlane,
         }  # fmt: skip
         plane = kinds[kind](FaultsConfig(), "127.0.0.1", None)
         layout = spec.even(9)

@@ -30,8 +30,4 @@ def make_plane(
         return ShmPlane(config.faults, host, curve, rank, size, silence_s, message_bytes, sharing)
     if chosen.plane == "nixl":
         return NixlPlane(config.faults, host, curve, rank, size, silence_s, message_bytes, wake)
-    bounce_bytes = chosen.bounce_bytes if chosen.plane == "staged" else None
-    return ZmqPlane(
-        config.faults, host, curve, rank, size, silence_s, chosen.frame_bytes, chosen.connections, message_bytes, wake,
-        bounce_bytes,
-    )  # fmt: skip
+    return ZmqPlane(chosen, config.faults, host, curve, rank, size, wake)

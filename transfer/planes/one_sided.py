@@ -5,7 +5,8 @@ A write is made of runs of bytes (`page_runs`): where each lies in the writer's 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from twinpool.cache.memory.memory_layout import BufferLayout, PoolSetLayout
 from twinpool.contracts.errors import LayoutMismatch
 from twinpool.contracts.ids import RoomId
 from twinpool.contracts.messages.rank_orders import WriteArrived
+from twinpool.transfer.net.zmq_sockets import DisconnectWatch
 from twinpool.transfer.planes.data_plane import RoomTarget, said
 
 MAX_COUNT = 2**40
@@ -50,9 +52,33 @@ def described_layout(kind: str, descriptor: Mapping[str, Any], spec: PoolSetSpec
     return PoolSetLayout(spec, counts)
 
 
-def no_notices(data: bytes) -> None:
-    """The way of notices between ranks that aren't leaders: there is none."""
+def _no_notices(data: bytes) -> None:
     raise AssertionError("only leaders give notice, to leaders")
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeLine:
+    """The way that notices of a link take to its reader: from leader to leader, there is none between other ranks."""
+
+    send: Callable[[bytes], object] = _no_notices
+    watch: DisconnectWatch | None = None
+    """The connection's; None where there is no connection."""
+    end: Callable[[], object] = lambda: None
+    """Called when the link is closed."""
+
+    def cut(self) -> bool:
+        """Whether the connection was lost since the last call."""
+        return self.watch is not None and self.watch.cut()
+
+    @property
+    def up(self) -> bool:
+        """Whether it was up at some time."""
+        return self.watch is None or self.watch.was_up
+
+    def close(self) -> None:
+        if self.watch is not None:
+            self.watch.close()
+        self.end()
 
 
 IntArray = npt.NDArray[np.int64]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.pool_sets import entry, filled, pool_sets
-from tests.support.raw_writer import RawWriter, revoke_waits_for, tcp_reader, until
+from tests.support.raw_writer import RawWriter, revoke_waits_for, tcp_config, tcp_reader, until
 from tests.support.room_ends import ends, image, placed
 from twinpool.cache.device.device_copies import HostCopies
 from twinpool.cache.device.device_port import Completion
@@ -98,7 +98,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[LateCopies]:
 
 
 def plane(curve: CurveKeys | None = None, bounce_bytes: int = SMALL) -> ZmqPlane:
-    return ZmqPlane(FaultsConfig(), "127.0.0.1", curve, link_timeout_s=20.0, bounce_bytes=bounce_bytes)
+    return ZmqPlane(tcp_config(20.0, bounce_bytes), FaultsConfig(), "127.0.0.1", curve)
 
 
 def reader(

@@ -20,12 +20,13 @@ import torch
 import zmq
 
 from tests.support.pool_sets import entry, pool_sets
-from tests.support.raw_writer import RawWriter, revoke_waits_for, tcp_reader, until, writing
+from tests.support.raw_writer import RawWriter, revoke_waits_for, tcp_config, tcp_reader, until, writing
 from tests.support.room_ends import ends, image
 from twinpool.cache.device.device_port import DONE
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.config.cluster_config import FaultsConfig
+from twinpool.contracts.config.worker_config import TransferConfig
 from twinpool.contracts.ids import RoomId
 from twinpool.transfer.net.sealed_stream import HELLO_BYTES, SALT_BYTES, SealedStream, connection_key, draw_secret
 from twinpool.transfer.net.zmq_sockets import CurveKeys
@@ -164,7 +165,8 @@ def test_a_write_longer_than_any_that_was_described_cuts_the_connection(head: in
 
 
 def test_a_write_may_have_the_longest_part_of_each_pool() -> None:
-    plane, pools = ZmqPlane(FaultsConfig(), "127.0.0.1", None, link_timeout_s=5.0, frame_bytes=1), PoolSet(SPEC, COUNTS)
+    transfer = TransferConfig("zmq", link_timeout_s=5.0, frame_bytes=1)
+    plane, pools = ZmqPlane(transfer, FaultsConfig(), "127.0.0.1", None), PoolSet(SPEC, COUNTS)
     plane.register(pools, None)
     places = {pool.name: PageNumbers(3, (5,)) for pool in SPEC.pools}
     plane.permit(RoomTarget(ROOM, places, 0, TICKET))
@@ -473,7 +475,7 @@ def test_a_sealed_write_that_was_changed_on_the_way_is_stored_nowhere(tamper: in
 
 def test_off_the_loopback_no_byte_of_a_page_travels_as_it_is() -> None:
     with reader(curve=CURVE) as (plane, pools):
-        writer = ZmqPlane(FaultsConfig(), "127.0.0.1", CURVE, link_timeout_s=5.0)
+        writer = ZmqPlane(tcp_config(5.0), FaultsConfig(), "127.0.0.1", CURVE)
         source = PoolSet(SPEC, SPEC.even(9))
         source.region.fill_(7)
         writer.register(source, None)
@@ -615,7 +617,7 @@ def test_what_a_revoked_room_held_back_is_told_once() -> None:
 
 def test_a_link_tells_of_a_cut_once_and_writes_go_over_a_new_connection() -> None:
     with reader() as (plane, pools):
-        mine = ZmqPlane(FaultsConfig(), "127.0.0.1", None, link_timeout_s=5.0)
+        mine = ZmqPlane(tcp_config(5.0), FaultsConfig(), "127.0.0.1", None)
         source = PoolSet(SPEC, SPEC.even(9))
         source.region.fill_(3)
         mine.register(source, None)

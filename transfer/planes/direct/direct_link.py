@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -16,8 +16,8 @@ from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.errors import WireError
 from twinpool.contracts.ids import RoomId
 from twinpool.transfer.net.fault_injection import WriteFaults
-from twinpool.transfer.net.zmq_sockets import DisconnectWatch
 from twinpool.transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite
+from twinpool.transfer.planes.one_sided import NoticeLine
 
 HEAD = 64
 """Bytes in front of a segment: a nonce, by which a writer knows that it mapped the memory that was described."""
@@ -37,14 +37,12 @@ class DirectLink:
         region: torch.Tensor,
         layout: PoolSetLayout,
         slots: torch.Tensor | None,
-        notify: Callable[[bytes], None],
-        watch: DisconnectWatch | None,
-        close: Callable[[], None],
+        notices: NoticeLine,
         faults: WriteFaults,
         cut: HeadSlice | None = None,
     ) -> None:
-        """`region` and `layout`: the memory of the reader's rank. `slots` and `notify`: metadata slots and notices of
-        the reader's leader. `watch`: of the connection that notices take; None where there is none. `cut`: the buffers
+        """`region` and `layout`: the memory of the reader's rank. `slots` and `notices`: of the reader's
+        leader. `cut`: the buffers
         to write, and of them the heads that both hold; None: all of every page."""
         self._source = source
         self._cut = cut
@@ -52,9 +50,7 @@ class DirectLink:
         self._copies = device_copies(source.region.device)
         self._layout = layout
         self._slots = slots
-        self._notify = notify
-        self._watch = watch
-        self._close = close
+        self._notices = notices
         self._faults = faults
         self.sent = SentCounts()
 
@@ -136,25 +132,22 @@ class DirectLink:
         return (common(mine, spec).start - spec.first_head) * (spec.shape_bytes // spec.shape[0])
 
     def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
-        self._notify(data)
+        self._notices.send(data)
 
     def cut(self) -> bool:
-        if self._watch is None:
-            return False
-        cut = self._watch.cut()
-        self.sent.opened = self._watch.opened
+        cut = self._notices.cut()
+        if self._notices.watch is not None:
+            self.sent.opened = self._notices.watch.opened
         return cut
 
     @property
     def up(self) -> bool:
-        return self._watch is None or self._watch.was_up
+        return self._notices.up
 
     def sever(self) -> None: ...  # Every write is done when `post` returns.
 
     def close(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-        self._close()
+        self._notices.close()
 
 
 def _common_bytes(mine: BufferLayout, its: BufferLayout) -> int:

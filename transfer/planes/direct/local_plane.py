@@ -20,7 +20,7 @@ from twinpool.transfer.net.fault_injection import WriteFaults
 from twinpool.transfer.planes.data_plane import WakeCallback, WriteLink, said
 from twinpool.transfer.planes.direct.direct_link import DirectLink
 from twinpool.transfer.planes.notice_inbox import AT_ONCE
-from twinpool.transfer.planes.one_sided import OneSidedPlane
+from twinpool.transfer.planes.one_sided import NoticeLine, OneSidedPlane
 from twinpool.transfer.planes.rank_fan import fan
 
 
@@ -69,7 +69,7 @@ class LocalPlane(OneSidedPlane):
         here, there = self._pools.region.device, pools.region.device
         if here != there:
             raise LayoutMismatch(f"plane local: the reader's pools lie on {there}, the writer's on {here}")
-        return DirectLink(self._pools, pools.region, pools.layout, slots, notify, None, lambda: None, self._faults, cut)
+        return DirectLink(self._pools, pools.region, pools.layout, slots, NoticeLine(notify), self._faults, cut)
 
     def poll(self) -> list[bytes]:
         return [self._arrived.popleft() for _ in range(min(len(self._arrived), AT_ONCE))]

@@ -36,7 +36,7 @@ from twinpool.transfer.planes.data_plane import SLOT_BYTES, WriteLink, refuse_de
 from twinpool.transfer.planes.direct.cuda_ipc import DeviceSharing, MappedRegion
 from twinpool.transfer.planes.direct.direct_link import HEAD, DirectLink
 from twinpool.transfer.planes.notice_inbox import NoticeInbox
-from twinpool.transfer.planes.one_sided import OneSidedPlane, described_layout, no_notices
+from twinpool.transfer.planes.one_sided import NoticeLine, OneSidedPlane, described_layout
 from twinpool.transfer.planes.rank_fan import fan
 
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s
@@ -132,7 +132,7 @@ class ShmPlane(OneSidedPlane):
         region, faults = pages.region, self._faults
         if self._rank or slots is None:
             # Notices go from leader to leader: between other ranks there is nothing that a connection could lose.
-            return DirectLink(self._pools, region, layout, None, no_notices, None, pages.close, faults, cut)
+            return DirectLink(self._pools, region, layout, None, NoticeLine(end=pages.close), faults, cut)
         try:
             socket, watch = dial(zmq.Context.instance(), endpoint, self._curve, self._link_timeout_s)
         except BaseException:
@@ -143,7 +143,7 @@ class ShmPlane(OneSidedPlane):
             socket.close()
             pages.close()
 
-        return DirectLink(self._pools, region, layout, slots, socket.send, watch, close, faults, cut)
+        return DirectLink(self._pools, region, layout, slots, NoticeLine(socket.send, watch, close), faults, cut)
 
     def _pages(self, descriptor: dict[str, Any], nbytes: int) -> MappedRegion:
         """Map the reader's pages."""

@@ -22,11 +22,10 @@ from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.errors import ConfigError, LayoutMismatch, WireError
 from twinpool.contracts.ids import RoomId
 from twinpool.transfer.net.fault_injection import WriteFaults
-from twinpool.transfer.net.zmq_sockets import DisconnectWatch
 from twinpool.transfer.planes.data_plane import SLOT_BYTES, PageWrite, RoomTarget, SentCounts, SlotWrite
 from twinpool.transfer.planes.launched_write import PostedWrite
 from twinpool.transfer.planes.nixl.nixl_agent import HOST_MEMORY, MemoryKind, NixlAgent, byte_runs, kind_of, own_device
-from twinpool.transfer.planes.one_sided import IntArray, packed_pages, packs, page_runs
+from twinpool.transfer.planes.one_sided import IntArray, NoticeLine, packed_pages, packs, page_runs
 
 log = logging.getLogger("twinpool.transfer")
 _PACKING_BYTES = 4 << 20
@@ -70,20 +69,17 @@ class NixlLink:
         self,
         source: PoolSet,
         reader: ReaderMemory,
-        notify: Callable[[bytes], None],
-        watch: DisconnectWatch | None,
-        close: Callable[[], None],
+        notices: NoticeLine,
         faults: WriteFaults,
         cut: HeadSlice | None,
         timeout_s: float,
         wake: Callable[[], None],
     ) -> None:
-        """`notify`, `watch`, `close`: of the connection that notices take; None where there is none. `cut`: the buffers
-        to write, and of them the heads that both hold; None: all of every page. `wake` is called when a write has
-        ended. Raises `LayoutMismatch` where the reader can't be reached."""
+        """`cut`: the buffers to write, and of them the heads that both hold; None: all of every page. `wake` is called
+        when a write has ended. Raises `LayoutMismatch` where the reader can't be reached."""
         self.sent = SentCounts()
         self._source, self._reader, self._slice, self._faults = source, reader, cut, faults
-        self._notify, self._watch, self._close, self._wake = notify, watch, close, wake
+        self._notices, self._wake = notices, wake
         self._timeout_s = timeout_s
         self._scratch = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
         self._packing: torch.Tensor | None = None
@@ -132,15 +128,15 @@ class NixlLink:
         return outgoing.posted
 
     def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
-        self._notify(data)
+        self._notices.send(data)
 
     def cut(self) -> bool:
         cut, self._cut = self._cut, False
-        return (self._watch is not None and self._watch.cut()) or cut
+        return self._notices.cut() or cut
 
     @property
     def up(self) -> bool:
-        return self._watch is None or self._watch.was_up
+        return self._notices.up
 
     def sever(self) -> None:
         with self._work:
@@ -156,9 +152,7 @@ class NixlLink:
             self._closed = True
             self._work.notify()
         self._thread.join()
-        if self._watch is not None:
-            self._watch.close()
-        self._close()
+        self._notices.close()
 
     # ------------------------------------------------------------ on its thread
 

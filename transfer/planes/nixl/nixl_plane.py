@@ -39,7 +39,7 @@ from twinpool.transfer.planes.data_plane import RoomTarget, WakeCallback, WriteL
 from twinpool.transfer.planes.nixl.nixl_agent import HOST_MEMORY, MemoryKind, NixlAgent, kind_of, load_nixl, own_device
 from twinpool.transfer.planes.nixl.nixl_link import NixlLink, ReaderMemory
 from twinpool.transfer.planes.notice_inbox import NoticeInbox
-from twinpool.transfer.planes.one_sided import MAX_COUNT, OneSidedPlane, described_layout, no_notices
+from twinpool.transfer.planes.one_sided import MAX_COUNT, NoticeLine, OneSidedPlane, described_layout
 from twinpool.transfer.planes.rank_fan import fan
 
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s
@@ -157,19 +157,14 @@ class NixlPlane(OneSidedPlane):
 
     def _opened(self, reader: ReaderMemory, cut: HeadSlice | None, endpoint: str | None) -> WriteLink:
         """Open a link. Notices go from leader to leader: other links have no `endpoint`."""
-        if endpoint is None:
-            return NixlLink(
-                self._pools, reader, no_notices, None, lambda: None, self._faults, cut, self._link_timeout_s, self._wake
-            )
-        socket, watch = dial(zmq.Context.instance(), endpoint, self._curve, self._link_timeout_s)
+        notices = NoticeLine()
+        if endpoint is not None:
+            socket, watch = dial(zmq.Context.instance(), endpoint, self._curve, self._link_timeout_s)
+            notices = NoticeLine(socket.send, watch, lambda: socket.close(linger=0))
         try:
-            return NixlLink(
-                self._pools, reader, socket.send, watch, lambda: socket.close(linger=0), self._faults, cut,
-                self._link_timeout_s, self._wake,
-            )  # fmt: skip
+            return NixlLink(self._pools, reader, notices, self._faults, cut, self._link_timeout_s, self._wake)
         except BaseException:
-            watch.close()
-            socket.close(linger=0)
+            notices.close()
             raise
 
     def permit(self, target: RoomTarget) -> None:

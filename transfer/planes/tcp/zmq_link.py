@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import msgpack
 import torch
@@ -51,6 +52,19 @@ from twinpool.transfer.planes.tcp.page_stream import PoolStream, bytes_of
 SLOT_FRAME, NOTICE_FRAME = b"S", b"N"
 
 
+class PageWay(NamedTuple):
+    """The way of pages to one rank of a reader."""
+
+    door: DataDoor
+    """Where its data connections are taken."""
+    connections: int
+    """How many of them writes are spread over."""
+    frame_bytes: int
+    """The most bytes of a pool in one write."""
+    staging: Staging | None
+    """The bounce buffers that pages go through; None: they are sent from where they lie."""
+
+
 class ZmqLink:
     """The `WriteLink` of planes `zmq` and `staged`. A notice may overtake pages, so it says how many writes go before
     it. Writes may be posted on another thread than notices are sent on."""
@@ -63,26 +77,20 @@ class ZmqLink:
         source: PoolSet,
         socket: zmq.Socket[bytes],
         watch: DisconnectWatch,
-        faults: WriteFaults,
-        ranks: tuple[int, int],
+        pages: PageWay,
         streams: dict[str, PoolStream],
-        door: DataDoor,
-        *,
-        frame_bytes: int,
-        connections: int,
+        ranks: tuple[int, int],
+        faults: WriteFaults,
         wake: Callable[[], None],
-        staging: Staging | None = None,
     ) -> None:
-        """`ranks`: this writer's rank, and the number of ranks of its worker. `streams`: what is written to the
-        reader's rank, by pool. `door`: where its data connections are taken. `frame_bytes`: the most bytes of a pool in
-        one write. `connections`: how many to spread writes over. `wake` is called when a write has ended. `staging`:
-        the bounce buffers that pages go through; None: they are sent from where they lie."""
-        self.frame_bytes: int | None = frame_bytes
+        """`socket`, `watch`: of notices and metadata slots. `streams`: what is written to the reader's rank, by pool.
+        `ranks`: this writer's rank, and the number of ranks of its worker. `wake` is called when a write has ended."""
+        self.frame_bytes: int | None = pages.frame_bytes
         self.sent = SentCounts()
-        self._ranks, self._streams, self._door, self._wake = ranks, streams, door, wake
-        self._source, self._staging = source, staging
+        self._ranks, self._streams, self._door, self._wake = ranks, streams, pages.door, wake
+        self._source, self._staging = source, pages.staging
         self._socket, self._watch, self._faults = socket, watch, faults
-        self._connections: list[DataConnection | None] = [None] * connections
+        self._connections: list[DataConnection | None] = [None] * pages.connections
         self._cut = False
         self._one = threading.RLock()
         """Held to use the socket and the connections."""

@@ -54,12 +54,7 @@ from twinpool.transfer.planes.rank_fan import MAX_RANKS, fan, rank_cut, writers
 from twinpool.transfer.planes.tcp.bounce_buffers import Staging, StreamPart, buffer_bytes, loads
 from twinpool.transfer.planes.tcp.data_listener import DataListener, Landing, LandingPart
 from twinpool.transfer.planes.tcp.page_stream import PoolStream, bytes_of, shared
-from twinpool.transfer.planes.tcp.zmq_link import NOTICE_FRAME, SLOT_FRAME, DataDoor, ZmqLink
-
-LINK_TIMEOUT_S = TransferConfig().link_timeout_s
-FRAME_BYTES = TransferConfig().frame_bytes
-CONNECTIONS = TransferConfig().connections
-MESSAGE_BYTES = TransferConfig().control_frame_bytes
+from twinpool.transfer.planes.tcp.zmq_link import NOTICE_FRAME, SLOT_FRAME, DataDoor, PageWay, ZmqLink
 
 
 @dataclass(eq=False)
@@ -78,27 +73,22 @@ class ZmqPlane:
 
     def __init__(
         self,
+        transfer: TransferConfig,
         faults: FaultsConfig,
         host: str,
         curve: CurveKeys | None,
         rank: int = 0,
         size: int = 1,
-        link_timeout_s: float = LINK_TIMEOUT_S,
-        frame_bytes: int = FRAME_BYTES,
-        connections: int = CONNECTIONS,
-        message_bytes: int = MESSAGE_BYTES,
         wake: WakeCallback = lambda: None,
-        bounce_bytes: int | None = None,
     ) -> None:
-        """`frame_bytes`: the most bytes of a pool that one write may have, unless one page has more. `connections`:
-        data connections to one rank of a reader. `message_bytes`: the longest notice that is taken in. `wake`: called,
-        on any thread, when `poll` or a completion has news. `bounce_bytes`: of each bounce buffer, unless one page of a
-        layer has more; None: plane `zmq`, whose pages lie in host memory."""
-        self.kind = "zmq" if bounce_bytes is None else "staged"
-        self._bounce_bytes = bounce_bytes
+        """`transfer`: with ``staged``, pages go through bounce buffers; else they lie in host memory. `wake`: called,
+        on any thread, when `poll` or a completion has news."""
+        self.kind = "staged" if transfer.plane == "staged" else "zmq"
+        self._bounce_bytes = transfer.bounce_bytes if transfer.plane == "staged" else None
         self._staging: Staging | None = None
         self._rank, self._size = rank, size
-        self._link_timeout_s, self._frame_bytes, self._lanes = link_timeout_s, frame_bytes, connections
+        self._link_timeout_s, self._frame_bytes = transfer.link_timeout_s, transfer.frame_bytes
+        self._lanes = transfer.connections
         self._host, self._endpoint, self._data_endpoint = host, "", ""
         self._held = OrderedNotices(size, lambda sources, at: writers(self._pools.spec.whole, sources, at, size))
         self._stored: deque[WriteArrived | None] = deque()
@@ -108,7 +98,9 @@ class ZmqPlane:
         self._faults, self._proxy = WriteFaults(faults), faults.proxy
         self._curve, self._wake = curve, wake
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._inbound = pull_socket(self._context, link_timeout_s, max(SLOT_BYTES, message_bytes))
+        self._inbound = pull_socket(
+            self._context, transfer.link_timeout_s, max(SLOT_BYTES, transfer.control_frame_bytes)
+        )
         self._listener: DataListener | None = None
         self._granted: dict[RoomId, _Granted] = {}
         self._from: dict[tuple[int, int], dict[str, PoolStream]] = {}
@@ -162,10 +154,9 @@ class ZmqPlane:
         streams = {pool: self._stream(pool, names[pool], spec) for pool in names}
         socket, watch = dial(self._context, endpoint, self._curve, self._link_timeout_s)
         door = DataDoor(address, secret, self._curve is not None, self._link_timeout_s)
-        return ZmqLink(
-            self._pools, socket, watch, self._faults, (self._rank, self._size), streams, door,
-            frame_bytes=frame_bytes, connections=self._lanes, wake=self._wake, staging=self._staging,
-        )  # fmt: skip
+        pages = PageWay(door, self._lanes, frame_bytes, self._staging)
+        ranks = self._rank, self._size
+        return ZmqLink(self._pools, socket, watch, pages, streams, ranks, self._faults, self._wake)
 
     def _stream(self, pool: str, names: Sequence[str], other: PoolSetSpec) -> PoolStream:
         """Return the byte stream of a pool's buffers `names` between this rank and one with the pools `other`."""
