@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config
+import transformers
+from transformers import PreTrainedConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config
 
 from tests.engine.harness import Bench, MakeOracle
 from tests.engine.judged import expect_the_oracles, prompts
@@ -21,9 +22,12 @@ from tests.support.family_scenes import Family, expect_answers
 from tests.support.family_window import WINDOW
 from tests.support.model_families import FAMILIES, folder_maker
 from twinpool.cache.memory.kv_cache_spec import PoolKind
+from twinpool.contracts.checkpoint.json_fields import JsonFields
+from twinpool.contracts.checkpoint.model_spec import spec_of_config
 from twinpool.contracts.errors import CheckpointError
 from twinpool.engine.models.model_base import StateOptions
-from twinpool.engine.models.registry import read_model
+from twinpool.engine.models.registry import read_model, unchecked_model
+from twinpool.engine.models.sliding_window import qwen_windows
 
 LENGTHS = (1, 2, 15, WINDOW - 1, WINDOW, WINDOW + 1, 129, 300)
 SOME: dict[str, Any] = {
@@ -140,6 +144,34 @@ def test_layers_are_told_by_their_number_where_they_are_not_listed(
     published = copy_checkpoint(saved, tmp_path / "published", layer_types=None)
     want, got = (Bench(folder, tokens=512).forced(tokens, [len(tokens)]) for folder in (saved, published))
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("kind", [Qwen2Config, Qwen3Config, Qwen2MoeConfig])
+@pytest.mark.parametrize("first", range(5))
+def test_layers_that_are_not_listed_are_those_that_transformers_lists_wherever_windows_begin(
+    tmp_path: Path, kind: type[PreTrainedConfig], first: int
+) -> None:
+    for layers in range(1, 6):
+        numbers = {"num_hidden_layers": layers, "sliding_window": 70, "use_sliding_window": True}
+        theirs = kind(**numbers, max_window_layers=first)
+        wanted = [70 if name == "sliding_attention" else 0 for name in theirs.layer_types]
+        config = JsonFields(tmp_path, numbers | {"max_window_layers": first})
+        assert qwen_windows(config, layers, alternating=kind is Qwen2MoeConfig) == wanted
+
+
+@pytest.mark.parametrize("name", ["Cohere2", "Cwm", "Exaone4", "Gemma2", "GptOss", "Olmo3", "SmolLM3"])
+def test_kinds_of_layers_that_are_not_listed_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    for layers in range(4, 10):
+        theirs = getattr(transformers, f"{name}Config")(num_hidden_layers=layers)
+        said = {key: value for key, value in theirs.to_dict().items() if key not in ("layer_types", "no_rope_layers")}
+        folder = tmp_path / str(layers)
+        folder.mkdir()
+        file = folder / "config.json"
+        file.write_text(json.dumps(said | {"architectures": [f"{name}ForCausalLM"]}))
+        model: Any = unchecked_model(spec_of_config(file))
+        kinds = model.names if hasattr(model, "names") else model.kinds
+        assert kinds == theirs.layer_types
+        assert getattr(model, "turned", None) == getattr(theirs, "no_rope_layers", None)
 
 
 def test_a_number_without_its_flag_is_no_window(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
