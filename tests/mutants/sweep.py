@@ -36,6 +36,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -591,13 +592,14 @@ def _wait(child: Child, allowed: Callable[[str], float]) -> None:
 
 
 def _functions(paths: set[str]) -> dict[tuple[str, str, int], list[FunctionType]]:
-    """All live functions of these files, by file, qualified name and first line."""
-    files = {str(ROOT / path) for path in paths}
+    """All live functions of these files, by file, qualified name and first line. Modules are imported by the links of
+    the package's folder."""
+    files, real = {str(ROOT / path) for path in paths}, cache(os.path.realpath)
     found: dict[tuple[str, str, int], list[FunctionType]] = defaultdict(list)
     for thing in _everything():
         code = thing.__code__
-        if code.co_filename in files:
-            found[code.co_filename, code.co_qualname, code.co_firstlineno].append(thing)
+        if (file := real(code.co_filename)) in files:
+            found[file, code.co_qualname, code.co_firstlineno].append(thing)
     return found
 
 

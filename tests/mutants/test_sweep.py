@@ -9,6 +9,7 @@ import pytest
 
 from tests.mutants import breaking, probing, sweep
 from tests.mutants.breaking import OPERATORS, Place, bodies, broken, places, statements
+from twinpool.worker.fair_shares import FairShares
 
 SAMPLE = '''
 class Book:
@@ -103,6 +104,13 @@ def test_a_break_is_put_into_the_code_that_a_function_had() -> None:
     assert FunctionType(code, {})(5) == 4
     with pytest.raises(LookupError, match="not as it was"):
         broken(place, text.replace("1", "2"))
+
+
+def test_functions_of_the_package_are_found_by_where_their_files_lie() -> None:
+    path = "worker/fair_shares.py"
+    place = next(p for p in places(path, (sweep.ROOT / path).read_text()) if p.function == "FairShares.charge")
+    name, line, _ = broken(place, (sweep.ROOT / path).read_text())
+    assert sweep._functions({path})[str(sweep.ROOT / path), name, line] == [FairShares.charge]
 
 
 def test_what_is_called_equivalent_can_be_broken_so_and_says_why() -> None:
