@@ -24,7 +24,7 @@ FOLDED_FROM = 3
 _COLOURS = {"ready": "green", "starting": "cyan", "draining": "yellow", "left": "dim", "dead": "red"}
 _BREAKERS = {
     "open": "gets no requests for now: too many have failed there",
-    "half_open": "gets one request to see whether it works again",
+    "half-open": "gets one request to see whether it works again",
 }
 """A router's circuit breaker for a worker, in words; that of one that is gone says nothing."""
 GONE = ("left", "dead")

@@ -61,6 +61,8 @@ def test_status_flags_those_that_differ_from_the_ones_that_serve_keeps() -> None
     assert line.endswith(": another settings than the others; not kept by serve: upgrade and apply don't replace it")
     assert wanted_marks([BY_HAND, BY_HAND, replace_row(BY_HAND, build=OLD)]) == (NEW, "s1"), "without any that is kept"
     assert wanted_marks([]) == ("", "")
+    by_hand = [replace_row(BY_HAND, build=OLD, settings="s2")] * 3
+    assert wanted_marks([*by_hand, *mine]) == (NEW, "s1"), "more of them decide nothing"
 
 
 @pytest.fixture

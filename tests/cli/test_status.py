@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from tests.cluster.router_stub import row as row_of
+from twinpool.cli.admin_client import duration
 from twinpool.cli.operator.status_command import check_line, folded, status_table, status_view
+from twinpool.router.state.circuit_breaker import CircuitState
 
 
 def test_status_shows_how_many_requests_are_retracted() -> None:
@@ -126,6 +129,43 @@ def test_how_a_process_ended_once_is_not_shown_of_one_that_serves_or_has_left_in
     assert "starting, again, as the one before ended: exit code 1, gets no requests for now" in text
 
 
+def test_status_says_of_every_state_of_a_routers_breaker_what_it_means_for_requests() -> None:
+    means = {
+        CircuitState.CLOSED: "ready",
+        CircuitState.OPEN: "ready, gets no requests for now: too many have failed there",
+        CircuitState.HALF_OPEN: "ready, gets one request to see whether it works again",
+        CircuitState.OVER: "ready",
+    }
+    assert means.keys() == set(CircuitState)
+    for state, words in means.items():
+        found = shown({"workers": [row_of("decode-0", breaker=str(state))]})
+        (line,) = (line for line in found.splitlines() if "decode-0" in line)
+        assert re.split(" {2,}", line.strip())[1] == words
+
+
+def test_a_row_of_several_workers_has_their_starts_and_no_process_and_one_that_has_left_has_none() -> None:
+    rows = [row_of(f"decode-{n}", incarnation=1 + n % 3, pid=4711) for n in range(20)]
+    cells = [line.split() for line in shown({"workers": rows}).splitlines() if "decode-0" in line]
+    assert cells[0][:8] == ["decode-0", "to", "decode-19:", "20", "ready", "here", "1-3", "0"]
+    alone = [row_of("decode-0", pid=4711, incarnation=5), row_of("decode-1", "left", pid=4712, incarnation=6)]
+    first, second = (line.split() for line in shown({"workers": alone}).splitlines() if "decode-" in line)
+    assert first[:5] == ["decode-0", "ready", "here", "4711", "5"]
+    assert second[:4] == ["decode-1", "left", "here", "6"]
+    text = shown({"workers": alone})
+    assert "share a row" not in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (-3.0, "0 s"), (59.4, "59 s"), (60.0, "1 min 0 s"), (3599.0, "59 min 59 s"), (3600.0, "1 h 0 min"),
+        (86_399.0, "23 h 59 min"), (86_400.0, "1 d 0 h"), (2 * 86_400 + 3 * 3600 + 59 * 60, "2 d 3 h"),
+    ],
+)  # fmt: skip
+def test_a_time_is_shown_in_its_two_largest_units(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
 def test_the_first_line_has_url_model_time_rate_and_load() -> None:
     known = {
         "url": "http://h:1",
@@ -150,5 +190,6 @@ def test_a_check_begins_with_its_verdict_and_says_what_is_normal() -> None:
     bad = {"ok": False, "workers": [of_worker]}
     assert check_line(bad).startswith("violations found: 2, of decode-0")
     of_router = {"name": "router", "checked": checked, "violations": ["a request of nobody's"]}
-    both = {"ok": False, "workers": [of_worker, of_router]}
+    whole = {"name": "decode-1", "checked": checked, "violations": []}
+    both = {"ok": False, "workers": [whole, of_worker, of_router]}
     assert check_line(both).startswith("violations found: 3, of decode-0, router"), "its books are checked as well"

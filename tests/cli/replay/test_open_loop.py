@@ -107,3 +107,38 @@ def test_recent_figures_forget_and_count_all() -> None:
     ttft, gaps, rate = recent.look(30.0)
     assert (ttft.count, ttft.p99, gaps.count, rate) == (10, 0.5, 0, 1.0)
     assert (recent.ended, recent.good, recent.errors) == (31, 15, {"cut": 1})
+
+
+def ended(sent_s: float, *arrivals_s: float, error: str | None = None, note: str = "", held_s: float = 0.0) -> Outcome:
+    """An outcome that was due a second before it was sent, for that it had to wait so long; it ends with its last
+    token."""
+    return Outcome(
+        sent_s - 1.0 - held_s, sent_s, 10, 3, arrivals_s[-1] if arrivals_s else sent_s + 0.5, list(arrivals_s), 12, 6,
+        len(arrivals_s), error=error, note=note, held_s=held_s,
+    )  # fmt: skip
+
+
+def test_figures_are_of_what_ended_well_and_the_rest_is_counted_by_its_kind() -> None:
+    good, late = ended(10.0, 12.0, 13.0, 14.0), ended(20.0, 23.0, 24.0, 26.0, held_s=2.0)
+    under_way = Outcome(29.0, 30.0, 10, 3, arrivals_s=[31.0])
+    failed = [ended(40.0, error="status 500", note=note) for note in ("first", "second")]
+    target = AnswerTarget(2.0, 1.0)
+    found = figures_of([good, late, under_way, *failed], target, 10.0, 5.0, counts_prompts=True, exact=True)
+    assert (found.sent, found.answered, found.unfinished) == (5, 2, 1)
+    assert (found.errors, found.notes) == ({"status 500": 2}, {"status 500": "first"})
+    assert found.wrong == {"prompt's tokens differ": 2}
+    assert (found.good, found.goodput) == (1, 0.1), "a target that is just kept is kept; one that waited is late"
+    assert (found.ttft.count, found.ttft.mean) == (2, 3.5)
+    assert (found.itl.count, found.itl.mean) == (4, 1.25)
+    assert (found.tpot.count, found.tpot.mean) == (2, 1.25)
+    assert (found.answer.count, found.answer.mean) == (2, 6.0)
+    assert (found.held.count, found.held.mean) == (5, 0.4)
+    assert (found.late.count, found.late.mean) == (5, 1.0)
+    assert (found.requests_per_s, found.output_tokens_per_s, found.input_tokens_per_s) == (0.2, 0.6, 2.4)
+    assert (found.cached_share, found.client_cores) == (0.5, 0.5)
+
+
+def test_a_run_without_an_answer_has_no_latencies_and_no_rates() -> None:
+    found = figures_of([], AnswerTarget(2.0, 1.0), 0.0, 0.0, counts_prompts=False, exact=False)
+    assert (found.sent, found.answered, found.unfinished, found.errors, found.wrong) == (0, 0, 0, {}, {})
+    assert (found.ttft.count, found.ttft.p99, found.requests_per_s, found.cached_share) == (0, 0.0, 0.0, 0.0)
