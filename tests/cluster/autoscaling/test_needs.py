@@ -49,6 +49,32 @@ def test_late_first_tokens_are_prefills_lack_only_where_it_works_and_decode_had_
     assert prefill(first=Outcomes(100, 8)) == prefill(), "5 of 100 may be late, and 8 are chance"
 
 
+def test_a_need_says_what_it_comes_from_with_its_numbers() -> None:
+    late = prefill_need(CONFIG, replace(CALM, first=Outcomes(100, 30)))
+    assert (late.why, late.urgent) == ("30% of first tokens are late", True)
+    slow = decode_need(CONFIG, replace(CALM, gaps=Outcomes(1000, 200), running=8), 16)
+    assert (slow.why, slow.urgent) == ("20% of tokens are late, with 4.0 requests a worker", True)
+    put_off = decode_need(CONFIG, replace(CALM, put_off=2), 16)
+    assert (put_off.why, put_off.urgent) == ("2 requests were put off for want of pages", True)
+    calm = decode_need(CONFIG, CALM, 16)
+    assert (calm.why, calm.urgent) == ("requests ask for 40% of its pages", False)
+    assert not prefill_need(CONFIG, CALM).urgent
+
+
+@pytest.mark.parametrize("changes", [{"decode": 0}, {"pages": 0}])
+def test_what_is_not_known_of_decode_is_no_need_either(changes: dict[str, object]) -> None:
+    assert not decode_need(CONFIG, replace(CALM, **changes), 16).known  # type: ignore[arg-type]
+
+
+def test_prefill_stands_still_where_it_computes_less_than_half_of_its_share_and_not_at_that() -> None:
+    stuck = {"backlog": 30_000, "ungranted": 5}
+    half = CONFIG.prefill_use / 2 * CALM.prefill * CALM.rate
+    assert decode(computed=half - 1, **stuck) == 3.0
+    assert decode(computed=half, **stuck) == decode(backlog=30_000)
+    assert decode(computed=half - 1, backlog=30_000) == decode(backlog=30_000), "nobody waits for pages"
+    assert decode(computed=half - 1, ungranted=5) == decode(), "no prompt waits"
+
+
 def test_prefill_that_stands_still_for_want_of_pages_needs_no_more_workers() -> None:
     stuck = {"backlog": 30_000, "ungranted": 5, "computed": 10.0}
     assert prefill(**stuck) == prefill()

@@ -275,3 +275,26 @@ def test_who_has_the_least_to_do_changes_its_role() -> None:
         site.core.renew(row.name, row.incarnation, replace(status, prompt_tokens=prompt_tokens))
     site.decides(ChangeRole(DECODE, WHY))
     assert site.roles() == {**BEFORE, "prefill-1": DECODE}
+
+
+@pytest.mark.parametrize(
+    ("counters", "why"),
+    [
+        ({"retractions": 2.0}, "4 requests were put off for want of pages"),
+        ({"retracted": 1.0}, "2 requests were put off for want of pages"),
+        ({}, "requests ask for 0% of its pages"),
+    ],
+)
+def test_what_workers_tell_of_requests_that_were_put_off_is_their_pools_need(
+    counters: dict[str, float], why: str
+) -> None:
+    site = Site()
+    for told in ({}, counters):
+        site.clock.advance(site.config.autoscaling.period_s)
+        for row in site.core.table.rows.values():
+            status = WorkerStatus(row.name, row.role, "ready", 7, "a", row.incarnation, 0, 0, 64, 64)
+            mine = told if row.role is DECODE else {}
+            site.core.renew(row.name, row.incarnation, replace(status, counters={"retractions": 0.0, **mine}))
+        site.autoscaler.tick()
+    found = {str(pool.role): pool.why for pool in site.autoscaler.view().pools}
+    assert found[DECODE] == why

@@ -42,6 +42,16 @@ def test_deaths_in_a_row_wait_longer_and_are_too_many_in_the_end() -> None:
     assert len(waits) == CONFIG.restart_limit + 1
 
 
+def test_deaths_that_an_operator_forgives_count_no_more_and_neither_does_their_pause() -> None:
+    restarts = RestartHistory(CONFIG)
+    while not restarts.too_many:
+        restarts.died(0.0, None)
+    restarts.forgive()
+    assert (restarts.deaths, restarts.too_many) == (0, False)
+    assert restarts.died(1.0, None) == 0.0
+    assert restarts.deaths == 1
+
+
 class FakeRouter(router_services.Router):
     """A router whose process dies so long after each of its starts."""
 

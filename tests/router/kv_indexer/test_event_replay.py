@@ -205,6 +205,34 @@ def test_a_gap_is_asked_for_from_the_last_batch_that_was_applied() -> None:
     assert follower.lost == 0
 
 
+def test_a_publisher_that_has_sent_nothing_yet_is_known_wholly() -> None:
+    source, follower = source_and_follower()
+    assert follower.complete
+    follower.live(*source.batch())
+    assert follower.complete
+    assert follower.index == source.truth
+
+
+def test_more_than_is_held_back_during_a_question_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twinpool.router.kv_indexer.event_replay._HELD", 3)
+    source, follower = source_and_follower()
+    follower.live(*source.batch())
+    source.batch()
+    follower.live(*source.batch())
+    follower.asked()
+    answer = source.answer(follower.question or b"")
+    for _ in range(5):
+        follower.live(*source.batch())
+    for batch in answer:
+        follower.answer(*batch)
+    follower.answered()
+    assert not follower.complete, "of five that came meanwhile two are lost"
+    ask(follower, source)
+    assert follower.complete
+    assert follower.index == source.truth
+    assert (follower.lost, follower.restarts) == (0, 0)
+
+
 def test_a_restart_is_noticed_even_where_the_numbers_fit() -> None:
     source, follower = source_and_follower()
     for _ in range(5):
@@ -214,6 +242,11 @@ def test_a_restart_is_noticed_even_where_the_numbers_fit() -> None:
         other.batch()
     follower.disconnected()
     follower.live(*other.batch())
+    follower.asked()
+    for batch in other.answer(follower.question or b""):
+        follower.answer(*batch)
+    follower.answered()
+    assert follower.question == bytes(8), "a new publisher is asked from its first batch on"
     ask(follower, other)
     assert follower.restarts == 1
     assert follower.complete
