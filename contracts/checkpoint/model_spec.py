@@ -79,6 +79,8 @@ class ModelSpec:
     quantization: Quantization = field(default=Quantization(), kw_only=True)
     draft_model: str = field(default="", kw_only=True)
     """As `engine.draft_model`."""
+    draft_head: ModelSpec | None = field(default=None, kw_only=True, repr=False)
+    """The checkpoint that `draft_model` names, where it is a folder."""
     config: JsonFields = field(kw_only=True, repr=False, compare=False)
     """The keys of `config.json`; for a multimodal model with the text model's keys merged over the outer ones."""
     headers: Mapping[str, TensorHeader] = field(kw_only=True, repr=False, compare=False)
@@ -128,9 +130,14 @@ def with_draft_model(spec: ModelSpec, draft_model: str) -> ModelSpec:
     """`spec` of a model that is served with this `engine.draft_model`. Raises `ConfigError` for one that is none."""
     if not draft_model:
         return spec
-    if draft_model != MTP:
-        raise ConfigError(f"engine.draft_model must be {MTP} or empty; got {draft_model!r}")
-    return replace(spec, draft_model=draft_model, fingerprint=f"{spec.fingerprint}-{draft_model}")
+    if draft_model == MTP:
+        return replace(spec, draft_model=draft_model, fingerprint=f"{spec.fingerprint}-{draft_model}")
+    folder = Path(draft_model).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"engine.draft_model must be {MTP}, or a folder that is there; got {draft_model!r}")
+    head = _spec(folder, *_read_folder(folder), 0)
+    named = f"{spec.fingerprint}-{head.fingerprint}"
+    return replace(spec, draft_model=draft_model, draft_head=head, fingerprint=named)
 
 
 def spec_of_config(path: Path) -> ModelSpec:

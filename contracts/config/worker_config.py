@@ -28,8 +28,9 @@ class EngineConfig:
     memory for a request at most; more is refused unless the model's rope scaling gives it."""
     draft_model: str = ""
     """What drafts the tokens to come, besides what is looked up in them. mtp: the checkpoint's own layer that predicts
-    further tokens, where the architecture has one. Workers of both roles compute and keep its state beside the model's;
-    `decode.speculation` says whether decode goes by it. Empty: none is loaded."""
+    further tokens, where the architecture has one. A path: the folder of an EAGLE-3 head for this model, on every node.
+    Workers of both roles compute and keep its state beside the model's; `decode.speculation` says whether decode goes
+    by it. Empty: none is loaded."""
     attention: Literal["auto", "torch", "native", "triton"] = "auto"
     """auto: triton on an NVIDIA GPU; on a CPU native, kernels compiled by g++ where there is one; else torch."""
     threads: int = 0

@@ -5,16 +5,18 @@ Activations are [M, hidden]: the tokens of all sequences packed on one axis, T o
 quantum with rows that are computed like the rest and written nowhere. Every operation on activations is by row. State
 is read and written through the load gates only, one layer of one pool at a time.
 
-A *draft layer* predicts the token behind next: at position `i` it reads token `i` and what the model has made of
-position `i - 1`, its *feature*, and gives what stands for the feature of position `i`. It has keys and values like any
-layer. Every step computes it behind the model, at the step's own positions, so its state at a position hangs on the
-tokens up to there alone: it is shared, handed over, swapped and migrated with the pages of the model, and what a step
-computes for a rejected draft is written over as the model's is. The features are kept beside them, since the first
-position of a step needs that of the last step's end, or of a prefix that another request has computed.
+A *draft layer* (`engine.layers.draft_layers`) predicts the token behind next: at position `i` it reads token `i` and
+what the model has made of position `i - 1`, its *feature*, and gives what stands for the feature of position `i`. It
+has keys and values like any layer. Every step computes it behind the model, at the step's own positions, so its state
+at a position hangs on the tokens up to there alone: it is shared, handed over, swapped and migrated with the pages of
+the model, and what a step computes for a rejected draft is written over as the model's is. The features are kept beside
+them, since the first position of a step needs that of the last step's end, or of a prefix that another request has
+computed.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -169,44 +171,53 @@ FEATURES = "draft_features"
 
 
 @dataclass(frozen=True)
-class DraftLayer:
-    """The layer of a checkpoint that predicts further tokens (multi-token prediction, arXiv 2412.19437)."""
+class DraftLayer(ABC):
+    """What all draft layers share: features that are kept, an embedding, a head and a vocabulary of their own."""
 
     pool: str
     """The pool that features are kept in; a full one."""
-    token_norm: Norm
-    feature_norm: Norm
-    joined: RowExactLinear
-    """Of the normed embedding and the normed feature, one behind the other: [2 * hidden] to [hidden]."""
-    layer: Layer
-    norm: Norm
-    """Of the layer's output: what comes out stands for the feature of the position."""
-    head: RowExactLinear | None = None
-    """A head of its own; None: the model's."""
-    embed_vh: Tensor | None = None
-    """An embedding of its own; None: the model's."""
+    head: RowExactLinear | None
+    """None: the model's."""
+    embed_vh: Tensor | None
+    """None: the model's."""
+    vocab_v: Tensor | None
+    """[vocab] int64: the tokens that the head has a logit for, in its order; None: all."""
+    taps: tuple[int, ...]
+    """The layers of the model whose inputs features are made of; none: they are made of the last hidden states."""
 
+    @abstractmethod
+    def features(self, hidden: Sequence[Tensor], ctx: ForwardContext) -> Tensor:
+        """The features of the step's positions, [M, width], of the model's hidden states there, [M, hidden] each."""
+
+    @abstractmethod
     def __call__(self, embedded_mh: Tensor, features_mh: Tensor, ctx: ForwardContext) -> Tensor:
         """Compute the step's positions from the embeddings of their tokens and the features of the positions before
-        them, [M, hidden] each, and write their keys and values; returns what stands for their features."""
-        joined_mk = torch.cat((self.token_norm(embedded_mh), self.feature_norm(features_mh)), dim=1)
-        return self.norm(self.layer(ctx.linear(joined_mk, self.joined), ctx))
+        them, [M, width], and write their keys and values; returns what stands for their features."""
+
+    @abstractmethod
+    def normed(self, features_mh: Tensor) -> Tensor:
+        """What the head reads of that which stands for features."""
 
     def keep(self, features_mh: Tensor, ctx: ForwardContext) -> None:
         """Write the features of the step's positions."""
         store(self._buffers(ctx), FEATURES, features_mh[: ctx.count], ctx.plans[self.pool])
 
     def before(self, features_mh: Tensor, ctx: ForwardContext) -> Tensor:
-        """The features of the positions before the step's, [M, hidden]: of the sequences' first ones as they are kept,
-        zeros before position 0; of the others out of those of the step, [M, hidden]."""
+        """The features of the positions before the step's, [M, width]: of the sequences' first ones as they are kept,
+        zeros before position 0; of the others out of those of the step."""
         plan = ctx.plans[self.pool]
         at_b = (plan.starts_b.long() - 1).clamp_min(0)
         pages_b = plan.tables_bp.gather(1, (at_b // plan.page_tokens).unsqueeze(1)).squeeze(1).long()
-        kept_nh = self._buffers(ctx)[FEATURES].view(-1, features_mh.shape[1])
+        kept_nh = self._buffers(ctx)[FEATURES].flatten(0, 1)
         first_bh = kept_nh[pages_b * plan.page_tokens + at_b % plan.page_tokens]
         first_bh = first_bh.masked_fill((plan.starts_b == 0).unsqueeze(1), 0.0)
         shifted_mh = torch.roll(features_mh, 1, dims=0)
         return shifted_mh.index_copy_(0, plan.offsets_b[:-1].long(), first_bh)
+
+    def kept_before(self, ctx: ForwardContext) -> Tensor:
+        """`before` of a step with one position a sequence."""
+        kept = self._buffers(ctx)[FEATURES]
+        return self.before(kept.new_zeros(len(ctx.positions_m), kept.shape[-1]), ctx)
 
     def _buffers(self, ctx: ForwardContext) -> LayerBuffers:
         return ctx.buffers(LayerPlace(self.pool, 0))
@@ -245,13 +256,16 @@ class Decoder:
                 x_mh = x_mh * self.embed_scale
             if self.prepare is not None:
                 self.prepare(tokens_m, x_mh, ctx)
-            for layer in self.layers:
+            taps, tapped = self.draft.taps if self.draft is not None else (), list[Tensor]()
+            for number, layer in enumerate(self.layers):
+                if number in taps:
+                    tapped.append(x_mh.clone())
                 x_mh = layer(x_mh, ctx)
                 # Features are in the first layer, and known behind the last one.
                 if ctx.passed is not None and self.draft is None:
                     ctx.passed()
             if self.draft is not None:
-                features_mh = self.norm(x_mh)
+                features_mh = self.draft.features(tapped or [self.norm(x_mh)], ctx)
                 self.draft.keep(features_mh, ctx)
                 self.draft(self._draft_embedded(tokens_m), self.draft.before(features_mh, ctx), ctx)
                 if ctx.passed is not None:
@@ -264,15 +278,21 @@ class Decoder:
         None: as they are kept."""
         assert self.draft is not None, "the model has a draft layer"
         with using(self.kernels):
-            embedded_mh = self._draft_embedded(tokens_m)
             if features_mh is None:
-                features_mh = self.draft.before(torch.zeros_like(embedded_mh), ctx)
-            return self.draft(embedded_mh, features_mh, ctx)
+                features_mh = self.draft.kept_before(ctx)
+            return self.draft(self._draft_embedded(tokens_m), features_mh, ctx)
 
     def draft_logits(self, features_nh: Tensor, numerics: Numerics) -> Tensor:
-        """Compute the logits of the tokens behind next, [n, vocab] float32, from what `draft_from` gave."""
-        assert self.draft is not None, "the model has a draft layer"
-        return self._logits(features_nh, self.draft.head or self.head, numerics)
+        """Compute the logits of the tokens behind next, [n, vocab] float32, from what `draft_from` gave; minus infinity
+        for tokens that the draft layer doesn't know."""
+        draft = self.draft
+        assert draft is not None, "the model has a draft layer"
+        with using(self.kernels):
+            logits_nv = self._logits(draft.normed(features_nh), draft.head or self.head, numerics)
+        if draft.vocab_v is None:
+            return logits_nv
+        whole_nv = logits_nv.new_full((len(logits_nv), self.head.shape[0]), -torch.inf)
+        return whole_nv.index_copy_(1, draft.vocab_v, logits_nv)
 
     def _draft_embedded(self, tokens_m: Tensor) -> Tensor:
         table = self.draft.embed_vh if self.draft is not None else None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
-from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.checkpoint.model_spec import MTP, ModelSpec
 from twinpool.engine.layers.decoder import (
     FEATURES,
     Decoder,
@@ -23,7 +23,9 @@ from twinpool.engine.layers.decoder import (
     Sublayer,
     unchanged,
 )
+from twinpool.engine.layers.draft_layers import MtpLayer
 from twinpool.engine.layers.norm import rms_norm
+from twinpool.engine.models.eagle3 import Eagle3
 from twinpool.engine.tensors.shard import WHOLE, Shard
 from twinpool.engine.tensors.weight_loader import Weights
 
@@ -66,12 +68,14 @@ class Model(ABC):
         self.layers = spec.layers
         self.eps = config.number(self.eps_key, self.usual_eps)
         self.tied = config.flag("tie_word_embeddings", self.ties)
-        self.drafts = bool(spec.draft_model)
+        self.drafts = spec.draft_model == MTP
+        """Whether the layer that predicts further tokens is used."""
         if self.drafts and not self.mtp:
             raise config.refuse(
                 f"engine.draft_model={spec.draft_model}: no layer that predicts further tokens is known of "
                 f"{spec.architecture}; leave it empty"
             )
+        self.eagle = Eagle3(spec, spec.draft_head, self.hidden) if spec.draft_head is not None else None
 
     @abstractmethod
     def pools(self, options: StateOptions) -> tuple[PoolSpec, ...]:
@@ -89,10 +93,13 @@ class Model(ABC):
     def pool_set(self, options: StateOptions) -> PoolSetSpec:
         """The pool set of one rank."""
         spec = PoolSetSpec(options.page_tokens, self.pools(options))
-        if not self.drafts:
+        if self.eagle is not None:
+            more = self.eagle.buffers(options.dtype, options.shard, options.kv_codes)
+        elif self.drafts:
+            more = (BufferSpec(FEATURES, 1, (self.hidden,), options.dtype),)
+        else:
             return spec
-        features = BufferSpec(FEATURES, 1, (self.hidden,), options.dtype)
-        full = replace(spec.full, buffers=(*spec.full.buffers, features))
+        full = replace(spec.full, buffers=(*spec.full.buffers, *more))
         return replace(spec, pools=tuple(full if pool is spec.full else pool for pool in spec.pools))
 
     def pre_norm(self, weights: Weights, mixer: Sublayer, mlp: Sublayer) -> Layer:
@@ -127,7 +134,11 @@ class Model(ABC):
         else:
             head = weights.linear({"lm_head": self.spec.vocab_size}, self.hidden, bias=self.head_bias)
         embed = table if isinstance(table, Tensor) else head if tied else weights.made(table)
-        draft = self.draft_layer(weights.scope(self.mtp.format(self.layers)), weights) if self.drafts else None
+        draft: DraftLayer | None = None
+        if self.eagle is not None:
+            draft = self.eagle.build(weights.of(self.eagle.spec), FULL_POOL)
+        elif self.drafts:
+            draft = self.draft_layer(weights.scope(self.mtp.format(self.layers)), weights)
         return Decoder(embed, layers, norm, head, draft=draft)
 
     def draft_layer(self, weights: Weights, whole: Weights) -> DraftLayer:
@@ -147,15 +158,17 @@ class Model(ABC):
             f"{self.mtp.format(self.layers)}{own_embed}", f"model.{self.embed_name}.weight"
         ):
             embed = weights.tensor(own_embed, vocab, hidden)
-        return DraftLayer(
+        return MtpLayer(
             FULL_POOL,
-            self.norm(weights, "enorm"),
-            self.norm(weights, "hnorm"),
-            weights.linear({"eh_proj": hidden}, 2 * hidden),
-            self.layer(self.layers, weights),
-            self.norm(weights, "shared_head.norm"),
             head,
             embed,
+            vocab_v=None,
+            taps=(),
+            token_norm=self.norm(weights, "enorm"),
+            feature_norm=self.norm(weights, "hnorm"),
+            joined=weights.linear({"eh_proj": hidden}, 2 * hidden),
+            layer=self.layer(self.layers, weights),
+            norm=self.norm(weights, "shared_head.norm"),
         )
 
     def norm_weight(self, weights: Weights, name: str, size: int) -> Tensor:

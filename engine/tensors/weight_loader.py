@@ -187,6 +187,10 @@ class Weights:
         """How many mixtures of experts were read so far in this load."""
         return self._files.mixtures
 
+    def of(self, spec: ModelSpec) -> Weights:
+        """The tensors of another checkpoint, in the same load."""
+        return Weights(spec, self.dtype, self.device, self.shard, files=self._files)
+
     @property
     def triton(self) -> bool:
         """Whether layers are to compute with Triton's kernels where they have any."""
@@ -331,7 +335,7 @@ class Weights:
             found = self._stored_blocks(name.removesuffix(".weight"), axes)
             if found is not None:
                 return dense(self._counted(self._expanded(found, axes, dtype or self.dtype)))
-        taken = self._take(name, axes_of(shape), dtype or self.dtype, FLOATS)
+        taken = self._take(name, axes_of(shape), dtype or self.dtype, ("I64",) if dtype is torch.int64 else FLOATS)
         self._files.nbytes += taken.nbytes
         return taken
 

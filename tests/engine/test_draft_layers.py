@@ -5,27 +5,42 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from tests.engine.harness import GREEDY, Bench, Held
-from tests.support.checkpoints import VOCAB
+from tests.support.checkpoints import VOCAB, make_checkpoint
 from tests.support.model_families import FAMILIES
-from tests.support.plain_drafts import PlainMtp
+from tests.support.plain_drafts import PlainEagle3, PlainMtp, make_eagle3
 from twinpool.cache.allocation import TableSlice
 from twinpool.engine.runner.batch import DraftRow, TokenDraw
 
-FAMILIES_WITH_MTP = ("deepseek_v3", "glm4_moe")
 COUNT = 4
+KNOWN = tuple(range(3, VOCAB, 2))
+KINDS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "eagle3")
 
 
-@pytest.fixture(scope="module", params=FAMILIES_WITH_MTP)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return FAMILIES[request.param](tmp_path_factory.mktemp(request.param), published=True)
+class Drafted(NamedTuple):
+    """A checkpoint, what drafts for it, and the plain definition of that."""
+
+    folder: Path
+    draft_model: str
+    plain: PlainMtp | PlainEagle3
+
+    def bench(self, page_tokens: int = 16) -> Bench:
+        return Bench(self.folder, page_tokens, tokens=1024, draft_model=self.draft_model)
 
 
-def bench(folder: Path, page_tokens: int = 16) -> Bench:
-    return Bench(folder, page_tokens, tokens=1024, draft_model="mtp")
+@pytest.fixture(scope="module", params=KINDS)
+def drafted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
+    base = tmp_path_factory.mktemp(request.param)
+    if request.param != "eagle3":
+        folder = FAMILIES[request.param](base / "model", published=True)
+        return Drafted(folder, "mtp", PlainMtp(folder))
+    folder = make_checkpoint(base / "model", layers=8)
+    head = make_eagle3(base / "head", hidden=64, vocab=VOCAB, known=KNOWN)
+    return Drafted(folder, str(head), PlainEagle3(folder, head))
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -49,14 +64,21 @@ def wanted(tokens: Sequence[int], held: Held, count: int = COUNT) -> DraftRow:
 
 
 @pytest.mark.slow
-def test_proposals_are_those_of_the_plain_definition(folder: Path) -> None:
-    plain, engine = PlainMtp(folder), bench(folder, page_tokens=4)
+@pytest.mark.every_parameter
+def test_proposals_are_those_of_the_plain_definition(drafted: Drafted) -> None:
+    bench = drafted.bench(page_tokens=4)
     asked = [prompt(length, length) for length in (2, 5, 9, 17, 40)]
-    want = [plain.proposals(tokens, COUNT) for tokens in asked]
+    want = [drafted.plain.proposals(tokens, COUNT) for tokens in asked]
     assert len({tuple(some) for some in want}) == len(want), "they hang on the sequence"
     for tokens, expected in zip(asked, want, strict=True):
         count = len(tokens) - 1
         for chunks in ([count], [count - count // 3, *[1] * (count // 3)]):
-            held = computed(engine, tokens, chunks)
-            assert engine.engine.propose([wanted(tokens, held)]) == [expected], (len(tokens), chunks)
-            engine.drop(held)
+            held = computed(bench, tokens, chunks)
+            assert bench.engine.propose([wanted(tokens, held)]) == [expected], (len(tokens), chunks)
+            bench.drop(held)
+    # All together, each with as many as it asks for; what was proposed before is of no account.
+    both = [(tokens, computed(bench, tokens, [len(tokens) - 1])) for tokens in asked]
+    mosts = (4, 1, 3, 2, 4)
+    rows = [wanted(tokens, held, most) for (tokens, held), most in zip(both, mosts, strict=True)]
+    for _ in range(2):
+        assert bench.engine.propose(rows) == [some[:most] for some, most in zip(want, mosts, strict=True)]

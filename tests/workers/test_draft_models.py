@@ -1,22 +1,25 @@
-"""A model's own draft layer in whole workers: answers are the same with and without it, and what it proposes is the
-same wherever its state came from.
+"""Draft models in whole workers: answers are the same with and without them, and what they propose is the same wherever
+their state came from.
 
-Answers that may have few tokens alone are often what the layer proposes, random as it is, and often aren't.
+Answers that may have few tokens alone are often what is proposed, random as it is, and often aren't.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from tests.support.checkpoints import VOCAB, make_checkpoint
 from tests.support.model_families import FAMILIES
-from tests.support.plain_drafts import PlainMtp
+from tests.support.plain_drafts import PlainEagle3, PlainMtp, make_eagle3
 from tests.support.worker_pair import Answer, pair
 from twinpool.cache.device.adversarial_device import AdversarialDevice
+from twinpool.cache.device.cpu_device import AsyncCpuDevice
 from twinpool.contracts.ids import PAIR, Role
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.decode.drafting import DraftModelDrafter, WantedDraft
@@ -27,12 +30,48 @@ Said = list[tuple[object, ...]]
 """Tokens, log-probabilities and ends."""
 Proposed = dict[tuple[int, ...], list[int]]
 """What was proposed behind the tokens so far."""
-MTP: dict[str, Any] = {"engine": {"draft_model": "mtp"}, "decode": {"draft_tokens": 4, "draft_requests": 8}}
+DRAFTS: dict[str, Any] = {"draft_tokens": 4, "draft_requests": 8}
+
+
+class Drafted(NamedTuple):
+    """A checkpoint, what drafts for it, the plain definition of that, and the answers without drafts."""
+
+    folder: Path
+    draft_model: str
+    oracle: PlainMtp | PlainEagle3
+    plain: Said
+
+    def sections(self, **sections: Any) -> dict[str, Any]:
+        """The sections of a configuration, with drafts."""
+        engine, decode = {"draft_model": self.draft_model}, DRAFTS | sections.get("decode", {})
+        return {"engine": engine, **sections, "decode": decode}
+
+    def expect_its_oracles(self, proposed: Proposed) -> None:
+        assert len(proposed) > 5
+        for tokens, draft in proposed.items():
+            assert draft == self.oracle.proposals(tokens, len(draft), FEW), len(tokens)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return FAMILIES["deepseek_v3"](tmp_path_factory.mktemp("drafts"), published=True)
+def drafts_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Drafted]:
+    """What drafts, by its kind; each is made once."""
+    base = tmp_path_factory.mktemp("drafts")
+
+    @cache
+    def make(kind: str) -> Drafted:
+        oracle: PlainMtp | PlainEagle3
+        if kind == "eagle3":
+            folder = make_checkpoint(base / "llama", layers=8)
+            head = make_eagle3(base / "head", hidden=64, vocab=VOCAB, known=range(1, VOCAB, 2))
+            draft_model, oracle = str(head), PlainEagle3(folder, head)
+        else:
+            folder = FAMILIES[kind](base / kind, published=True)
+            draft_model, oracle = "mtp", PlainMtp(folder)
+        found, counters = answers(folder, decode={"speculation": "off"})
+        assert counters["tokens_drafted"] == 0
+        return Drafted(folder, draft_model, oracle, said(found))
+
+    return make
 
 
 def asks() -> list[tuple[list[int], SamplingParams]]:
@@ -84,28 +123,6 @@ def said(found: Sequence[Answer]) -> Said:
     return [(answer.list, answer.logprobs, answer.done and answer.done.reason) for answer in found]
 
 
-@pytest.fixture(scope="module")
-def plain(model: Path) -> Said:
-    found, counters = answers(model, decode={"speculation": "off"})
-    assert counters["tokens_drafted"] == 0
-    return said(found)
-
-
-@pytest.fixture(scope="module")
-def oracle(model: Path) -> PlainMtp:
-    return PlainMtp(model)
-
-
-def with_mtp(**sections: Any) -> dict[str, Any]:
-    return {"engine": MTP["engine"], **sections, "decode": MTP["decode"] | sections.get("decode", {})}
-
-
-def expect_the_oracles(proposed: Proposed, oracle: PlainMtp) -> None:
-    assert len(proposed) > 5
-    for tokens, draft in proposed.items():
-        assert draft == oracle.proposals(tokens, len(draft), FEW), len(tokens)
-
-
 SCENES: dict[str, dict[str, Any]] = {
     "together": {},
     "few tokens a step": {"decode": {"max_batch_tokens": 6}},
@@ -118,51 +135,75 @@ SCENES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.every_parameter
-@pytest.mark.parametrize("scene", SCENES)
-def test_answers_with_a_draft_layer_are_those_without_and_its_state_is_never_lost(
-    model: Path, plain: Said, oracle: PlainMtp, proposed: Proposed, scene: str
+@pytest.mark.parametrize(
+    ("kind", "scene"), [*(("deepseek_v3", scene) for scene in SCENES), ("eagle3", "copied"), ("eagle3", "zmq")]
+)
+def test_answers_with_a_draft_model_are_those_without_and_its_state_is_never_lost(
+    drafts_of: Callable[[str], Drafted], proposed: Proposed, kind: str, scene: str
 ) -> None:
-    found, counters = answers(model, **with_mtp(**SCENES[scene]))
-    assert said(found) == plain
+    drafted = drafts_of(kind)
+    found, counters = answers(drafted.folder, **drafted.sections(**SCENES[scene]))
+    assert said(found) == drafted.plain
     assert 0 < counters["drafts_accepted"] < counters["tokens_drafted"]
-    expect_the_oracles(proposed, oracle)
+    drafted.expect_its_oracles(proposed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_answers_with_a_draft_layer_are_those_without_on_devices_that_are_late(
-    model: Path, plain: Said, oracle: PlainMtp, proposed: Proposed, seed: int
+def test_answers_with_a_draft_model_are_those_without_on_devices_that_are_late(
+    drafts_of: Callable[[str], Drafted], proposed: Proposed, seed: int
 ) -> None:
-    devices = {role: AdversarialDevice(2 * seed + at) for at, role in enumerate(PAIR)}
-    found, counters = answers(model, devices=devices, **with_mtp())
-    assert said(found) == plain
+    drafted, devices = (
+        drafts_of("deepseek_v3"),
+        {role: AdversarialDevice(2 * seed + at) for at, role in enumerate(PAIR)},
+    )
+    found, counters = answers(drafted.folder, devices=devices, **drafted.sections())
+    assert said(found) == drafted.plain
     assert 0 < counters["drafts_accepted"] < counters["tokens_drafted"]
-    expect_the_oracles(proposed, oracle)
+    drafted.expect_its_oracles(proposed)
     for device in devices.values():
         device.settle()
 
 
 @pytest.mark.slow
-def test_an_answer_that_begins_anew_elsewhere_goes_on_with_its_draft_layer(
-    model: Path, plain: Said, oracle: PlainMtp, proposed: Proposed
+@pytest.mark.parametrize("plane", ["zmq", "local"])
+def test_what_a_draft_model_keeps_does_not_leave_before_it_is_computed(
+    drafts_of: Callable[[str], Drafted], proposed: Proposed, plane: str
 ) -> None:
-    with pair(model, tokens=2048, **with_mtp()) as both:
-        kept = [list(said[0]) for said in plain if isinstance(said[0], list)]
-        given = zip(asks(), kept, strict=True)
-        found = both.run(*(both.submit(*ask, emitted=tokens[: len(tokens) // 2]) for ask, tokens in given))
-    assert [answer.list for answer in found] == [tokens[len(tokens) // 2 :] for tokens in kept]
-    expect_the_oracles(proposed, oracle)
+    drafted, devices = drafts_of("eagle3"), {role: AsyncCpuDevice() for role in PAIR}
+    transfer = {"plane": plane, "layers": True, "layer_group_bytes": 1, "layer_group_s": 1e-9}
+    prefill = {"chunk_tokens": 32}
+    found, counters = answers(drafted.folder, devices=devices, **drafted.sections(transfer=transfer, prefill=prefill))
+    assert said(found) == drafted.plain
+    assert counters.get("rooms_damaged", 0) == 0
+    drafted.expect_its_oracles(proposed)
 
 
 @pytest.mark.slow
-def test_a_prefix_from_the_tree_has_the_draft_layers_state(model: Path, oracle: PlainMtp, proposed: Proposed) -> None:
+def test_an_answer_that_begins_anew_elsewhere_goes_on_with_its_draft_model(
+    drafts_of: Callable[[str], Drafted], proposed: Proposed
+) -> None:
+    drafted = drafts_of("deepseek_v3")
+    with pair(drafted.folder, tokens=2048, **drafted.sections()) as both:
+        kept = [list(said[0]) for said in drafted.plain if isinstance(said[0], list)]
+        given = zip(asks(), kept, strict=True)
+        found = both.run(*(both.submit(*ask, emitted=tokens[: len(tokens) // 2]) for ask, tokens in given))
+    assert [answer.list for answer in found] == [tokens[len(tokens) // 2 :] for tokens in kept]
+    drafted.expect_its_oracles(proposed)
+
+
+@pytest.mark.slow
+def test_a_prefix_from_the_tree_has_the_draft_models_state(
+    drafts_of: Callable[[str], Drafted], proposed: Proposed
+) -> None:
     """The next turn of a conversation, whose prefix neither worker computes, is drafted as if it were computed."""
     prompt, params = asks()[0]
-    with pair(model, tokens=2048, **with_mtp(cache={"page_tokens": 4})) as both:
+    drafted = drafts_of("deepseek_v3")
+    with pair(drafted.folder, tokens=2048, **drafted.sections(cache={"page_tokens": 4})) as both:
         both.run(both.submit(prompt, params))
         both.settle()
         proposed.clear()
         (answer,) = both.run(both.submit([*prompt, *FEW], params))
         assert answer.progress[Role.PREFILL].cached_tokens >= 4
         assert answer.progress[Role.DECODE].cached_tokens >= 4
-    expect_the_oracles(proposed, oracle)
+    drafted.expect_its_oracles(proposed)

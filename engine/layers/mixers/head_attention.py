@@ -76,6 +76,7 @@ class HeadAttention:
         rope: RopeTable | None,
         *,
         hidden: int,
+        inputs: int = 0,
         heads: int,
         kv_heads: int,
         head_dim: int,
@@ -89,7 +90,8 @@ class HeadAttention:
         sinks: bool = False,
         query_factors: Callable[[ForwardContext], Tensor] | None = None,
     ) -> None:
-        """`rope`: None: no rotation. `scale`: the factor on scores; None: ``head_dim**-0.5``. `window`: how many
+        """`inputs`: the width of what queries, keys and values are made of; 0: `hidden`.
+        `rope`: None: no rotation. `scale`: the factor on scores; None: ``head_dim**-0.5``. `window`: how many
         positions a query sees; 0: all. `softcap`: as in `ScoreOptions`. `sinks`: each head has a learned attention sink
         (arXiv 2309.17453). `query_factors`: factors [M] on the rotated queries of a step."""
         shard = weights.shard
@@ -101,7 +103,7 @@ class HeadAttention:
             order_d = halves_apart(rope.dim, head_dim)
             orders = {name: _by_head(order_d, n) for name, n in (("q_proj", self._heads), ("k_proj", self._kv))}
         rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        self._qkv = weights.linear(rows, hidden, bias=bias, fused=layout.fused, orders=orders)
+        self._qkv = weights.linear(rows, inputs or hidden, bias=bias, fused=layout.fused, orders=orders)
         self._out = weights.linear({layout.out: hidden}, q, bias=out_bias)
         sinks_h = weights.tensor("sinks", shard.axis(heads), dtype=torch.float32) if sinks else None
         scale = head_dim**-0.5 if scale is None else scale
