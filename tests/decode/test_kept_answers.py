@@ -32,6 +32,8 @@ def test_answers_are_found_by_key_in_order_of_choice_and_stay() -> None:
     clock.advance(10.0)
     for _ in range(2):
         assert [(n.index, a.index, a.left_s) for n, a in kept.of("k")] == [(0, 0, 50.0), (1, 1, 50.0)]
+    clock.advance(51.0)
+    assert [a.left_s for _, a in kept.of("k")] == [0.0, 0.0], "its request has no time left"
 
 
 def test_an_answer_is_forgotten_when_its_time_is_over() -> None:

@@ -322,6 +322,18 @@ def test_a_claim_that_is_newer_than_what_the_router_knows_of_is_contested_again(
     give_up(scene, OTHER)
 
 
+def test_of_several_choices_at_one_worker_the_newest_claim_is_the_one_to_know_of(model: Path) -> None:
+    with company(model, clock=ManualClock(100.0), decodes=1) as c:
+        for index in range(2):
+            rid = c.submit(PROMPT, replace(GREEDY, choice=index), name=replace(NAME, index=index))
+            c.until(generated(c, rid, 3), "its middle")
+        contested = max(told.contested for told in attach(c, seen=0)[0])
+        assert contested == 2, "each is a claim of its own"
+        assert finds(attach(c, seen=1)[0]) == [], "another router has claimed one of them since"
+        assert [found.index for found in finds(attach(c, seen=contested)[0])] == [0, 1]
+        give_up(c, OTHER)
+
+
 def test_a_router_that_has_it_already_is_given_it_again(scene: Company) -> None:
     rid = scene.submit(PROMPT, GREEDY, name=NAME)
     scene.until(generated(scene, rid, 3), "its middle")
