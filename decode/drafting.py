@@ -8,6 +8,10 @@ arithmetic: drafts change how fast an answer comes, and never a token of it.
 What was computed for a draft that is rejected lies behind the committed positions: nobody hashes, shares or sends it,
 and the next step writes over it. Recurrent states can't be had so, as every position is folded into them.
 
+While at most `decode.draft_requests` requests run, all of them may have drafts. In larger steps a draft costs more: a
+step of `n` positions takes about `a + b n` seconds, and one more pays where it is drawn more often than `b n` is a part
+of that. Both are measured, the one by worker, the other by request (`StepTimes`, `Drafting`).
+
 Drafts follow from the tokens that the host knows. So the next step of a request for which there is a draft isn't
 launched before the one under way has landed, and a step with drafts is followed by none before its own landing: how far
 it comes is known only then.
@@ -18,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from math import log
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -34,6 +39,16 @@ from twinpool.engine.runner.batch import DraftRow, TokenDraw
 from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.structured_output.grammar_engine import GrammarError
 
+_REMEMBERED = 0.98
+"""Weight of a step after the next one: about the last fifty count."""
+_MIN_STEPS = 16
+"""Steps below which nothing is known."""
+_MAX_TIMES = 3.0
+"""A step that took more than so many times what was expected counts as that."""
+_REMEMBERED_DRAFT = 0.9
+"""Weight of a draft after the next one, in a request's rate."""
+_LOOK_TOKENS = 32
+"""Tokens from one draft to the next of a request whose drafts don't pay."""
 NGRAM = 3
 """Tokens that must occur again."""
 _BITS = 21
@@ -172,6 +187,49 @@ def with_speculation(config: DecodeConfig, spec: PoolSetSpec) -> DecodeConfig:
     return config
 
 
+class StepTimes:
+    """What a position adds to a step, by the steps so far: about `a + b n` seconds for `n` positions, fitted by least
+    squares that forget."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 5
+        """Of weights, positions, their squares, seconds, and positions times seconds."""
+        self._steps = 0
+
+    def saw(self, positions: int, seconds: float) -> None:
+        """Take in that a step of so many positions took so long."""
+        if seconds <= 0.0:
+            return
+        if (expected := self.seconds(positions)) is not None:
+            seconds = min(seconds, _MAX_TIMES * expected)  # Something else was in the way.
+        self._steps += 1
+        terms = (1.0, positions, positions * positions, seconds, positions * seconds)
+        self._sums = [_REMEMBERED * old + new for old, new in zip(self._sums, terms, strict=True)]
+
+    def seconds(self, positions: int) -> float | None:
+        """The seconds of a step; None before anything is known."""
+        fit = self._fit()
+        return None if fit is None else fit[0] + fit[1] * positions
+
+    def share(self, positions: int) -> float | None:
+        """The part of the time of a step of so many positions that goes by their number; None before it is known."""
+        fit = self._fit()
+        if fit is None:
+            return None
+        by_position = fit[1] * positions
+        return by_position / (fit[0] + by_position)
+
+    def _fit(self) -> tuple[float, float] | None:
+        """The seconds of a step and of a position, none negative; None while steps were few, or all of one size."""
+        weight, size, squares, seconds, products = self._sums
+        spread = weight * squares - size * size
+        if self._steps < _MIN_STEPS or spread <= 1e-6 * weight * squares:
+            return None
+        slope = max(0.0, (weight * products - size * seconds) / spread)
+        base = (seconds - slope * size) / weight
+        return (base, slope) if base > 0.0 else (0.0, seconds / size)
+
+
 class Drafting:
     """The drafts of one decode worker's requests; see the module's prose."""
 
@@ -181,15 +239,34 @@ class Drafting:
         """`drafter`: None: the one that `config` asks for. Raises `ConfigError` where the model can't have drafts."""
         self._config = config = with_speculation(config, pages.manager.spec)
         self._pages, self._drafter = pages, drafter or make_drafter(config, engine, pages)
+        self.times = StepTimes()
+        self.counters = {"tokens_drafted": 0.0, "drafts_accepted": 0.0, "rows_drafted": 0.0}
+        for place in range(1, config.drafts + 1):
+            self.counters |= {f"drafted_at_{place}": 0.0, f"accepted_at_{place}": 0.0}
+        self._share: float | None = 0.0
+        """The part of drafts that must be right for them to pay in the next step; None: it isn't known."""
 
     def few(self, running: int) -> bool:
-        """Whether steps have drafts while so many requests run."""
-        return running <= self._config.draft_requests and self._config.drafts > 0
+        """Whether steps may have drafts while so many requests run: few, or more where drafts are known to pay."""
+        self._share = 0.0 if running <= self._config.draft_requests else self.times.share(running)
+        return self._share is not None and self._config.drafts > 0
 
     def waits(self, request: DecodeRequest, *, few: bool) -> bool:
         """Whether the next step of a request waits for the one that is under way: to know how far its drafts came, or,
         while `few` requests run, because there is a draft for the next one."""
-        return bool(request.drafts) or (few and self._drafter.ready(request))
+        return bool(request.drafts) or (few and self._pays(request) > 0 and self._drafter.ready(request))
+
+    def _pays(self, request: DecodeRequest) -> int:
+        """How many drafts of a request are likely to save more than they cost: so many that the last is drawn more
+        often than a position is a part of the step. One now and then where none does, to see whether that has changed.
+        """
+        share, rate = self._share, request.draft_rate
+        if share is None:
+            return 0
+        if share == 0.0 or rate >= 1.0:
+            return request.draft_limit
+        depth = int(log(share) / log(rate)) if rate > 0.0 and share < 1.0 else 0
+        return min(request.draft_limit, depth or int(len(request.tokens) % _LOOK_TOKENS == 0))
 
     def plan(self, batch: Sequence[DecodeRequest], running: int, budget: int) -> None:
         """Give drafts to the requests of a step, in order, while few enough are `running`: up to `budget` tokens in
@@ -199,7 +276,7 @@ class Drafting:
         wanted: list[WantedDraft] = []
         for request in batch:
             # The last token of the longest answer is computed by no step.
-            most = min(budget, self._config.drafts, request.draft_limit, request.positions - request.planned - 1)
+            most = min(budget, self._config.drafts, self._pays(request), request.positions - request.planned - 1)
             if request.under_way or most <= 0:
                 continue
             forced = self._forced(request)
@@ -239,8 +316,23 @@ class Drafting:
         """Count a step of the request whose first `accepted` drafts were drawn: it goes on behind them. The longer its
         drafts are right, the longer its next ones may be."""
         drafted, request.drafts = len(request.drafts), ()
+        self._count(request, drafted, accepted)
         request.launched = request.planned = request.committed
         if accepted == drafted:
             request.draft_limit = min(self._config.drafts, 2 * request.draft_limit)
         else:
             request.draft_limit = max(1, accepted)
+
+    def _count(self, request: DecodeRequest, drafted: int, accepted: int) -> None:
+        """Count a step's drafts, by place; those behind the first that wasn't drawn were never judged."""
+        counters = self.counters
+        counters["tokens_drafted"] += drafted
+        counters["drafts_accepted"] += accepted
+        counters["rows_drafted"] += 1
+        for place in range(1, drafted + 1):
+            counters[f"drafted_at_{place}"] += 1
+            counters[f"accepted_at_{place}"] += place <= accepted
+        judged = min(drafted, accepted + 1)
+        request.draft_rate += (1.0 - _REMEMBERED_DRAFT**judged) * (accepted / judged - request.draft_rate)
+        request.drafted += drafted
+        request.accepted += accepted

@@ -30,7 +30,7 @@ from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.kept_answers import KeptAnswer
-from twinpool.contracts.messages.worker_events import Event, LegReport, Tokens
+from twinpool.contracts.messages.worker_events import Event, LegNote, LegReport, Tokens
 from twinpool.contracts.sampling_params import TokenLogprob
 from twinpool.contracts.state_table import StateTable
 from twinpool.engine.runner.batch import TokenFromStep
@@ -121,6 +121,12 @@ class DecodeRequest(WorkerRequest):
     """The drafts of its next step, or of the one under way (`decode.drafting`)."""
     draft_limit: int = 2
     """How many drafts its next step may have; it follows how many of the last ones were right."""
+    draft_rate: float = 0.5
+    """How often a draft of it is drawn that follows drawn ones; the latest ones count."""
+    drafted: int = 0
+    """Drafts that its steps had on this worker."""
+    accepted: int = 0
+    """Those of them that were drawn."""
     latest: TokenFromStep | None = None
     """The row of a launched step that draws its latest token."""
     settled: bool = False
@@ -217,6 +223,9 @@ class DecodeRequest(WorkerRequest):
         """Return the leg's report for its router: marks, prompt tokens that were `held` here or `computed` here, bytes
         `received`, and the notes since the last report."""
         submit, marks, notes = self.submit, dict(self.marks), tuple(self.notes)
+        if self.drafted and "done" in marks:
+            told = f"{self.accepted} of {self.drafted} drafts were drawn"
+            notes = (*notes, LegNote("drafted", marks["done"], text=told))
         self.notes.clear()
         return LegReport(
             submit.request_id, submit.attempt, Role.DECODE, worker, marks, held, computed, received, notes=notes

@@ -10,6 +10,7 @@ computes its logits; while it runs, the step before it is committed and the mask
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -78,7 +79,11 @@ class DecodeStepCommit(StepCommit[DecodeRequest, DecodeRequest]):
         self._pages, self._drafting, self._grammars = pages, drafting, grammars
         self._begun: BegunStep | None = None
         """The step of this round, where its draw waits for masks."""
-        self.counters |= dict.fromkeys(("tokens_generated", "tokens_drafted", "drafts_accepted"), 0.0)
+        self.counters |= {"tokens_generated": 0.0}
+        self._sizes: deque[tuple[int, float]] = deque()
+        """Of steps under way: positions, and when each was launched, in seconds of the clock; 0 positions of one that
+        has prompts, too."""
+        self._landed_at = 0.0
 
     # ------------------------------------------------------------ launch
 
@@ -92,8 +97,11 @@ class DecodeStepCommit(StepCommit[DecodeRequest, DecodeRequest]):
         """Launch a step of one row for each request, and `others` behind them; where a grammar has to say what may be
         drawn, it is begun, and `landed` draws it."""
         rows = [self._row(request) for request in batch]
+        size, at = 0 if others else sum(len(row.tokens) for row in rows), self._clock.now()
         rows += others
-        return self._engine.begin(rows) if _masked(batch) else self._engine.launch(rows)
+        step = self._engine.begin(rows) if _masked(batch) else self._engine.launch(rows)
+        self._sizes.append((size, at))
+        return step
 
     def launched(self, step: LaunchedStep, mine: StepHandle, batch: list[DecodeRequest]) -> None:
         """Count the requests of `batch` as launched: their rows are the first of `step`, and all of `mine`."""
@@ -163,6 +171,10 @@ class DecodeStepCommit(StepCommit[DecodeRequest, DecodeRequest]):
     ) -> Iterator[RequestFinished | RequestFailed]:
         self.committed = True
         self.steps += 1
+        positions, launched_at = self._sizes.popleft()
+        began, self._landed_at = max(launched_at, self._landed_at), self._clock.now()
+        if positions:
+            self._drafting.times.saw(positions, self._landed_at - began)
         for request, output in results:
             # A request that ended while this step was under way has no use for what it drew.
             if request.phase in STEPPING and (outcome := self._commit(request, output)) is not None:
@@ -207,8 +219,6 @@ class DecodeStepCommit(StepCommit[DecodeRequest, DecodeRequest]):
             request.marks["first_step"] = self._clock.now() - request.arrived
         self._requests.emit(request.session, event)
         if request.drafts:
-            self.counters["tokens_drafted"] += len(request.drafts)
-            self.counters["drafts_accepted"] += len(output.accepted)
             self._drafting.landed(request, len(output.accepted))
         if tokens[-1] in stops:
             return RequestFinished(request, "stop", tokens[-1])

@@ -101,8 +101,8 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         self._may_go_on = self._named.may_go_on
         self._peer_parts.append(receiver)
         report.counted += (
-            self._steps, self._prompts, self._scheduler, self._migrations, advisor, sender, receiver, pushes, pulls,
-            named,
+            self._steps, drafting, self._prompts, self._scheduler, self._migrations, advisor, sender, receiver, pushes,
+            pulls, named,
         )  # fmt: skip
         report.timed += (receiver, self._migrations, advisor, pushes, self._offers, named)
         report.recounted += (receiver, self._migrations, self._scheduler, named)

@@ -176,7 +176,12 @@ NOTES = {
     "twinpool_draft_tokens": Note(
         C, "much above `draft_tokens_accepted`: turn `decode.speculation` off for such prompts"
     ),
-    "twinpool_draft_tokens_accepted": Note(C, ""),
+    "twinpool_draft_tokens_accepted": Note(C, "over `draft_rows`: the tokens that a step with drafts saved"),
+    "twinpool_draft_rows": Note(C, ""),
+    "twinpool_draft_place_tokens": Note(
+        C, "those of a place seldom accepted: drafts so long cost more than they save: lower `decode.draft_tokens`"
+    ),
+    "twinpool_draft_place_tokens_accepted": Note(C, ""),
     "twinpool_workers_serving": Note(R, "0: this router can answer nothing: `twinpool status`"),
     "twinpool_workers": Note(C, "`dead` or `starting` for long: `last_end` and `waits` of `twinpool status`"),
     "twinpool_worker_state": Note(C, "`draining` for long: `twinpool status` says what it still has"),

@@ -41,7 +41,8 @@ class LegNote(Message, frozen=True):
 
     ``retracted`` and ``resumed``: decode took the request off the device, with `bytes` of state, and it runs again.
     ``loaded``: from `at_s` on, `bytes` of its prefix are loaded from the tiers that `text` names. ``waited``: until
-    `at_s` the leg waited for what `text` says. ``preempted``: its prompt starts over.
+    `at_s` the leg waited for what `text` says. ``preempted``: its prompt starts over. ``drafted``: its answer is
+    complete, and so many drafts of it were right as `text` says.
     """
 
     kind: str

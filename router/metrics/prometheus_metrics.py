@@ -125,17 +125,33 @@ def link_metrics(workers: Iterable[WorkerEntry]) -> Iterator[Metric]:
 _FAMILIES = {
     "tokens_drafted": ("twinpool_draft_tokens", "Tokens that were drafted"),
     "drafts_accepted": ("twinpool_draft_tokens_accepted", "Drafted tokens that were drawn"),
+    "rows_drafted": (
+        "twinpool_draft_rows",
+        "Rows of steps that had drafts: each brought one token more than were drawn",
+    ),
+}
+_BY_PLACE = {
+    "drafted_at_": ("twinpool_draft_place_tokens", "Tokens that were drafted, by their place in a draft"),
+    "accepted_at_": (
+        "twinpool_draft_place_tokens_accepted",
+        "Drafted tokens that were drawn, by their place in a draft",
+    ),
 }
 
 
 def draft_metrics(workers: Iterable[WorkerEntry]) -> Iterator[Metric]:
     """Yield the families, with samples for each worker that runs decode."""
     families = {key: CounterMetricFamily(*named, labels=["worker"]) for key, named in _FAMILIES.items()}
+    places = {key: CounterMetricFamily(*named, labels=["worker", "place"]) for key, named in _BY_PLACE.items()}
     for entry in workers:
         for key, family in families.items():
             if key in entry.status.counters:
                 family.add_metric([str(entry.record.name)], entry.status.counters[key])
-    yield from families.values()
+        for counter, value in entry.status.counters.items():
+            key, place = counter.rstrip("0123456789"), counter.removeprefix(counter.rstrip("0123456789"))
+            if key in places and place:
+                places[key].add_metric([str(entry.record.name), place], value)
+    yield from (*families.values(), *places.values())
 
 
 class PrometheusMetrics:

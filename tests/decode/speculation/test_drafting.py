@@ -13,7 +13,7 @@ from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_port import Device
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.messages.worker_events import Event, Tokens
-from twinpool.decode.drafting import WantedDraft
+from twinpool.decode.drafting import StepTimes, WantedDraft
 from twinpool.decode.request import DecodeRequest, RequestFailed, RequestFinished
 
 MANY = 40
@@ -81,8 +81,10 @@ def test_a_step_tells_all_drafts_that_were_drawn_and_the_token_behind_them() -> 
     assert said(step(parts)) == [(10, tuple(want[10:15]))], "and who was right has twice as many, up to the limit"
     assert said(step(parts)) == [(15, tuple(want[15:20]))]
     assert (request.committed, request.launched, request.planned) == (19, 19, 19)
-    counters = parts.steps.counters
-    assert (counters["tokens_drafted"], counters["drafts_accepted"], counters["tokens_generated"]) == (10, 10, 13)
+    counters = parts.drafting.counters
+    assert (counters["tokens_drafted"], counters["drafts_accepted"], counters["rows_drafted"]) == (10, 10, 3)
+    assert [counters[f"accepted_at_{place}"] for place in (1, 2, 3, 4)] == [3, 3, 2, 2]
+    assert parts.steps.counters["tokens_generated"] == 13
     assert request.check(0) == []
 
 
@@ -96,7 +98,7 @@ def test_tokens_are_the_same_wherever_drafts_are_wrong(wrong: tuple[int, ...]) -
         assert request.check(0) == []
         assert request.draft_limit == max(1, min(wrong)) or request.draft_limit <= 4
     assert request.tokens == want[: len(request.tokens)]
-    assert parts.steps.counters["drafts_accepted"] < parts.steps.counters["tokens_drafted"]
+    assert parts.drafting.counters["drafts_accepted"] < parts.drafting.counters["tokens_drafted"]
 
 
 def test_who_was_wrong_has_as_many_drafts_as_were_right() -> None:
@@ -238,3 +240,46 @@ def test_a_model_with_recurrent_states_can_have_no_drafts(kind: str) -> None:
     drafting = DecodeParts(kind=kind, drafter=drafter).drafting
     assert not drafting.few(1)
     assert drafter.asked == []
+
+
+def test_drafts_are_counted_by_their_place_up_to_the_first_that_was_not_drawn() -> None:
+    parts, _ = drafting((1,))
+    (request,) = parts.run("a", most=MANY)
+    step(parts)
+    counters = parts.drafting.counters
+    assert [counters[f"drafted_at_{place}"] for place in (1, 2, 3, 4)] == [1, 1, 0, 0]
+    assert [counters[f"accepted_at_{place}"] for place in (1, 2, 3, 4)] == [1, 0, 0, 0]
+    assert (request.drafted, request.accepted) == (2, 1)
+    assert request.draft_rate == pytest.approx(0.5), "one of the two that were judged"
+
+
+@pytest.mark.parametrize(("by_position", "drafted"), [(0.0001, [1, 2, 2]), (0.1, [0, 0, 0])])
+def test_in_large_steps_a_request_has_as_many_drafts_as_pay(by_position: float, drafted: list[int]) -> None:
+    """By how often its drafts are right, and what a position adds to a step."""
+    parts, _ = drafting(draft_requests=1)
+    requests = parts.run("a", "b", "c", most=MANY)
+    for request, rate in zip(requests, (0.2, 0.6, 0.9), strict=True):
+        request.draft_rate = rate
+    parts.scheduler.next_batch()
+    assert [len(request.drafts) for request in requests] == [0, 0, 0], "nothing is measured yet"
+    for request in requests:
+        request.planned = request.launched
+    for number in range(40):
+        positions = 1 + number % 8
+        parts.drafting.times.saw(positions, 0.004 + by_position * positions)
+    parts.scheduler.next_batch()
+    assert [len(request.drafts) for request in requests] == drafted
+
+
+def test_what_a_position_adds_to_a_step_is_fitted_by_the_latest_steps() -> None:
+    times = StepTimes()
+    for number in range(64):
+        assert times.share(3) is None or number >= 16
+        times.saw(4, 0.010)
+    assert times.share(3) is None, "steps of one size tell nothing"
+    for number in range(300):
+        times.saw(4 + number % 5, 0.006 + 0.001 * (4 + number % 5))
+    assert times.share(6) == pytest.approx(0.5, abs=0.02)
+    assert times.seconds(6) == pytest.approx(0.012, rel=0.02)
+    times.saw(6, 3600.0)
+    assert times.seconds(6) == pytest.approx(0.0125, rel=0.1), "a pause of the machine's counts for little"

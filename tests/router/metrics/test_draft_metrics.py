@@ -9,13 +9,21 @@ from twinpool.router.metrics.prometheus_metrics import draft_metrics
 
 
 def test_workers_that_draft_have_a_sample_for_what_was_made_and_what_was_accepted() -> None:
-    decode = SimpleNamespace(counters={"tokens_drafted": 7.0, "drafts_accepted": 5.0, "tokens_generated": 9.0})
+    decode = SimpleNamespace(
+        counters={"tokens_drafted": 7.0, "drafts_accepted": 5.0, "tokens_generated": 9.0, "rows_drafted": 4.0}
+        | {"drafted_at_1": 4.0, "drafted_at_12": 3.0, "accepted_at_1": 3.0, "accepted_at_12": 2.0}
+    )
     workers = [
         SimpleNamespace(record=SimpleNamespace(name="decode-0"), status=decode),
         SimpleNamespace(record=SimpleNamespace(name="prefill-0"), status=SimpleNamespace(counters={"steps": 3.0})),
     ]
     samples = [s for family in draft_metrics(cast(Any, workers)) for s in family.samples]
-    assert {(s.name, s.labels["worker"]): s.value for s in samples} == {
+    assert {(s.name, *s.labels.values()): s.value for s in samples} == {
         ("twinpool_draft_tokens_total", "decode-0"): 7.0,
         ("twinpool_draft_tokens_accepted_total", "decode-0"): 5.0,
+        ("twinpool_draft_rows_total", "decode-0"): 4.0,
+        ("twinpool_draft_place_tokens_total", "decode-0", "1"): 4.0,
+        ("twinpool_draft_place_tokens_total", "decode-0", "12"): 3.0,
+        ("twinpool_draft_place_tokens_accepted_total", "decode-0", "1"): 3.0,
+        ("twinpool_draft_place_tokens_accepted_total", "decode-0", "12"): 2.0,
     }
