@@ -195,6 +195,8 @@ struct Units {
     long at_once() const { return std::max(1L, 8 * CHUNK / columns); }
 };
 
+inline long divided(long count, long by) { return (count + by - 1) / by; }
+
 // Rows in whole numbers. Each has `chunks` times 32 numbers, of columns that there aren't zeros; and for each unit what
 // the zeros' part begins from, and what offsets are multiplied with.
 struct Int8Rows {
@@ -251,15 +253,18 @@ struct UnitValues {
     i32x16 zero[2];  // where zeros differ
 };
 
-// As many sums as registers hold: rows, and halves of a panel.
+// As many sums as registers hold: rows, and halves of a panel. Of up to PACKED_ROWS rows codes are unpacked on their
+// way to each of these, of more once for all of them.
 #if defined(__AVX512F__)
-constexpr long INT8_ROWS = 12, INT8_HALVES = 2;
+constexpr long INT8_ROWS = 6, INT8_HALVES = 2, PACKED_ROWS = 240;
 #else
-constexpr long INT8_ROWS = 4, INT8_HALVES = 1;
+constexpr long INT8_ROWS = 4, INT8_HALVES = 1, PACKED_ROWS = 16;
 #endif
 
-// How far ahead codes are fetched of which each is used once, in bytes: the processor looks no further than a page.
+// How far ahead codes are fetched, in bytes, since the processor looks no further than a page; and how many with each
+// chunk: none of eight bits, which keep memory busy as it is.
 constexpr long AHEAD = 4096;
+template <int CODE> constexpr long fetched_ahead() { return CODE == UINT8 ? 0 : chunk_bytes<CODE>(); }
 
 // Some units of a panel, and what they are multiplied and added up with.
 struct SomeUnits {
@@ -303,6 +308,11 @@ inline void add_units(const SomeUnits &some, long row, int half, float *sums) {
     const int8_t *x = rows.numbers + row * x_row + some.first * units.columns;
     const uint8_t *codes = some.codes + half * VECTOR;
     const UnitValues *values = some.values;
+    f32x16 added[ROWS][INT8_HALVES];
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+        for (int i = 0; i < INT8_HALVES; i++) added[r][i] = load(sums + r * PANEL + (half + i) * LANES);
     for (long unit = some.first; unit < some.first + some.count; unit++, values++) {
         const int32_t *total = rows.totals + row * units.count + unit;
         UnitSums<ROWS> sum;
@@ -316,7 +326,7 @@ inline void add_units(const SomeUnits &some, long row, int half, float *sums) {
         if constexpr (PACKED)
             for (long quad = 0; quad < quads; quad += CHUNK / 4, codes += chunk_bytes<CODE>(), x += CHUNK) {
 #pragma GCC unroll 16
-                for (long line = 0; line < chunk_bytes<CODE>(); line += 64) __builtin_prefetch(codes + AHEAD + line);
+                for (long at = 0; at < fetched_ahead<CODE>(); at += 64) __builtin_prefetch(codes + AHEAD + at);
                 add_packed_quads<CODE, ROWS, 0, CHUNK / 4>(sum, codes, x, x_row);
             }
         else
@@ -331,37 +341,30 @@ inline void add_units(const SomeUnits &some, long row, int half, float *sums) {
             const f32x16 scale = splat(*rows.scale_of(row + r, unit));
 #pragma GCC unroll 2
             for (int i = 0; i < INT8_HALVES; i++) {
-                float *to = sums + r * PANEL + (half + i) * LANES;
-                f32x16 added = fma(floats(sum[r][i]) * scale, values->scale[half + i], load(to));
+                added[r][i] = fma(floats(sum[r][i]) * scale, values->scale[half + i], added[r][i]);
                 if (some.offsets)
-                    added = fma(splat(rows.sums[(row + r) * units.count + unit]), values->offset[half + i], added);
-                store(to, added);
+                    added[r][i] =
+                        fma(splat(rows.sums[(row + r) * units.count + unit]), values->offset[half + i], added[r][i]);
             }
         }
     }
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+        for (int i = 0; i < INT8_HALVES; i++) store(sums + r * PANEL + (half + i) * LANES, added[r][i]);
 }
 
+template <int CODE, bool PACKED> void add_unit_rows(const SomeUnits &some, long row, long count, float *sums) {
 #define ROWS_CASE(n)                                                                                                  \
     case n: add_units<CODE, PACKED, n>(some, row, half, sums); break;
-template <int CODE, bool PACKED> void add_unit_rows(const SomeUnits &some, long row, long count, float *sums) {
     for (int half = 0; half < 2; half += INT8_HALVES) switch (count) {
-            ROWS_CASE(1) ROWS_CASE(2) ROWS_CASE(4)
+            ROWS_CASE(1) ROWS_CASE(2) ROWS_CASE(3) ROWS_CASE(4)
 #if defined(__AVX512F__)
-            ROWS_CASE(8) ROWS_CASE(12)
+            ROWS_CASE(5) ROWS_CASE(6)
 #endif
-        default:
-            if constexpr (!PACKED) switch (count) {
-                    ROWS_CASE(3)
-#if defined(__AVX512F__)
-                    ROWS_CASE(5) ROWS_CASE(6) ROWS_CASE(7) ROWS_CASE(9) ROWS_CASE(10) ROWS_CASE(11)
-#endif
-                }
         }
-}
 #undef ROWS_CASE
-
-// How many of so many rows packed codes are multiplied with at once: fewer sizes are compiled than of unpacked ones.
-inline long packed_rows(long rows) { return rows >= 12 ? 12 : rows >= 8 ? 8 : rows >= 4 ? 4 : std::min(rows, 2L); }
+}
 
 template <int CODE> constexpr int int8_zero(const Blocks &b) {
     return CODE == E2M1 ? 12 : CODE == IQ4 ? 128 : b.zeros ? -1 : b.zero;
@@ -406,23 +409,21 @@ void int8_panel(const BlockColumns<CODE> &w, const Int8Rows &rows, long panel, l
             const uint8_t *codes = w.b.codes + (panel * units.chunks + chunk) * chunk_bytes<CODE>();
             unit_values<CODE>(w, units, panel, first, some, values);
             SomeUnits all{rows, first, some, codes, values, (bool)w.b.zeros, w.has_offsets()};
+            const long together = divided(count, divided(count, INT8_ROWS));
+            if (count <= PACKED_ROWS && units.columns % CHUNK == 0) {
+                for (long row = 0; row < count; row += together)
+                    add_unit_rows<CODE, true>(all, begin + row, std::min(together, count - row), sums + row * PANEL);
+                continue;
+            }
             if constexpr (CODE != UINT8) {
-                if (count <= INT8_ROWS && units.columns % CHUNK == 0) {
-                    for (long row = 0, together; row < count; row += together) {
-                        together = packed_rows(count - row);
-                        add_unit_rows<CODE, true>(all, begin + row, together, sums + row * PANEL);
-                    }
-                    continue;
-                }
                 uint8_t *to = unpacked;
                 for (long c = chunk; c < last; c++, codes += chunk_bytes<CODE>(), to += CHUNK * PANEL)
                     unpack_quads<CODE, false>(codes, to);
                 all.codes = unpacked;
             }
-            for (long row = 0; row < count; row += INT8_ROWS) {
-                const long together = std::min(INT8_ROWS, count - row);
-                add_unit_rows<wide<CODE>() ? UINT8 : UINT4, false>(all, begin + row, together, sums + row * PANEL);
-            }
+            for (long row = 0; row < count; row += together)
+                add_unit_rows<wide<CODE>() ? UINT8 : UINT4, false>(all, begin + row, std::min(together, count - row),
+                                                                   sums + row * PANEL);
         }
         for (long row = 0; row < count; row++) put(begin + row, sums + row * PANEL);
     }

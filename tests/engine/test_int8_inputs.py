@@ -32,7 +32,7 @@ from twinpool.engine.weight_formats.block_weight import BlockWeight, Code, Input
 from twinpool.engine.weight_formats.gguf_formats import GGUF_TYPES
 
 CPU = torch.device("cpu")
-ROWS = (1, 2, 4, 5, 11, 12, 13, 17)
+ROWS = (1, 2, 3, 5, 7, 12, 13, 17)
 WHOLE = [kind for kind in KINDS if kind[0] is not Code.E4M3]
 BOTH: tuple[Inputs, ...] = ("int8", "int8_by_row")
 WANTED: dict[tuple[object, ...], Tensor] = {}
