@@ -36,8 +36,13 @@ class AsyncioThread:
         self.loop.run_forever()
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the loop, without waiting for it. Any thread."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        """Run a coroutine on the loop, without waiting for it. Any thread. Raises `RuntimeError` where the loop has
+        ended."""
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        except RuntimeError:
+            coroutine.close()  # Nobody else will, and Python would warn of it.
+            raise
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Run a coroutine on the loop and wait up to `timeout_s` for its result; raises `TimeoutError`, and what the
