@@ -24,6 +24,7 @@ from twinpool.cache.allocation import Allocation
 from twinpool.cache.device.device_port import Device
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId
 from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.router_commands import Submit
@@ -46,6 +47,7 @@ from twinpool.prefill.request import (
     PrefillPages,
     PrefillPhase,
     PrefillRequest,
+    UnfitPictures,
     first_token_events,
     unfinished_report,
 )
@@ -171,11 +173,17 @@ class LocalPrompts(TransferQueue):
         """Take in a request: with a peer it is handed over in a room, without one its prompt is computed here."""
         if submit.peer is not None:
             return super().open(session, submit, grammar)
+        try:
+            pictures = self.prompt_pages.placed(submit)
+        except UnfitPictures as error:
+            return AdmissionRefusal(ErrorKind.INVALID, str(error))
         now, (prefix, chain) = self._clock.now(), self._pages.prefix(submit)
         deadline = now + submit.deadline_s
         leg = DecodeRequest(session, submit, now, deadline, prefix, grammar)
         begin_by = submit.begin_by(now)
-        prompt = LocalPrompt(session, submit, now, deadline, prefix, grammar, chain=chain, begin_by=begin_by, leg=leg)
+        prompt = LocalPrompt(
+            session, submit, now, deadline, prefix, grammar, chain=chain, begin_by=begin_by, pictures=pictures, leg=leg
+        )
         self.prompt_pages.prefetch(prompt)
         self._waiting[submit.request_id] = prompt
         return leg

@@ -73,6 +73,9 @@ class ColocatedWorker(DecodeWorker):
         super().__init__(setup, drafter)
         assert isinstance(self._prompts, LocalPrompts)
         self._local = local = self._prompts
+        if engine.pictures is not None:
+            local.prompt_pages.sees = engine.pictures.tower.spec
+            self.report.counted.append(engine.pictures)
         self._chunks = PrefillStepCommit(
             local.admitted, local.prompt_pages, engine, self._fitness, config, pause, local.cost
         )

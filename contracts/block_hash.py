@@ -33,3 +33,18 @@ def chain_on(key: bytes, raw: bytes, page_bytes: int, start: int = 0) -> list[by
 
 TOKEN_BYTES = 4
 KEY_BYTES = 16
+PICTURE_KEYS = 1 << 30
+"""From here on tokens of a sequence are no words of a vocabulary but keys of a picture's positions (`picture_keys`).
+They are below 2**31, so that all places that have room for a token have room for them."""
+
+
+def picture_keys(digest: bytes, count: int) -> list[int]:
+    """Return what stands at the `count` positions of the picture with this digest in its prompt's tokens: 30 bits each,
+    drawn from the digest. So all that is found by tokens tells pictures apart as it does words."""
+    raw = hashlib.shake_128(digest).digest(4 * count)
+    return [int(one) for one in np.frombuffer(raw, dtype="<u4") % PICTURE_KEYS + PICTURE_KEYS]
+
+
+def in_vocabulary(tokens: Sequence[int], token: int) -> list[int]:
+    """Return `tokens` with the placeholder `token` in place of keys of pictures, as models take them."""
+    return [one if one < PICTURE_KEYS else token for one in tokens]

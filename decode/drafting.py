@@ -29,6 +29,7 @@ from weakref import WeakKeyDictionary
 from msgspec import structs
 
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
+from twinpool.contracts.block_hash import PICTURE_KEYS
 from twinpool.contracts.config.worker_config import DecodeConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.sampling_params import SamplingParams
@@ -52,7 +53,9 @@ _LOOK_TOKENS = 32
 NGRAM = 3
 """Tokens that must occur again."""
 _BITS = 21
-"""Of a token in a key: no vocabulary has more than two million tokens."""
+"""Of a token in a key: no vocabulary has more than two million tokens. Of a key of a picture only some are looked at,
+since a draft may be wrong."""
+_TOKEN = (1 << _BITS) - 1
 _REACH = 16384
 """Positions that are looked through, the latest ones: an index of them takes about 2 MB."""
 _AT_ONCE = 1024
@@ -94,13 +97,16 @@ class PromptLookup:
         draft: list[int] = []
         for at in range(behind, behind + most):
             # A run that repeats itself up to here goes on by its own draft.
-            draft.append(tokens[at] if at < len(tokens) else draft[at - len(tokens)])
+            token = tokens[at] if at < len(tokens) else draft[at - len(tokens)]
+            if token >= PICTURE_KEYS:
+                break
+            draft.append(token)
         return draft
 
     def _key(self, at: int) -> int:
         key = 0
         for token in self._tokens[at : at + NGRAM]:
-            key = key << _BITS | token
+            key = key << _BITS | token & _TOKEN
         return key
 
 

@@ -193,13 +193,18 @@ class DecodeRequest(WorkerRequest):
             # Another decode worker hands over a token whose log-probability the router has told with the name.
             if metadata.logprob is not None:
                 self.logprobs.append(metadata.logprob)
-        self.history = TokenHistory(self.tokens) if needs_history(sampling) else None
+        inputs = self.tokens
+        if self.submit.pictures:  # Penalties count placeholders.
+            inputs = [*self.submit.inputs, metadata.token]
+        self.history = TokenHistory(inputs) if needs_history(sampling) else None
         self.mask = TokenMask.allowed(sampling.allowed_token_ids)
         self.committed = self.launched = self.planned = len(self.submit.tokens)
 
     def commit(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> None:
         """Count a complete step: the state of all tokens up to the last of these is there, `tokens` came new."""
         self.tokens += tokens
+        if self.history is not None and self.history.tokens is not self.tokens:
+            self.history.tokens += tokens
         if self.submit.name is not None:
             self.logprobs += logprobs
         self.committed += len(tokens)

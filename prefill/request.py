@@ -13,17 +13,23 @@ ends requests.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
 from twinpool.cache.allocation import CachedTokens
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.tiers.prefetch import PrefetchRequest
+from twinpool.contracts.block_hash import PICTURE_KEYS, picture_keys
+from twinpool.contracts.checkpoint.picture_spec import PictureSpec
 from twinpool.contracts.ids import Role, WorkerName
+from twinpool.contracts.messages.router_commands import Submit
 from twinpool.contracts.messages.worker_events import Event, LegReport, PromptScores, Tokens
 from twinpool.contracts.sampling_params import TokenLogprob
 from twinpool.contracts.state_table import StateTable
+from twinpool.engine.layers.picture_tower import PlacedRows
 from twinpool.engine.runner.batch import DrawnToken, StepHandle
 from twinpool.worker.request import RequestPages, WorkerRequest
 
@@ -86,10 +92,26 @@ class PrefillRequest(WorkerRequest):
     """The token after the prompt, once drawn."""
     scores: list[TokenLogprob] = field(default_factory=list)
     """Log-probabilities of the prompt's tokens 1.., as far as computed, where asked for."""
+    pictures: Sequence[PlacedRows] = ()
+    """The prompt's pictures, each with all its positions."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
         return self.submit.tokens
+
+    @cached_property
+    def inputs(self) -> Sequence[int]:
+        """Its tokens as the model takes them."""
+        return self.submit.inputs
+
+    def pictured(self, start: int, end: int) -> list[PlacedRows]:
+        """The parts of its pictures at positions `start .. end-1`, which are a row's."""
+        found = []
+        for picture, digest, _, at in self.pictures:
+            first, stop = bisect_left(at, start), bisect_left(at, end)
+            if first < stop:
+                found.append(PlacedRows(picture, digest, first, [place - start for place in at[first:stop]]))
+        return found
 
     @property
     def begun(self) -> bool:
@@ -170,8 +192,15 @@ class StepMember:
         return self.start == self.request.starts
 
 
+class UnfitPictures(ValueError):
+    """A request's pictures that can't be computed here; the text says why."""
+
+
 class PrefillPages(RequestPages):
     """The pages of prefill's requests."""
+
+    sees: PictureSpec | None = None
+    """How the engine takes pictures; None: it takes none."""
 
     def __init__(self, manager: KVCacheManager, *, reuse: bool) -> None:
         super().__init__(manager, reuse=reuse)
@@ -180,6 +209,30 @@ class PrefillPages(RequestPages):
     def reusable(self, request: PrefillRequest) -> int:
         """Return how many leading pages may come from the tree: the last token is computed, and every scored one."""
         return (len(request.tokens) - 1) // self.page_tokens if self.reuse and not request.wants_scores else 0
+
+    def placed(self, submit: Submit) -> list[PlacedRows]:
+        """Return a request's pictures with their positions. Raises `UnfitPictures` where they aren't those that its
+        tokens were made of."""
+        if not submit.pictures:
+            return []
+        if self.sees is None:
+            raise UnfitPictures("this worker takes no images: it has several ranks, or a draft model")
+        at = [place for place, token in enumerate(submit.tokens) if token >= PICTURE_KEYS]
+        placed: list[PlacedRows] = []
+        for picture in submit.pictures:
+            height, width = picture.height, picture.width
+            whole = not (height % self.sees.unit or width % self.sees.unit) and picture.count > 0
+            right = picture.count == self.sees.count(height, width) and len(picture.pixels) == height * width * 3
+            if not (whole and right):
+                raise UnfitPictures("an image is not of the size that it is said to have")
+            digest, mine = self.sees.digest(height, width, picture.pixels), at[: picture.count]
+            if [submit.tokens[place] for place in mine] != picture_keys(digest, picture.count):
+                raise UnfitPictures("an image is not the one that the prompt was made of")
+            del at[: picture.count]
+            placed.append(PlacedRows(picture, digest, 0, mine))
+        if at:
+            raise UnfitPictures("the prompt has positions of images that are not there")
+        return placed
 
     def prefetch(self, request: PrefillRequest) -> None:
         """Begin to read what storage has of the prompt into host memory."""

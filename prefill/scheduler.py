@@ -393,7 +393,7 @@ class PrefillScheduler:
 
     def _row(self, request: PrefillRequest, count: int) -> BatchRow:
         start, end = request.launched, request.launched + count
-        tokens, sampling = request.tokens, request.submit.sampling
+        tokens, sampling = request.inputs, request.submit.sampling
         draw = None
         if end == len(tokens) and request.wants_draw:
             mask = TokenMask.allowed(sampling.allowed_token_ids)
@@ -403,7 +403,8 @@ class PrefillScheduler:
         follow = tokens[start + 1 : end + 1] if request.wants_scores else ()
         tables = self._manager.running.block_tables(request.held, start, end)
         top = sampling.prompt_logprobs or 0
-        return BatchRow(tokens[start:end], start, tables, draw, follow or None, top)
+        pictures = request.pictured(start, end) if request.pictures else ()
+        return BatchRow(tokens[start:end], start, tables, draw, follow or None, top, pictures=pictures)
 
 
 def _left(running: Sequence[PrefillRequest]) -> Counter[str]:

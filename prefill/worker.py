@@ -24,6 +24,7 @@ from twinpool.prefill.request import (
     PrefillPages,
     PrefillPhase,
     PrefillRequest,
+    UnfitPictures,
     first_token_events,
     unfinished_report,
 )
@@ -49,6 +50,9 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         most = min(self.fits.context, self.fits.max_positions)
         self._auditor = AuditRunner(config, engine, manager, requests.emit, fitness.nonfinite, most, self._grammars)
         self._request_pages = PrefillPages(manager, reuse=config.cache_for(self.role).prefix_reuse)
+        if engine.pictures is not None:
+            self._request_pages.sees = engine.pictures.tower.spec
+            self.report.counted.append(engine.pictures)
         self._handover = PrefillHandover(sender, requests)
         self._layered = LayeredSends(sender, manager.spec, engine.device, config.transfer)
         pages, cost = self._request_pages, StepCost(config.prefill.chunk_tokens)
@@ -74,14 +78,18 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         if submit is None:
             return
         try:
+            pictures = self._request_pages.placed(submit)
             self._handover.open(submit)
-        except WireError as error:
-            self._request_table.refuse(session, submit, AdmissionRefusal(ErrorKind.ROOM, str(error)))
+        except (UnfitPictures, WireError) as error:
+            kind = ErrorKind.ROOM if isinstance(error, WireError) else ErrorKind.INVALID
+            self._request_table.refuse(session, submit, AdmissionRefusal(kind, str(error)))
             return
         self._auditor.preempt("a request came")
         now, (prefix, chain) = self._clock.now(), self._request_pages.prefix(submit)
         deadline, begin_by = now + submit.deadline_s, submit.begin_by(now)
-        request = PrefillRequest(session, submit, now, deadline, prefix, grammar, chain=chain, begin_by=begin_by)
+        request = PrefillRequest(
+            session, submit, now, deadline, prefix, grammar, chain=chain, begin_by=begin_by, pictures=pictures
+        )
         self._request_pages.prefetch(request)
         self._request_table.add(request)
 

@@ -56,6 +56,8 @@ from twinpool.contracts.messages.pool_changes import (
     OperatorChange,
     ScalePools,
     SetRole,
+    SettingsAnswer,
+    SettingsChange,
     UndrainWorkers,
 )
 from twinpool.contracts.messages.quota import QuotaClaims, QuotaSlices
@@ -67,7 +69,6 @@ from twinpool.contracts.messages.router_report import (
     RouterReportList,
     checked,
 )
-from twinpool.contracts.messages.settings_change import SettingsAnswer, SettingsChange
 from twinpool.contracts.messages.worker_status import EndedWorker, WorkerRecord, WorkerStatus, WorkerView
 from twinpool.contracts.wire.controller_turns import NOT_LEADING
 from twinpool.contracts.wire.grpc_calls import CallRefused, Handler, handle_call, handle_exchange, handle_subscription

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from twinpool.cluster.controller.controller_actions import ControllerAction
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.messages.cluster_view import ClusterView
-from twinpool.contracts.messages.settings_change import MAX_SETTINGS_BYTES, SettingsAnswer, SettingsChange
+from twinpool.contracts.messages.pool_changes import MAX_SETTINGS_BYTES, SettingsAnswer, SettingsChange
 
 MAX_ORDERS = 64 * 1024
 """Orders that may wait for a supervisor that doesn't read, before its stream is ended."""

@@ -43,8 +43,13 @@ from twinpool.contracts.errors import ConfigError, TwinpoolError
 from twinpool.contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
 from twinpool.contracts.messages.calls import CHANGE_POOLS, SHUT_DOWN, WATCH, Empty
 from twinpool.contracts.messages.cluster_view import ClusterView, WatchRequest
-from twinpool.contracts.messages.pool_changes import AddWorkers, DrainWorkers, OperatorChange
-from twinpool.contracts.messages.settings_change import SettingsAnswer, SettingsChange
+from twinpool.contracts.messages.pool_changes import (
+    AddWorkers,
+    DrainWorkers,
+    OperatorChange,
+    SettingsAnswer,
+    SettingsChange,
+)
 from twinpool.contracts.messages.worker_status import WorkerView
 from twinpool.contracts.wire.controller_turns import ControllerTurns, call_leader
 from twinpool.contracts.wire.grpc_calls import CallChannel, CallFailed

@@ -32,7 +32,7 @@ from twinpool.contracts.config.setting_effects import (
 )
 from twinpool.contracts.errors import ConfigError, TwinpoolError
 from twinpool.contracts.ids import Role, WorkerName
-from twinpool.contracts.messages.settings_change import ChangedSetting, SettingsAnswer, SettingsChange
+from twinpool.contracts.messages.pool_changes import ChangedSetting, SettingsAnswer, SettingsChange
 from twinpool.contracts.outside_data import read_json
 
 log = logging.getLogger("twinpool.serve")

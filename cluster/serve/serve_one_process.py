@@ -47,12 +47,13 @@ from twinpool.contracts.messages.pool_changes import (
     DrainWorkers,
     OperatorChange,
     SetRole,
+    SettingsAnswer,
+    SettingsChange,
     UndrainWorkers,
 )
 from twinpool.contracts.messages.request_record import RequestRecord
 from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.router_report import RouterIdentity, RouterReport
-from twinpool.contracts.messages.settings_change import SettingsAnswer, SettingsChange
 from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerStatus, WorkerView

@@ -17,6 +17,7 @@ from twinpool.contracts.checkpoint.gguf.gguf_config import config_of
 from twinpool.contracts.checkpoint.gguf.gguf_header import SUFFIX, is_gguf, read_gguf
 from twinpool.contracts.checkpoint.gguf.gguf_tokenizer import GgufTokenizer
 from twinpool.contracts.checkpoint.json_fields import JsonFields
+from twinpool.contracts.checkpoint.picture_spec import PictureSpec, read_picture_spec
 from twinpool.contracts.checkpoint.quantization import Quantization, read_quantization
 from twinpool.contracts.checkpoint.rope_spec import context_limits, rope_kind, rotated_for
 from twinpool.contracts.checkpoint.safetensors_headers import (
@@ -81,6 +82,8 @@ class ModelSpec:
     """As `engine.draft_model`."""
     draft_head: ModelSpec | None = field(default=None, kw_only=True, repr=False)
     """The checkpoint that `draft_model` names, where it is a folder."""
+    pictures: PictureSpec | None = field(default=None, kw_only=True)
+    """How it takes pictures; None: it takes text alone."""
     config: JsonFields = field(kw_only=True, repr=False, compare=False)
     """The keys of `config.json`; for a multimodal model with the text model's keys merged over the outer ones."""
     headers: Mapping[str, TensorHeader] = field(kw_only=True, repr=False, compare=False)
@@ -164,6 +167,7 @@ def _spec(
     served, notes = _context(config, context)
     identity = json.dumps([architecture, dtype, _numbers(config)], sort_keys=True, default=str)
     identity += rotated_for(config, served)
+    pictures, blind = read_picture_spec(path, architecture) if headers else (None, "")
     return ModelSpec(
         path=path,
         name=_name_of(path),
@@ -181,7 +185,9 @@ def _spec(
             if isinstance(value := generation.get(key), int | float) and not isinstance(value, bool)
         },
         quantization=quantization,
+        pictures=pictures,
         warnings=notes
+        + ((blind,) if blind else ())
         + ((f"{path}: {quantization.note}",) if quantization.note else ())
         + ((f"{path}: eos_token_id {beyond} is left out: the vocabulary has {vocab_size} tokens",) if beyond else ()),
         config=config,

@@ -111,6 +111,10 @@ class RouterConfig:
     """/health fails when work waits and nothing has advanced for this long."""
     max_body_bytes: int = 0
     """Larger bodies are refused with 413; 0: 1 MiB and 32 bytes for each position of the context, at most 64 MiB."""
+    max_images: int = 16
+    """Images in one request, where the model takes them; 0: they are refused."""
+    max_image_pixels: int = 2**25
+    """Pixels of an image, as its header says, above which it isn't decoded."""
     body_buffer_bytes: int = 64 * 1024 * 1024
     """Memory for bodies that are being received, of all clients; a body's first 64 KiB don't count. Bodies beyond it
     get 503."""

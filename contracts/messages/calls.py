@@ -16,7 +16,7 @@ from twinpool.contracts.message_types import Message
 from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyReport
 from twinpool.contracts.messages.cluster_view import ClusterView, WatchRequest
 from twinpool.contracts.messages.leases import Departure, DepartureAnswer, LeaseGrant, Renewal
-from twinpool.contracts.messages.pool_changes import ChangedWorkers, OperatorChange
+from twinpool.contracts.messages.pool_changes import ChangedWorkers, OperatorChange, SettingsAnswer, SettingsChange
 from twinpool.contracts.messages.quota import QuotaClaims, QuotaSlices
 from twinpool.contracts.messages.request_record import FoundRecords, RecordQuery, RecordReport
 from twinpool.contracts.messages.router_report import (
@@ -25,7 +25,6 @@ from twinpool.contracts.messages.router_report import (
     RouterReportAnswer,
     RouterReportList,
 )
-from twinpool.contracts.messages.settings_change import SettingsAnswer, SettingsChange
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerStatus
 
 CALLS_VERSION = 2

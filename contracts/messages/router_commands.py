@@ -7,13 +7,15 @@ Each leg of a request gets one `Submit`; both are alike but for `peer`. How they
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated
 
-from msgspec import Meta
+from msgspec import Meta, structs
 
+from twinpool.contracts.block_hash import in_vocabulary
 from twinpool.contracts.ids import Incarnation, RequestId, RoomId, WorkerName
 from twinpool.contracts.key_file import TENANT_CHARS
-from twinpool.contracts.message_types import UNSIGNED, Finite, Int64, Message, TokenIds, Uint32
+from twinpool.contracts.message_types import SOME, UNSIGNED, Finite, Int64, Message, TokenIds, Uint32
 from twinpool.contracts.messages.kept_answers import AnswerName, Attach, Detach
 from twinpool.contracts.sampling_params import SamplingParams
 
@@ -28,6 +30,20 @@ class PeerRef(Message, frozen=True):
 
 
 # ---------------------------------------------------------------- router -> worker
+
+
+class Picture(Message, frozen=True):
+    """A picture of a prompt, in whose tokens its positions have keys (`contracts.block_hash.picture_keys`)."""
+
+    token: Uint32
+    """The placeholder of the vocabulary that stands at its positions."""
+    height: Uint32
+    width: Uint32
+    """In pixels, as it was resized for the model."""
+    count: Uint32
+    """How many positions it has."""
+    pixels: bytes = b""
+    """[height, width, 3] uint8, red, green, blue; empty for who computes no prompt."""
 
 
 class Submit(Message, frozen=True, tag="submit"):
@@ -64,6 +80,8 @@ class Submit(Message, frozen=True, tag="submit"):
     """The share that the tenant's requests have beside those of others."""
     name: AnswerName | None = None
     """The name under which its decode worker keeps it when its router is gone; None: it is cancelled then."""
+    pictures: Annotated[tuple[Picture, ...], SOME] = ()
+    """Those of `tokens`, in order."""
 
     def begin_by(self, now: float) -> float:
         """When the prompt of a request that arrives `now` isn't begun any more; infinite: it may always be."""
@@ -79,9 +97,21 @@ class Submit(Message, frozen=True, tag="submit"):
         return self.tokens[self.prompt_len :]
 
     @property
+    def inputs(self) -> Sequence[int]:
+        """`tokens` as the model takes them: with placeholders for keys of pictures."""
+        return in_vocabulary(self.tokens, self.pictures[0].token) if self.pictures else self.tokens
+
+    @property
     def max_len(self) -> int:
         """Positions that prompt and answer may take at most."""
         return self.prompt_len + self.sampling.max_tokens
+
+
+def without_pixels(submit: Submit) -> Submit:
+    """What a worker is told that doesn't compute the prompt."""
+    if not submit.pictures:
+        return submit
+    return structs.replace(submit, pictures=tuple(structs.replace(one, pixels=b"") for one in submit.pictures))
 
 
 class Cancel(Message, frozen=True, tag="cancel"):

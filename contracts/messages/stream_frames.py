@@ -7,7 +7,7 @@ The router opens with a `StreamOpening`. The worker answers with a `WorkerFrame`
 side doesn't know are skipped (`contracts.wire.stream_codec`). A change that makes an older side do something else than
 it was asked raises `STREAM_PROTOCOL`; a build that can't talk to sides before a version raises `OLDEST`. Each side says
 its version when a stream is opened, and refuses one that is too old for it, before anything is asked. Version 1 was
-protobuf, 2 is msgpack.
+protobuf, 2 is msgpack, and 3 has pictures, which are sent to no worker of an older build.
 """
 
 from __future__ import annotations
@@ -56,11 +56,19 @@ class WorkerFrame(Message, Generic[MessageT], frozen=True):
     """Why the worker ends the stream; in its last frame alone."""
 
 
-STREAM_PROTOCOL = 2
+STREAM_PROTOCOL = 3
 OLDEST = 2
 """The oldest version that this build can talk with."""
+_PICTURES = 3
+"""The first version that has pictures."""
 UNTOLD = 1
 """The version of builds that don't tell theirs."""
+
+
+def knows_pictures(stream: str, version: int) -> bool:
+    """Whether a worker can be sent a `Submit` with pictures. `stream`: where routers reach it, empty in one process;
+    `version`: of its messages."""
+    return not stream or version >= _PICTURES
 
 
 def refusal(who: str, told: int, build: str = "") -> str:

@@ -29,12 +29,12 @@ from twinpool.engine.attention.attention_backend import AttentionBackend
 from twinpool.engine.attention.attention_plan import AttentionPlan, SlotPlan
 from twinpool.engine.attention.kv_quantization import store
 from twinpool.engine.layers.norm import add_rms_norm, rms_norm
-from twinpool.engine.native.current_kernels import using
-from twinpool.engine.native.layer_kernels import LayerKernels
+from twinpool.engine.native.current_kernels import LayerKernels, using
 from twinpool.engine.tensors.row_exact_linear import Numerics, RowExactLinear, tanh
 from twinpool.engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
 
 if TYPE_CHECKING:
+    from twinpool.engine.layers.picture_tower import PixtralTower
     from twinpool.engine.layers.rope import RopeTable
 
 
@@ -68,6 +68,8 @@ class ForwardContext:
     passed: Callable[[], None] | None = None
     """To be called, if any, after each layer of the model: what it writes of the state is written, or on its way
     there."""
+    pictured: tuple[Tensor, Tensor] | None = None
+    """Places among the step's rows, [n] int64, and what stands there in place of rows of the embedding, [n, hidden]."""
     scratch: dict[Any, Any] = field(default_factory=dict)
     """Values that a layer leaves for later layers of the same step, such as selections."""
 
@@ -243,6 +245,8 @@ class Decoder:
     prepare: Callable[[Tensor, Tensor, ForwardContext], None] | None = None
     """Called first with tokens [M] and embeddings [M, hidden]; leaves further inputs of layers in the scratch."""
     draft: DraftLayer | None = None
+    tower: PixtralTower | None = None
+    """What computes pictures; None: it takes none."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -254,6 +258,8 @@ class Decoder:
             x_mh = self.embed_vh[tokens_m]
             if self.embed_scale is not None:
                 x_mh = x_mh * self.embed_scale
+            if ctx.pictured is not None:
+                x_mh = x_mh.index_copy(0, *ctx.pictured)
             if self.prepare is not None:
                 self.prepare(tokens_m, x_mh, ctx)
             taps, tapped = self.draft.taps if self.draft is not None else (), list[Tensor]()

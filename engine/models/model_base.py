@@ -25,6 +25,7 @@ from twinpool.engine.layers.decoder import (
 )
 from twinpool.engine.layers.draft_layers import MtpLayer
 from twinpool.engine.layers.norm import rms_norm
+from twinpool.engine.layers.picture_tower import PixtralTower
 from twinpool.engine.models.eagle3 import Eagle3
 from twinpool.engine.tensors.shard import WHOLE, Shard
 from twinpool.engine.tensors.weight_loader import Weights
@@ -139,7 +140,10 @@ class Model(ABC):
             draft = self.eagle.build(weights.of(self.eagle.spec), FULL_POOL)
         elif self.drafts:
             draft = self.draft_layer(weights.scope(self.mtp.format(self.layers)), weights)
-        return Decoder(embed, layers, norm, head, draft=draft)
+        tower = None
+        if self.spec.pictures is not None and draft is None:  # A draft layer would take keys of pictures for tokens.
+            tower = PixtralTower.read(weights, self.spec.pictures, self.hidden, self.eps)
+        return Decoder(embed, layers, norm, head, draft=draft, tower=tower)
 
     def draft_layer(self, weights: Weights, whole: Weights) -> DraftLayer:
         """Build the layer that predicts further tokens, whose tensors are below `weights`, by DeepSeek's names."""

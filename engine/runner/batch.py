@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 from twinpool.cache.allocation import TableSlice
 from twinpool.cache.device.device_port import Completion
 from twinpool.contracts.sampling_params import SamplingParams, TokenDifference, TokenLogprob
+from twinpool.engine.layers.picture_tower import PlacedRows
 from twinpool.engine.runner.device_rows import TokenHistory
 from twinpool.engine.runner.sampling.logits_processors import TokenMask
 
@@ -104,6 +105,8 @@ class BatchRow(NamedTuple):
     drafted: int = 0
     """How many of the row's last tokens are drafts, guesses of what will be drawn there. Each is drawn as well, so a
     row with drafts draws `1 + drafted` tokens; those behind the first draft that wasn't drawn are worth nothing."""
+    pictures: Sequence[PlacedRows] = ()
+    """What stands at some of its places, where `tokens` has placeholders."""
 
     @property
     def draws(self) -> list[TokenDraw]:

@@ -21,7 +21,7 @@ from twinpool.engine.attention.attention_backend import AttentionBackend
 from twinpool.engine.attention.kv_quantization import quantised_buffers
 from twinpool.engine.attention.torch_backend.torch_attention import NativeAttention, TorchAttention
 from twinpool.engine.native import compile_kernels, current_kernels, native_kernels
-from twinpool.engine.native.layer_kernels import LayerKernels
+from twinpool.engine.native.current_kernels import LayerKernels
 from twinpool.engine.runner.numerics_class import code_digest, numerics_class
 from twinpool.engine.tensors.row_exact_linear import Numerics, RowExactLinear
 from twinpool.engine.weight_formats.block_weight import Inputs

@@ -31,6 +31,8 @@ from twinpool.engine.attention.attention_plan import (
     muted_slots,
 )
 from twinpool.engine.layers.decoder import Decoder, ForwardContext
+from twinpool.engine.layers.picture_tower import PictureEncoder
+from twinpool.engine.native.current_kernels import using
 from twinpool.engine.runner.batch import NO_MASKS, BatchRow, DraftRow, RowOutput, TokenDraw
 from twinpool.engine.runner.device_rows import (
     DeviceBlockTables,
@@ -49,6 +51,8 @@ from twinpool.engine.tensors.row_exact_linear import Numerics
 from twinpool.engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
 
 _FORWARD, _DRAW, _PROPOSE = (DeviceOp(name, DeviceStream.COMPUTE) for name in ("forward", "draw", "propose"))
+_PICTURE_BYTES = 256 * 1024**2
+"""Of what towers have computed, kept for chunks and prompts to come."""
 _LOGIT_ELEMENTS = 1 << 23
 """Logits computed at once when prompts are scored: 32 MiB in float32."""
 
@@ -83,6 +87,8 @@ class ModelRunner:
         self._histories = DeviceTokenHistories(device.torch_device)
         self._triton = triton
         self._logits_at_once = _LOGIT_ELEMENTS // decoder.head.shape[0]
+        self.pictures = PictureEncoder(decoder.tower, _PICTURE_BYTES) if decoder.tower is not None else None
+        """What computes pictures, where the model takes any."""
         self.graphs: StepGraphs | None = None
         """The captured forward passes of decode steps, where there are any."""
 
@@ -248,6 +254,10 @@ class ModelRunner:
         if self._followers is not None:
             self.ranks.first(torch.cat((tokens_m, stale_b.long())))
         _mute(ctx, stale_b)
+        if self.pictures is not None:
+            placed = zip(planned.shape.offsets[:-1].tolist(), (row.pictures for row in rows), strict=True)
+            with using(self.decoder.kernels):
+                ctx.pictured = self.pictures.placed(placed, self.numerics)
         if planned.histories is not None:
             self._histories.update(planned.histories, tokens_m)
         x_mh = self._replayed(tokens_m, ctx, doors) if self.graphs is not None and marks is None else None

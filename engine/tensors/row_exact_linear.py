@@ -23,8 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twinpool.engine.native.current_kernels import kernels_for, native_for
-from twinpool.engine.native.layer_kernels import Product
+from twinpool.engine.native.current_kernels import Product, kernels_for, native_for
 from twinpool.engine.native.native_kernels import PackedBlocks
 from twinpool.engine.tensors.onednn_weight import OneDnnWeight
 from twinpool.engine.weight_formats.block_weight import BlockProduct, BlockStack, Weight

@@ -33,7 +33,7 @@ from twinpool.router.openai.request_fields import (
     shaped,
     text_or,
 )
-from twinpool.router.text.chat_template import TextParts
+from twinpool.router.text.chat_template import PicturePart, TextParts
 
 _OF_CHATS = ("n", "stream_options", "logprobs", "top_logprobs", "return_token_ids")
 """Fields whose answers have no place in the shape of this API."""
@@ -132,6 +132,12 @@ def _turns(message: object, where: str) -> list[dict[str, Any]]:
         match block:
             case {"type": "text", "text": str(text)}:
                 texts.append(text)
+            case {"type": "image", "source": {"type": "base64", "media_type": str(media), "data": str(data)}} if (
+                role == "user"
+            ):
+                texts.append(PicturePart(f"data:{media};base64,{data}", at))
+            case {"type": "image", "source": {"type": "url", "url": str(url)}} if role == "user":
+                texts.append(PicturePart(url, at))
             case {"type": "tool_result", "tool_use_id": str(call_id)} if role == "user":
                 told = block.get("content")
                 text = _text_of(told, f"{at}.content") if told else ""
@@ -218,8 +224,10 @@ def _output(config: object) -> dict[str, Any]:
     return {**chat, "response_format": {"type": "json_schema", "json_schema": {"schema": asked.get("schema")}}}
 
 
+_IMAGE = object_of("type", type=one_of("base64", "url"), media_type=TEXT, data=TEXT, url=TEXT)
 _BLOCKS = (
     object_of("type text", type={"const": "text"}, text=TEXT),
+    object_of("type source", type={"const": "image"}, source=_IMAGE),
     object_of("type thinking", type={"const": "thinking"}, thinking=TEXT, signature=TEXT),
     object_of("type id name input", type={"const": "tool_use"}, id=TEXT, name=TEXT, input=OBJECT),
     object_of("type tool_use_id", type={"const": "tool_result"}, tool_use_id=TEXT, content=text_or("text")),

@@ -50,6 +50,7 @@ from msgspec.structs import replace
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.ids import PAIR, Role, WorkerName
 from twinpool.contracts.messages.pool_changes import (
+    MAX_SETTINGS_BYTES,
     AddWorkers,
     ChangedWorkers,
     CordonNode,
@@ -58,10 +59,11 @@ from twinpool.contracts.messages.pool_changes import (
     RestartWorker,
     ScalePools,
     SetRole,
+    SettingsAnswer,
+    SettingsChange,
     UncordonNode,
     UndrainWorkers,
 )
-from twinpool.contracts.messages.settings_change import MAX_SETTINGS_BYTES, SettingsAnswer, SettingsChange
 from twinpool.contracts.messages.worker_status import WorkerStatus
 from twinpool.contracts.outside_data import read_json
 from twinpool.router.api.admin_status import STATUS_DEADLINE_S, natural, status_line, unknown_as_yet

@@ -34,6 +34,7 @@ from twinpool.contracts.messages.request_record import (
     RefusedWorkers,
     WorkerCandidate,
 )
+from twinpool.contracts.messages.stream_frames import knows_pictures
 from twinpool.router.core.routing_policies import LocalPrefill, LocalReason, RoutingAsk, RoutingPolicy
 from twinpool.router.kv_indexer.prefix_indexes import PrefixIndexes, PromptHits
 from twinpool.router.state.able_workers import AbleWorkers
@@ -183,7 +184,7 @@ class Placement:
         classes = decoders = None
         if to_decode:
             # The request can only go on where a decode worker is of the same hand-over class.
-            decoders = self._workers.able(Role.DECODE, r.max_len, r.avoid, now)
+            decoders = self._able(Role.DECODE, r, r.avoid, now, None)
             if not decoders:
                 return None  # before the indexes are asked: many requests may wait
             classes = decoders.classes()
@@ -209,7 +210,7 @@ class Placement:
     ) -> WorkerPair | None:
         """A decode worker that computes the prompt itself, where that is better than `pair`, or there is no pair; else
         None."""
-        able = self._in_class(r, self._able(Role.DECODE, r.max_len, r.avoid, now, None))
+        able = self._in_class(r, self._able(Role.DECODE, r, r.avoid, now, None))
         if not able:
             return None
         reason = LocalReason.EARLIER
@@ -240,7 +241,7 @@ class Placement:
     def _pick_prefill(
         self, role: Role, r: RoutedRequest, now: float, classes: Container[str] | None
     ) -> Considered | None:
-        able = self._in_class(r, self._able(role, r.max_len, r.avoid, now, classes))
+        able = self._in_class(r, self._able(role, r, r.avoid, now, classes))
         if not able:
             return None
         ask = self._ask(r, self._indexes.hits(r.hashes, now), now)
@@ -257,18 +258,20 @@ class Placement:
         """A worker of one of these hand-over classes that a running request can migrate to; None while there is none.
         `avoid`: workers not to choose, each with the time until when."""
         role = Role.COLOCATED if self._workers.colocated else Role.DECODE
-        able = self._able(role, r.max_len, avoid, now, classes)
+        able = self._able(role, r, avoid, now, classes)
         return self._chosen(self._policy.decode(able, self._ask(r, PromptHits(), now))) if able else None
 
     def _able(
         self,
         role: Role,
-        need: int,
+        r: RoutedRequest,
         avoid: Mapping[WorkerKey, float],
         now: float,
         classes: Container[str] | None,
     ) -> AbleWorkers:
-        able = self._workers.able(role, need, avoid, now)
+        able = self._workers.able(role, r.max_len, avoid, now)
+        if r.pictures:
+            able = able.where(lambda e: knows_pictures(e.record.stream, e.record.stream_protocol))
         return able.of_class(classes) if classes is not None else able
 
     def _chosen(self, entry: WorkerEntry) -> WorkerEntry:

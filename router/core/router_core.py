@@ -24,7 +24,7 @@ from twinpool.contracts.config.router_config import AuditConfig, RouterConfig
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role, RoomId, room_of
 from twinpool.contracts.messages.kept_answers import Attached, Detach
-from twinpool.contracts.messages.router_commands import Cancel, PeerRef, Submit
+from twinpool.contracts.messages.router_commands import Cancel, PeerRef, Submit, without_pixels
 from twinpool.contracts.messages.worker_events import Audited, Done, Event, LegReport, PromptScores, Tokens
 from twinpool.contracts.messages.worker_status import DamageTotals, WorkerStatus, WorkerView
 from twinpool.contracts.sampling_params import TokenLogprob
@@ -300,7 +300,7 @@ class RouterCore:
             self.counts.local_prompts.update([r.local] if r.local else ())
             self.counts.placements.update((name, str(role)) for role, name in r.workers.items())
             if pair.decode is not None and not pair.one:
-                to_decode = _submit(r, r.room, now, pair.prefill.peer)
+                to_decode = without_pixels(_submit(r, r.room, now, pair.prefill.peer))
                 self._actions.append(SendCommand(pair.decode.key, to_decode))
             peer = pair.decode.peer if pair.decode is not None and not pair.one else None
             # Nobody keeps what prefill answers alone.
@@ -487,6 +487,7 @@ def _submit(r: RoutedRequest, room: RoomId, now: float, peer: PeerRef | None, *,
         tenant=r.share.tenant,
         weight=r.share.weight,
         name=r.full_name if named else None,
+        pictures=r.pictures,
     )
 
 

@@ -35,6 +35,8 @@ from twinpool.contracts.messages.cluster_view import ClusterView, ControlPlane, 
 from twinpool.contracts.messages.pool_changes import (
     ChangedWorkers,
     OperatorChange,
+    SettingsAnswer,
+    SettingsChange,
 )
 from twinpool.contracts.messages.quota import QuotaClaim, QuotaClaims, QuotaSlice
 from twinpool.contracts.messages.request_record import (
@@ -45,7 +47,6 @@ from twinpool.contracts.messages.request_record import (
     RequestRecord,
 )
 from twinpool.contracts.messages.router_report import RouterReport
-from twinpool.contracts.messages.settings_change import SettingsAnswer, SettingsChange
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
 from twinpool.contracts.wire.controller_turns import ControllerTurns, call_leader
 from twinpool.contracts.wire.grpc_calls import CallChannel, CallFailed

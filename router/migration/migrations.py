@@ -44,6 +44,7 @@ from twinpool.contracts.messages.router_commands import (
     PushPrefix,
     ResumeHere,
     Submit,
+    without_pixels,
 )
 from twinpool.contracts.messages.worker_events import (
     Done,
@@ -348,8 +349,9 @@ class Migrations:
             tenant=r.share.tenant,
             weight=r.share.weight,
             name=r.full_name,
+            pictures=r.pictures,
         )
-        self._send(migration.target, submit)
+        self._send(migration.target, without_pixels(submit))
 
     def _arrive(self, r: RoutedRequest, migration: Migration) -> None:
         """Make the target the request's decode worker. The source learns that from the hand-over; a source that goes on

@@ -30,7 +30,7 @@ from twinpool.router.openai.request_fields import (
 )
 from twinpool.router.openai.structured_output import RequestedGrammar, read_grammar
 from twinpool.router.openai.tools import ToolUse, read_calls, read_tools
-from twinpool.router.text.chat_template import TextParts
+from twinpool.router.text.chat_template import PicturePart, TextParts
 
 Prompt = str | tuple[int, ...]
 ChatMessages = tuple[dict[str, Any], ...]
@@ -394,8 +394,14 @@ def _read_part(part: object, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(part, dict) and kind == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
+    if isinstance(part, dict) and kind == "image_url":
+        told = part.get("image_url")
+        url = told.get("url") if isinstance(told, dict) else told
+        if not isinstance(url, str):
+            raise RequestError(f"{where}.image_url.url must be a string; got {describe(url)}", param="messages")
+        return PicturePart(url, where)
     raise RequestError(
-        f"{where} must be a part of type text: images, audio and files are not taken; got {describe(kind or part)}",
+        f"{where} must be a part of type text: audio and files are not taken; got {describe(kind or part)}",
         param="messages",
     )
 

@@ -95,6 +95,7 @@ class OpenedRequest:
                 first_token_by=self.times.first_token_by,
                 share=self.share,
                 session=request.session,
+                pictures=prompt.pictures,
             )
             choices.append(routed if self.keyed is None else self.keyed.named(index, routed))
         return choices

@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from twinpool.contracts.errors import ErrorKind, IllegalTransition
 from twinpool.contracts.ids import RequestId, Role, RoomId, WorkerName
 from twinpool.contracts.messages.kept_answers import AnswerName, KeptAnswer
+from twinpool.contracts.messages.router_commands import Picture
 from twinpool.contracts.messages.worker_events import Done, Event, LegReport, Tokens
 from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
 from twinpool.router.state.prefill_queue import NO_TENANT, TenantWeight, TtftPrediction
@@ -103,6 +104,7 @@ class RoutedRequest:
         "not_before",
         "numerics",
         "phase",
+        "pictures",
         "prefill",
         "prefill_loaded",
         "prefill_lost",
@@ -139,12 +141,14 @@ class RoutedRequest:
         share: TenantWeight = NO_TENANT,
         session: str = "",
         name: AnswerName | None = None,
+        pictures: tuple[Picture, ...] = (),
     ) -> None:
         """`first_token_by`: the time after which its prompt isn't begun any more; None: it may always be. `share`:
         whose it is. `session`: what its client names the conversation; empty: by how its prompt begins. `name`: under
         which decode keeps it when this router is gone."""
         self.id = request_id
         self.prompt = prompt
+        self.pictures = pictures
         self.sampling = sampling
         self.hashes = hashes
         self.session = session

@@ -47,8 +47,23 @@ class TextParts(str):
     parts: tuple[str, ...]
 
     def __new__(cls, parts: Sequence[str]) -> TextParts:
-        made = super().__new__(cls, "\n".join(parts))
+        made = super().__new__(cls, "\n".join(part for part in parts if not isinstance(part, PicturePart)))
         made.parts = tuple(parts)
+        return made
+
+
+class PicturePart(str):
+    """A picture among the parts of a content; as text it is nothing."""
+
+    __slots__ = ("source", "where")
+    source: str
+    """Its URL."""
+    where: str
+    """Its place in the request's body."""
+
+    def __new__(cls, source: str, where: str) -> PicturePart:
+        made = super().__new__(cls)
+        made.source, made.where = source, where
         return made
 
 
@@ -128,11 +143,13 @@ class ChatTemplate:
         if not isinstance(content, str):
             return message
         as_text, as_parts = self._content_forms()
+        if isinstance(content, TextParts) and any(isinstance(part, PicturePart) for part in content.parts):
+            return {**message, "content": list(map(_as_part, content.parts))}
         sent = isinstance(content, TextParts) and message.get("role") != "tool"  # Of which few templates take parts.
         if not as_parts or (as_text and not sent):
             return message
         parts = content.parts if isinstance(content, TextParts) else (content,) if content else ()
-        return {**message, "content": [{"type": "text", "text": part} for part in parts]}
+        return {**message, "content": list(map(_as_part, parts))}
 
     def _content_forms(self) -> tuple[bool, bool]:
         """Whether a user's text comes to be in the prompt when it is a text, and when it is parts; rendered once."""
@@ -171,6 +188,10 @@ class ChatTemplate:
                 message = f"the chat template made more than {self._max_chars} characters of the messages"
                 raise RequestError(message, param="messages")
         return "".join(parts)
+
+
+def _as_part(part: str) -> dict[str, str]:
+    return {"type": "image"} if isinstance(part, PicturePart) else {"type": "text", "text": part}
 
 
 _PROBE_TEXTS = "probe of", "a user"

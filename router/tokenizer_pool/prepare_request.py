@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from twinpool.contracts import outside_data
+from twinpool.contracts.block_hash import in_vocabulary
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
+from twinpool.contracts.messages.router_commands import Picture
 from twinpool.router.anthropic.messages_request import read_messages_body
 from twinpool.router.openai.chat_format import ChatFormat, tools_fault
 from twinpool.router.openai.client_grammar import check_grammar, with_special_marks
@@ -41,12 +43,15 @@ from twinpool.router.openai.request_fields import DETOKENIZE, MAX_IGNORED, TOKEN
 from twinpool.router.openai.tools import ToolUse, read_tools
 from twinpool.router.openai_responses.responses_request import read_responses, renamed
 from twinpool.router.state.prefix_hashes import PAGE_TOKENS, PrefixHashes, prefix_hashes
-from twinpool.router.text.chat_template import TextParts, check_open
+from twinpool.router.text.chat_template import PicturePart, TextParts, check_open
+from twinpool.router.text.pictures import PlacedPicture, expanded, pictures_of, read_pictures
 from twinpool.router.text.tokenizer import GuardedText, ModelTokenizer
 
 BODY_BYTES_LEAST = 1024**2
 BODY_BYTES_A_POSITION = 32
 """A token id takes up to 8 bytes of a body, a token of text about 5 bytes, and of escaped text four times that."""
+BODY_BYTES_IMAGES = 24 * 1024**2
+"""For images in base64, where the model takes them."""
 BODY_BYTES_MOST = 64 * 1024**2
 MAX_CONTAINERS = 65_536
 """Limit on the number of lists and objects in one body."""
@@ -55,7 +60,8 @@ _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 
 def body_limit(config: RouterConfig, spec: ModelSpec) -> int:
     """Return the limit on a body in bytes: `router.max_body_bytes`, or if that is 0 one from the model's context."""
-    derived = min(BODY_BYTES_LEAST + BODY_BYTES_A_POSITION * spec.context, BODY_BYTES_MOST)
+    images = BODY_BYTES_IMAGES if spec.pictures is not None and config.max_images else 0
+    derived = min(BODY_BYTES_LEAST + BODY_BYTES_A_POSITION * spec.context + images, BODY_BYTES_MOST)
     return config.max_body_bytes or derived
 
 
@@ -71,6 +77,7 @@ class PreparedPrompt:
     text: str
     """The prompt's text as `echo` shows it; empty without `echo`."""
     hashes: PrefixHashes
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +149,7 @@ class BodyReader:
         return TextAnswer(json.dumps(told).encode(), prepared.request.ignored)
 
     def prepare(self, request: GenerateRequest, tenant: str = "") -> PreparedRequest:
-        """Render and tokenise the prompts of a checked request, and hash their blocks.
+        """Render and tokenise the prompts of a checked request, decode its pictures, and hash its blocks.
 
         `tenant`: who asks; nobody else finds what is cached of it.
         """
@@ -152,6 +159,8 @@ class BodyReader:
         if request.choices > limit:
             message = f"{request.choices} answers in one request are above the server's queue of {limit}"
             raise RequestError(message, param="n")
+        parts = pictures_of(request.messages)
+        placed = read_pictures(parts, self._spec.pictures, self._config) if parts else []
         prompts: Sequence[Prompt] = request.prompts
         if request.chat:
             prompt = self._render(
@@ -172,7 +181,7 @@ class BodyReader:
                 told = tools_fault(request.tool_use) or f"{field} can't be followed: {wrong}"
                 raise RequestError(told, param=field)
             request = self._with_special_marks(request)
-        prepared = PreparedRequest(request, tuple(self._one(request, p) for p in prompts))
+        prepared = PreparedRequest(request, tuple(self._one(request, p, placed) for p in prompts))
         self._check_scores(prepared)
         return prepared
 
@@ -210,7 +219,9 @@ class BodyReader:
             return messages, ""
         changed, left = [dict(message) for message in messages], iter(guarded)
         for (at, key), each, text in zip(places, parts, texts, strict=True):
-            new = [next(left) for _ in each]
+            new = [
+                part if isinstance(part, PicturePart) else guarded for part, guarded in zip(each, left, strict=False)
+            ]
             changed[at][key] = TextParts(new) if isinstance(text, TextParts) else new[0]
         return tuple(changed), guard
 
@@ -254,6 +265,9 @@ class BodyReader:
             tokens = self._model_tokenizer.encode(
                 text, add_special=values.get("add_special_tokens", False), param="messages"
             )
+            if parts := pictures_of(messages):
+                placed = read_pictures(parts, self._spec.pictures, self._config)
+                tokens = tuple(in_vocabulary(expanded(tokens, placed), placed[0].picture.token))
         elif isinstance(prompt, str):
             tokens = self._model_tokenizer.encode(prompt, add_special=values.get("add_special_tokens", True))
         else:
@@ -280,7 +294,7 @@ class BodyReader:
                 raise RequestError(f"the body has more than {MAX_CONTAINERS} lists and objects")
         return read_json(raw)
 
-    def _one(self, request: GenerateRequest, prompt: Prompt) -> PreparedPrompt:
+    def _one(self, request: GenerateRequest, prompt: Prompt, placed: Sequence[PlacedPicture] = ()) -> PreparedPrompt:
         param = "messages" if request.chat else "prompt"
         if isinstance(prompt, str):
             least = self._model_tokenizer.min_tokens(prompt)
@@ -295,6 +309,10 @@ class BodyReader:
             text = ""
             if request.echo and self._model_tokenizer.has_text:
                 text = self._model_tokenizer.decode(prompt, skip_special=request.skip_special_tokens)
+        if placed:
+            if request.truncate_prompt_tokens is not None:
+                raise RequestError("a prompt with images is not truncated", param="truncate_prompt_tokens")
+            tokens = expanded(tokens, placed)
         if not tokens:
             if self._spec.bos_token_id is None:
                 raise RequestError("the prompt is empty, and this model has no token to begin with", param=param)
@@ -306,7 +324,10 @@ class BodyReader:
         if len(tokens) > self._spec.context:  # Refused here, before it is hashed and sent on.
             raise too_long(len(tokens), self._spec.context, param)
         return PreparedPrompt(
-            tokens, text if request.echo else "", prefix_hashes(tokens, request.salt, self._page_tokens)
+            tokens,
+            text if request.echo else "",
+            prefix_hashes(tokens, request.salt, self._page_tokens),
+            tuple(each.picture for each in placed),
         )
 
     def _last(self, request: GenerateRequest, tokens: tuple[int, ...]) -> tuple[int, ...]:

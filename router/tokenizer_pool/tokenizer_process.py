@@ -35,8 +35,10 @@ from msgspec import structs
 
 from twinpool.contracts.checkpoint.json_fields import JsonFields
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.checkpoint.picture_spec import PictureSpec
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
+from twinpool.contracts.messages.router_commands import Picture
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.router.openai.chat_format import AnswerFormat
 from twinpool.router.openai.parse_request import GenerateRequest, UnknownModel
@@ -133,8 +135,15 @@ def setup_frame(spec: ModelSpec, config: RouterConfig, max_chars: int, page_toke
         "config": dataclasses.asdict(config),
         "max_chars": max_chars,
         "page_tokens": page_tokens,
+        "pictures": dataclasses.asdict(spec.pictures) if spec.pictures is not None else None,
     }
     return _pack(tree)
+
+
+def unpacked_setup(frame: bytes) -> dict[str, Any]:
+    """Unpack a `setup_frame`."""
+    setup: dict[str, Any] = _unpack(frame)
+    return setup
 
 
 def spec_of(setup: dict[str, Any]) -> ModelSpec:
@@ -153,6 +162,7 @@ def spec_of(setup: dict[str, Any]) -> ModelSpec:
         fingerprint="",
         generation_defaults=setup["defaults"],
         aliases=tuple(aliases),
+        pictures=PictureSpec(**setup["pictures"]) if setup["pictures"] else None,
         config=JsonFields(path, {}),
         headers={},
     )
@@ -166,7 +176,10 @@ def prepared_frame(prepared: PreparedRequest) -> bytes:
         fields["answer_format"] = dataclasses.asdict(found)
     fields["sampling"] = [getattr(prepared.request.sampling, f.name) for f in structs.fields(SamplingParams)]
     page_tokens = prepared.prompts[0].hashes.page_tokens
-    prompts = [(array("I", p.tokens).tobytes(), p.text, p.hashes.raw) for p in prepared.prompts]
+    prompts = [
+        (array("I", p.tokens).tobytes(), p.text, p.hashes.raw, list(map(structs.astuple, p.pictures)))
+        for p in prepared.prompts
+    ]
     return _pack((fields, len(prepared.request.prompts), page_tokens, prompts))
 
 
@@ -182,7 +195,12 @@ def prepared_of(frame: bytes) -> PreparedRequest:
         fields["answer_format"] = AnswerFormat(**found)
     return PreparedRequest(
         GenerateRequest(**fields),
-        tuple(PreparedPrompt(_tokens(raw), text, PrefixHashes(keys, page_tokens)) for raw, text, keys in prompts),
+        tuple(
+            PreparedPrompt(
+                _tokens(raw), text, PrefixHashes(keys, page_tokens), tuple(Picture(*each) for each in pictures)
+            )
+            for raw, text, keys, pictures in prompts
+        ),
     )
 
 
@@ -237,7 +255,7 @@ def serve(channel: socket.socket) -> None:
     frame = _receive(channel)
     if frame is None:
         return
-    setup = _unpack(frame[1])
+    setup = unpacked_setup(frame[1])
     config = RouterConfig(**setup["config"])
     model_tokenizer: ModelTokenizer = read_model_tokenizer(Path(setup["path"]), setup["max_chars"])
     intake = BodyReader(spec_of(setup), model_tokenizer, config, setup["page_tokens"])

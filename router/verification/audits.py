@@ -220,9 +220,10 @@ class Audits:
         self._flagged.discard(request_id)
 
     def consider(self, r: RoutedRequest) -> None:
-        """Queue the full answer of a request that has ended, if it was flagged or is in the audited share."""
+        """Queue the full answer of a request that has ended, if it was flagged or is in the audited share. One with
+        pictures isn't audited: an audit has tokens alone."""
         fraction = self._config.fraction
-        if not fraction or not r.emitted or not (r.id in self._flagged or chosen(r.id, fraction)):
+        if not fraction or not r.emitted or r.pictures or not (r.id in self._flagged or chosen(r.id, fraction)):
             return
         key = RequestId(f"{PREFIX}{r.id}")
         # Log-probabilities cost time and decide no token.

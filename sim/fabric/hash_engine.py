@@ -141,6 +141,8 @@ class _Lane:
 class HashEngine:
     """Stands in for `engine.runner.model_runner.ModelRunner`, with the `launch` and `device` that workers use."""
 
+    pictures = None
+
     def __init__(
         self,
         pools: PoolSet,

@@ -43,7 +43,7 @@ def test_the_image_runs_as_nobody_in_particular() -> None:
     assert "--gid 10001" in script
 
 
-@pytest.mark.parametrize(("variant", "extras"), [("cpu", "kernels,redis"), ("cuda", "cuda,nixl,redis")])
+@pytest.mark.parametrize(("variant", "extras"), [("cpu", "images,kernels,redis"), ("cuda", "cuda,images,nixl,redis")])
 def test_a_variant_has_the_projects_requirements_and_its_extras(variant: str, extras: str) -> None:
     assert re.search(rf"^{variant}\) extras={extras} ;;$", (FOLDER / "install").read_text(), re.MULTILINE)
     command = [sys.executable, str(FOLDER / "requirements.py"), extras]

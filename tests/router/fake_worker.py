@@ -18,15 +18,17 @@ from twinpool.contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerN
 from twinpool.contracts.messages.fingerprint import PROTOCOL, Fingerprint
 from twinpool.contracts.messages.kept_answers import Attach, Attached, Detach
 from twinpool.contracts.messages.pool_changes import (
+    ChangedSetting,
     ChangedWorkers,
     DrainWorkers,
     OperatorChange,
     PoolChange,
     SetRole,
+    SettingsAnswer,
+    SettingsChange,
     UndrainWorkers,
 )
 from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, InvalidatePrefix, Submit
-from twinpool.contracts.messages.settings_change import ChangedSetting, SettingsAnswer, SettingsChange
 from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamEnd
 from twinpool.contracts.messages.worker_events import Audited, Done, Event, LegReport, PromptScores, Tokens
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
@@ -168,6 +170,7 @@ class FakeWorker:
         self.positions = positions
         self.incarnation = Incarnation(1)
         self.endpoint = self.stream = ""
+        self.stream_protocol = STREAM_PROTOCOL
         self.node, self.node_id = "here", ""
         self.state = "ready"
         self.alive = True
@@ -209,7 +212,7 @@ class FakeWorker:
         fingerprint = Fingerprint(self.protocol, self.layout, self.numerics, self.weights) if self.numerics else None
         return WorkerRecord(
             self.name, self.role, self.incarnation, 1, self.node, self.endpoint, control, fits, self.node_id,
-            fingerprint, self.stream, stream_protocol=STREAM_PROTOCOL,
+            fingerprint, self.stream, stream_protocol=self.stream_protocol,
         )  # fmt: skip
 
     def status(self) -> WorkerStatus:

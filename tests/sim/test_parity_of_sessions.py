@@ -31,9 +31,8 @@ from twinpool.contracts.ids import Incarnation, RequestId, Role, WorkerName
 from twinpool.contracts.interfaces.discovery import WorkerClient
 from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.leases import LeaseGrant
-from twinpool.contracts.messages.pool_changes import ChangedWorkers, OperatorChange
+from twinpool.contracts.messages.pool_changes import ChangedWorkers, OperatorChange, SettingsAnswer, SettingsChange
 from twinpool.contracts.messages.router_commands import Cancel, Command
-from twinpool.contracts.messages.settings_change import SettingsAnswer, SettingsChange
 from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamEnd
 from twinpool.contracts.messages.worker_events import Done, Event, Tokens
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView

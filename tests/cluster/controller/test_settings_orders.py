@@ -18,7 +18,7 @@ from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.errors import ConfigError, RequestError
 from twinpool.contracts.ids import Role
-from twinpool.contracts.messages.settings_change import ChangedSetting, SettingsAnswer, SettingsChange
+from twinpool.contracts.messages.pool_changes import ChangedSetting, SettingsAnswer, SettingsChange
 from twinpool.router.links.controller_directory import ControllerDirectory
 
 CHANGE = SettingsChange('{"decode": {"retract_limit": 4}}', dry_run=True)

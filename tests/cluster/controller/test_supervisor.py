@@ -14,7 +14,7 @@ from twinpool.cluster.controller.supervisor import Supervisor
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
-from twinpool.contracts.messages.settings_change import SettingsAnswer, SettingsChange
+from twinpool.contracts.messages.pool_changes import SettingsAnswer, SettingsChange
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
 
 NAME = WorkerName("decode-0")

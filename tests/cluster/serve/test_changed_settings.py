@@ -18,7 +18,7 @@ from twinpool.contracts.config.cluster_config import Config, LaunchConfig
 from twinpool.contracts.config.load_config import config_from_dict, load_config
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Role, WorkerName
-from twinpool.contracts.messages.settings_change import SettingsChange
+from twinpool.contracts.messages.pool_changes import SettingsChange
 
 GIB = 1 << 30
 SIZES = ("cache.device_tokens=4096",)

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from twinpool.contracts.block_hash import PICTURE_KEYS
 from twinpool.decode import drafting
 from twinpool.decode.drafting import NGRAM, PromptLookup
 
@@ -35,6 +36,12 @@ def test_drafts_are_what_followed_the_same_tokens_last(seed: int) -> None:
         drafts += len(draft)
         tokens += [rng.randrange(3 if rng.random() < 0.9 else 1 << 20) for _ in range(rng.randrange(4))]
     assert drafts > 100
+
+
+def test_no_draft_reaches_into_a_picture() -> None:
+    keys = [PICTURE_KEYS + 7, 2 * PICTURE_KEYS - 1]
+    assert PromptLookup([1, 2, 3, 4, *keys, 5, 1, 2, 3]).propose(6) == [4]
+    assert PromptLookup([*keys, 3, 4, *keys, 3]).propose(6) == [4]
 
 
 def test_what_repeats_itself_goes_on() -> None:

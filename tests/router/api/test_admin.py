@@ -26,11 +26,11 @@ from twinpool.contracts.messages.pool_changes import (
     OperatorChange,
     RestartWorker,
     ScalePools,
+    SettingsChange,
     UncordonNode,
     UndrainWorkers,
 )
 from twinpool.contracts.messages.router_report import RouterReport
-from twinpool.contracts.messages.settings_change import SettingsChange
 from twinpool.router.openai.request_fields import CHAT, COMPLETION
 
 

@@ -10,6 +10,7 @@ from twinpool.contracts.config.worker_config import DisaggregationConfig
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role, WorkerName
 from twinpool.contracts.messages.request_record import MAX_CANDIDATES, MAX_NAMED, PlacementChoice, RefusedWorkers
+from twinpool.contracts.messages.router_commands import Picture
 from twinpool.router.core.routing_policies import LocalPrefill
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
@@ -86,6 +87,25 @@ def test_a_worker_that_failed_the_request_is_avoided_and_no_other_is_left_out() 
     on.error(rid, DECODE, ErrorKind.WORKER)
     assert refused(on, rid, DECODE) == {"avoided after it failed this request": (at_fault,)}
     assert refused(on, rid, PREFILL) == {}
+
+
+@pytest.mark.parametrize("role", [PREFILL, DECODE])
+def test_no_worker_of_an_older_build_is_sent_a_picture(role: Role) -> None:
+    on = Stage(2, 2, worker_wait_s=5.0)
+    old = on.cluster.workers[f"{role}-0"]
+    for worker in on.cluster.workers.values():
+        worker.stream = "here:1"
+    old.stream_protocol = 2
+    on.view()
+    rids = []
+    for _ in range(6):
+        request = on.request()
+        request.pictures = (Picture(9, 8, 8, 1, bytes(192)),)
+        rids.append(on.take(request))
+    assert {on.requests[rid].workers[role] for rid in rids} == {f"{role}-1"}
+    decoder = on.cluster.workers["decode-1"]
+    assert all(not picture.pixels for submit in decoder.submits for picture in submit.pictures)
+    assert f"{role}-0" in {on.requests[on.submit()].workers[role] for _ in range(6)}
 
 
 def test_a_pair_whose_hand_over_failed_is_not_tried_again_while_there_is_another() -> None:

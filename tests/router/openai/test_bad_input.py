@@ -16,6 +16,7 @@ from twinpool.contracts.errors import ErrorKind
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 OK = {"prompt": [5, 6], "max_tokens": 2}
 HELLO = [{"role": "user", "content": "hello"}]
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
 def _tool(name: str, **function: Any) -> dict[str, Any]:
@@ -129,7 +130,8 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": ["hi"]}, "messages", "messages[0] must be an object"),
     ({"messages": [{"content": "x"}]}, "messages", "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages", "messages[0].content"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "part of type text"),
+    ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "messages", "part of type text"),
+    ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages", "images, audio and files are not taken"),
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages", "must have a function"),
     ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages", "must be an array"),
     ({"messages": [_called("[1]")]}, "messages", "must be a JSON object"),
