@@ -41,7 +41,7 @@ def build(
         ROLE,
         WorkerName(name),
         Incarnation(1),
-        read_model_spec(folder),
+        read_model_spec(folder, draft_model=config.engine.draft_model),
         config,
         host="127.0.0.1",
         counts=counts_for(folder, config, ROLE, tokens),

@@ -74,8 +74,9 @@ class Company:
 
     def start(self, role: Role, name: WorkerName) -> Worker:
         number = self._incarnations[name] = self._incarnations.get(name, 0) + 1
+        spec = read_model_spec(self._folder, draft_model=self.config.engine.draft_model)
         worker = build_worker(
-            role, name, Incarnation(number), read_model_spec(self._folder), self.config, host="127.0.0.1",
+            role, name, Incarnation(number), spec, self.config, host="127.0.0.1",
             counts=counts_for(self._folder, self.config, role, self._tokens), clock=self.clock,
             group=self._crew(role), device=default_device(),
         )  # fmt: skip

