@@ -183,6 +183,11 @@ def with_speculation(config: DecodeConfig, spec: PoolSetSpec) -> DecodeConfig:
     where it asks for drafts that the model can't have."""
     recurrent = any(pool.kind is PoolKind.STATE for pool in spec.pools)
     model = any(buffer.name == FEATURES for buffer in spec.full.buffers)
+    if recurrent and model:
+        raise ConfigError(
+            "engine.draft_model: a draft that is rejected can't be taken out of the recurrent states of this model; "
+            "leave it empty"
+        )
     if config.speculation == "auto":
         return replace(config, speculation="off" if recurrent else "draft_model" if model else "prompt_lookup")
     if recurrent and config.speculation != "off":

@@ -55,7 +55,7 @@ class Drafted(NamedTuple):
         return [list(one[0]) for one in self.plain if isinstance(one[0], list)]
 
     def expect_its_oracles(self, proposed: Proposed) -> None:
-        assert len(proposed) > 3
+        assert proposed
         for tokens, draft in proposed.items():
             assert draft == self.oracle.proposals(tokens, len(draft), FEW), len(tokens)
 
@@ -207,7 +207,7 @@ def test_a_request_that_migrates_takes_its_draft_models_state_along(
     drafted = drafts_of("deepseek_v3")
     with company(drafted.folder, **drafted.sections(decode={"migration_chunk_bytes": 4096})) as c:
         rids = [c.submit(*ask) for ask in asks()]
-        c.until(lambda: all(generated(c, rid, 4)() for rid in rids), "all to run")
+        c.until(lambda: all(generated(c, rid, 2)() for rid in rids), "all to run")
         c.drain("decode-0")
         c.until(lambda: c.decode("decode-0").drained, "decode-0 to be empty", 1_000_000)
         assert c.core.migrations.counts.migrated > 0

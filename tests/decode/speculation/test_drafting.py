@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from msgspec import structs
 
 from tests.support.decode_parts import DecodeParts
+from tests.support.pool_sets import pool_sets
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_port import Device
+from twinpool.cache.memory.kv_cache_spec import BufferSpec
+from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.messages.worker_events import Event, Tokens
-from twinpool.decode.drafting import StepTimes, WantedDraft
+from twinpool.decode.drafting import StepTimes, WantedDraft, with_speculation
 from twinpool.decode.request import DecodeRequest, RequestFailed, RequestFinished
+from twinpool.engine.layers.decoder import FEATURES
 
 MANY = 40
 
@@ -283,3 +289,18 @@ def test_what_a_position_adds_to_a_step_is_fitted_by_the_latest_steps() -> None:
     assert times.seconds(6) == pytest.approx(0.012, rel=0.02)
     times.saw(6, 3600.0)
     assert times.seconds(6) == pytest.approx(0.0125, rel=0.1), "a pause of the machine's counts for little"
+
+
+@pytest.mark.parametrize("kind", ["full+state", "full"])
+def test_a_draft_model_is_what_drafts_unless_states_are_recurrent(kind: str) -> None:
+    spec = pool_sets(4)[kind]
+    full = replace(spec.full, buffers=(*spec.full.buffers, BufferSpec(FEATURES, 1, (8,), torch.float32)))
+    spec = replace(spec, pools=tuple(full if pool.name == full.name else pool for pool in spec.pools))
+    config = config_from_dict({}).decode
+    if kind == "full":
+        assert with_speculation(config, spec).speculation == "draft_model"
+        off = replace(config, speculation="prompt_lookup")
+        assert with_speculation(off, spec) == off
+        return
+    with pytest.raises(ConfigError, match=r"^engine.draft_model: .* recurrent states of this model; leave it empty$"):
+        with_speculation(config, spec)
