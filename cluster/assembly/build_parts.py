@@ -152,7 +152,7 @@ def rank_layout(
 
     `counts`: pages and slots that each pool can lease; the null page or slot comes on top.
     """
-    model = model_for(spec)
+    model = model_for(spec, config.engine)
     options = replace(state_options(spec, config, role), shard=Shard(ranks.rank, ranks.size, config.ep_for(role)))
     return model, PoolSetLayout(model.pool_set(options), {pool: 1 + count for pool, count in counts.items()})
 
@@ -230,9 +230,11 @@ def worker_fingerprint(pools: PoolSet, spec: ModelSpec, config: Config, device: 
 
 def weights_digest(spec: ModelSpec, config: Config) -> str:
     """`ModelSpec.fingerprint`, and how the weights were quantised when they were loaded: other numbers than the
-    checkpoint's. Expanded, they are the same up to rounding, which the numerics class tells."""
-    quantised = config.engine.weights in {"int8", "int4"}
-    return f"{spec.fingerprint}-{config.engine.weights}" if quantised else spec.fingerprint
+    checkpoint's. Expanded, they are the same up to rounding, which the numerics class tells. So is what computes them,
+    since keys may lie in another order in transformers' modules than in models of this package."""
+    quantised = [config.engine.weights] if config.engine.weights in {"int8", "int4"} else []
+    computed = [config.engine.models] if config.engine.models != "native" else []
+    return "-".join((spec.fingerprint, *quantised, *computed))
 
 
 log = logging.getLogger("twinpool.arena")

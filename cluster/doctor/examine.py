@@ -83,7 +83,7 @@ def check_model(case: DoctorCase) -> Iterator[Finding]:
     try:
         from twinpool.engine.models.registry import model_for
 
-        model_for(model.spec)
+        model_for(model.spec, case.config.engine)
     except TwinpoolError as refused:
         yield from_refusal(refused)
         return

@@ -171,7 +171,7 @@ def prepare(
         # Everything is in this process, and the next lines compute.
         processor.pin(config.engine.numerics_class)
     free_port(options.host, options.port)  # Before anything is fetched.
-    found = find_model(options.model, say)
+    found = find_model(options.model, say, any_architecture=config.engine.models == "transformers")
     read = read_model_spec(found.path, config.engine.context, config.engine.draft_model)
     spec = served_as(read, config.router.served_model_name)
     for warning in spec.warnings:
@@ -253,7 +253,7 @@ def pool_set_of(spec: ModelSpec, config: Config, role: Role = Role.PREFILL) -> P
     from twinpool.cluster.assembly.memory_plan import state_options
     from twinpool.engine.models.registry import model_for
 
-    return model_for(spec).pool_set(state_options(spec, config, role))
+    return model_for(spec, config.engine).pool_set(state_options(spec, config, role))
 
 
 def with_speculation(config: Config, pool_set: PoolSetSpec) -> DecodeConfig:
@@ -292,7 +292,7 @@ def divides(config: Config, spec: ModelSpec, size: int, ep: int = 1) -> str:
     from twinpool.engine.tensors.shard import Shard
     from twinpool.engine.tensors.weight_loader import Weights
 
-    model = model_for(spec)
+    model = model_for(spec, config.engine)
     dtype, options = dtype_for(spec, config.engine), state_options(spec, config, Role.PREFILL)
     try:
         for rank in (0, size - 1):
@@ -320,7 +320,7 @@ def weight_bytes(spec: ModelSpec, config: Config) -> int:
     keep = weights_kept(config.engine, gpu=gpu, gguf=is_gguf(spec.path))
     inputs = inputs_of(config.engine, spec.quantization, gpu=gpu)
     weights = Weights.dry(spec, dtype_for(spec, config.engine), keep=keep, inputs=inputs, gpu=gpu)
-    unchecked_model(spec).build(weights)
+    unchecked_model(spec, config.engine).build(weights)
     check_inputs(config.engine, weights.linears, spec.name)
     return weights.nbytes
 

@@ -12,6 +12,10 @@ from twinpool.contracts.config.cache_config import CacheOverride
 class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The dtype of computation; auto: the checkpoint's own."""
+    models: Literal["native", "transformers"] = "native"
+    """What computes the model. native: the model files of this package. transformers: the package of that name (``pip
+    install 'twinpool[transformers]'``), with attention over pages as ever: for decoders of which there is no model
+    file, on one rank and a CPU, from dense weights in a folder; slower."""
     weights: Literal["as_stored", "dense", "int8", "int4"] = "as_stored"
     """How a worker keeps its weights. as_stored: as the checkpoint has them, quantised ones in their blocks. dense:
     expanded to `engine.dtype`, as they always are on a GPU. int8, int4: dense ones of the products in attention and

@@ -22,8 +22,9 @@ from torch import Tensor
 from twinpool.contracts.checkpoint.json_fields import JsonFields
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.checkpoint.safetensors_headers import TensorHeader
+from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import CheckpointError
-from twinpool.engine.models.registry import unchecked_model
+from twinpool.engine.models.registry import DEFAULTS, unchecked_model
 from twinpool.engine.tensors.shard import ShardAxis
 from twinpool.engine.tensors.weight_loader import LoadFiles, Weights, canonical_name, is_product, spelled_names
 from twinpool.engine.weight_formats.block_weight import Weight
@@ -93,10 +94,10 @@ def _here(axis: int | ShardAxis) -> int:
     return axis.count if isinstance(axis, ShardAxis) else axis
 
 
-def asked_of(spec: ModelSpec) -> Asked:
+def asked_of(spec: ModelSpec, config: EngineConfig = DEFAULTS) -> Asked:
     """The tensors of a model, of which nothing but the configuration need be there. Raises `CheckpointError`."""
     asked = Asked()
-    unchecked_model(spec).build(AskedWeights(spec, asked))
+    unchecked_model(spec, config).build(AskedWeights(spec, asked))
     return asked
 
 

@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec
+from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import CheckpointError
 from twinpool.engine.models.config_keys import check_keys, warn_of
 from twinpool.engine.models.model_base import Model
@@ -20,15 +21,15 @@ ARCHITECTURES = {
     "Gemma4ForConditionalGeneration": "gemma.Gemma4",
     "Glm4MoeForCausalLM": "mixtures.Glm4Moe",
     "Glm4MoeLiteForCausalLM": "deepseek.Glm4MoeLite",
-    "GptOssForCausalLM": "gpt_oss.GptOss",
+    "GptOssForCausalLM": "mixtures.GptOss",
     "GraniteMoeForCausalLM": "mixtures.GraniteMoe",
     "GraniteMoeHybridForCausalLM": "mamba_models.GraniteMoeHybrid",
     "GraniteMoeSharedForCausalLM": "mixtures.GraniteMoe",
     "HunYuanMoEV1ForCausalLM": "mixtures.HunYuanMoe",
     "KimiK25ForConditionalGeneration": "deepseek.DeepseekV3",
     "Kimi_K25ForConditionalGeneration": "deepseek.DeepseekV3",
-    "Lfm2ForCausalLM": "lfm2.Lfm2",
-    "Lfm2MoeForCausalLM": "lfm2.Lfm2Moe",
+    "Lfm2ForCausalLM": "mamba_models.Lfm2",
+    "Lfm2MoeForCausalLM": "mamba_models.Lfm2Moe",
     "LlamaForCausalLM": "llama.Llama",
     "MiniMaxM2ForCausalLM": "mixtures.MiniMaxM2",
     "Mistral3ForConditionalGeneration": "llama.Mistral",
@@ -80,20 +81,26 @@ ARCHITECTURES = {
     "Starcoder2ForCausalLM": "llama_kin.Starcoder2",
 }
 """The module and class in `engine.models` that implement each architecture, by its name in `config.json`."""
+OTHERS = "others may be computed with engine.models=transformers"
+"""What an error about an architecture that isn't listed says further."""
+DEFAULTS = EngineConfig()
 _OTHER_TEXTS = {("Mistral3ForConditionalGeneration", "ministral3"): "Ministral3ForCausalLM"}
 """The architecture of the text of a model of more than text, where that isn't the one above, by the text's type."""
 _WARNED: set[tuple[Path, tuple[str, ...]]] = set()
 """Warnings that were logged already, since a process reads a checkpoint several times."""
 
 
-def model_for(spec: ModelSpec) -> Model:
+def model_for(spec: ModelSpec, config: EngineConfig = DEFAULTS) -> Model:
     """Make the model of a checkpoint, and check its numbers and the names and shapes of its tensors.
 
     Raises `CheckpointError` with one line of text for an architecture that is not supported, for invalid numbers, and
-    for a tensor that is missing or of the wrong shape (naming it and both shapes).
+    for a tensor that is missing or of the wrong shape (naming it and both shapes); `ConfigError` for what
+    `engine.models` asks for and can't be had.
     """
-    model = unchecked_model(spec)
+    model = unchecked_model(spec, config)
     model.build(Weights.dry(spec))
+    if config.models == "transformers":
+        return model
     unknown = check_keys(type(model).__name__, spec.config)
     if (spec.config.path, unknown) not in _WARNED:
         _WARNED.add((spec.config.path, unknown))
@@ -101,21 +108,25 @@ def model_for(spec: ModelSpec) -> Model:
     return model
 
 
-def unchecked_model(spec: ModelSpec) -> Model:
+def unchecked_model(spec: ModelSpec, config: EngineConfig = DEFAULTS) -> Model:
     """Make the model of a checkpoint by its numbers alone, whatever tensors are there. Raises `CheckpointError`."""
+    if config.models == "transformers":
+        from twinpool.engine.models.transformers_models import TransformersModel
+
+        return TransformersModel(spec, config)
     of_text = spec.architecture, str(spec.config.peek("model_type"))
     entry = ARCHITECTURES.get(_OTHER_TEXTS.get(of_text, spec.architecture))
     if entry is None:
         raise CheckpointError(
-            f"{spec.config.path}: architecture {spec.architecture} is not supported; "
-            f"supported are {', '.join(ARCHITECTURES)}"
+            f"{spec.config.path}: architecture {spec.architecture} is not supported; supported are "
+            f"{', '.join(ARCHITECTURES)}; {OTHERS}"
         )
     file, _, name = entry.partition(".")
     model: Model = getattr(import_module(f"twinpool.engine.models.{file}"), name)(spec)
     return model
 
 
-def read_model(folder: Path, context: int = 0, draft_model: str = "") -> Model:
+def read_model(folder: Path, context: int = 0, draft_model: str = "", config: EngineConfig = DEFAULTS) -> Model:
     """Read and check a checkpoint folder without loading a tensor. Raises `CheckpointError`; `ConfigError` for a
     `context` (`engine.context`), or an `engine.draft_model`, that it doesn't have."""
-    return model_for(read_model_spec(folder, context, draft_model))
+    return model_for(read_model_spec(folder, context, draft_model), config)

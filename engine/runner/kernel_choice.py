@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterable
 from functools import cache
+from importlib import metadata
 
 import torch
 
@@ -129,6 +130,7 @@ def class_of(config: EngineConfig, dtype: torch.dtype, device: torch.device, ggu
     # On a GPU all are expanded, and the class tells GPUs from CPUs.
     kept = weights_kept(config, gpu=False, gguf=gguf) if device.type == "cpu" else "as_stored"
     suffix = "" if kept == "as_stored" else f"/weights-{kept}"
+    suffix += f"/transformers-{metadata.version('transformers')}" if config.models == "transformers" else ""
     suffix += "" if config.activations == "as_stored" else f"/activations-{config.activations}"
     return f"{_class_of_kernels(config, dtype, device)}/code-{code_digest()}{suffix}"
 

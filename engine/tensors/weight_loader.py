@@ -224,10 +224,10 @@ class Weights:
         if self._files.keep != "dense":
             of_gguf = [part for each in axes if (part := self._gguf_blocks(f"{name}.weight", each)) is not None]
             if of_gguf:
-                return [self._counted(part) for part in of_gguf]
+                return [self.counted(part) for part in of_gguf]
         found = self._stored_blocks(name, axes[0])
         if found is not None:
-            return [self._counted(self._part(found, each)) for each in axes]
+            return [self.counted(self._part(found, each)) for each in axes]
         weights = [self.tensor(f"{name}.weight", each, columns) for each in rows]
         return [self.kept(weight, columns) for weight in weights] if _QUANTISED_NAMES.search(name) else [*weights]
 
@@ -255,7 +255,7 @@ class Weights:
         self._files.nbytes += quantised.nbytes - weight_nk.nbytes
         return quantised
 
-    def _counted(self, weight: Weight) -> Weight:
+    def counted(self, weight: Weight) -> Weight:
         self._files.nbytes += weight.nbytes
         return weight
 
@@ -334,7 +334,7 @@ class Weights:
             axes = axes_of(shape)
             found = self._stored_blocks(name.removesuffix(".weight"), axes)
             if found is not None:
-                return dense(self._counted(self._expanded(found, axes, dtype or self.dtype)))
+                return dense(self.counted(self._expanded(found, axes, dtype or self.dtype)))
         taken = self._take(name, axes_of(shape), dtype or self.dtype, ("I64",) if dtype is torch.int64 else FLOATS)
         self._files.nbytes += taken.nbytes
         return taken
@@ -359,7 +359,7 @@ class Weights:
         found.check(f"{self.spec.path}: {self._found(name)}")
         begin = column.first - first * _MXFP4_GROUP
         here = ShardAxis(groups.count * _MXFP4_GROUP, begin, column.count)
-        return self._counted(self._part(found, [ShardAxis(row.count, 0, row.count), here]))
+        return self.counted(self._part(found, [ShardAxis(row.count, 0, row.count), here]))
 
     def _take(self, name: str, axes: list[ShardAxis], dtype: torch.dtype, stored: Collection[str]) -> Tensor:
         full = self._found(name)

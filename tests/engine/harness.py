@@ -63,7 +63,7 @@ class Bench:
         """`options` are those of the state (`StateOptions`), `config` those of the engine. `images`: where the model is
         mapped from, or shared."""
         self.config = EngineConfig(**config)  # type: ignore[arg-type]
-        self.model = read_model(folder, self.config.context, self.config.draft_model)
+        self.model = read_model(folder, self.config.context, self.config.draft_model, self.config)
         self.spec = self.model.spec
         chosen = StateOptions(dtype_for(self.spec, self.config), page_tokens, **options or {})
         pool_set = self.model.pool_set(chosen)

@@ -34,9 +34,9 @@ def expect_the_oracles(folder: Path, oracle: Oracle, lengths: Sequence[int], chu
     assert (got_nv - oracle.logits(asked[-1])).abs().max() <= 4 * oracle.difference
 
 
-def expect_close_choices(folder: Path, oracle: Oracle, lengths: Sequence[int]) -> None:
+def expect_close_choices(folder: Path, oracle: Oracle, lengths: Sequence[int], **config: Any) -> None:
     """bfloat16: teacher-forced choices within the oracle's own difference."""
-    bench = Bench(folder)
+    bench = Bench(folder, **config)
     for prompt in prompts(2, *lengths):
         tokens = prompt + oracle.generate(prompt, 8)
         got = bench.forced(tokens, [len(prompt), *[1] * 8])

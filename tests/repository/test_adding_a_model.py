@@ -15,6 +15,7 @@ from tests.support.served_cluster import ROOT
 from twinpool.cache.memory.kv_cache_spec import PoolSpec
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec
 from twinpool.contracts.checkpoint.rope_spec import read_rope
+from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.engine.layers.decoder import Layer, LayerPlace
 from twinpool.engine.layers.mixers.head_attention import HeadAttention, kv_buffers
 from twinpool.engine.layers.mlp import GatedMlp
@@ -78,7 +79,7 @@ def test_the_model_that_the_page_spells_out_gives_llamas_logits(
     names: dict[str, Any] = dict(NAMES)
     exec(compile(code, "docs/adding-a-model.md", "exec", flags=annotations.compiler_flag), names)
 
-    def read(folder: Path, context: int, draft_model: str) -> Model:
+    def read(folder: Path, context: int, draft_model: str, config: EngineConfig) -> Model:
         model: Model = names["Plain"](read_model_spec(folder, context))
         model.build(Weights.dry(model.spec))
         return model

@@ -31,6 +31,7 @@ from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
 from twinpool.cache.prefix_cache.tree_node import Tier
 from twinpool.cluster.assembly.memory_plan import state_options
 from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.sampling_params import SamplingParams
@@ -50,6 +51,8 @@ class Family:
     folder: Path
     cache: dict[str, Any] = field(default_factory=dict)
     """Keys of the cache's section that change what it computes: the oracle knows nothing of them."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Keys of the engine's section."""
 
     @cached_property
     def oracle(self) -> Oracle:
@@ -57,7 +60,7 @@ class Family:
 
     @cached_property
     def model(self) -> Model:
-        return read_model(self.folder)
+        return read_model(self.folder, config=EngineConfig(**self.engine))
 
     def expect(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """The oracle's tokens, by the rule."""
@@ -129,8 +132,9 @@ def expect_answers(family: Family, plane: str, lengths: Sequence[int], count: in
     spec = family.model.spec
     cache = _pages(**family.cache)
     with pair(
-        family.folder, tokens=16384, transfer={"plane": plane}, prefill={"chunk_tokens": CHUNK}, cache=cache
-    ) as both:
+        family.folder, tokens=16384, transfer={"plane": plane}, prefill={"chunk_tokens": CHUNK}, cache=cache,
+        engine=dict(family.engine),
+    ) as both:  # fmt: skip
         pools = manager_of(both.prefill).spec
         answers = ask(both, prompts, count)
         for prompt, answer in zip(prompts, answers, strict=True):
@@ -217,7 +221,9 @@ class Watch:
 def device_bytes(family: Family, tokens: int, **cache: Any) -> int:
     """What prefill's device pools of so many positions take."""
     spec = family.pool_set(**cache)
-    counts = counts_for(family.folder, config_from_dict({"cache": cache}), Role.PREFILL, tokens)
+    counts = counts_for(
+        family.folder, config_from_dict({"cache": cache, "engine": family.engine}), Role.PREFILL, tokens
+    )
     return sum(spec.unit_bytes(pool) * (1 + count) for pool, count in counts.items())
 
 
@@ -238,6 +244,7 @@ def expect_tiers(family: Family, talks: int, turns: int, count: int = 9) -> None
     with pair(
         family.folder, tokens={Role.PREFILL: 26 * PAGE, Role.DECODE: 12 * talks * PAGE}, transfer={"plane": "local"},
         prefill={"chunk_tokens": CHUNK}, cache=cache | {"prefetch": {"policy": "wait_complete"}},
+        engine=dict(family.engine),
     ) as both:  # fmt: skip
         watches = [Watch(manager) for manager in managers(both)]
         for _ in range(turns):
@@ -374,7 +381,7 @@ def tagged(family: Family, *, verify: bool) -> Iterator[Pair]:
     cache = pages | {"load_back": "always", "verify": verify, "host_bytes": 4 * device_bytes(family, 1024, **pages)}
     with pair(
         family.folder, tokens=1024, transfer={"plane": "local"}, prefill={"chunk_tokens": 2 * CHUNK}, cache=cache,
-        decode={"cache": {"prefix_reuse": False}},
+        decode={"cache": {"prefix_reuse": False}}, engine=dict(family.engine),
     ) as both:  # fmt: skip
         yield both
 

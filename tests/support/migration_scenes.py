@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tests.support.family_scenes import CHUNK, PAGE, tokens_of
 from tests.support.stepped_cluster import company, generated, hears
@@ -13,13 +14,15 @@ from twinpool.contracts.sampling_params import SamplingParams
 COUNT = 30
 
 
-def expect_migrations_change_nothing(folder: Path) -> None:
+def expect_migrations_change_nothing(folder: Path, engine: dict[str, Any] | None = None) -> None:
     """Three requests in the middle of their answers migrate; tokens are those of three that stay."""
     prompts = [tokens_of(seed, length) for seed, length in enumerate((70, 131, 38))]
     options = [SamplingParams(COUNT, temperature=0.8, seed=seed) for seed in range(3)]
-    with company(folder, cache={"page_tokens": PAGE}, prefill={"chunk_tokens": CHUNK}) as c:
+    with company(folder, cache={"page_tokens": PAGE}, prefill={"chunk_tokens": CHUNK}, engine=dict(engine or {})) as c:
         stayed = c.run(*[c.submit(p, o) for p, o in zip(prompts, options, strict=True)])
-    with company(folder, cache={"page_tokens": PAGE}, prefill={"chunk_tokens": CHUNK}, tokens=4096) as c:
+    with company(
+        folder, cache={"page_tokens": PAGE}, prefill={"chunk_tokens": CHUNK}, tokens=4096, engine=dict(engine or {})
+    ) as c:
         moved = hears(c, MigrationDone)
         rids = [c.submit(p, o) for p, o in zip(prompts, options, strict=True)]
         for number, rid in enumerate(rids):

@@ -61,8 +61,9 @@ def run(family: Family, asks: list[Ask], tokens: int, at_once: int, decode: dict
     """All of `asks`, `at_once` of them at a time, with a decode pool of so many tokens."""
     sizes = {Role.PREFILL: 32 * 1024, Role.DECODE: tokens}
     with pair(
-        family.folder, tokens=sizes, cache={"page_tokens": PAGE, **family.cache}, decode=decode, **sections
-    ) as both:
+        family.folder, tokens=sizes, cache={"page_tokens": PAGE, **family.cache}, decode=decode,
+        engine=dict(family.engine), **sections,
+    ) as both:  # fmt: skip
         began = time.monotonic()
         answers = _ask_all(both, asks, at_once)
         seconds = time.monotonic() - began
@@ -167,7 +168,10 @@ def swapped_pair(family: Family, *, verify: bool) -> Any:
     """Decode keeps no tree, so all of a request's state is its own copy."""
     host_bytes = 2 * device_bytes(family, 1024, page_tokens=PAGE, **family.cache)
     decode = {"retract": "copy", "cache": {"prefix_reuse": False, "host_bytes": host_bytes, "verify": verify}}
-    return pair(family.folder, tokens=1024, cache={"page_tokens": PAGE, **family.cache}, decode=decode)
+    return pair(
+        family.folder, tokens=1024, cache={"page_tokens": PAGE, **family.cache}, decode=decode,
+        engine=dict(family.engine),
+    )  # fmt: skip
 
 
 def expect_swapped_damage_is_caught(family: Family, caplog: pytest.LogCaptureFixture) -> None:

@@ -238,7 +238,7 @@ def together(before: LegReport | None, report: LegReport) -> LegReport:
 
 def counts_for(folder: Path, config: Config, role: Role, tokens: int) -> dict[str, int]:
     """The pools of a worker of so many positions, as planned where memory is no question."""
-    model = read_model(folder, draft_model=config.engine.draft_model)
+    model = read_model(folder, draft_model=config.engine.draft_model, config=config.engine)
     cache = replace(config.cache_for(role), device_tokens=tokens)
     plain = replace(config, cache=cache, prefill=replace(config.prefill, cache=CacheOverride()))
     plain = replace(plain, decode=replace(config.decode, cache=CacheOverride()))

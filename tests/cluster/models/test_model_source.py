@@ -45,7 +45,7 @@ def fetching(monkeypatch: pytest.MonkeyPatch, to: Path) -> Iterator[list[str]]:
     """Fetches that are noted instead of done; what they would fetch is at `to`."""
     asked: list[str] = []
 
-    def hub(name: HubName, say: object) -> HubModel:
+    def hub(name: HubName, say: object, *, any_architecture: bool) -> HubModel:
         asked.append(str(name))
         return HubModel(to, HubName(name.repository, "c" * 40, name.file))
 
