@@ -58,6 +58,8 @@ class TransformersModel(Model):
     def __init__(self, spec: ModelSpec, config: EngineConfig) -> None:
         if spec.draft_model:
             raise ConfigError("engine.models=transformers has no draft layers: leave engine.draft_model empty")
+        if spec.pictures is not None:
+            raise ConfigError("engine.models=transformers computes no pictures: set engine.models=native")
         super().__init__(spec)
         if spec.path.is_file():
             raise spec.config.refuse("engine.models=transformers takes folders, no GGUF files")

@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,15 @@ def test_several_ranks_are_refused(made: Any) -> None:
     config = config_from_dict({"engine": {"models": "transformers"}, "decode": {"tp": 2}})
     with pytest.raises(ConfigError, match=r"decode\.tp=2.*one rank"):
         check_ranks(config, read_model_spec(made("opt")))
+
+
+@pytest.mark.slow
+def test_a_model_that_takes_pictures_is_refused(tmp_path: Path) -> None:
+    """Its pictures would be taken in, and nothing here would compute them."""
+    folder = FAMILIES["mistral"](tmp_path / "model")
+    spec = replace(read_model_spec(folder), pictures=object())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="computes no pictures"):
+        model_for(spec, THROUGH)
 
 
 def test_quantised_weights_are_refused(tmp_path: Path) -> None:
