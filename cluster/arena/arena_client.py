@@ -31,8 +31,8 @@ import numpy as np
 
 from twinpool.cluster.arena.arena_agent import IMAGE_SEALS, MESSAGE_BYTES, address
 from twinpool.contracts.clock import Clock
-from twinpool.contracts.interfaces.model_images import ImageUnfit, WritableImage
 from twinpool.contracts.outside_data import read_json
+from twinpool.engine.runner.model_image import ImageUnfit, WritableImage
 
 log = logging.getLogger("twinpool.arena")
 

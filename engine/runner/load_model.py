@@ -23,7 +23,6 @@ from twinpool.contracts.build_id import build_id
 from twinpool.contracts.checkpoint.gguf.gguf_header import is_gguf
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import ConfigError
-from twinpool.contracts.interfaces.model_images import ImageUnfit, ModelImages
 from twinpool.contracts.messages.rank_order_codec import OrderChannel
 from twinpool.engine.layers.decoder import Decoder
 from twinpool.engine.models.model_base import Model
@@ -39,7 +38,7 @@ from twinpool.engine.runner.kernel_choice import (
     wants_triton,
     weights_kept,
 )
-from twinpool.engine.runner.model_image import image_of, model_of
+from twinpool.engine.runner.model_image import ImageUnfit, ModelImages, image_of, model_of
 from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.tensors.row_exact_linear import FAST, TILE_ROWS, Numerics, probe
 from twinpool.engine.tensors.shard import Shard

@@ -17,12 +17,12 @@ import pickle
 import struct
 import warnings
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from twinpool.contracts.interfaces.model_images import ImageUnfit
+from twinpool.contracts.errors import TwinpoolError
 from twinpool.engine.layers.decoder import Decoder
 from twinpool.engine.tensors.onednn_weight import LayoutUnavailable, OneDnnWeight
 from twinpool.engine.tensors.row_exact_linear import Numerics
@@ -33,6 +33,34 @@ _MARK = b"twinimg1"
 _ALIGN = 64
 """Bytes at a multiple of which each tensor's memory begins: as torch allocates, and as vector instructions load."""
 _WRITE_BYTES = 1 << 26
+
+
+class ImageUnfit(TwinpoolError):
+    """Raised where there is no image to be had, or a model can't be one; the text says why."""
+
+
+class WritableImage(Protocol):
+    """An image that is still to be written."""
+
+    nbytes: int
+
+    def write(self, fd: int) -> None:
+        """Write it into an empty file; the model that it is of is of no use afterwards. Raises `OSError`."""
+
+
+class ModelImages(Protocol):
+    """Images by key. Where one can't be had, methods raise `ImageUnfit`."""
+
+    def find(self, key: str) -> memoryview | None:
+        """The image, mapped read-only for as long as this process lives. None: this process is to load the model, and
+        then to `keep` its image or to `give_up`. Waits while another process loads it, within a deadline."""
+
+    def keep(self, key: str, image: WritableImage) -> memoryview:
+        """Write the image and share it; returns it mapped. The model's own tensors are emptied, even where it can't be
+        kept."""
+
+    def give_up(self, key: str, reason: str) -> None:
+        """Say that there will be no image under `key`, so that nobody waits for one. Never raises."""
 
 
 @dataclass
@@ -56,7 +84,7 @@ class _PartOf:
 
 @dataclass
 class UnwrittenImage:
-    """`contracts.interfaces.model_images.WritableImage` of a loaded model."""
+    """`WritableImage` of a loaded model."""
 
     objects: bytes
     parts: list[_StoredPart] = field(repr=False)

@@ -19,13 +19,13 @@ from twinpool.cache.memory.kv_cache_spec import PoolKind
 from twinpool.cache.pool.page_allocator import EpochTable
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.config.worker_config import EngineConfig
-from twinpool.contracts.interfaces.model_images import ModelImages
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.engine.models.model_base import StateOptions
 from twinpool.engine.models.registry import read_model
 from twinpool.engine.runner.batch import BatchRow, RowOutput, TokenDraw, TokenFromStep
 from twinpool.engine.runner.kernel_choice import dtype_for
 from twinpool.engine.runner.load_model import KeptModel, load_engine
+from twinpool.engine.runner.model_image import ModelImages
 from twinpool.engine.runner.model_runner import ModelRunner
 
 MakeCheckpoint = Callable[..., Path]

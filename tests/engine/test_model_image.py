@@ -21,9 +21,8 @@ from twinpool.cluster.serve.preflight import weight_bytes
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ConfigError
-from twinpool.contracts.interfaces.model_images import ImageUnfit, WritableImage
 from twinpool.engine.runner import load_model, model_image
-from twinpool.engine.runner.model_image import image_of, model_of
+from twinpool.engine.runner.model_image import ImageUnfit, WritableImage, image_of, model_of
 from twinpool.engine.tensors import onednn_weight
 from twinpool.engine.tensors.onednn_weight import OneDnnWeight
 

@@ -7,7 +7,7 @@ import time
 
 from twinpool.cluster.arena.arena_client import SharedImages
 from twinpool.contracts.clock import SystemClock
-from twinpool.contracts.interfaces.model_images import ImageUnfit
+from twinpool.engine.runner.model_image import ImageUnfit
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from twinpool.cluster.arena.arena_client import SharedImages, ask, forget, reach
 from twinpool.cluster.arena.local_agent import LocalArenaAgent
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.ids import WorkerName
-from twinpool.contracts.interfaces.model_images import ImageUnfit
+from twinpool.engine.runner.model_image import ImageUnfit
 
 NAME = WorkerName("prefill-0")
 
