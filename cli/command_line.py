@@ -289,6 +289,17 @@ COMMANDS = command_table(
     command("cordon", "stop placing new workers on a node; running ones stay", pool_commands.cordon, _NODE, *_CLUSTER),
     command("uncordon", "allow placing workers on a node again", pool_commands.cordon, _NODE, *_CLUSTER),
     command(
+        "adapters",
+        "list the adapters (LoRA) that are served, load one more, or drop one",
+        pool_commands.adapters,
+        flag("action", "list, load or unload", choices=("list", "load", "unload")),
+        flag("name", "by which requests choose the adapter to load or unload", nargs="?", default=""),
+        flag("path", "its folder, below adapters.roots, as the cluster's machines name it", nargs="?", default=""),
+        switch("--replace", "load it in place of another adapter of that name"),
+        _JSON,
+        *_CLUSTER,
+    ),
+    command(
         "check",
         "recount every page, slot, lease and room, and report what doesn't add up",
         status_command.check,

@@ -84,6 +84,7 @@ class ColocatedWorker(DecodeWorker):
         self._auditor = AuditRunner(config, engine, manager, emit, nonfinite, most, self._grammars)
         self._ended_steps, self.counters = 0, {"mixed_steps": 0.0}
         report = self.report
+        self._audited = self._auditor.sampled
         self._session_parts.append(self._auditor)
         report.counted += (self._chunks, self._auditor, self)
         report.timed.append(local)

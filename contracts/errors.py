@@ -45,6 +45,8 @@ class ErrorKind(StrEnum):
     """Decode had no memory for the request any more. Nobody's fault; the request goes on from its tokens so far."""
     SUPERSEDED = "superseded"
     """The request's client has come back on another connection, which has it now."""
+    ADAPTER = "adapter"
+    """The worker can't have the request's adapter: its files are missing or have changed, or there is no room."""
     NONFINITE = "nonfinite"
     """A step's logits weren't finite, so no token was drawn: the request goes on elsewhere, once, from its
     tokens."""

@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from typing import Annotated
 
+from msgspec import Meta
+
 from twinpool.contracts.message_types import POSITIONS, SOME, Finite, Int32, Message, TokenIds, Uint32, Uint64
+
+ADAPTER_SALT = "lora:"
+"""What the salt of a request with an adapter begins with; no other salt does."""
+
+
+class AdapterRef(Message, frozen=True):
+    """An adapter, by its content: the digest says what a request is computed with, the name and the path only how it
+    is called and where it may be found."""
+
+    name: Annotated[str, Meta(max_length=127)]
+    digest: Annotated[str, Meta(max_length=64)]
+    """SHA-256 of its files (`contracts.checkpoint.adapter_files`), in hex."""
+    path: Annotated[str, Meta(max_length=4096)]
+    """Its folder, where each worker looks for it by itself."""
+
+    def salted(self, salt: str) -> str:
+        """The salt of a request with this adapter, of what it would be without: pages of two adapters, or of one whose
+        files have changed, are never found by each other."""
+        named = base64.urlsafe_b64encode(hashlib.sha256(self.digest.encode()).digest()).decode().rstrip("=")
+        return f"{ADAPTER_SALT}{named}\n{salt}"
 
 
 class SamplingParams(Message, frozen=True):
@@ -42,6 +66,10 @@ class SamplingParams(Message, frozen=True):
     """None: none. n: the log-probability of each drawn token, and the n best at its position."""
     prompt_logprobs: Uint32 | None = None
     """None: none. n: the log-probability of each prompt token, and the n best; disables prefix reuse for the
+    request."""
+    adapter: AdapterRef | None = None
+    """The adapter (LoRA) whose products are added to the model's; None: the model alone draws. A worker whose stream's
+    version is below `contracts.messages.stream_frames.ADAPTERS_SINCE` would leave it out: it is given no such
     request."""
 
     @property

@@ -265,6 +265,7 @@ class DecodeRequest(WorkerRequest):
             cached,
             running=True,
             started=started,
+            adapter="" if sampling.adapter is None else sampling.adapter.digest,
         )
 
     def first_token(self, worker: WorkerName) -> list[Event]:

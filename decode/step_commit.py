@@ -36,7 +36,7 @@ from twinpool.engine.runner.launched_step import LaunchedStep
 from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.runner.sampling.logits_processors import TokenMask
 from twinpool.engine.structured_output.grammar_engine import GrammarError, GrammarMatcher
-from twinpool.worker.grammar_gate import GrammarGate
+from twinpool.worker.request_gate import RequestGate
 from twinpool.worker.request_table import RequestTable
 from twinpool.worker.step_commit import NonfiniteRows, StepCommit
 
@@ -73,7 +73,7 @@ class DecodeStepCommit(StepCommit[DecodeRequest, DecodeRequest]):
         config: Config,
         pause: Callable[[float], None],
         drafting: Drafting,
-        grammars: GrammarGate,
+        grammars: RequestGate,
     ) -> None:
         super().__init__(requests, pages, engine, fitness, config, pause)
         self._pages, self._drafting, self._grammars = pages, drafting, grammars
@@ -121,8 +121,9 @@ class DecodeStepCommit(StepCommit[DecodeRequest, DecodeRequest]):
         draw = TokenDraw(submit.sampling, () if history is None else history, submit.prompt_len, end, request.mask)
         if at > request.committed and request.latest is not None:
             assert not drafts, "drafts follow from tokens that are known"
-            return BatchRow(request.latest, at, tables, draw)
-        return BatchRow([request.tokens[-1], *drafts], at, tables, draw, drafted=len(drafts))
+            return BatchRow(request.latest, at, tables, draw, adapter=submit.sampling.adapter)
+        adapter = submit.sampling.adapter
+        return BatchRow([request.tokens[-1], *drafts], at, tables, draw, drafted=len(drafts), adapter=adapter)
 
     # ------------------------------------------------------------ commit
 

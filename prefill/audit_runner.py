@@ -27,13 +27,13 @@ from twinpool.contracts.ids import RequestId
 from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, InvalidatePrefix
 from twinpool.contracts.messages.worker_events import Audited, AuditEnd, Event
-from twinpool.contracts.sampling_params import TokenDifference
+from twinpool.contracts.sampling_params import SamplingParams, TokenDifference
 from twinpool.contracts.state_table import StateTable
 from twinpool.engine.runner.batch import NONFINITE, BatchRow, KnownAnswer
 from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.runner.sampling.logits_processors import TokenMask
 from twinpool.engine.structured_output.grammar_engine import AnswerGrammar, GrammarError
-from twinpool.worker.grammar_gate import GrammarGate
+from twinpool.worker.request_gate import RequestGate
 
 
 class AuditRunState(StrEnum):
@@ -110,7 +110,7 @@ class AuditRunner:
         tell: Callable[[SessionId, Event], None],
         nonfinite: Callable[[], None],
         max_positions: int,
-        grammars: GrammarGate,
+        grammars: RequestGate,
     ) -> None:
         """`tell` emits an event. `nonfinite` is called for each row with non-finite logits. `max_positions`: the
         longest answer, prompt included, that this worker can hold, in tokens."""
@@ -128,6 +128,10 @@ class AuditRunner:
 
     def __len__(self) -> int:
         return len(self._waiting) + (self._running is not None)
+
+    def sampled(self) -> list[SamplingParams]:
+        """Return the parameters of all of them."""
+        return [audition.audit.sampling for audition in self._all()]
 
     @property
     def allocations(self) -> int:
@@ -254,7 +258,7 @@ class AuditRunner:
         if audition.grammar is not None:
             masks = self._masks(audition.grammar, audit, known.positions(start, end - start))
             known = replace(known, masks=masks)
-        return BatchRow(audit.tokens[start:end], start, tables, replay=known)
+        return BatchRow(audit.tokens[start:end], start, tables, replay=known, adapter=audit.sampling.adapter)
 
     def _masks(self, grammar: AnswerGrammar, audit: Audit, positions: range) -> Mapping[int, TokenMask]:
         """The masks of the tokens at `positions`, up to the first one that its grammar doesn't allow."""

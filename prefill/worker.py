@@ -59,6 +59,7 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         self._scheduler = PrefillScheduler(requests, pages, self._handover.granted, config.prefill, clock, cost)
         self._steps = PrefillStepCommit(requests, pages, engine, fitness, config, pause, cost)
         report = self.report
+        self._audited = self._auditor.sampled
         self._session_parts.append(self._auditor)
         report.counted += (
             self._steps, pages, self._scheduler, sender, self._handover, self._layered, self._auditor

@@ -21,11 +21,13 @@ from twinpool.contracts.messages.kept_answers import Detach
 from twinpool.contracts.messages.router_commands import Audit, Command, Submit
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import CheckReport, EndedWorker, WorkerLimits, WorkerStatus
+from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.structured_output.grammar_engine import AnswerGrammar, GrammarEngine
+from twinpool.engine.tensors.adapters import AdapterStore
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
-from twinpool.worker.grammar_gate import GrammarGate
+from twinpool.worker.request_gate import RequestGate
 from twinpool.worker.request_table import AdmissionRefusal, R, RequestTable
 from twinpool.worker.step_commit import NonfiniteRows
 
@@ -60,6 +62,8 @@ class WorkerSetup:
     """Sleeps for so many seconds (`faults.step_delay_s`)."""
     grammars: GrammarEngine | None = None
     """Compiles the grammars that answers follow; None: answers with one are refused."""
+    adapters: AdapterStore | None = None
+    """The adapters that requests may have; None: requests with one are refused."""
     receiver: KVReceiver | None = None
     """The receiving end of the rooms in which others hand requests over; prefill has none."""
 
@@ -135,6 +139,7 @@ class WorkerReport:
             kv_replay=self._manager.tiers.events.replay_endpoint,
             prompt_tokens=prompt_tokens,
             ungranted=ungranted,
+            adapters=() if self._setup.adapters is None else tuple(self._setup.adapters.loaded),
         )
 
     @property
@@ -184,7 +189,7 @@ class WorkerLoop(ABC, Generic[R]):
         self.fits = WorkerLimits(manager.supply.max_positions, setup.context)
         self._request_table = RequestTable[R](setup.name, self.fits, clock)
         self._fitness = NonfiniteRows(config.cluster.nonfinite_rows, config.cluster.nonfinite_window_s, clock)
-        self._grammars = GrammarGate(setup.grammars, clock, setup.waiter.wake)
+        self._grammars = RequestGate(setup.grammars, clock, setup.waiter.wake, setup.adapters)
         self.control, self.fingerprint = setup.sender.control, setup.sender.end.fingerprint
         self.report = WorkerReport(setup, self.role, self._request_table, self._fitness)
         self.report.timed.append(self._grammars)
@@ -192,6 +197,11 @@ class WorkerLoop(ABC, Generic[R]):
         """Whether a request may go on for nobody."""
         self._session_parts: list[SessionPart] = [self._grammars]
         self._peer_parts: list[PeerPart] = [setup.sender]
+        self._audited: Callable[[], list[SamplingParams]] = list
+        """Returns by what parameters audits compute answers again."""
+        if setup.adapters is not None:
+            setup.adapters.needed = self._needed_adapters
+            self.report.counted.append(setup.adapters)
 
     @property
     def unfit(self) -> str:
@@ -225,6 +235,11 @@ class WorkerLoop(ABC, Generic[R]):
         self._admit()
         self._compute()
         return self._request_table.take_events()
+
+    def _needed_adapters(self) -> set[str]:
+        """Digests of the adapters that requests behind the gate need: none of these is dropped."""
+        sampled = [request.submit.sampling for request in self._request_table]
+        return {one.adapter.digest for one in sampled + self._audited() if one.adapter is not None}
 
     def wake(self) -> None:
         self._waiter.wake()

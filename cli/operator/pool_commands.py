@@ -1,4 +1,5 @@
-"""The commands `twinpool undrain`, `add`, `scale`, `restart`, `cordon` and `uncordon`: order, then follow to the end.
+"""The commands `twinpool undrain`, `add`, `scale`, `restart`, `cordon`, `uncordon` and `adapters`: order, then follow
+to the end.
 
 The controller carries an order out whether or not this command is there. What it waits for is in the workers' rows: a
 worker that starts must be ready in a later incarnation than before, one that leaves must have left or died.
@@ -7,6 +8,7 @@ worker that starts must be ready in a later incarnation than before, one that le
 from __future__ import annotations
 
 import argparse
+import json
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -170,4 +172,26 @@ def cordon(args: argparse.Namespace) -> int:
     for worker in order(operator, f"{args.command}/{quoted(args.node)}"):
         print_line(f"{worker.name} {worker.outcome}")
     print_line(f"{args.node} is {args.command}ed")
+    return FINE
+
+
+def adapters(args: argparse.Namespace) -> int:
+    """Run `adapters`. Raises `ConfigError` for an action without what it needs."""
+    if args.action == "list":
+        operator, _ = client_for(args.url, args.ca, changes=False)
+        served = operator.call("GET", "/cluster/status").get("adapters", [])
+        if args.json:
+            print_line(json.dumps({"adapters": served}, indent=2))
+        for row in [] if args.json else served:
+            held = f"in memory of {row['workers']} workers" if row["workers"] else "in no worker's memory"
+            print_line(f"{row['name']}  {row['digest'][:12]}  {row['path']}  {held}")
+        return FINE
+    if not args.name or (args.action == "load") != bool(args.path):
+        raise ConfigError("adapters takes list, load NAME FOLDER, or unload NAME")
+    operator, _ = client_for(args.url, args.ca, changes=True)
+    body: dict[str, Any] = {"lora_name": args.name}
+    if args.action == "load":
+        body |= {"lora_path": args.path, "load_inplace": args.replace}
+    operator.call("POST", f"/v1/{args.action}_lora_adapter", json.dumps(body).encode())
+    print_line(f"{args.name} is {'served' if args.action == 'load' else 'served no more'}")
     return FINE

@@ -54,6 +54,7 @@ from twinpool.engine.runner.kernel_choice import hold_to_class
 from twinpool.engine.runner.load_model import KeptModel, load_engine
 from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.structured_output.grammar_engine import GrammarEngine
+from twinpool.engine.tensors.adapters import AdapterStore
 from twinpool.engine.tensors.tensor_parallel import TensorParallelGroup
 from twinpool.prefill.worker import PrefillWorker
 from twinpool.transfer.net.zmq_channel import Waiter, ZmqControlTransport
@@ -131,7 +132,7 @@ def build_worker(
         undo.callback(sender.close)
         setup = WorkerSetup(
             name, incarnation, config, p.engine, p.manager, sender, p.waiter, p.spec.context, clock, time.sleep,
-            grammar_engine(p.spec, undo),
+            grammar_engine(p.spec, undo), adapter_store(p, undo),
         )  # fmt: skip
         worker: Worker
         if role is Role.PREFILL:
@@ -164,6 +165,17 @@ def grammar_engine(spec: ModelSpec, undo: ExitStack) -> GrammarEngine | None:
     engine = LLGuidanceEngine(text, spec.vocab_size, spec.eos_token_ids)
     undo.callback(engine.close)
     return engine
+
+
+def adapter_store(parts: WorkerParts, undo: ExitStack) -> AdapterStore | None:
+    """Where a worker has its adapters, which `undo` closes; None where it takes none."""
+    config, engine = parts.config.adapters, parts.engine
+    if not config.used or engine.ranks.size > 1:
+        return None
+    decoder, device = engine.decoder, engine.device.torch_device
+    engine.adapters = AdapterStore(config, decoder.adapted, decoder.dtype, device, parts.waiter.wake)
+    undo.callback(engine.adapters.close)
+    return engine.adapters
 
 
 def _numerics(parts: WorkerParts) -> str:

@@ -29,6 +29,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from twinpool.cache.manager.running_pages import SNAPSHOTS
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
@@ -37,7 +39,9 @@ from twinpool.contracts.ids import Role
 from twinpool.engine.attention.kv_quantization import KV_DTYPES
 from twinpool.engine.attention.triton_backend.attend_call import SCRATCH_BYTES
 from twinpool.engine.models.model_base import StateOptions
+from twinpool.engine.models.registry import model_for
 from twinpool.engine.runner.kernel_choice import dtype_for
+from twinpool.engine.tensors.weight_loader import Weights
 from twinpool.worker.step_commit import LAUNCHED
 
 DEFAULT_CONTEXTS = 8
@@ -213,10 +217,13 @@ class StepMemory:
     """Of step graphs: their inputs, and what the largest of them computes in."""
     rows: int
     """Requests that a step has a row for."""
+    adapters: int = 0
+    """Of adapters, as many and as large as there may be, and of one that is being read."""
 
     @property
     def nbytes(self) -> int:
-        return self.block_tables + self.histories + self.logits + self.activations + self.scratch + self.graphs
+        computed = self.logits + self.activations + self.scratch + self.graphs
+        return self.block_tables + self.histories + computed + self.adapters
 
 
 def step_rows(config: Config, role: Role) -> int:
@@ -265,7 +272,20 @@ def step_memory(spec: ModelSpec, pool_set: PoolSetSpec, config: Config, role: Ro
         scratch,
         graphs,
         rows,
+        adapter_bytes(spec, config),
     )
+
+
+def adapter_bytes(spec: ModelSpec, config: Config) -> int:
+    """Bytes of `adapters.max_loaded` adapters of the highest rank, on all layers that may have one; and of the file of
+    one more, and its numbers in float32, while that is read. 0 where there can be none."""
+    if not config.adapters.used:
+        return 0
+    weights = Weights.dry(spec, dtype_for(spec, config.engine))
+    model_for(spec).build(weights)
+    sides = sum(layer.columns.whole + layer.rows[0].whole for layer in weights.adapted.values())
+    each = config.adapters.max_rank * sides
+    return each * (config.adapters.max_loaded * weights.dtype.itemsize + 2 * torch.float32.itemsize)
 
 
 def widest_product(spec: ModelSpec) -> int:

@@ -38,7 +38,6 @@ from twinpool.cluster.controller.lease_streams import LeaseStreams
 from twinpool.cluster.controller.open_ledger import open_ledger
 from twinpool.cluster.processes.priority import LEASES, set_niceness
 from twinpool.cluster.processes.process_ids import kill_process, same_process
-from twinpool.cluster.processes.service_manager import ServiceManager
 from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
 from twinpool.cluster.worker_process.grpc_service import ServiceServer
 from twinpool.contracts.clock import Clock, SystemClock
@@ -49,7 +48,7 @@ from twinpool.contracts.config.load_config import read_config_json
 from twinpool.contracts.credentials.certificate_files import CertificateFiles
 from twinpool.contracts.errors import ConfigError, TwinpoolError
 from twinpool.contracts.json_logs import log_to_stream
-from twinpool.contracts.signal_listener import SignalListener
+from twinpool.contracts.signal_listener import ServiceManager, SignalListener
 from twinpool.contracts.wire.controller_turns import NOT_LEADING
 from twinpool.contracts.wire.grpc_calls import Admit, CallRefused, IncomingCall
 from twinpool.contracts.wire.socket_acceptor import listening

@@ -70,6 +70,7 @@ from twinpool.contracts.messages.router_report import (
     checked,
 )
 from twinpool.contracts.messages.worker_status import EndedWorker, WorkerRecord, WorkerStatus, WorkerView
+from twinpool.contracts.sampling_params import AdapterRef
 from twinpool.contracts.wire.controller_turns import NOT_LEADING
 from twinpool.contracts.wire.grpc_calls import CallRefused, Handler, handle_call, handle_exchange, handle_subscription
 from twinpool.contracts.wire.message_codec import encode
@@ -362,7 +363,9 @@ class ControllerService:
             return self._told[1]
         workers = tuple(self._core.views())
         version, self._rows = self._core.version, len(workers)
-        view = ClusterView(version, workers, self._core.shutting_down, control_plane=self._control_plane)
+        view = ClusterView(
+            version, workers, self._core.shutting_down, control_plane=self._control_plane, adapters=self._adapters
+        )
         self._told = version, view
         return view
 
@@ -376,7 +379,12 @@ class ControllerService:
             changes=True,
             statuses=tuple(_numbers(change.view, change.counters) for change in changes if not change.whole),
             control_plane=self._control_plane,
+            adapters=self._adapters,
         )
+
+    @property
+    def _adapters(self) -> tuple[AdapterRef, ...]:
+        return tuple(self._core.table.adapters.values())
 
     def renewal(self, renewal: Renewal) -> LeaseGrant:
         """Answer a renewal. Raises `WireError` where this controller doesn't lead: the stream ends with that, and the

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -38,13 +38,15 @@ from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import NO_INCARNATION, Incarnation, WorkerName
+from twinpool.contracts.message_types import as_dict
 from twinpool.contracts.messages.worker_status import EndedWorker, WorkerView
 from twinpool.contracts.outside_data import read_json
+from twinpool.contracts.sampling_params import AdapterRef
 
 log = logging.getLogger("twinpool.controller")
 
 WORKER_KEY, CORDONS_KEY, AUTOSCALER_KEY, QUOTAS_KEY = "worker/", "cordoned", "autoscaler", "quotas"
-ROOM_KEY = "room"
+ROOM_KEY, ADAPTERS_KEY = "room", "adapters"
 
 
 class RowChange(NamedTuple):
@@ -86,6 +88,8 @@ class ControllerTable:
             self.nodes = NodeTable(read_json(kept.get(CORDONS_KEY, "[]")))
             self.room = ClusterRoom.from_json(kept[ROOM_KEY]) if ROOM_KEY in kept else ClusterRoom()
             """What nodes have for workers, as the supervisor told last."""
+            self.adapters = {one.name: one for one in _adapters(kept.get(ADAPTERS_KEY, "[]"))}
+            """The adapters that are served, by name."""
             for key, text in kept.items():
                 if key.startswith(WORKER_KEY):
                     self._take_up(from_ledger(WorkerName(key.removeprefix(WORKER_KEY)), text, config))
@@ -116,6 +120,12 @@ class ControllerTable:
 
     def save_cordons(self) -> None:
         self._put(CORDONS_KEY, json.dumps(sorted(self.nodes.names)))
+        self.changed()
+
+    def save_adapters(self, adapters: Mapping[str, AdapterRef]) -> None:
+        """Store the adapters that are served from now on, and have them published. Raises as `save` does."""
+        self._put(ADAPTERS_KEY, json.dumps([as_dict(one) for one in adapters.values()]))
+        self.adapters = dict(adapters)
         self.changed()
 
     def set_room(self, room: ClusterRoom) -> None:
@@ -234,6 +244,11 @@ class ControllerTable:
 
     def known_nodes(self) -> str:
         return ", ".join(sorted({node.host for node in self.every_node()})) or "none"
+
+
+def _adapters(text: str) -> list[AdapterRef]:
+    """The adapters of a ledger. Raises `ValueError` for what aren't any."""
+    return [AdapterRef(str(one["name"]), str(one["digest"]), str(one["path"])) for one in read_json(text)]
 
 
 def killing(row: WantedWorker) -> KillWorker:

@@ -18,16 +18,21 @@ from twinpool.contracts.messages.pool_changes import (
     AddWorkers,
     CordonNode,
     DrainWorkers,
+    LoadAdapter,
     OperatorChange,
     RestartWorker,
     ScalePools,
     SetRole,
     UncordonNode,
     UndrainWorkers,
+    UnloadAdapter,
 )
+from twinpool.contracts.sampling_params import AdapterRef
 
 MAX_WORKERS = 4096
 """The most rows of the table, those of workers that have left included."""
+MAX_ADAPTERS = 1024
+"""The most adapters that are served: routers are told all of them."""
 ENOUGH = "its pool has enough workers"
 """Why a worker that was to start isn't started."""
 
@@ -185,6 +190,32 @@ class PoolOperations:
             case UncordonNode():
                 self.uncordon(change.node)
                 return (), f"an operator has uncordoned {change.node}"
+            case LoadAdapter():
+                self.load_adapter(change.adapter, replace=change.replace)
+                return (), f"the adapter {change.adapter.name} is served"
+            case UnloadAdapter():
+                self.unload_adapter(change.name)
+                return (), f"the adapter {change.name} is served no more"
+
+    # ------------------------------------------------------------ adapters
+
+    def load_adapter(self, adapter: AdapterRef, *, replace: bool = False) -> None:
+        """Serve an adapter. Refused where another one has its name, unless it is to `replace` that, and where there are
+        as many as there may be."""
+        served = self._table.adapters
+        before = served.get(adapter.name)
+        if before is not None and before.digest != adapter.digest and not replace:
+            raise ConfigError(f"another adapter is served as {adapter.name}: unload it first")
+        if before is None and len(served) >= MAX_ADAPTERS:
+            raise ConfigError(f"{MAX_ADAPTERS} adapters are served already")
+        self._table.save_adapters({**served, adapter.name: adapter})
+
+    def unload_adapter(self, name: str) -> None:
+        """Serve an adapter no more."""
+        left = dict(self._table.adapters)
+        if left.pop(name, None) is None:
+            raise ConfigError(f"no adapter is served as {name[:80]!r}")
+        self._table.save_adapters(left)
 
     # ------------------------------------------------------------ drains and cordons
 

@@ -46,11 +46,13 @@ from twinpool.contracts.messages.cluster_view import ClusterView, WatchRequest
 from twinpool.contracts.messages.pool_changes import (
     AddWorkers,
     DrainWorkers,
+    LoadAdapter,
     OperatorChange,
     SettingsAnswer,
     SettingsChange,
 )
 from twinpool.contracts.messages.worker_status import WorkerView
+from twinpool.contracts.sampling_params import AdapterRef
 from twinpool.contracts.wire.controller_turns import ControllerTurns, call_leader
 from twinpool.contracts.wire.grpc_calls import CallChannel, CallFailed
 
@@ -297,6 +299,11 @@ class ControllerClient:
     def add(self, role: Role, count: int) -> tuple[WorkerName, ...]:
         """Add workers to a pool. Raises as `PoolOperations.add_some` does, and `ControllerAway`."""
         return self._change(AddWorkers(role, count, by_operator=False))
+
+    def load_adapter(self, adapter: AdapterRef) -> None:
+        """Have an adapter served, in place of one that an earlier run left under its name. Raises as
+        `PoolOperations.load_adapter` does, and `ControllerAway`."""
+        self._change(LoadAdapter(adapter, replace=True))
 
     def drain(self, target: str) -> tuple[WorkerName, ...]:
         """Drain a worker or a node. Raises as `PoolOperations.drain` does, and `ControllerAway`."""

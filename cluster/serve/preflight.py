@@ -20,6 +20,7 @@ from twinpool.cluster.models import DEMO_NAME, find_model
 from twinpool.cluster.processes.free_port import free_port
 from twinpool.cluster.serve.security_check import check_security, with_absolute_paths
 from twinpool.contracts import cpu_levels as processor
+from twinpool.contracts.checkpoint.adapter_files import adapter_ref
 from twinpool.contracts.checkpoint.gguf.gguf_header import is_gguf
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec, served_as
 from twinpool.contracts.config.autoscaling_config import AutoscalingConfig
@@ -29,6 +30,7 @@ from twinpool.contracts.config.plane_choice import on_gpus, with_plane
 from twinpool.contracts.config.worker_config import DecodeConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import PAIR, Role, WorkerName
+from twinpool.contracts.sampling_params import AdapterRef
 from twinpool.router.tracing.otlp_exporter import check_tracing
 
 if TYPE_CHECKING:
@@ -36,6 +38,13 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("twinpool.serve")
+
+
+def adapters_of(config: Config) -> list[AdapterRef]:
+    """The adapters of `adapters.load`, whose files are read. Raises `CheckpointError`."""
+    adapters = config.adapters
+    return [adapter_ref(name, path, adapters.allowed, adapters.max_rank) for name, path in adapters.configured.items()]
+
 
 MAX_ROUTERS = 64
 
@@ -176,6 +185,7 @@ def prepare(
     spec = served_as(read, config.router.served_model_name)
     for warning in spec.warnings:
         say(warning)
+    adapters_of(config)  # What isn't one is refused before anything starts.
     if options.ray_address is not None:
         cards = ()
     else:

@@ -27,12 +27,11 @@ from twinpool.cluster.controller.open_ledger import PASSWORD_VARIABLE
 from twinpool.cluster.controller.supervisor import ControllerAway, ControllerClient, Supervisor
 from twinpool.cluster.processes.process_ids import start_time
 from twinpool.cluster.processes.run_folder import START_REPORT, RunFiles, RunFolder, last_words
-from twinpool.cluster.processes.service_manager import ServiceManager
 from twinpool.cluster.ray_nodes.node_drains import NodeDrains, draining_ray_nodes
 from twinpool.cluster.serve.changed_settings import SettingsChanger, digest_of
 from twinpool.cluster.serve.cluster_services import ClusterServices, with_kv_events
 from twinpool.cluster.serve.detached_state import DetachedState
-from twinpool.cluster.serve.preflight import ServePlan
+from twinpool.cluster.serve.preflight import ServePlan, adapters_of
 from twinpool.cluster.serve.room_reports import RoomReports
 from twinpool.cluster.serve.security_check import open_ways
 from twinpool.cluster.serve.service import PartFailed, ServiceContext
@@ -47,6 +46,7 @@ from twinpool.contracts.errors import ConfigError, TwinpoolError
 from twinpool.contracts.ids import Role, WorkerName
 from twinpool.contracts.json_logs import log_to_stream
 from twinpool.contracts.messages.worker_status import WorkerView
+from twinpool.contracts.signal_listener import ServiceManager
 
 if TYPE_CHECKING:
     from twinpool.cluster.ray_nodes.ray_cluster import OwnRay
@@ -359,6 +359,8 @@ class ServeCluster:
             self._controller.report(ended=list(gone_from_here(self._controller.views())))
         self._controller.supervise(launcher.running)
         if self._state is None or not self._state.begun:  # Else the controller's table has all of them.
+            for adapter in adapters_of(self._prepared.config):
+                self._controller.load_adapter(adapter)
             there = Counter(view.record.role for view in self._controller.views() if view.status.state != "left")
             for role, count in self._prepared.wanted.items():
                 if count > there[role]:  # A table that outlived an earlier run has some.

@@ -30,7 +30,7 @@ from twinpool.cluster.controller.wanted_worker import WorkerState
 from twinpool.cluster.dashboard.cluster_frames import ClusterFrames, ClusterState, EventKind
 from twinpool.cluster.dashboard.frame_rows import SHOWN, WorkerSample
 from twinpool.cluster.processes.run_folder import START_REPORT, RunFolder
-from twinpool.cluster.serve.preflight import ServePlan
+from twinpool.cluster.serve.preflight import ServePlan, adapters_of
 from twinpool.cluster.serve.security_check import open_ways
 from twinpool.cluster.serve.shutdown_signal import ASKED, FAILED, ShutdownSignal, handled_signals
 from twinpool.cluster.serve.terminal import Terminal, show_failure, summary, urls_of, ways_in
@@ -45,18 +45,21 @@ from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.pool_changes import (
     ChangedWorkers,
     DrainWorkers,
+    LoadAdapter,
     OperatorChange,
     SetRole,
     SettingsAnswer,
     SettingsChange,
     UndrainWorkers,
+    UnloadAdapter,
 )
 from twinpool.contracts.messages.request_record import RequestRecord
 from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.router_report import RouterIdentity, RouterReport
-from twinpool.contracts.messages.stream_frames import StreamEnd
+from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamEnd
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerStatus, WorkerView
+from twinpool.contracts.sampling_params import AdapterRef
 from twinpool.router.api.app import create_admin_app, create_app
 from twinpool.router.api.router_server import AdminListener, RouterListeners, RouterServer
 from twinpool.router.links.controller_port import ControllerPorts
@@ -144,6 +147,8 @@ class LocalDirectory:
 
     def __init__(self, workers: Sequence[tuple[WorkerRecord, WorkerThread]], refresh_s: float = 0.2) -> None:
         self._workers = {record.name: (record, host) for record, host in workers}
+        self.served: dict[str, AdapterRef] = {}
+        """The adapters that are served, by name."""
         self._refresh_s = refresh_s
         self._watchers: list[OnChange] = []
         self._last: tuple[WorkerView, ...] = ()
@@ -167,6 +172,10 @@ class LocalDirectory:
 
         return stop
 
+    @property
+    def adapters(self) -> tuple[AdapterRef, ...]:
+        return tuple(self.served.values())
+
     def port(self, record: WorkerRecord) -> LocalWorkerClient:
         return LocalWorkerClient(self._workers[record.name][1])
 
@@ -181,6 +190,16 @@ class LocalDirectory:
                     raise RequestError(f"{' and '.join(gone)} has left: in one process no worker is started again")
             case SetRole(name, role):
                 raise RequestError(f"{name} can't become a {role} worker: in one process no worker is started again")
+            case LoadAdapter(adapter, replaces):
+                before = self.served.get(adapter.name)
+                if before is not None and before.digest != adapter.digest and not replaces:
+                    raise RequestError(f"another adapter is served as {adapter.name}: unload it first")
+                self.served[adapter.name] = adapter
+                self._tell()
+            case UnloadAdapter(name):
+                if self.served.pop(name, None) is None:
+                    raise RequestError(f"no adapter is served as {name[:80]!r}")
+                self._tell()
             case _:
                 raise RequestError(
                     "in one process no worker is started or stopped by itself: serve with a transfer.plane other than "
@@ -214,10 +233,13 @@ class LocalDirectory:
         views = self.views()
         if views != self._last:
             self._last = views
-            for watcher in list(self._watchers):
-                watcher(views)
+            self._tell()
         if self._watchers:
             self._schedule(self._refresh_s)
+
+    def _tell(self) -> None:
+        for watcher in list(self._watchers):
+            watcher(self._last)
 
     def _schedule(self, delay_s: float) -> None:
         self._unschedule()
@@ -408,6 +430,7 @@ class ServeOneProcess:
                 return
             workers.append(self._start_worker(stack, name, role))
         directory = self._directory = LocalDirectory(workers)
+        directory.served = {one.name: one for one in adapters_of(prepared.config)}
         dashboard = LocalDashboard(directory, prepared.config.cluster.name, self._clock)
         address = "{}:{}".format(*bound.getsockname()[:2])
         identity = RouterIdentity("router", address, routers_digest(prepared.config), kept=True)
@@ -447,6 +470,7 @@ class ServeOneProcess:
             control=host.control,
             fits=host.fits,
             fingerprint=worker.fingerprint,
+            stream_protocol=STREAM_PROTOCOL,
         )
         host.start()
         stack.callback(host.stop, FLUSH_S)

@@ -19,9 +19,8 @@ import time
 from types import FrameType
 from typing import TextIO
 
-from twinpool.cluster.processes.service_manager import ServiceManager
 from twinpool.contracts.clock import Clock, SystemClock
-from twinpool.contracts.signal_listener import SignalListener
+from twinpool.contracts.signal_listener import ServiceManager, SignalListener
 
 ASKED, FAILED = 0, 1
 """Exit codes: of an end that a signal asked for, and of one that nobody asked for."""

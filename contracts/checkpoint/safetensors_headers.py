@@ -29,6 +29,12 @@ _SAMPLE_BYTES = 4096
 _COMPARED = 16 << 20
 """Bytes that are read at once to compare two tensors."""
 
+ROOTS = {
+    "model.": ("model.language_model.", "language_model.model.", "model.text_model.", "backbone.", "model."),
+    "lm_head.": ("language_model.lm_head.", "lm_head."),
+}
+"""How published checkpoints spell the two roots of a text model's tensor names; the plain spelling last."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
@@ -170,3 +176,20 @@ def same_bytes(one: TensorHeader, two: TensorHeader) -> bool:
     except OSError as error:
         raise CheckpointError(f"cannot read {one.file} or {two.file}: {error.strerror}") from None
     return True
+
+
+def canonical_name(name: str) -> str:
+    """The name of a tensor or layer as models ask for it, of its name in a checkpoint."""
+    for root, spellings in ROOTS.items():
+        spelling = next((one for one in spellings if name.startswith(one)), None)
+        if spelling is not None:
+            return root + name.removeprefix(spelling)
+    return name
+
+
+def spelled_names(name: str) -> list[str]:
+    """The names that a tensor or layer may have in checkpoints, of the name that models ask for."""
+    for root, spellings in ROOTS.items():
+        if name.startswith(root):
+            return [spelling + name.removeprefix(root) for spelling in spellings]
+    return [name]

@@ -11,6 +11,7 @@ from twinpool.contracts.config.cache_config import CacheConfig, CacheOverride
 from twinpool.contracts.config.router_config import AuditConfig, RouterConfig, WatchConfig
 from twinpool.contracts.config.security_config import SecurityConfig
 from twinpool.contracts.config.worker_config import (
+    AdaptersConfig,
     ColocateConfig,
     DecodeConfig,
     DisaggregationConfig,
@@ -167,6 +168,7 @@ def section_of(role: Role) -> str:
 class Config:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    adapters: AdaptersConfig = field(default_factory=AdaptersConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from twinpool.contracts.config.autoscaling_config import autoscaling_conflicts
-from twinpool.contracts.config.cluster_config import ClusterConfig, Config, TracingConfig
+from twinpool.contracts.config.cluster_config import ClusterConfig, Config, TracingConfig, section_of
 from twinpool.contracts.config.ledger_place import (
     NAME,
     check_ledger,
@@ -127,8 +127,8 @@ def _conflicts(config: Config) -> Iterator[str]:
     yield from _tracing_conflicts(config.tracing)
     yield from _controller_conflicts(config.cluster)
     yield from ledger_file_conflicts(config.cluster.ledger, config.security)
-    yield from _disaggregation_conflicts(config)
-    yield from _draft_conflicts(config)
+    for conflicts in (_adapter_conflicts, _disaggregation_conflicts, _draft_conflicts):
+        yield from conflicts(config)
     yield from autoscaling_conflicts(config.autoscaling)
     router = config.router
     try:
@@ -192,6 +192,19 @@ def _draft_conflicts(config: Config) -> Iterator[str]:
                 f"config key engine.draft_model={config.engine.draft_model} needs {section}.tp=1: what drafts runs on "
                 f"one rank; got {size}"
             )
+
+
+def _adapter_conflicts(config: Config) -> Iterator[str]:
+    adapters = config.adapters
+    for entry in filter(None, map(str.strip, adapters.load.split(","))):
+        name, _, path = entry.partition("=")
+        if not name.strip() or not path.strip().startswith("/"):
+            yield f"config key adapters.load takes name=/absolute/folder, several with commas; got {entry!r:.200}"
+    for root in filter(None, map(str.strip, adapters.roots.split(","))):
+        if not root.startswith("/"):
+            yield f"config key adapters.roots takes absolute folders, several with commas; got {root!r:.200}"
+    if adapters.used and (several := [section_of(role) for role in Role if config.tp_for(role) > 1]):
+        yield f"config key adapters needs workers of one rank each: set {several[0]}.tp=1, or leave adapters out"
 
 
 def _tracing_conflicts(tracing: TracingConfig) -> Iterator[str]:

@@ -65,6 +65,7 @@ _WHERE = _new("clients were told it when the cluster started")
 _SERVICES = _new("the controller and the supervisor read it when they start")
 _SOCKETS = _new("both ends of a connection must have it, and open connections have the old value")
 _EVENTS = _new("who follows KV events was told where when the cluster started")
+_ADAPTERS = _new("routers and workers must have the same; twinpool adapters loads and drops adapters while they serve")
 _STORAGE = _new("it says where pages of prompts are kept and who may read them, which only the starter may")
 _RANKS = _new("cards and places of a node are dealt by it when the cluster starts")
 _LAUNCH = _new("the cluster was launched with it")
@@ -87,6 +88,8 @@ EFFECTS: Mapping[str, SettingEffect] = {
     "colocate.tp": _RANKS,
     "colocate.ep": _RANKS,
     "colocate.cache.page_tokens": _PAIRS,
+    "adapters": _ADAPTERS,
+    "adapters.max_loaded": _ALL,
     "cache": _ALL,
     "cache.page_tokens": _PAIRS,
     "cache.index_dtype": _PAIRS,

@@ -65,6 +65,37 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AdaptersConfig:
+    load: str = ""
+    """Adapters (LoRA) that are served from the start: ``name=/absolute/folder``, several with commas. A request chooses
+    one by `model`."""
+    roots: str = ""
+    """Folders, with commas, below which adapters may lie that are loaded while the cluster serves; empty: none can be.
+    Each machine looks below its own."""
+    max_loaded: int = 8
+    """Adapters that a worker has in memory at once. The least recently used one that no request needs makes way for
+    another, and is read again when it is needed; where requests need all of them, others wait."""
+    max_rank: int = 64
+    """The highest rank of an adapter's layer; memory is planned for so many adapters of this rank."""
+
+    @property
+    def configured(self) -> dict[str, str]:
+        """The folders of `load`, by name."""
+        entries = (entry.strip().partition("=") for entry in self.load.split(",") if entry.strip())
+        return {name.strip(): path.strip() for name, _, path in entries}
+
+    @property
+    def allowed(self) -> list[str]:
+        """The folders below which adapters may lie, those of `load` among them."""
+        return [root.strip() for root in self.roots.split(",") if root.strip()] + list(self.configured.values())
+
+    @property
+    def used(self) -> bool:
+        """Whether there can be any."""
+        return bool(self.allowed)
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillConfig:
     chunk_tokens: int = 512
     """Token budget of a prefill step; longer prompts take several steps. On a colocated worker the budget of any step,

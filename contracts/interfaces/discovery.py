@@ -15,6 +15,7 @@ from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerStatus, WorkerView
+from twinpool.contracts.sampling_params import AdapterRef
 
 
 class WorkerSession(Protocol):
@@ -50,6 +51,10 @@ class WorkerClient(Protocol):
 
 class WorkerDirectory(Protocol):
     """The controller's table of workers as a router watches it, and the router's calls of the controller."""
+
+    @property
+    def adapters(self) -> tuple[AdapterRef, ...]:
+        """The adapters that are served, as they were told last."""
 
     def watch(self, on_change: Callable[[tuple[WorkerView, ...]], None]) -> Callable[[], None]:
         """Call `on_change` with the whole table now and at each change, on the event loop; returns the unsubscriber."""

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from twinpool.contracts.message_types import SKIP_UNKNOWN, SOME, Message, Uint32, Uint64
 from twinpool.contracts.messages.worker_status import WorkerStatus, WorkerView
+from twinpool.contracts.sampling_params import AdapterRef
 
 
 class WatchRequest(Message, frozen=True):
@@ -52,3 +53,5 @@ class ClusterView(Message, frozen=True):
     """None: it is as it was told before."""
     record_asks: Annotated[tuple[RecordAsk, ...], SOME] = ()
     """Requests that are looked for."""
+    adapters: Annotated[tuple[AdapterRef, ...], SOME] | None = None
+    """The adapters that are served, by which requests may name one. None: they are as they were told before."""

@@ -56,6 +56,8 @@ class KeptAnswer(Message, frozen=True):
     """Why the answer ended: ``stop`` or ``length``. Empty while it runs, and for one that was cut before its end, which
     can go on from its tokens."""
     stop_token: Uint32 | None = None
+    adapter: str = ""
+    """The digest of the adapter that it is computed with; empty: of none."""
 
 
 class Detach(Message, frozen=True, tag="detach"):

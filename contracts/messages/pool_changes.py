@@ -10,6 +10,7 @@ from msgspec import field
 
 from twinpool.contracts.ids import Role, WorkerName
 from twinpool.contracts.message_types import NAME_LENGTH, SOME, Message, Name, Uint32, Uint64
+from twinpool.contracts.sampling_params import AdapterRef
 
 MAX_SETTINGS_BYTES = 256 * 1024
 """The longest change of settings, as JSON."""
@@ -81,7 +82,20 @@ class SetRole(Message, frozen=True, tag="role"):
     """Whether the role that it has may be left without a worker."""
 
 
-OperatorChange = PoolChange | DrainWorkers | UndrainWorkers | SetRole
+class LoadAdapter(Message, frozen=True, tag="load_adapter"):
+    """Serve an adapter under its name, in place of another one of that name where `replace` says so."""
+
+    adapter: AdapterRef
+    replace: bool = False
+
+
+class UnloadAdapter(Message, frozen=True, tag="unload_adapter"):
+    """Serve an adapter no more. Requests that have it go on with it."""
+
+    name: Name
+
+
+OperatorChange = PoolChange | DrainWorkers | UndrainWorkers | SetRole | LoadAdapter | UnloadAdapter
 """All changes that one call of the controller takes (`contracts.messages.calls`)."""
 
 

@@ -110,6 +110,8 @@ class WorkerStatus(Message, frozen=True):
     """What the start of its next incarnation waits for, as far as the controller knows; empty where it doesn't wait."""
     ungranted: Uint32 = 0
     """Its requests that wait for pages."""
+    adapters: Annotated[tuple[str, ...], SOME] = ()
+    """Digests of the adapters that it has in memory."""
 
 
 class CheckReport(Message, frozen=True):

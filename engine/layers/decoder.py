@@ -30,7 +30,8 @@ from twinpool.engine.attention.attention_plan import AttentionPlan, SlotPlan
 from twinpool.engine.attention.kv_quantization import store
 from twinpool.engine.layers.norm import add_rms_norm, rms_norm
 from twinpool.engine.native.current_kernels import LayerKernels, using
-from twinpool.engine.tensors.row_exact_linear import Numerics, RowExactLinear, tanh
+from twinpool.engine.tensors.adapters import StepAdapters
+from twinpool.engine.tensors.row_exact_linear import AdaptedLayer, Numerics, RowExactLinear, tanh
 from twinpool.engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
 
 if TYPE_CHECKING:
@@ -70,12 +71,16 @@ class ForwardContext:
     there."""
     pictured: tuple[Tensor, Tensor] | None = None
     """Places among the step's rows, [n] int64, and what stands there in place of rows of the embedding, [n, hidden]."""
+    adapters: StepAdapters | None = None
+    """The adapters of the step's rows; None: no row has one."""
     scratch: dict[Any, Any] = field(default_factory=dict)
     """Values that a layer leaves for later layers of the same step, such as selections."""
 
     def linear(self, x_mk: Tensor, linear: RowExactLinear) -> Tensor:
         """Compute a product of padded rows; summed over ranks where each rank has a part of it."""
         out = self.numerics.linear(x_mk, linear) if self.numerics.tiled else linear.product(x_mk)
+        if self.adapters is not None and linear.layers:
+            self.adapters.add(out, x_mk, linear, self.numerics)
         return self.sum(out) if linear.partial else out
 
     def sum(self, x: Tensor) -> Tensor:
@@ -242,6 +247,8 @@ class Decoder:
     """Logits are squeezed to plus or minus this by a hyperbolic tangent; 0: not at all."""
     kernels: LayerKernels | None = None
     """The kernels that layers use; None: torch's operations alone."""
+    adapted: Mapping[str, AdaptedLayer] = field(default_factory=dict)
+    """The layers that adapters may add to, by name."""
     prepare: Callable[[Tensor, Tensor, ForwardContext], None] | None = None
     """Called first with tokens [M] and embeddings [M, hidden]; leaves further inputs of layers in the scratch."""
     draft: DraftLayer | None = None
@@ -271,6 +278,7 @@ class Decoder:
                 if ctx.passed is not None and self.draft is None:
                     ctx.passed()
             if self.draft is not None:
+                ctx.adapters = None  # They are the model's alone.
                 features_mh = self.draft.features(tapped or [self.norm(x_mh)], ctx)
                 self.draft.keep(features_mh, ctx)
                 self.draft(self._draft_embedded(tokens_m), self.draft.before(features_mh, ctx), ctx)

@@ -53,8 +53,8 @@ class PlainMlp:
     ) -> None:
         """`activation` takes and returns the model's dtype; it may change its argument."""
         units = weights.shard.axis(inner, what="inner units")
-        self._up = weights.linear({names[0]: units}, hidden, bias=bias)
-        self._down = weights.linear({names[1]: hidden}, units, bias=bias)
+        self._up = weights.linear({names[0]: units}, hidden, bias=bias, adapts=True)
+        self._down = weights.linear({names[1]: hidden}, units, bias=bias, adapts=True)
         self._activation = activation
 
     def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> Tensor:
@@ -78,8 +78,8 @@ class GatedMlp:
         """`activation` takes and returns float32; it may change its argument. `fused`: the name of one weight that has
         the rows of the gate, then those of `up_proj`. `names`: those of gate, up and down."""
         units = weights.shard.axis(inner, what="inner units")
-        self._gate_up = weights.linear({names[0]: units, names[1]: units}, hidden, bias=bias, fused=fused)
-        self._down = weights.linear({names[2]: hidden}, units, bias=bias)
+        self._gate_up = weights.linear({names[0]: units, names[1]: units}, hidden, bias=bias, fused=fused, adapts=True)
+        self._down = weights.linear({names[2]: hidden}, units, bias=bias, adapts=True)
         self._activation = activation
 
     def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> Tensor:

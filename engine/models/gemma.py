@@ -123,8 +123,8 @@ class GemmaAttention:
         q, kv = shard.axis(model.heads, dim), shard.axis(kind.kv_heads, dim, "key-value heads")
         self._heads, self._kv = q.count // dim, kv.count // dim if owner else 0
         rows = {"q_proj": q} | ({"k_proj": kv} if owner else {}) | ({"v_proj": kv} if owner and values else {})
-        self._in = weights.linear(rows, model.hidden, bias=bias)
-        self._out = weights.linear({"o_proj": model.hidden}, q, bias=bias)
+        self._in = weights.linear(rows, model.hidden, bias=bias, adapts=True)
+        self._out = weights.linear({"o_proj": model.hidden}, q, bias=bias, adapts=True)
         self._values = values
         norms = [model.norm_weight(weights, "q_norm.weight", dim).expand(self._heads, -1)]
         if owner:

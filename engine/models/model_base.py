@@ -135,6 +135,7 @@ class Model(ABC):
         else:
             head = weights.linear({"lm_head": self.spec.vocab_size}, self.hidden, bias=self.head_bias)
         embed = table if isinstance(table, Tensor) else head if tied else weights.made(table)
+        adapted = dict(weights.adapted)  # Before what drafts: adapters add nothing to that.
         draft: DraftLayer | None = None
         if self.eagle is not None:
             draft = self.eagle.build(weights.of(self.eagle.spec), FULL_POOL)
@@ -143,7 +144,7 @@ class Model(ABC):
         tower = None
         if self.spec.pictures is not None and draft is None:  # A draft layer would take keys of pictures for tokens.
             tower = PixtralTower.read(weights, self.spec.pictures, self.hidden, self.eps)
-        return Decoder(embed, layers, norm, head, draft=draft, tower=tower)
+        return Decoder(embed, layers, norm, head, draft=draft, tower=tower, adapted=adapted)
 
     def draft_layer(self, weights: Weights, whole: Weights) -> DraftLayer:
         """Build the layer that predicts further tokens, whose tensors are below `weights`, by DeepSeek's names."""

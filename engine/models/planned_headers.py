@@ -21,12 +21,12 @@ from torch import Tensor
 
 from twinpool.contracts.checkpoint.json_fields import JsonFields
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
-from twinpool.contracts.checkpoint.safetensors_headers import TensorHeader
+from twinpool.contracts.checkpoint.safetensors_headers import TensorHeader, canonical_name, spelled_names
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import CheckpointError
 from twinpool.engine.models.registry import DEFAULTS, unchecked_model
 from twinpool.engine.tensors.shard import ShardAxis
-from twinpool.engine.tensors.weight_loader import LoadFiles, Weights, canonical_name, is_product, spelled_names
+from twinpool.engine.tensors.weight_loader import LoadFiles, Weights, is_product
 from twinpool.engine.weight_formats.block_weight import Weight
 
 PLANNED = ("fp8", "mxfp4", "compressed-tensors")

@@ -48,6 +48,7 @@ _SOURCES = (
     "threads.h",
     "chains.h",
     "rows.h",
+    "low_rank.h",
     "gemm.h",
     "block_gemm.h",
     "tile_gemm.h",

@@ -4,6 +4,7 @@
 #include "block_gemm.h"
 #include "gemm.h"
 #include "int8_gemm.h"
+#include "low_rank.h"
 #include "rows.h"
 #include "tile_gemm.h"
 
@@ -22,6 +23,12 @@
                        const int32_t *tables, const int32_t *first_pages, const int32_t *starts,                      \
                        const int32_t *offsets, const float *sinks, T *out) {                                          \
         attend(*a, sequences, q, *pages, tables, first_pages, starts, offsets, sinks, out);                           \
+    }
+
+#define FOR_ADAPTERS(T, name)                                                                                         \
+    void add_low_rank_##name(const LowRank<T> *table, long layers, const int32_t *numbers, const T *x, long x_stride, \
+                             long k, T *out, long out_stride, long m, float *scratch, long width) {                   \
+        add_low_rank(table, layers, numbers, x, x_stride, k, out, out_stride, m, scratch, width);                     \
     }
 
 #define FOR_BLOCKS(T, name, block_product)                                                                            \
@@ -56,6 +63,8 @@ extern "C" {
 void set_threads(int count) { omp_set_num_threads(count); }
 FOR_DTYPE(float, float32)
 FOR_DTYPE(bf16, bfloat16)
+FOR_ADAPTERS(float, float32)
+FOR_ADAPTERS(bf16, bfloat16)
 FOR_BLOCKS(float, float32, block_product)
 FOR_BLOCKS(bf16, bfloat16, block_tile_product)
 void pack_codes(const uint8_t *codes, uint8_t *packed, long n, long k, int bits) {

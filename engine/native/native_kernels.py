@@ -45,6 +45,18 @@ class AttentionShape(ctypes.Structure):
     ]
 
 
+class LowRank(ctypes.Structure):
+    """One layer's factors of one adapter: the struct of low_rank.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("down", "up")),
+        *((name, ctypes.c_long) for name in ("rank", "n", "column", "at")),
+    ]
+
+
+LOW_RANK_QUANTUM = 4  # `RANKS` of low_rank.h, of which `at` and `width` are multiples.
+
+
 class _Pages(ctypes.Structure):
     """Keys and values of all pages: the struct of attention.h."""
 
@@ -87,6 +99,7 @@ _SIGNATURES = {
     "silu_product": "ppll",
     "rope_and_store": "pplpppppp" + "ppl",
     "attend": "plpppppppp",
+    "add_low_rank": "plppllpllpl",
     "packed_elements": "ll",
     "pack": "ppll",
     "product": "plpppllll",
@@ -183,6 +196,19 @@ class NativeKernels:
         out = torch.empty(rows, width, dtype=gate_up_mn.dtype)
         self.functions["silu_product", out.dtype](gate_up_mn.data_ptr(), out.data_ptr(), rows, width)
         return out
+
+    def add_low_rank(
+        self, table: ctypes.Array[LowRank], layers: int, numbers_m: Tensor, x_mk: Tensor, out_mn: Tensor, width: int
+    ) -> None:
+        """Add to rows of `out_mn` what their adapters' factors make of rows of `x_mk`. `table` has `layers` of each
+        adapter; `numbers_m`, int32: a row's adapter, or -1; `width`: of all down products of one adapter."""
+        rows, k = x_mk.shape
+        x_mk = x_mk if x_mk.stride(1) == 1 else x_mk.contiguous()
+        scratch = torch.empty(rows, width)
+        self.functions["add_low_rank", out_mn.dtype](
+            table, layers, numbers_m.data_ptr(), x_mk.data_ptr(), x_mk.stride(0), k, out_mn.data_ptr(),
+            out_mn.stride(0), rows, scratch.data_ptr(), width,
+        )  # fmt: skip
 
     def rope_and_store(
         self,

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from twinpool.cache.allocation import TableSlice
 from twinpool.cache.device.device_port import Completion
-from twinpool.contracts.sampling_params import SamplingParams, TokenDifference, TokenLogprob
+from twinpool.contracts.sampling_params import AdapterRef, SamplingParams, TokenDifference, TokenLogprob
 from twinpool.engine.layers.picture_tower import PlacedRows
 from twinpool.engine.runner.device_rows import TokenHistory
 from twinpool.engine.runner.sampling.logits_processors import TokenMask
@@ -102,6 +102,8 @@ class BatchRow(NamedTuple):
     """How many of the best tokens are listed at each scored position."""
     replay: KnownAnswer | None = None
     """The known answer that the row's tokens belong to, to be drawn again."""
+    adapter: AdapterRef | None = None
+    """The adapter that the sequence is computed with, which is in memory; None: the model alone."""
     drafted: int = 0
     """How many of the row's last tokens are drafts, guesses of what will be drawn there. Each is drawn as well, so a
     row with drafts draws `1 + drafted` tokens; those behind the first draft that wasn't drawn are worth nothing."""

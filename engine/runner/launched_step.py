@@ -18,6 +18,7 @@ from twinpool.engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenD
 from twinpool.engine.runner.device_rows import PlannedHistories, PlannedTables
 from twinpool.engine.runner.sampling.redraw import RedrawnTokens
 from twinpool.engine.runner.sampling.sampler import DrawnRows, Logprobs
+from twinpool.engine.tensors.adapters import StepAdapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class PlannedStep:
     """Of state pools."""
     histories: PlannedHistories | None
     """Of rows that draw by a history; None where none does."""
+    adapters: StepAdapters | None = None
+    """Those of its rows; None where no row has one."""
 
 
 @dataclass

@@ -47,6 +47,7 @@ from twinpool.engine.runner.launched_step import ForwardResults, LaunchedStep, P
 from twinpool.engine.runner.sampling.logits_processors import TokenMask
 from twinpool.engine.runner.sampling.redraw import RedrawnTokens, redraw
 from twinpool.engine.runner.sampling.sampler import DrawnRows, Logprobs, draw_tokens, token_logprobs
+from twinpool.engine.tensors.adapters import AdapterStore, StepAdapters
 from twinpool.engine.tensors.row_exact_linear import Numerics
 from twinpool.engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
 
@@ -89,6 +90,8 @@ class ModelRunner:
         self._logits_at_once = _LOGIT_ELEMENTS // decoder.head.shape[0]
         self.pictures = PictureEncoder(decoder.tower, _PICTURE_BYTES) if decoder.tower is not None else None
         """What computes pictures, where the model takes any."""
+        self.adapters: AdapterStore | None = None
+        """Where the adapters of rows are; None: no row may have one."""
         self.graphs: StepGraphs | None = None
         """The captured forward passes of decode steps, where there are any."""
 
@@ -223,7 +226,8 @@ class ModelRunner:
                 count = 1 + row.drafted
                 start, at = int(shape.ends[i]) - count, int(shape.offsets[i + 1]) - count
                 entered[i] = EnteredTokens(row.draw.tokens, start, at, count)
-        return PlannedStep(shape, tables, slots, self._histories.plan(entered) if entered else None)
+        histories = self._histories.plan(entered) if entered else None
+        return PlannedStep(shape, tables, slots, histories, adapters_of(rows, shape, self.adapters, self.numerics))
 
     def forward(self, rows: Sequence[BatchRow]) -> list[RowOutput]:
         """Launch one step and wait for it: one output a row, in order."""
@@ -278,7 +282,7 @@ class ModelRunner:
 
     def _replayed(self, tokens_m: Tensor, ctx: ForwardContext, doors: Mapping[str, GatePass]) -> Tensor | None:
         """Replay a step that was captured: as `Decoder.forward`; None where the step has to be launched by kernels."""
-        if self.graphs is None or any(door.gates for door in doors.values()):
+        if self.graphs is None or ctx.adapters is not None or any(door.gates for door in doors.values()):
             return None
         return self.graphs.replay(tokens_m, ctx)
 
@@ -382,6 +386,7 @@ class ModelRunner:
             slots,
             doors,
             self.ranks,
+            adapters=planned.adapters,
         )
 
     def _stale(self, ctx: ForwardContext, planned: PlannedStep) -> Tensor:
@@ -454,3 +459,16 @@ def _mute(ctx: ForwardContext, stale_b: Tensor) -> None:
     if not stale_b.is_cpu or stale_b.any():
         ctx.plans = {pool: muted(plan, stale_b) for pool, plan in ctx.plans.items()}
         ctx.slots = {pool: muted_slots(plan, stale_b) for pool, plan in ctx.slots.items()}
+
+
+def adapters_of(
+    rows: Sequence[BatchRow], shape: StepShape, store: AdapterStore | None, numerics: Numerics
+) -> StepAdapters | None:
+    """The adapters of a step's rows, which are in memory; None where no row has one."""
+    if all(row.adapter is None for row in rows):
+        return None
+    assert store is not None, "nobody without adapters has let such a request in"
+    used = [None if row.adapter is None else store.loaded[row.adapter.digest] for row in rows]
+    held = store.held([one for one in used if one is not None])
+    numbers = [held.number(one) for one in used]
+    return StepAdapters(held, numbers, shape.counts, numerics.padded(int(shape.offsets[-1])))

@@ -32,11 +32,18 @@ from torch import Tensor
 from twinpool.contracts.checkpoint.gguf.gguf_header import is_gguf
 from twinpool.contracts.checkpoint.gguf.gguf_tensors import GgufTensor
 from twinpool.contracts.checkpoint.model_spec import GENERATION_CONFIG, ModelSpec
-from twinpool.contracts.checkpoint.safetensors_headers import FLOATS, INDEX, SINGLE, TensorHeader, read_json
+from twinpool.contracts.checkpoint.safetensors_headers import (
+    FLOATS,
+    INDEX,
+    SINGLE,
+    TensorHeader,
+    canonical_name,
+    read_json,
+)
 from twinpool.contracts.checkpoint.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, read_checkpoint_text
 from twinpool.contracts.errors import CheckpointError, ConfigError
 from twinpool.engine.tensors.shard import ShardAxis
-from twinpool.engine.tensors.weight_loader import Weights, canonical_name, is_product
+from twinpool.engine.tensors.weight_loader import Weights, is_product
 from twinpool.engine.weight_formats.block_formats import PARTS, quantised_layers
 from twinpool.engine.weight_formats.block_weight import dense
 

@@ -18,14 +18,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from twinpool.contracts.checkpoint.safetensors_headers import canonical_name
 from twinpool.engine.native.current_kernels import Product, kernels_for, native_for
 from twinpool.engine.native.native_kernels import PackedBlocks
 from twinpool.engine.tensors.onednn_weight import OneDnnWeight
+from twinpool.engine.tensors.shard import ShardAxis
 from twinpool.engine.weight_formats.block_weight import BlockProduct, BlockStack, Weight
 
 TILE_ROWS = 16
@@ -35,6 +38,41 @@ _QUANTA = (4, 8, 16)
 _PROBE_ROWS = 528
 _PROBE_BATCHES = (4, 8, 12, 16, 20, 24, 28, 32, 36, 44, 48, 52, 60, 64, 80, 96, 128, 132, 200, 256, 260, 272, 400, 512)
 _PROBE_BYTES = 1 << 25
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedLayer:
+    """A layer of the checkpoint that an adapter may add to, as a part of a product's outputs."""
+
+    name: str
+    """As the model's class names it, such as ``model.layers.0.self_attn.q_proj``."""
+    column: int
+    """The first output of the product that is the layer's."""
+    rows: tuple[ShardAxis, ...]
+    """The rows of the layer's weight that this rank has, in runs."""
+    columns: ShardAxis
+    """The columns of the weight that this rank has."""
+    orders: tuple[Tensor | None, ...] = ()
+    """The order in which the rows of each run are taken; None: as they are."""
+
+    @property
+    def outputs(self) -> int:
+        return sum(run.count for run in self.rows)
+
+
+def adapted_layers(
+    names: Sequence[str], axes: Sequence[ShardAxis], orders: Sequence[Tensor | None]
+) -> tuple[AdaptedLayer, ...]:
+    """The layers of a product of stacked weights, by their names in the checkpoint; neighbours of one name are runs of
+    one weight. `axes`: the rows of each, then the columns of all."""
+    *rows, columns = axes
+    layers: list[AdaptedLayer] = []
+    column = 0
+    for name, runs in groupby(zip(names, rows, orders, strict=True), key=lambda run: run[0]):
+        _, runs_of, order = zip(*runs, strict=True)
+        layers.append(AdaptedLayer(canonical_name(name), column, runs_of, columns, order))
+        column += layers[-1].outputs
+    return tuple(layers)
 
 
 class RowExactLinear:
@@ -47,6 +85,8 @@ class RowExactLinear:
 
     heads = 1
     """How many matrices the weight is made of, each for its own part of the columns (`HeadLinear`)."""
+    layers: tuple[AdaptedLayer, ...] = ()
+    """The layers that adapters may add to; empty: none can."""
     heights: tuple[int, ...] = ()
     """The rows of each part of a stack in blocks, each of which is multiplied on its own."""
 

@@ -19,10 +19,16 @@ from torch import Tensor
 
 from twinpool.contracts.checkpoint.gguf.gguf_tensors import GgufTensor
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
-from twinpool.contracts.checkpoint.safetensors_headers import FLOATS, TensorHeader, same_bytes
+from twinpool.contracts.checkpoint.safetensors_headers import FLOATS, ROOTS, TensorHeader, same_bytes, spelled_names
 from twinpool.contracts.errors import CheckpointError, ConfigError
 from twinpool.engine.tensors.gguf_blocks import read_gguf_tensor, read_gguf_weight
-from twinpool.engine.tensors.row_exact_linear import HeadLinear, RowExactLinear, StackedLinear
+from twinpool.engine.tensors.row_exact_linear import (
+    AdaptedLayer,
+    HeadLinear,
+    RowExactLinear,
+    StackedLinear,
+    adapted_layers,
+)
 from twinpool.engine.tensors.shard import WHOLE, Shard, ShardAxis, axes_of, stacked_axes
 from twinpool.engine.weight_formats.block_formats import PARTS, StoredWeight, quantised_layers, read_blocks
 from twinpool.engine.weight_formats.block_weight import (
@@ -53,31 +59,9 @@ _STORED = {
     **{"F8_E8M0": torch.float8_e8m0fnu, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64},
 }
 """The dtypes of tensors of quantised weights, by the names of safetensors."""
-_ROOTS = {
-    "model.": ("model.language_model.", "language_model.model.", "model.text_model.", "backbone.", "model."),
-    "lm_head.": ("language_model.lm_head.", "lm_head."),
-}
-"""How published checkpoints spell the two roots of a text model's tensor names; the plain spelling last."""
 _META = torch.device("meta")
 _AS_STORED: Mapping[str, Tensor] = {}
 T = TypeVar("T")
-
-
-def canonical_name(name: str) -> str:
-    """The name of a tensor or layer as models ask for it, of its name in a checkpoint."""
-    for root, spellings in _ROOTS.items():
-        spelling = next((one for one in spellings if name.startswith(one)), None)
-        if spelling is not None:
-            return root + name.removeprefix(spelling)
-    return name
-
-
-def spelled_names(name: str) -> list[str]:
-    """The names that a tensor or layer may have in checkpoints, of the name that models ask for."""
-    for root, spellings in _ROOTS.items():
-        if name.startswith(root):
-            return [spelling + name.removeprefix(root) for spelling in spellings]
-    return [name]
 
 
 def is_product(layer: str) -> bool:
@@ -96,6 +80,7 @@ class LoadFiles:
     open: dict[Path, Any] = field(default_factory=dict)
     linears: list[RowExactLinear] = field(default_factory=list)
     products: list[tuple[int, int, int]] = field(default_factory=list)
+    adapted: dict[str, AdaptedLayer] = field(default_factory=dict)
     nbytes: int = 0
     mixtures: int = 0
     triton: bool = False
@@ -205,6 +190,11 @@ class Weights:
     def products(self) -> list[tuple[int, int, int]]:
         """(batch, k, n) of batched float32 products of activations, for `probe` as well; layers append theirs."""
         return self._files.products
+
+    @property
+    def adapted(self) -> dict[str, AdaptedLayer]:
+        """The layers made so far that adapters may add to, by name."""
+        return self._files.adapted
 
     @property
     def nbytes(self) -> int:
@@ -394,12 +384,14 @@ class Weights:
         suffix: str = ".weight",
         fused: str = "",
         orders: Mapping[str, Tensor] = _AS_STORED,
+        adapts: bool = False,
     ) -> RowExactLinear:
         """Make one product of weights [rows, columns] that read the same input, stacked by rows in the order given.
 
         `rows` are the rows of each weight by name; with `bias`, each weight has one. `fused`: the name of one weight
         that has the rows of all of them, one below the other. `orders`: the order in which to take a rank's rows of
-        some of them. Where the columns are divided, each rank's product is a part of the sum
+        some of them. `adapts`: it is computed by `ForwardContext.linear`, so that adapters may add to it. Where the
+        columns are divided, each rank's product is a part of the sum
         (`RowExactLinear.partial`). Raises `ConfigError` where ranks would share columns, since their parts would be
         added twice.
         """
@@ -425,7 +417,12 @@ class Weights:
             )
         if partial and self.shard.rank:
             biases = []  # Added once, by the first rank.
-        return self.made(*weights, bias_n=torch.cat(biases) if biases else None, partial=partial)
+        made = self.made(*weights, bias_n=torch.cat(biases) if biases else None, partial=partial)
+        if adapts:
+            full, places = [self._prefix + name for name in names], axes_of((*axes, columns))
+            made.layers = adapted_layers(full, places, [orders.get(name) for name in rows])
+            self._files.adapted |= {layer.name: layer for layer in made.layers}
+        return made
 
     def made(self, *weights: Weight, bias_n: Tensor | None = None, partial: bool = False) -> RowExactLinear:
         """Make a product with the rows of weights that were read before, one below the other; `bias_n` is that of all.
@@ -476,9 +473,9 @@ class Weights:
     def _missing(self, spelled: list[str]) -> str:
         """The name of a tensor that isn't there, in the spelling that this checkpoint has for others."""
         full = spelled[-1]
-        root = next((root for root in _ROOTS if full.startswith(root)), "")
+        root = next((root for root in ROOTS if full.startswith(root)), "")
         if root and root not in self._files.roots:
-            spellings = _ROOTS[root]
+            spellings = ROOTS[root]
             there = (s for s in spellings if any(name.startswith(s) for name in self.spec.headers))
             self._files.roots[root] = next(there, root)
         return self._files.roots[root] + full.removeprefix(root) if root else full

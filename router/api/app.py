@@ -125,7 +125,7 @@ async def _serve(
 
 def _refusal(service: RouterService, exchange: HttpExchange) -> ApiError | None:
     """Return why a request may not pass, None where it may; notes who asks. Operators have a token of their own."""
-    if exchange.path.startswith("/cluster/"):
+    if exchange.path.startswith("/cluster/") or exchange.path in ADAPTER_PATHS:
         return admin.forbidden(service, exchange)
     keys = service.admission.keys
     if keys is None or exchange.path in WITHOUT_KEY or exchange.path in PAGE_ROUTES or exchange.path in FRONT_ROUTES:
@@ -140,7 +140,7 @@ def _refusal(service: RouterService, exchange: HttpExchange) -> ApiError | None:
         return ApiError(401, "this API key is not known", "authentication_error", "invalid_api_key")
     exchange.tenant = tenant
     models = keys.limits(tenant).models
-    if models and not set(models) & set(service.spec.names):
+    if models and not set(models) & {*service.spec.names, *service.intake.adapters}:
         message = f"{tenant} may use {' and '.join(models)}; this server has {' and '.join(service.spec.names)}"
         return ApiError(403, message, "permission_error", "model_not_allowed")
     return None
@@ -326,24 +326,25 @@ async def _count(service: RouterService, exchange: HttpExchange) -> None:
 
 
 async def _models(service: RouterService, exchange: HttpExchange) -> None:
-    models = [_model(service, name) for name in service.spec.names]
+    models = [_model(service, name) for name in (*service.spec.names, *service.intake.adapters)]
     await exchange.answer_json(200, {"object": "list", "data": models})
 
 
 async def _one_model(service: RouterService, exchange: HttpExchange) -> None:
     name = exchange.path.removeprefix("/v1/models/")
-    check_model({"model": name}, service.spec)
+    check_model({"model": name}, service.spec, service.intake.adapters)
     await exchange.answer_json(200, _model(service, name))
 
 
 def _model(service: RouterService, name: str) -> dict[str, Any]:
+    adapter = service.intake.adapters.get(name)
     return {
         "id": name,
         "object": "model",
         "created": service.started,
         "owned_by": "twinpool",
-        "root": service.spec.name,
-        "parent": None,
+        "root": service.spec.name if adapter is None else adapter.path,
+        "parent": None if adapter is None else service.spec.name,
         "max_model_len": service.spec.context,
         "tools": service.intake.tools,
         "sampling_defaults": sampling_defaults(service.spec),
@@ -430,6 +431,8 @@ ROUTES: Routes = {
     "/cluster/add": {"POST": changes.add},
     "/cluster/scale": {"POST": changes.scale},
     "/cluster/apply": {"POST": changes.apply},
+    "/v1/load_lora_adapter": {"POST": admin.load_adapter},
+    "/v1/unload_lora_adapter": {"POST": admin.unload_adapter},
 }
 PREFIX_ROUTES: Routes = {
     "/v1/models/": {"GET": _one_model},
@@ -447,9 +450,13 @@ PAGE_ROUTES: Routes = {path: {"GET": admin.page} for path in admin.page_files()}
 """The files of the dashboard's page, which say nothing of the cluster; it asks for `/cluster/dashboard`."""
 FRONT_ROUTES: Routes = {FRONT: {"GET": _front}}
 """What is here; the operators' port has one of its own."""
-OPERATORS = frozenset({"/metrics", "/load"}) | {
-    path for path in (*ROUTES, *PREFIX_ROUTES) if path.startswith("/cluster/")
-}
+ADAPTER_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+"""What only operators may ask for, though it isn't below ``/cluster/``: clients of vLLM know these paths."""
+OPERATORS = (
+    frozenset({"/metrics", "/load"})
+    | ADAPTER_PATHS
+    | {path for path in (*ROUTES, *PREFIX_ROUTES) if path.startswith("/cluster/")}
+)
 """Paths that only the operators' port has, where there is one: they name tenants, workers and nodes."""
 CLIENT_ROUTES = {path: methods for path, methods in ROUTES.items() if path not in OPERATORS}
 CLIENT_PREFIX_ROUTES = {path: methods for path, methods in PREFIX_ROUTES.items() if path not in OPERATORS}

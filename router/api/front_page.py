@@ -24,9 +24,7 @@ _WHY = {
         "/v1/embeddings", "/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/pooling",
         "/classify", "/v1/moderations",
     ),
-    "adapters (LoRA) are not supported: there is one set of weights": (
-        "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter",
-    ),
+    "adapters (LoRA) are loaded by /v1/load_lora_adapter": ("/load_lora_adapter", "/unload_lora_adapter"),
     "only text is taken and answered: there are no images and no audio": (
         "/v1/images", "/v1/audio", "/v1/videos", "/v1/realtime",
     ),

@@ -2,7 +2,8 @@
 
 A worker can be chosen when it is ready and linked, has room for the whole sequence, is admitted by its circuit breaker
 and isn't avoided by this request. Both workers of a pair must be of one hand-over class, and an answer that has begun
-goes on in its numerics class. A decode worker to which the chosen prefill worker has failed to hand this request over
+goes on in its numerics class. A request with an adapter goes to builds that know adapters alone, and first to workers
+that have its adapter in memory. A decode worker to which the chosen prefill worker has failed to hand this request over
 is left out while there is another. Among the workers that are left, the policy decides
 (`router/core/routing_policies.py`).
 
@@ -34,7 +35,7 @@ from twinpool.contracts.messages.request_record import (
     RefusedWorkers,
     WorkerCandidate,
 )
-from twinpool.contracts.messages.stream_frames import knows_pictures
+from twinpool.contracts.messages.stream_frames import ADAPTERS_SINCE, knows_pictures
 from twinpool.router.core.routing_policies import LocalPrefill, LocalReason, RoutingAsk, RoutingPolicy
 from twinpool.router.kv_indexer.prefix_indexes import PrefixIndexes, PromptHits
 from twinpool.router.state.able_workers import AbleWorkers
@@ -104,6 +105,8 @@ def _refused(seen: Considered, r: RoutedRequest) -> tuple[RefusedWorkers, ...]:
 
 def _left_out(entry: WorkerEntry, seen: Considered, r: RoutedRequest) -> str:
     """Why a worker that could take requests was left out of this choice."""
+    if not takes_adapters(r, entry):
+        return "of a build that knows no adapters"
     if r.avoid.get(entry.key, 0.0) > seen.ask.now:
         return "avoided after it failed this request"
     if seen.peer is not None and (seen.peer.key, entry.key) in r.spoiled:
@@ -115,6 +118,35 @@ def _left_out(entry: WorkerEntry, seen: Considered, r: RoutedRequest) -> str:
     if seen.role is Role.PREFILL:
         return "no decode worker that could take the request is of its hand-over class"
     return "it has no room for more prompts"
+
+
+LOAD_OF_LOADING = {Role.PREFILL: 2048, Role.COLOCATED: 2048, Role.DECODE: 4}
+"""How much more, in the unit of its load, a worker that has a request's adapter in memory may have in flight than the
+others before one of them gets it, and reads the adapter's files first."""
+
+
+def takes_adapters(r: RoutedRequest, entry: WorkerEntry) -> bool:
+    """Whether a worker would compute this request with its adapter, if it has one."""
+    return r.sampling.adapter is None or entry.record.stream_protocol >= ADAPTERS_SINCE
+
+
+def with_adapter(r: RoutedRequest, able: AbleWorkers) -> AbleWorkers:
+    """Those that would compute the request with its adapter: an older build would leave it out."""
+    return able if r.sampling.adapter is None else able.where(lambda e: takes_adapters(r, e))
+
+
+def holding_adapter(r: RoutedRequest, able: AbleWorkers) -> AbleWorkers:
+    """Those that have the request's adapter in memory, where one of them has little more in flight than all others;
+    else all."""
+    adapter = r.sampling.adapter
+    if adapter is None or not able:
+        return able
+    holding = able.where(lambda e: adapter.digest in e.status.adapters)
+    if not holding:
+        return able
+    slack = LOAD_OF_LOADING[next(iter(able)).record.role]
+    least, mine = (int(some.column("whole_load").min()) for some in (able, holding))
+    return holding if mine <= least + slack else able
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +216,7 @@ class Placement:
         classes = decoders = None
         if to_decode:
             # The request can only go on where a decode worker is of the same hand-over class.
-            decoders = self._able(Role.DECODE, r, r.avoid, now, None)
+            decoders = with_adapter(r, self._able(Role.DECODE, r, r.avoid, now, None))
             if not decoders:
                 return None  # before the indexes are asked: many requests may wait
             classes = decoders.classes()
@@ -201,7 +233,7 @@ class Placement:
             able = able.where(lambda e: e.key not in spoiled) or able
         if not able:
             return None
-        ask = self._ask(r, hits, now)
+        able, ask = holding_adapter(r, able), self._ask(r, hits, now)
         decode = self._policy.decode(able, ask)
         return WorkerPair(prefill, decode, considered=(seen, Considered(Role.DECODE, able, decode, ask, peer=prefill)))
 
@@ -210,7 +242,7 @@ class Placement:
     ) -> WorkerPair | None:
         """A decode worker that computes the prompt itself, where that is better than `pair`, or there is no pair; else
         None."""
-        able = self._in_class(r, self._able(Role.DECODE, r, r.avoid, now, None))
+        able = with_adapter(r, self._in_class(r, self._able(Role.DECODE, r, r.avoid, now, None)))
         if not able:
             return None
         reason = LocalReason.EARLIER
@@ -241,9 +273,10 @@ class Placement:
     def _pick_prefill(
         self, role: Role, r: RoutedRequest, now: float, classes: Container[str] | None
     ) -> Considered | None:
-        able = self._in_class(r, self._able(role, r, r.avoid, now, classes))
+        able = with_adapter(r, self._in_class(r, self._able(role, r, r.avoid, now, classes)))
         if not able:
             return None
+        able = holding_adapter(r, able)
         ask = self._ask(r, self._indexes.hits(r.hashes, now), now)
         return Considered(role, able, self._policy.prefill(able, ask), ask)
 
@@ -258,7 +291,7 @@ class Placement:
         """A worker of one of these hand-over classes that a running request can migrate to; None while there is none.
         `avoid`: workers not to choose, each with the time until when."""
         role = Role.COLOCATED if self._workers.colocated else Role.DECODE
-        able = self._able(role, r, avoid, now, classes)
+        able = holding_adapter(r, with_adapter(r, self._able(role, r, avoid, now, classes)))
         return self._chosen(self._policy.decode(able, self._ask(r, PromptHits(), now))) if able else None
 
     def _able(

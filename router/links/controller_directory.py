@@ -48,6 +48,7 @@ from twinpool.contracts.messages.request_record import (
 )
 from twinpool.contracts.messages.router_report import RouterReport
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
+from twinpool.contracts.sampling_params import AdapterRef
 from twinpool.contracts.wire.controller_turns import ControllerTurns, call_leader
 from twinpool.contracts.wire.grpc_calls import CallChannel, CallFailed
 from twinpool.router.links.grpc_worker import LINK_TIMEOUT_S, GrpcWorkerClient
@@ -106,6 +107,7 @@ class ControllerDirectory:
         where calls go without TLS."""
         self._controllers = ControllerTurns(target)
         self._told: ControlPlane | None = None
+        self.adapters: tuple[AdapterRef, ...] = ()
         self._certificate = certificate
         self._link_timeout_s = link_timeout_s
         self._listeners: list[Callable[[tuple[WorkerView, ...]], None]] = []
@@ -226,6 +228,8 @@ class ControllerDirectory:
                 rows[status.name] = replace(row, status=fresh)
         if message.control_plane is not None:
             self._told = message.control_plane if message.control_plane.leader else None
+        if message.adapters is not None:
+            self.adapters = message.adapters
         for ask in message.record_asks:
             if self._answer is not None:
                 self._answer(ask.number, ask.request_id)

@@ -98,6 +98,7 @@ _OF_KIND: dict[ErrorKind, tuple[int, str, str]] = {
     ErrorKind.TOO_LONG: (400, "invalid_request_error", "invalid"),
     ErrorKind.GRAMMAR: (400, "invalid_request_error", "invalid"),
     ErrorKind.OVERLOADED: (503, "server_error", "overloaded"),
+    ErrorKind.ADAPTER: (503, "server_error", "adapter_unavailable"),
     ErrorKind.DEADLINE: (504, "server_error", "deadline"),
     ErrorKind.LATE: (429, "rate_limit_error", "slo_unreachable"),
     ErrorKind.NONFINITE: (500, "server_error", "nonfinite_logits"),

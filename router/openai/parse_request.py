@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from msgspec.structs import replace
+
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.errors import RequestError
-from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.contracts.sampling_params import AdapterRef, SamplingParams
 from twinpool.router.openai.chat_format import AnswerFormat
 from twinpool.router.openai.request_fields import (
     BIAS,
@@ -37,6 +39,13 @@ ChatMessages = tuple[dict[str, Any], ...]
 AnswerShape = Literal["openai", "anthropic", "responses"]
 """Whose answers an answer looks like: those of OpenAI's completions and chats, of Anthropic's Messages API, or of
 OpenAI's Responses API."""
+
+
+Adapters = Mapping[str, AdapterRef]
+"""The adapters that are served, by the name that a request's `model` has."""
+NO_ADAPTERS: Adapters = {}
+MAX_NAMED = 8
+"""Adapters that an error names at most."""
 
 
 class UnknownModel(RequestError):
@@ -100,35 +109,40 @@ class GenerateRequest:
     """The fields of the body that have no effect, as `router.openai.request_fields` writes them."""
 
     @property
+    def model_name(self) -> str:
+        """The name of its adapter; empty where it has none."""
+        return "" if self.sampling.adapter is None else self.sampling.adapter.name
+
+    @property
     def choices(self) -> int:
         """The number of answers; choice `i` is of prompt ``i // n``."""
         return len(self.prompts) * self.n if not self.chat else self.n
 
 
-def read_completion(body: Mapping[str, Any], spec: ModelSpec) -> GenerateRequest:
-    """Read a body of `/v1/completions`.
+def read_completion(body: Mapping[str, Any], spec: ModelSpec, adapters: Adapters = NO_ADAPTERS) -> GenerateRequest:
+    """Read a body of `/v1/completions`. `adapters`: those that are served.
 
     Raises `RequestError` naming the field that is wrong, `UnknownModel` for a model that isn't served.
     """
-    check_model(body, spec)
+    adapter = check_model(body, spec, adapters)
     values, ignored = read_fields(body, COMPLETION)
     prompts = _read_prompts(body.get("prompt"), spec)
-    common = _read_common(body, values, spec, COMPLETION, ignored, values.get("logprobs"))
+    common = _read_common(body, values, spec, COMPLETION, ignored, values.get("logprobs"), adapter)
     return GenerateRequest(chat=False, prompts=prompts, **common)
 
 
-def read_chat(body: Mapping[str, Any], spec: ModelSpec) -> GenerateRequest:
-    """Read a body of `/v1/chat/completions`; its prompt is rendered later.
+def read_chat(body: Mapping[str, Any], spec: ModelSpec, adapters: Adapters = NO_ADAPTERS) -> GenerateRequest:
+    """Read a body of `/v1/chat/completions`; its prompt is rendered later. `adapters`: those that are served.
 
     Raises `RequestError` naming the field that is wrong, `UnknownModel` for a model that isn't served.
     """
-    check_model(body, spec)
+    adapter = check_model(body, spec, adapters)
     values, ignored = read_fields(body, CHAT)
     if values.get("top_logprobs") and not values.get("logprobs"):
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     logprobs = values.get("top_logprobs", 0) if values.get("logprobs") else None
     messages, template_args, tool_use = read_messages(body.get("messages")), _template_args(body), read_tools(body)
-    common = _read_common(body, values, spec, CHAT, ignored, logprobs)
+    common = _read_common(body, values, spec, CHAT, ignored, logprobs, adapter)
     return GenerateRequest(
         chat=True,
         messages=messages,
@@ -139,22 +153,24 @@ def read_chat(body: Mapping[str, Any], spec: ModelSpec) -> GenerateRequest:
     )
 
 
-def check_model(body: Mapping[str, Any], spec: ModelSpec) -> None:
-    """Raise `UnknownModel` for a model that isn't served, and `RequestError` where `model` is no string.
+def check_model(body: Mapping[str, Any], spec: ModelSpec, adapters: Adapters = NO_ADAPTERS) -> AdapterRef | None:
+    """Return the adapter that a body's `model` names; None where it names the model itself, or nothing.
 
-    A body without `model` is fine.
+    Raises `UnknownModel` for a model that isn't served, and `RequestError` where `model` is no string.
     """
     model = body.get("model")
     if model is None:
-        return
+        return None
     if not isinstance(model, str):
         raise RequestError(f"model must be a string; got {describe(model)}", param="model")
-    if model not in spec.names:
-        served = " and ".join(map(repr, spec.names))
-        raise UnknownModel(
-            f"the model {describe(model)} does not exist; this server has {served}, and no adapters (LoRA)",
-            param="model",
-        )
+    if model in spec.names:
+        return None
+    if model in adapters:
+        return adapters[model]
+    served = " and ".join(map(repr, spec.names))
+    others = f"adapters (LoRA): {', '.join(list(adapters)[:MAX_NAMED])}" if adapters else "no adapters (LoRA)"
+    message = f"the model {describe(model)} does not exist; this server has {served}, and {others}"
+    raise UnknownModel(message, param="model")
 
 
 def _read_common(
@@ -164,6 +180,7 @@ def _read_common(
     fields: Mapping[str, RequestField],
     ignored: tuple[str, ...],
     logprobs: int | None,
+    adapter: AdapterRef | None,
 ) -> dict[str, Any]:
     """Return the fields of a `GenerateRequest` that chats and completions share."""
     options = _read_stream_options(body.get("stream_options"), values["stream"])
@@ -173,13 +190,14 @@ def _read_common(
     if values.get("truncate_prompt_tokens") == 0:
         raise RequestError("truncate_prompt_tokens is 1 or more, or -1", param="truncate_prompt_tokens")
     grammar, asked = read_grammar(body), {fields[name].sets or name: value for name, value in values.items()}
+    sampling = replace(_read_sampling(body, values, spec, grammar, logprobs), adapter=adapter)
     return {
         **{name: value for name, value in asked.items() if name in GenerateRequest.__annotations__},
         "include_usage": options.include_usage,
         "continuous_usage": options.continuous_usage,
         "max_tokens": max_tokens,
         "logprobs": logprobs,
-        "sampling": _read_sampling(body, values, spec, grammar, logprobs),
+        "sampling": sampling,
         "add_generation_prompt": opens_turn(values),
         "stops": _read_stops(body.get("stop")),
         "seeded": values.get("seed") is not None,

@@ -335,9 +335,7 @@ REFUSED: dict[str, FieldRefusal] = {
     **_refuse("stop takes strings, not patterns", "stop_regex", [], ""),
     **_refuse("use include_stop_str_in_output", "no_stop_trim", False),
     **_refuse("repetition isn't looked for; use repetition_penalty", "repetition_detection"),
-    **_refuse(
-        "adapters are not supported: there is one set of weights", "lora_path lora_name lora_request lora adapter", ""
-    ),
+    **_refuse("an adapter is named by model", "lora_path lora_name lora_request lora adapter", ""),
     **_refuse("sessions are not supported; send the whole conversation", "session_params session_id", {}, ""),
     **_refuse("use cache_salt", "extra_key", ""),
     **_refuse(

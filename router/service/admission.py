@@ -26,7 +26,7 @@ from twinpool.contracts.messages.quota import QuotaClaim
 from twinpool.router.links.controller_port import QuotaLessor
 from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
 from twinpool.router.openai.api_errors import BufferFull, QueueFull
-from twinpool.router.openai.parse_request import GenerateRequest
+from twinpool.router.openai.parse_request import GenerateRequest, UnknownModel
 from twinpool.router.openai.request_headers import SLO_HEADER
 from twinpool.router.security.api_keys import ApiKeys
 from twinpool.router.security.tenant_accounts import TenantAccounts
@@ -221,6 +221,13 @@ class Admission:
         """Raise `TenantLimited` where a tenant may not ask for so much now; by default the least. Books nothing."""
         if self.keys is not None:
             self.tenants.check(tenant, self.allowed(tenant), choices, prompt_tokens, self._clock.now())
+
+    def check_model(self, tenant: str, request: GenerateRequest) -> None:
+        """Raise `UnknownModel` where a tenant may not use the adapter that a request names, or the model itself. A key
+        that names one of the model's names may use the model; an adapter must be named."""
+        models, adapter = self.allowed(tenant).models, request.model_name
+        if models and not set(models) & ({adapter} if adapter else set(self._spec.names)):
+            raise UnknownModel(f"{tenant} may use {' and '.join(models)}", param="model")
 
     def book(self, tenant: str, choices: int, prompt_tokens: int) -> None:
         """Book the choices of an answer that begins, and what it takes of its tenant's limits. Raises `TenantLimited`,

@@ -312,11 +312,15 @@ def check_headers(request: GenerateRequest, headers: ResumeHeaders) -> None:
 
 
 def usable(claim: AnswerClaim, request: GenerateRequest, prompts: Sequence[PreparedPrompt]) -> dict[int, FoundAnswer]:
-    """Return what was found that fits the request; what doesn't is of another build, and of no use."""
+    """Return what was found that fits the request; what doesn't is of another build, or of an adapter whose files have
+    changed, and of no use."""
+    digest = "" if request.sampling.adapter is None else request.sampling.adapter.digest
     return {
         index: found
         for index, found in claim.found.items()
-        if index < request.choices and found.answer.prompt_len == len(prompts[index // request.n].tokens)
+        if index < request.choices
+        and found.answer.prompt_len == len(prompts[index // request.n].tokens)
+        and found.answer.adapter == digest
     }
 
 

@@ -31,6 +31,7 @@ from twinpool.contracts.json_logs import log
 from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Event, LegReport
+from twinpool.contracts.sampling_params import AdapterRef
 from twinpool.router.core.answer_lookups import LookupEnded
 from twinpool.router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
 from twinpool.router.core.router_core import RouterCore
@@ -68,7 +69,7 @@ from twinpool.router.state.worker_table import WorkerKey
 from twinpool.router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from twinpool.router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, TextAnswer, body_limit
 from twinpool.router.tokenizer_pool.tokenizer_pool import TokenizerPool
-from twinpool.router.tokenizer_pool.tokenizer_process import FrameKind, setup_frame
+from twinpool.router.tokenizer_pool.tokenizer_process import FrameKind, adapters_frame, setup_frame
 from twinpool.router.tracing.otlp_exporter import SpanSender
 from twinpool.router.verification.audits import AuditEnded, AuditFinding
 from twinpool.router.verification.stream_watch import StreamWatch, log_finding
@@ -118,7 +119,7 @@ class RouterService:
         takes traces in place of OpenTelemetry's exporter. `wall`: seconds since 1970."""
         defaults = read_sampling_defaults(config.router.sampling_defaults, spec.generation_defaults)
         self.spec = served_as(replace(spec, generation_defaults=defaults), config.router.served_model_name)
-        self.config, self.security = config.router, config.security
+        self.config, self.security, self.adapter_settings = config.router, config.security, config.adapters
         self.started = int(time.time())
         self.stop_timeout_s = config.cluster.stop_timeout_s
         self.draining = False
@@ -127,6 +128,8 @@ class RouterService:
         """Requests for text that are read, run or written."""
         self.clock = clock if clock is not None else SystemClock()
         self._mint, self._closed = mint, False
+        self.adapters: tuple[AdapterRef, ...] = ()
+        """The adapters that are served."""
         self._ticker: asyncio.Task[None] | None = None
         self.orders = asyncio.Lock()
         """Held by whoever looks at the workers, orders something of the controller and tells the workers: two orders
@@ -297,6 +300,7 @@ class RouterService:
             began, slo_ms = self.clock.now(), admission.first_token_ms(headers.slo, tenant)
             prepared = await self.readers.prepare(self.intake, asked.kind, asked.raw, tenant, asked.on_gone)
             request, prompts = prepared.request, prepared.prompts
+            admission.check_model(tenant, request)
             prompt_tokens = sum([len(prompt.tokens) for prompt in prompts])
             await admission.lease(tenant, request.choices, prompt_tokens)
         self._check_open()
@@ -346,7 +350,9 @@ class RouterService:
         """Book an answer and hand it to the router core. Raises `SloUnreachable`, `TenantLimited`."""
         keyed, began = opened.keyed, opened.times.began
         routed = opened.routed(self.clock.now(), self._mint() if keyed is not None else "")
-        stream = opened.stream(routed, self.spec.name, self.model_tokenizer, self.config.client_buffer_events)
+        stream = opened.stream(
+            routed, opened.request.model_name or self.spec.name, self.model_tokenizer, self.config.client_buffer_events
+        )
         new = routed if keyed is None else keyed.new(routed)
         if new and (late := self.core.predict_slo_miss(new)) is not None:
             raise SloUnreachable((self.clock.now() - began + late.prediction.seconds) * 1000, slo_ms)
@@ -413,8 +419,16 @@ class RouterService:
     # ------------------------------------------------------------ events in, actions out
 
     def _on_view(self, views: tuple[object, ...]) -> None:
+        self._follow_adapters(self.worker_links.directory.adapters)
         self.core.on_view(self.worker_links.views)
         self._act()
+
+    def _follow_adapters(self, adapters: tuple[AdapterRef, ...]) -> None:
+        """Take in which adapters are served. Requests that were read before keep theirs."""
+        if adapters != self.adapters:
+            self.adapters = adapters
+            self.intake.adapters = {one.name: one for one in adapters if one.name not in self.spec.names}
+            self.readers.adapters = adapters_frame(self.intake.adapters.values())
 
     def _on_linked(self, key: WorkerKey) -> None:
         self.core.on_linked(key)

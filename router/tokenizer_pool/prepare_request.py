@@ -23,10 +23,13 @@ from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.messages.router_commands import Picture
+from twinpool.contracts.sampling_params import ADAPTER_SALT
 from twinpool.router.anthropic.messages_request import read_messages_body
 from twinpool.router.openai.chat_format import ChatFormat, tools_fault
 from twinpool.router.openai.client_grammar import check_grammar, with_special_marks
 from twinpool.router.openai.parse_request import (
+    NO_ADAPTERS,
+    Adapters,
     ChatMessages,
     GenerateRequest,
     Prompt,
@@ -108,6 +111,8 @@ class BodyReader:
         self._model_tokenizer = model_tokenizer
         self._config = config
         self._page_tokens = page_tokens
+        self.adapters: Adapters = NO_ADAPTERS
+        """The adapters that are served, by name."""
         self._chats = ChatFormat(
             model_tokenizer.template_source,
             config.tool_parser,
@@ -117,20 +122,20 @@ class BodyReader:
         )
 
     def completion(self, raw: bytes, tenant: str = "") -> PreparedRequest:
-        return self.prepare(read_completion(self._tree(raw), self._spec), tenant)
+        return self.prepare(read_completion(self._tree(raw), self._spec, self.adapters), tenant)
 
     def chat(self, raw: bytes, tenant: str = "") -> PreparedRequest:
-        return self.prepare(read_chat(self._tree(raw), self._spec), tenant)
+        return self.prepare(read_chat(self._tree(raw), self._spec, self.adapters), tenant)
 
     def messages(self, raw: bytes, tenant: str = "") -> PreparedRequest:
         read = read_messages_body(self._tree(raw))
-        request = _with_ignored(read_chat(read.chat, self._spec), read.ignored)
+        request = _with_ignored(read_chat(read.chat, self._spec, self.adapters), read.ignored)
         return self.prepare(replace(request, shape="anthropic"), tenant)
 
     def responses(self, raw: bytes, tenant: str = "") -> PreparedRequest:
         read = read_responses(self._tree(raw))
         try:
-            request = _with_ignored(read_chat(read.chat, self._spec), read.ignored)
+            request = _with_ignored(read_chat(read.chat, self._spec, self.adapters), read.ignored)
             return self.prepare(replace(request, shape="responses", repeated=json.dumps(read.repeated)), tenant)
         except RequestError as error:
             raise renamed(error) from None
@@ -144,7 +149,7 @@ class BodyReader:
     def count_tokens(self, raw: bytes) -> TextAnswer:
         """Return the answer of ``/v1/messages/count_tokens``."""
         read = read_messages_body({"max_tokens": 1, **self._tree(raw)})
-        prepared = self.prepare(_with_ignored(read_chat(read.chat, self._spec), read.ignored))
+        prepared = self.prepare(_with_ignored(read_chat(read.chat, self._spec, self.adapters), read.ignored))
         told = {"input_tokens": len(prepared.prompts[0].tokens)}
         return TextAnswer(json.dumps(told).encode(), prepared.request.ignored)
 
@@ -155,6 +160,10 @@ class BodyReader:
         """
         if tenant:
             request = replace(request, salt=f"{tenant}\n{request.salt}")
+        elif request.salt.startswith(ADAPTER_SALT):
+            raise RequestError(f"cache_salt can't begin with {ADAPTER_SALT}", param="cache_salt")
+        if (adapter := request.sampling.adapter) is not None:
+            request = replace(request, salt=adapter.salted(request.salt))
         limit = self._config.max_queue
         if request.choices > limit:
             message = f"{request.choices} answers in one request are above the server's queue of {limit}"
@@ -255,7 +264,7 @@ class BodyReader:
     def tokenize(self, raw: bytes) -> TextAnswer:
         """Return the answer of ``/tokenize``."""
         body = self._tree(raw)
-        check_model(body, self._spec)
+        check_model(body, self._spec, self.adapters)
         (values, ignored), prompt = read_fields(body, TOKENIZE), body.get("prompt")
         if body.get("messages") is not None:
             args = read_template_args(body.get("chat_template_kwargs"))
@@ -280,7 +289,7 @@ class BodyReader:
     def detokenize(self, raw: bytes) -> TextAnswer:
         """Return the answer of ``/detokenize``."""
         body = self._tree(raw)
-        check_model(body, self._spec)
+        check_model(body, self._spec, self.adapters)
         _, ignored = read_fields(body, DETOKENIZE)
         tokens = read_tokens(body.get("tokens"), self._spec, "tokens")
         return TextAnswer(json.dumps({"prompt": self._model_tokenizer.decode(tokens)}).encode(), ignored)

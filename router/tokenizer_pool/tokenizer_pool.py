@@ -69,6 +69,8 @@ class _TokenizerChild:
         finally:
             theirs.close()
         self._setup: bytes | None = setup
+        self._adapters = b""
+        """The frame of the adapters that it knows of; empty: of none."""
         self.over = False
         """Whether the process ends after the answer that it has given."""
 
@@ -76,8 +78,9 @@ class _TokenizerChild:
     def pid(self) -> int:
         return self._child.pid
 
-    async def ask(self, kind: FrameKind, raw: bytes, tenant: str) -> tuple[FrameKind, bytes]:
-        """Send one body of `tenant`'s and return the answer's kind and content; one call at a time.
+    async def ask(self, kind: FrameKind, raw: bytes, tenant: str, adapters: bytes) -> tuple[FrameKind, bytes]:
+        """Send one body of `tenant`'s and return the answer's kind and content; one call at a time. `adapters`: those
+        that are served, of which the process is told where they are others than before.
 
         Raises `ReaderEnded` when the process ends before it has answered. After a cancelled call the process is of no
         use any more: close it.
@@ -87,6 +90,10 @@ class _TokenizerChild:
             if self._setup is not None:
                 await loop.sock_sendall(self.channel, HEAD.pack(FrameKind.SETUP, False, len(self._setup)) + self._setup)
                 self._setup = None
+            if adapters != self._adapters:
+                head = HEAD.pack(FrameKind.ADAPTERS, False, len(adapters))
+                await loop.sock_sendall(self.channel, head + adapters)
+                self._adapters = adapters
             if name := tenant.encode():
                 await loop.sock_sendall(self.channel, HEAD.pack(FrameKind.TENANT, False, len(name)) + name)
             await loop.sock_sendall(self.channel, HEAD.pack(kind, False, len(raw)))
@@ -144,6 +151,8 @@ class TokenizerPool:
         self._large: deque[_Job] = deque()
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
+        self.adapters = b""
+        """The adapters that are served, as readers are told of them (`adapters_frame`); empty: there never were any."""
         self._processes: dict[int, _TokenizerChild] = {}
         self._woken: list[asyncio.Future[None]] = []
         self.started = 0
@@ -265,7 +274,7 @@ class TokenizerPool:
                 process = self._processes[manager] = _TokenizerChild(self._setup, self._start)
                 self.started += 1
             async with asyncio.timeout(timeout_s):
-                kind, answer = await process.ask(job.kind, job.raw, job.tenant)
+                kind, answer = await process.ask(job.kind, job.raw, job.tenant, self.adapters)
         except TimeoutError:
             self._drop(manager)
             log("body took too long", bytes=len(job.raw), seconds=timeout_s)

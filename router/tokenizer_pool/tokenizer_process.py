@@ -25,7 +25,7 @@ import socket
 import struct
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from twinpool.contracts.checkpoint.picture_spec import PictureSpec
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.messages.router_commands import Picture
-from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.contracts.sampling_params import AdapterRef, SamplingParams
 from twinpool.router.openai.chat_format import AnswerFormat
 from twinpool.router.openai.parse_request import GenerateRequest, UnknownModel
 from twinpool.router.state.prefix_hashes import PAGE_TOKENS, PrefixHashes
@@ -92,6 +92,8 @@ class FrameKind(IntEnum):
     SETUP = 10
     TENANT = 11
     """The name of who sent the next frame's body; there is none where nobody needs a key."""
+    ADAPTERS = 12
+    """The adapters that are served from now on, each as its three texts; none before the first such frame."""
     PREPARED = 20
     """A `PreparedRequest`."""
     TEXT = 21
@@ -175,6 +177,8 @@ def prepared_frame(prepared: PreparedRequest) -> bytes:
     if (found := prepared.request.answer_format) is not None:
         fields["answer_format"] = dataclasses.asdict(found)
     fields["sampling"] = [getattr(prepared.request.sampling, f.name) for f in structs.fields(SamplingParams)]
+    if (adapter := prepared.request.sampling.adapter) is not None:
+        fields["sampling"][-1] = structs.astuple(adapter)
     page_tokens = prepared.prompts[0].hashes.page_tokens
     prompts = [
         (array("I", p.tokens).tobytes(), p.text, p.hashes.raw, list(map(structs.astuple, p.pictures)))
@@ -186,8 +190,11 @@ def prepared_frame(prepared: PreparedRequest) -> bytes:
 def prepared_of(frame: bytes) -> PreparedRequest:
     """Unpack a `prepared_frame`; `GenerateRequest.prompts` holds as many empty prompts as there were prompts."""
     fields, count, page_tokens, prompts = _unpack(frame)
+    *sampling, adapter = fields["sampling"]
     fields |= {
-        "sampling": SamplingParams(*fields["sampling"]),
+        "sampling": structs.replace(
+            SamplingParams(*sampling), adapter=None if adapter is None else AdapterRef(*adapter)
+        ),
         "eos": frozenset(fields["eos"]),
         "prompts": ((),) * count,
     }
@@ -202,6 +209,11 @@ def prepared_of(frame: bytes) -> PreparedRequest:
             for raw, text, keys, pictures in prompts
         ),
     )
+
+
+def adapters_frame(adapters: Iterable[AdapterRef]) -> bytes:
+    """Pack the content of an `ADAPTERS` frame."""
+    return _pack([structs.astuple(one) for one in adapters])
 
 
 def text_of(frame: bytes) -> TextAnswer:
@@ -269,6 +281,9 @@ def serve(channel: socket.socket) -> None:
     while (frame := _receive(channel)) is not None:
         if frame[0] == FrameKind.TENANT:
             tenant = frame[1].decode()
+            continue
+        if frame[0] == FrameKind.ADAPTERS:
+            intake.adapters = {one[0]: AdapterRef(*one) for one in _unpack(frame[1])}
             continue
         signal.setitimer(signal.ITIMER_REAL, 2 * config.reader_timeout_s)
         kind, reply = answer(intake, FrameKind(frame[0]), frame[1], tenant)

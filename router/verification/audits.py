@@ -29,6 +29,7 @@ from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.router_config import AuditConfig
 from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.messages.router_commands import Audit, Cancel, InvalidatePrefix
+from twinpool.contracts.messages.stream_frames import ADAPTERS_SINCE
 from twinpool.contracts.messages.worker_events import Audited, AuditEnd
 from twinpool.contracts.sampling_params import TokenDifference
 from twinpool.contracts.state_table import StateTable
@@ -374,6 +375,8 @@ def _idle(entry: WorkerEntry) -> bool:
 
 def _can_compute(entry: WorkerEntry, case: AuditCase) -> bool:
     """Whether a worker has pages for an answer, and would draw the same bits."""
+    if case.audit.sampling.adapter is not None and entry.record.stream_protocol < ADAPTERS_SINCE:
+        return False
     return entry.record.fits.max_positions >= len(case.audit.tokens) and entry.numerics == case.numerics
 
 

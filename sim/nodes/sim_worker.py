@@ -19,7 +19,7 @@ from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import SessionId, Worker
 from twinpool.contracts.messages.leases import LeaseGrant
 from twinpool.contracts.messages.router_commands import Command
-from twinpool.contracts.messages.stream_frames import StreamEnd
+from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamEnd
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import EndedWorker, WorkerRecord
 from twinpool.engine.runner.batch import BatchRow
@@ -94,6 +94,7 @@ class SimHost:
             worker.control,
             worker.fits,
             fingerprint=worker.fingerprint,
+            stream_protocol=STREAM_PROTOCOL,
         )
 
     def _register(self) -> None:

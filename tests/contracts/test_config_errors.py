@@ -49,7 +49,7 @@ def test_what_goes_with_a_key_that_could_not_be_read_is_not_judged() -> None:
 @pytest.mark.parametrize(
     ("assignment", "hint"),
     [
-        ("nonsense.key=1", "the sections are launch, engine, cache,"),
+        ("nonsense.key=1", "the sections are launch, engine, adapters, cache,"),
         ("nonsense.max_queue=1", "did you mean router.max_queue?"),
         ("routr.max_queue=1", "did you mean router?"),
         ("router.max_que=1", "did you mean router.max_queue?"),

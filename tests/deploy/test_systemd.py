@@ -17,9 +17,9 @@ from tests.support.free_ports import free_port
 from tests.support.prometheus_server import DEPLOY
 from tests.support.served_cluster import ROOT, environment
 from twinpool.cli.command_line import parser
-from twinpool.cluster.processes.service_manager import SOCKET_VARIABLE, ServiceManager
 from twinpool.cluster.serve.shutdown_signal import ASKED, END_S
 from twinpool.contracts.config import ClusterConfig
+from twinpool.contracts.signal_listener import SOCKET_VARIABLE, ServiceManager
 
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 EXPOSURE = 4.0

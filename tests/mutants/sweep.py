@@ -99,7 +99,7 @@ TARGETS = (
     "router/openai_responses/responses_writer.py", "router/anthropic/messages_request.py",
     "router/anthropic/messages_writer.py", "router/parsers/json_calls.py", "router/parsers/element_calls.py",
     "router/parsers/tool_formats.py", "router/parsers/gemma_calls.py", "router/parsers/harmony_messages.py",
-    "router/parsers/reasoning_parser.py", "worker/grammar_gate.py",
+    "router/parsers/reasoning_parser.py", "worker/request_gate.py",
 )  # fmt: skip
 TESTS = (
     "tests/router", "tests/cache", "tests/transfer", "tests/workers", "tests/prefill", "tests/decode", "tests/sim",

@@ -21,18 +21,20 @@ from twinpool.contracts.messages.pool_changes import (
     ChangedSetting,
     ChangedWorkers,
     DrainWorkers,
+    LoadAdapter,
     OperatorChange,
     PoolChange,
     SetRole,
     SettingsAnswer,
     SettingsChange,
     UndrainWorkers,
+    UnloadAdapter,
 )
 from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, InvalidatePrefix, Submit
 from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamEnd
 from twinpool.contracts.messages.worker_events import Audited, Done, Event, LegReport, PromptScores, Tokens
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
+from twinpool.contracts.sampling_params import AdapterRef, SamplingParams, TokenLogprob
 
 VOCAB = 1000
 FIRST = 300
@@ -393,11 +395,13 @@ class FakeCluster:
         self.kept: tuple[Role, ...] = ()
         """The roles that the latest drain mustn't leave without a worker."""
         self.told: list[tuple[str, str]] = []
-        self.changes: list[PoolChange] = []
+        self.changes: list[PoolChange | LoadAdapter | UnloadAdapter] = []
         self.settings: list[SettingsChange] = []
         self.answer: tuple[WorkerName, ...] | str = ()
         """Whom the controller names when pools are changed, or why it refuses."""
         """What the controller was asked for: drain, undrain or another role, and of whom."""
+        self.served: dict[str, AdapterRef] = {}
+        """The adapters that are served, by name."""
         self._watchers: list[Callable[[tuple[WorkerView, ...]], None]] = []
 
     def __getitem__(self, name: str) -> FakeWorker:
@@ -414,6 +418,10 @@ class FakeCluster:
     def changed(self) -> None:
         for watcher in list(self._watchers):
             watcher(self.views())
+
+    @property
+    def adapters(self) -> tuple[AdapterRef, ...]:
+        return tuple(self.served.values())
 
     def port(self, record: WorkerRecord) -> FakeWorkerClient:
         return FakeWorkerClient(self.workers[record.name])
@@ -457,6 +465,13 @@ class FakeCluster:
         self.changes.append(change)
         if isinstance(self.answer, str):
             raise RequestError(self.answer)
+        match change:
+            case LoadAdapter(adapter):
+                self.served[adapter.name] = adapter
+                self.changed()
+            case UnloadAdapter():
+                del self.served[change.name]
+                self.changed()
         return ChangedWorkers(self.answer, *self.fates)
 
     async def change_settings(self, change: SettingsChange) -> SettingsAnswer:

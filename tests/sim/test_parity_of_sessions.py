@@ -184,6 +184,8 @@ def real(incarnation: int = 1) -> Iterator[Scene]:
 class _Table:
     """Implements `contracts.interfaces.discovery.WorkerDirectory` with at most one worker."""
 
+    adapters = ()
+
     def __init__(self, endpoint: str, stream: str) -> None:
         self._addresses = endpoint, stream
         self._listener: Callable[[tuple[WorkerView, ...]], None] = lambda views: None

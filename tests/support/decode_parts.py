@@ -40,7 +40,7 @@ from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
 from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, PromptArrived
-from twinpool.worker.grammar_gate import GrammarGate
+from twinpool.worker.request_gate import RequestGate
 from twinpool.worker.request_table import RequestTable
 from twinpool.worker.step_commit import NonfiniteRows
 
@@ -124,7 +124,7 @@ class DecodeParts:
             config,
             self.clock.advance,
             drafting,
-            GrammarGate(None, self.clock, lambda: None),
+            RequestGate(None, self.clock, lambda: None),
         )
 
     def submit(self, name: str, prompt: int = 6, most: int = 8, **fields: Any) -> Submit:

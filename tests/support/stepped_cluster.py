@@ -25,6 +25,7 @@ from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import Incarnation, RequestId, Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import Worker
 from twinpool.contracts.messages.router_commands import Command
+from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL
 from twinpool.contracts.messages.worker_events import Done, Event, Tokens
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
 from twinpool.contracts.sampling_params import SamplingParams
@@ -99,7 +100,7 @@ class Company:
             WorkerView(
                 WorkerRecord(
                     name, worker.status().role, Incarnation(self._incarnations[name]), 1, "here", "", worker.control,
-                    worker.fits,
+                    worker.fits, stream_protocol=STREAM_PROTOCOL,
                 ),
                 worker.status(),
             )

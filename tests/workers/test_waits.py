@@ -19,7 +19,7 @@ from twinpool.contracts.messages.worker_events import PrefixOffered
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.decode.migration.drain_offers import PATIENCE_S, PrefixOffers
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
-from twinpool.worker.grammar_gate import GrammarGate
+from twinpool.worker.request_gate import RequestGate
 from twinpool.worker.step_commit import StepOverlap
 
 WORKERS = ("prefill-0", "decode-0", "colocated-0")
@@ -58,7 +58,7 @@ def test_a_worker_is_drained_when_nothing_is_under_way_in_any_of_its_parts(
 ) -> None:
     worker = idle[name]
     at_work: list[tuple[type, str, Any]] = [
-        (GrammarGate, "__len__", lambda self: 1),
+        (RequestGate, "__len__", lambda self: 1),
         (StepOverlap, "__len__", lambda self: 1),
         (KVCacheManager, "busy", property(lambda self: True)),
         (KVSender, "quiet", property(lambda self: False)),

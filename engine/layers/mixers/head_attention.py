@@ -103,8 +103,8 @@ class HeadAttention:
             order_d = halves_apart(rope.dim, head_dim)
             orders = {name: _by_head(order_d, n) for name, n in (("q_proj", self._heads), ("k_proj", self._kv))}
         rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        self._qkv = weights.linear(rows, inputs or hidden, bias=bias, fused=layout.fused, orders=orders)
-        self._out = weights.linear({layout.out: hidden}, q, bias=out_bias)
+        self._qkv = weights.linear(rows, inputs or hidden, bias=bias, fused=layout.fused, orders=orders, adapts=True)
+        self._out = weights.linear({layout.out: hidden}, q, bias=out_bias, adapts=True)
         sinks_h = weights.tensor("sinks", shard.axis(heads), dtype=torch.float32) if sinks else None
         scale = head_dim**-0.5 if scale is None else scale
         self._scores = ScoreOptions(scale, window, softcap, sinks_h)
@@ -223,8 +223,8 @@ class GatedAttention:
         self._dim = head_dim
         self._heads, self._kv = len(shard.heads(heads)), len(shard.heads(kv_heads, "key-value heads"))
         q, kv = shard.axis(heads, 2 * head_dim), shard.axis(kv_heads, head_dim)
-        self._qkv = weights.linear({"q_proj": q, "k_proj": kv, "v_proj": kv}, hidden, bias=bias)
-        self._out = weights.linear({"o_proj": hidden}, shard.axis(heads, head_dim), bias=bias)
+        self._qkv = weights.linear({"q_proj": q, "k_proj": kv, "v_proj": kv}, hidden, bias=bias, adapts=True)
+        self._out = weights.linear({"o_proj": hidden}, shard.axis(heads, head_dim), bias=bias, adapts=True)
         self._scores = ScoreOptions(head_dim**-0.5)
         norms = [weights.tensor(f"{name}.weight", head_dim).float() + 1.0 for name in ("q_norm", "k_norm")]
         self._qk_norm_nd = torch.cat((norms[0].expand(self._heads, -1), norms[1].expand(self._kv, -1)))

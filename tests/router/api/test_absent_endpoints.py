@@ -13,7 +13,7 @@ from tests.router.http_server import Server
     ("method", "path", "why"),
     [
         ("POST", "/v1/embeddings", "embeddings"),
-        ("POST", "/v1/load_lora_adapter", "adapters"),
+        ("POST", "/load_lora_adapter", "adapters"),
         ("POST", "/v1/images/generations", "images"),
         ("POST", "/v1/audio/transcriptions", "audio"),
         ("GET", "/v1/files/file-1", "stored"),

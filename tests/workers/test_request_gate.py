@@ -16,7 +16,7 @@ from twinpool.contracts.messages.kept_answers import AnswerName
 from twinpool.contracts.messages.router_commands import Audit, Cancel, Submit
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.engine.structured_output.grammar_engine import AnswerGrammar, GrammarError, StartedGrammar
-from twinpool.worker.grammar_gate import GrammarGate
+from twinpool.worker.request_gate import RequestGate
 from twinpool.worker.request_table import AdmissionRefusal
 
 ONE, OTHER = SessionId(1), SessionId(2)
@@ -46,12 +46,12 @@ class Compilers:
 class Scene:
     def __init__(self) -> None:
         self.compilers, self.clock, self.wakes = Compilers(), ManualClock(), 0
-        self.gate = GrammarGate(self.compilers, self.clock, self.wake)
+        self.gate = RequestGate(self.compilers, self.clock, self.wake)
 
     def wake(self) -> None:
         self.wakes += 1
 
-    def passed(self) -> list[tuple[SessionId, str, AnswerGrammar | AdmissionRefusal]]:
+    def passed(self) -> list[tuple[SessionId, str, AnswerGrammar | AdmissionRefusal | None]]:
         return [(session, command.request_id, said) for session, command, said in self.gate.passed()]
 
 
@@ -170,7 +170,7 @@ def test_masks_are_the_engines(scene: Scene) -> None:
 
 
 def test_a_model_without_text_refuses_grammars_and_nothing_else() -> None:
-    gate = GrammarGate(None, ManualClock(), lambda: None)
+    gate = RequestGate(None, ManualClock(), lambda: None)
     assert gate.holds(ONE, submit("a", grammar="")) is False
     said = gate.holds(ONE, submit("a"))
     assert isinstance(said, AdmissionRefusal)

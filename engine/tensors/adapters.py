@@ -1,0 +1,310 @@
+"""Adapters (LoRA) in a step: what the factors of a row's adapter add to the products that the row goes through.
+
+The model's product is computed as always, for all rows together. Then up·down·x is added to rows that have an adapter,
+element by element in one order that no neighbour changes: by a C++ kernel on a CPU, elsewhere by products that keep
+rows exact, adapter by adapter. A row without one keeps its bits.
+
+A worker holds at most `adapters.max_loaded` of them (`AdapterStore`). One that requests need stays whole until the last
+of them has ended; a step keeps what it computes with, whatever is dropped meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from twinpool.cache.memory.pinned_memory import to_device
+from twinpool.contracts.checkpoint.adapter_files import (
+    TENSORS,
+    AdapterFactors,
+    AdapterFiles,
+    allowed_folder,
+    read_adapter_files,
+)
+from twinpool.contracts.checkpoint.safetensors_headers import canonical_name
+from twinpool.contracts.config.worker_config import AdaptersConfig
+from twinpool.contracts.errors import CheckpointError
+from twinpool.contracts.sampling_params import AdapterRef
+from twinpool.engine.native.current_kernels import native_for
+from twinpool.engine.native.native_kernels import LOW_RANK_QUANTUM, LowRank
+from twinpool.engine.tensors.row_exact_linear import TILE_ROWS, AdaptedLayer, Numerics, RowExactLinear
+from twinpool.engine.tensors.shard import ShardAxis
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFactors:
+    """One layer's factors, as one rank has them, in the dtype and on the device of the model."""
+
+    down_rk: Tensor
+    up_rn: Tensor
+    """B transposed, with the scale."""
+
+
+class AdapterWeights:
+    """A loaded adapter."""
+
+    def __init__(self, digest: str, layers: Mapping[str, LayerFactors]) -> None:
+        self.digest, self.layers = digest, layers
+        self.nbytes = sum(one.down_rk.nbytes + one.up_rn.nbytes for one in layers.values())
+        self._products: dict[str, tuple[RowExactLinear, RowExactLinear]] = {}
+
+    def products(self, layer: str) -> tuple[RowExactLinear, RowExactLinear]:
+        """The layer's two products where no kernel computes both: down, then up."""
+        if layer not in self._products:
+            factors = self.layers[layer]
+            self._products[layer] = RowExactLinear(factors.down_rk), RowExactLinear(factors.up_rn.T.contiguous())
+        return self._products[layer]
+
+
+def load_adapter(
+    files: AdapterFiles, adapted: Mapping[str, AdaptedLayer], dtype: torch.dtype, device: torch.device
+) -> AdapterWeights:
+    """Load an adapter for a model whose layers are `adapted`. Raises `CheckpointError` naming the tensor that doesn't
+    fit, and for files that have changed since they were checked."""
+    try:
+        raw = (files.path / TENSORS).read_bytes()
+        if hashlib.sha256(raw).digest() != files.tensors_digest:
+            raise CheckpointError(f"{files.path / TENSORS} has changed while it was read")
+        tensors = load(raw)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {files.path / TENSORS}: {' '.join(str(error).split())}") from None
+    layers: dict[str, LayerFactors] = {}
+    for name, factors in files.factors.items():
+        layer = adapted.get(canonical_name(name))
+        if layer is None:
+            raise CheckpointError(f"{files.path}: {name} is no layer of this model that an adapter may add to")
+        down, up = (tensors.get(f"base_model.model.{name}.lora_{kind}.weight") for kind in "AB")
+        assert down is not None and up is not None, "its headers were of the same bytes"  # noqa: PT018
+        layers[layer.name] = _part(files.path, name, layer, factors, down, up, dtype, device)
+    return AdapterWeights(files.digest, layers)
+
+
+def _part(
+    path: Path,
+    name: str,
+    layer: AdaptedLayer,
+    factors: AdapterFactors,
+    down: Tensor,
+    up: Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LayerFactors:
+    """What one rank has of a layer's factors."""
+    wanted = _whole_rows(layer.rows), layer.columns.whole
+    if (up.shape[0], down.shape[1]) != wanted:
+        raise CheckpointError(
+            f"{path}: the factors of {name} make a weight {[up.shape[0], down.shape[1]]}; the model's is {[*wanted]}"
+        )
+    runs = []
+    for axis, order in zip(layer.rows, layer.orders, strict=True):
+        run = up[axis.here].float()
+        runs.append(run if order is None else run[order.to(run.device)])
+    up_rn = (torch.cat(runs) * factors.scale).to(dtype).T.contiguous()
+    return LayerFactors(down[:, layer.columns.here].to(dtype).contiguous().to(device), up_rn.to(device))
+
+
+def _whole_rows(rows: Sequence[ShardAxis]) -> int:
+    """The rows of the whole weight: runs of several are ranges of one that is as high."""
+    return rows[0].whole
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """The factors of all adapters of a set for one product, as the kernel takes them."""
+
+    entries: ctypes.Array[LowRank]
+    layers: int
+    width: int
+
+
+class AdapterSet:
+    """Some loaded adapters, by number. It keeps them in memory for as long as a step has it."""
+
+    def __init__(self, adapters: Sequence[AdapterWeights] = ()) -> None:
+        self.adapters = tuple(adapters)
+        self._numbers = {id(one): number for number, one in enumerate(self.adapters)}
+        self._tables: dict[int, _Table] = {}
+        """By the id of the product, which lives as long as the model."""
+
+    def number(self, adapter: AdapterWeights | None) -> int:
+        return -1 if adapter is None else self._numbers[id(adapter)]
+
+    def holding(self, wanted: Sequence[AdapterWeights]) -> AdapterSet:
+        """This set, or a larger one that has all of `wanted` as well."""
+        lacking = [one for one in dict.fromkeys(wanted) if id(one) not in self._numbers]
+        return AdapterSet((*self.adapters, *lacking)) if lacking else self
+
+    def table(self, linear: RowExactLinear) -> _Table:
+        if (found := self._tables.get(id(linear))) is not None:
+            return found
+        layers, width = linear.layers, 0
+        entries = (LowRank * (len(self.adapters) * len(layers)))()
+        for number, adapter in enumerate(self.adapters):
+            at = 0
+            for place, layer in enumerate(layers):
+                factors = adapter.layers.get(layer.name)
+                if factors is None:
+                    continue
+                down, up = factors.down_rk, factors.up_rn
+                rank, n = up.shape
+                entries[number * len(layers) + place] = LowRank(
+                    down.data_ptr(), up.data_ptr(), rank, n, layer.column, at
+                )
+                at += -(-rank // LOW_RANK_QUANTUM) * LOW_RANK_QUANTUM
+            width = max(width, at)
+        made = self._tables[id(linear)] = _Table(entries, len(layers), width)
+        return made
+
+
+class AdapterStore:
+    """The adapters that one worker has in memory. Single-threaded, but that a thread of its own reads files, and wakes
+    the worker when it has."""
+
+    def __init__(
+        self,
+        config: AdaptersConfig,
+        adapted: Mapping[str, AdaptedLayer],
+        dtype: torch.dtype,
+        device: torch.device,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._config, self._adapted, self._dtype, self._device, self._wake = config, adapted, dtype, device, wake
+        self.loaded: dict[str, AdapterWeights] = {}
+        """By digest; the one that was wanted least recently comes first."""
+        self.needed: Callable[[], Collection[str]] = lambda: ()
+        """Returns the digests of those that mustn't be dropped."""
+        self._loads: dict[str, Future[AdapterWeights]] = {}
+        self._reader: ThreadPoolExecutor | None = None
+        self._set = AdapterSet()
+        self._counts = dict.fromkeys(("adapter_loads", "adapter_evictions"), 0.0)
+
+    @property
+    def counters(self) -> dict[str, float]:
+        nbytes = sum(one.nbytes for one in self.loaded.values())
+        return {**self._counts, "adapters_loaded": len(self.loaded), "adapter_bytes": nbytes}
+
+    def wants(self, ref: AdapterRef) -> bool:
+        """Whether an adapter is in memory; else it comes, or waits for room. It may be dropped again unless it is among
+        `needed` before the next call. Raises `CheckpointError` where its folder isn't allowed, can't be read, isn't of
+        this model, or has another digest than the one that is wanted."""
+        if ref.digest in self.loaded:
+            self.loaded[ref.digest] = self.loaded.pop(ref.digest)
+            return True
+        load = self._loads.get(ref.digest)
+        if load is None:
+            if self._make_room():
+                self._loads[ref.digest] = self._begin(ref)
+            return False
+        if not load.done():
+            return False
+        del self._loads[ref.digest]
+        self.loaded[ref.digest] = load.result()
+        self._counts["adapter_loads"] += 1
+        return True
+
+    def _make_room(self) -> bool:
+        """Have room for one more, dropping the least recently wanted one that nobody needs."""
+        if len(self.loaded) + len(self._loads) < self._config.max_loaded:
+            return True
+        needed = self.needed()
+        idle = next((digest for digest in self.loaded if digest not in needed), None)
+        if idle is None:
+            return False
+        del self.loaded[idle]
+        self._set = AdapterSet()  # It keeps those in memory that are in it.
+        self._counts["adapter_evictions"] += 1
+        return True
+
+    def _begin(self, ref: AdapterRef) -> Future[AdapterWeights]:
+        if self._reader is None:
+            self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        load = self._reader.submit(self._load, ref)
+        load.add_done_callback(lambda _: self._wake())
+        return load
+
+    def _load(self, ref: AdapterRef) -> AdapterWeights:
+        folder = allowed_folder(ref.path, self._config.allowed)
+        files = read_adapter_files(folder, self._config.max_rank)
+        if files.digest != ref.digest:
+            raise CheckpointError(f"the files in {ref.path} are others than when it was loaded: load it again")
+        return load_adapter(files, self._adapted, self._dtype, self._device)
+
+    def held(self, wanted: Sequence[AdapterWeights]) -> AdapterSet:
+        """A set that has all of `wanted`; the same one as long as it has them, as its tables take time to make."""
+        self._set = self._set.holding(wanted)
+        return self._set
+
+    def close(self) -> None:
+        """Wait for a load that is under way."""
+        if self._reader is not None:
+            self._reader.shutdown(cancel_futures=True)
+
+
+class StepAdapters:
+    """The adapters of one step's rows."""
+
+    def __init__(self, adapters: AdapterSet, numbers: Sequence[int], counts: np.ndarray, padded: int) -> None:
+        """`numbers`: for each sequence, which adapter of the set its rows have, -1 for none; `counts`: its rows;
+        `padded`: rows of the step with padding."""
+        self.adapters = adapters
+        numbers_t = np.repeat(np.array(numbers, dtype=np.int32), counts)
+        self._numbers = np.concatenate((numbers_t, np.full(padded - len(numbers_t), -1, dtype=np.int32)))
+        self._numbers_m = torch.from_numpy(self._numbers)
+        self._rows: dict[int, Tensor] = {}
+
+    def add(self, out_mn: Tensor, x_mk: Tensor, linear: RowExactLinear, numerics: Numerics) -> None:
+        """Add to `out_mn`, a product of `x_mk` with `linear`, what each row's adapter makes of the row."""
+        native = native_for(out_mn)
+        if native is not None:
+            table = self.adapters.table(linear)
+            if table.width:
+                native.add_low_rank(table.entries, table.layers, self._numbers_m, x_mk, out_mn, table.width)
+            return
+        for number in np.unique(self._numbers).tolist():
+            if number >= 0:
+                self._add_one(
+                    self.adapters.adapters[number], self._rows_of(number, out_mn.device), out_mn, x_mk, linear, numerics
+                )
+
+    def _rows_of(self, number: int, device: torch.device) -> Tensor:
+        """The rows with this adapter, [g] int64; made once a step."""
+        if number not in self._rows:
+            self._rows[number] = to_device(np.flatnonzero(self._numbers == number).tolist(), device)
+        return self._rows[number]
+
+    @staticmethod
+    def _add_one(
+        adapter: AdapterWeights,
+        rows_g: Tensor,
+        out_mn: Tensor,
+        x_mk: Tensor,
+        linear: RowExactLinear,
+        numerics: Numerics,
+    ) -> None:
+        for layer in linear.layers:
+            if layer.name not in adapter.layers:
+                continue
+            x_gk = x_mk.index_select(0, rows_g)
+            for product in adapter.products(layer.name):
+                x_gk = _row_exact(product, x_gk, numerics)
+            out_mn.narrow(1, layer.column, layer.outputs).index_add_(0, rows_g, x_gk)
+
+
+def _row_exact(product: RowExactLinear, x_gk: Tensor, numerics: Numerics) -> Tensor:
+    """The product of rows whose bits don't depend on how many there are."""
+    if product.row_exact or not numerics.invariant:
+        return product(x_gk)
+    # No probe has tried these shapes: tiles of one size are computed alike, however many there are.
+    rows = len(x_gk)
+    x_gk = torch.cat((x_gk, x_gk.new_zeros(-rows % TILE_ROWS, x_gk.shape[1])))
+    return torch.cat([product(tile) for tile in torch.split(x_gk, TILE_ROWS)])[:rows]

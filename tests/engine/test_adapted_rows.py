@@ -1,0 +1,219 @@
+"""Rows with adapters (LoRA) in one step: their bits, the families they fit, and folders that PEFT itself writes."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec import structs
+
+from tests.engine.harness import GREEDY, Bench
+from tests.support.adapters import make_adapter, merged
+from tests.support.checkpoints import Oracle, compare
+from tests.support.model_families import EVERY
+from twinpool.contracts.checkpoint.adapter_files import adapter_ref
+from twinpool.contracts.config.worker_config import AdaptersConfig
+from twinpool.contracts.errors import CheckpointError
+from twinpool.contracts.sampling_params import AdapterRef, TokenLogprob
+from twinpool.engine.runner.batch import TokenDraw
+from twinpool.engine.tensors.adapters import AdapterStore
+
+LOGPROBS = structs.replace(GREEDY, logprobs=5)
+FUSED = ("qkv_proj", "gate_up_proj", "o_proj", "down_proj")
+TARGETS = {"phi3": FUSED, "glm4": (*FUSED[1:], "q_proj", "k_proj", "v_proj")}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A checkpoint of a family."""
+    base = tmp_path_factory.mktemp("adapted")
+    return cache(lambda name, dtype="float32": EVERY[name](base / f"{name}-{dtype}", dtype=dtype))
+
+
+def bench_with(folder: Path, root: Path, **options: Any) -> Bench:
+    bench = Bench(folder, **options)
+    decoder, settings = bench.engine.decoder, AdaptersConfig(roots=str(root))
+    bench.engine.adapters = AdapterStore(settings, decoder.adapted, decoder.dtype, torch.device("cpu"))
+    return bench
+
+
+def load(bench: Bench, path: Path) -> AdapterRef:
+    """Have an adapter in memory. Raises as `AdapterStore.wants` does."""
+    ref = adapter_ref(path.name, str(path), ["/"], 64)
+    assert bench.engine.adapters is not None
+    end = time.monotonic() + 60
+    while not bench.engine.adapters.wants(ref):
+        assert time.monotonic() < end
+    return ref
+
+
+Sequences = Sequence[tuple[list[int], AdapterRef | None]]
+
+
+def answers(bench: Bench, asked: Sequences, count: int) -> list[list[tuple[int, TokenLogprob | None]]]:
+    """Greedy tokens of sequences that go through steps together, with their log-probabilities."""
+    held = [bench.hold(len(prompt) + count) for prompt, _ in asked]
+    tokens = [list(prompt) for prompt, _ in asked]
+    found: list[list[tuple[int, TokenLogprob | None]]] = [[] for _ in asked]
+    for step in range(count):
+        rows = []
+        for (prompt, adapter), mine, one in zip(asked, held, tokens, strict=True):
+            start = len(one) - 1 if step else 0
+            rows.append(bench.row(one[start:], start, mine, TokenDraw(LOGPROBS, one, len(prompt)), adapter=adapter))
+        for one, out, into in zip(tokens, bench.engine.forward(rows), found, strict=True):
+            assert out.drawn is not None
+            one.append(out.drawn.token)
+            into.append((out.drawn.token, out.drawn.logprob))
+    for mine in held:
+        bench.drop(mine)
+    return found
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    rng = random.Random(sum(lengths))
+    return [[rng.randrange(300) for _ in range(n)] for n in lengths]
+
+
+@pytest.mark.parametrize("options", [{"attention": "native"}, {"attention": "torch"}], ids=["native", "torch"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_neighbours_and_their_adapters_change_no_bit_of_a_row(
+    made: Callable[..., Path], tmp_path: Path, options: dict[str, Any], dtype: str
+) -> None:
+    folder = made("llama", dtype)
+    paths = [make_adapter(tmp_path / f"a{rank}", made("llama"), rank, seed=rank) for rank in (4, 7, 32)]
+    bench = bench_with(folder, tmp_path, **options)
+    refs = [load(bench, path) for path in paths]
+    asked = list(zip(prompts(3, 17, 8, 30, 5, 12), [None, refs[0], refs[0], refs[1], None, refs[2]], strict=True))
+    together = answers(bench, asked, 5)
+    for one, expected in zip(asked, together, strict=True):
+        assert answers(bench, [one], 5) == [expected]
+    assert answers(bench, asked[::-1], 5) == together[::-1]
+    bare = bench_with(folder, tmp_path, **options)
+    assert answers(bare, [asked[0], asked[4]], 5) == [together[0], together[4]]
+
+
+@pytest.mark.slow
+@pytest.mark.every_parameter
+@pytest.mark.parametrize("name", ["phi3", "glm4", "qwen2", "gemma3", "qwen2_moe", "starcoder2"])
+def test_adapters_of_families_are_those_of_models_with_them_merged_in(
+    made: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    folder = made(name)
+    targets = TARGETS.get(name, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "c_fc"))
+    path = make_adapter(tmp_path / "a", folder, 8, targets=targets, without="experts.")
+    bench = bench_with(folder, tmp_path)
+    ref = load(bench, path)
+    asked = [(prompt, ref) for prompt in prompts(40, 9)]
+    oracle = Oracle(merged(tmp_path / "merged", folder, path))
+    for (prompt, _), found in zip(asked, answers(bench, asked, 8), strict=True):
+        verdict = compare(oracle, prompt, [token for token, _ in found])
+        assert verdict.equal, verdict
+
+
+@pytest.mark.slow
+def test_a_folder_that_peft_writes_is_what_peft_computes(made: Callable[..., Path], tmp_path: Path) -> None:
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    folder = made("qwen3")
+    config = peft.LoraConfig(
+        r=8, lora_alpha=12, use_rslora=True, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"],
+        rank_pattern={"down_proj": 4}, alpha_pattern={"layers.0.self_attn.q_proj": 30}, task_type="CAUSAL_LM",
+    )  # fmt: skip
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), config)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(0.0, 0.3)
+    model.save_pretrained(tmp_path / "a")
+    bench = bench_with(folder, tmp_path)
+    (prompt,), ref = prompts(30), load(bench, tmp_path / "a")
+    (found,) = answers(bench, [(prompt, ref)], 12)
+    with torch.no_grad():
+        tokens = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    assert [token for token, _ in found] == tokens[0, len(prompt) :].tolist()
+
+
+def test_an_adapter_that_does_not_fit_the_model_is_refused_by_the_name_of_its_layer(
+    made: Callable[..., Path], tmp_path: Path
+) -> None:
+    bench = bench_with(made("llama"), tmp_path)
+    head = make_adapter(tmp_path / "head", made("llama"), 4, targets=["lm_head"])
+    with pytest.raises(CheckpointError, match="lm_head is no layer of this model that an adapter may add to"):
+        load(bench, head)
+    other = make_adapter(tmp_path / "other", EVERY["llama"](tmp_path / "wide", hidden=96), 4)
+    with pytest.raises(CheckpointError, match=r"down_proj make a weight \[96, 192\]; the model's is \[64, 128\]"):
+        load(bench, other)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "DoRA": ({"use_dora": True}, "use_dora is not supported"),
+    "modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),
+    "bias": ({"bias": "all"}, "bias 'all' is not supported"),
+    "experts": ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters is not supported"),
+    "kind": ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
+    "begun": ({"init_lora_weights": "pissa_niter_4"}, "changes the model's own weights"),
+    "unknown": ({"use_newer": {"way": 1}}, "use_newer is not supported: it isn't known here"),
+    "untargeted": ({"target_modules": ["q_proj"]}, "has factors, and target_modules leaves it out"),
+    "rank": ({"r": 5}, "and the rank is 5"),
+    "alpha": ({"alpha_pattern": {"q_proj": "x"}}, "no positive number"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_plain_adapter_is_refused_by_the_name_of_its_field(
+    made: Callable[..., Path], tmp_path: Path, case: str
+) -> None:
+    changes, says = REFUSED[case]
+    path = make_adapter(tmp_path / "a", made("llama"), 4, **changes)
+    with pytest.raises(CheckpointError, match=says.replace("(", r"\(")):
+        adapter_ref("a", str(path), [str(tmp_path)], 64)
+
+
+def test_a_rank_above_the_highest_is_refused_and_a_name_that_could_mislead(
+    made: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = make_adapter(tmp_path / "a", made("llama"), 9)
+    with pytest.raises(CheckpointError, match=r"its rank 9 is above adapters\.max_rank=8"):
+        adapter_ref("a", str(path), [str(tmp_path)], 8)
+    with pytest.raises(CheckpointError, match="an adapter's name has"):
+        adapter_ref("a\nb", str(path), [str(tmp_path)], 64)
+
+
+def test_only_folders_below_the_roots_are_read_whatever_links_say(made: Callable[..., Path], tmp_path: Path) -> None:
+    path = make_adapter(tmp_path / "out" / "a", made("llama"), 4)
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "link").symlink_to(path)
+    (root / "files").mkdir()
+    for file in path.iterdir():
+        (root / "files" / file.name).symlink_to(file)
+    (root / "empty").mkdir()
+    outside = (path, root / "link", root / "files", root / ".." / "out" / "a", tmp_path / "nowhere")
+    for where in outside:
+        with pytest.raises(CheckpointError, match=r"lies below none of adapters\.roots"):
+            adapter_ref("a", str(where), [str(root)], 64)
+    with pytest.raises(CheckpointError, match="cannot read"):
+        adapter_ref("a", str(root / "empty"), [str(root)], 64)
+    with pytest.raises(CheckpointError, match="absolute path"):
+        adapter_ref("a", "out/a", [str(root)], 64)
+    assert adapter_ref("a", str(path), [str(path)], 64).path == str(path)
+
+
+def test_the_digest_is_another_one_when_either_file_changes(made: Callable[..., Path], tmp_path: Path) -> None:
+    path = make_adapter(tmp_path / "a", made("llama"), 4)
+    first = adapter_ref("a", str(path), ["/"], 64).digest
+    config = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 17}))
+    second = adapter_ref("a", str(path), ["/"], 64).digest
+    raw = bytearray((path / "adapter_model.safetensors").read_bytes())
+    raw[-1] ^= 1
+    (path / "adapter_model.safetensors").write_bytes(raw)
+    assert len({first, second, adapter_ref("a", str(path), ["/"], 64).digest}) == 3
