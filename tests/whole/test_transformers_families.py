@@ -29,7 +29,7 @@ THROUGH = {"models": "transformers"}
 PLANES = ("shm", "zmq")
 KINDS = ("granite_swa", "dots1")
 """One with windows and sinks, one with experts; the others keep nothing else."""
-pytestmark = [pytest.mark.slow, pytest.mark.every_parameter]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
