@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests.engine.harness import GREEDY, Bench, Held
 from tests.support.checkpoints import VOCAB, make_checkpoint
 from tests.support.model_families import FAMILIES
 from tests.support.plain_drafts import PlainEagle3, PlainMtp, make_eagle3
 from twinpool.cache.allocation import TableSlice
+from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.engine.runner.batch import DraftRow, TokenDraw
+from twinpool.engine.runner.sampling.sampler import draw_tokens
 
 COUNT = 4
 KNOWN = tuple(range(3, VOCAB, 2))
@@ -82,3 +86,25 @@ def test_proposals_are_those_of_the_plain_definition(drafted: Drafted) -> None:
     rows = [wanted(tokens, held, most) for (tokens, held), most in zip(both, mosts, strict=True)]
     for _ in range(2):
         assert bench.engine.propose(rows) == [some[:most] for some, most in zip(want, mosts, strict=True)]
+
+
+@pytest.mark.slow
+def test_proposals_are_drawn_by_the_seed_and_position_that_their_tokens_will_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tokens are equally likely, so that nothing but seed and position says which is drawn."""
+    bench = Bench(FAMILIES["deepseek_v3"](tmp_path, published=True), 4, tokens=64, draft_model="mtp")
+    sampled = SamplingParams(max_tokens=8, temperature=1.0, seed=7)
+
+    def logits(features_nh: Tensor, *_: object) -> Tensor:
+        return torch.zeros(len(features_nh), VOCAB)
+
+    monkeypatch.setattr(bench.engine.decoder, "draft_logits", logits)
+    rows, expected = [], []
+    for length, most in ((9, COUNT), (5, 2)):
+        tokens = prompt(length, length)
+        row = wanted(tokens, computed(bench, tokens, [length - 1]), most)
+        rows.append(row._replace(draw=row.draw._replace(params=sampled)))
+        draws = [TokenDraw(sampled, (), 1, at) for at in range(length, length + most)]
+        expected.append(draw_tokens(torch.zeros(most, VOCAB), draws).tokens_n.tolist())
+    assert bench.engine.propose(rows) == expected
