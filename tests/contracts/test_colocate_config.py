@@ -11,15 +11,17 @@ def test_both_halves_of_a_colocated_worker_have_its_ranks_and_its_cache() -> Non
     config = config_from_dict(
         {
             "cache": {"device_tokens": 512},
-            "colocate": {"tp": 2, "cache": {"device_tokens": 4096}},
+            "colocate": {"tp": 2, "ep": 2, "cache": {"device_tokens": 4096}},
             "prefill": {"tp": 4, "chunk_tokens": 96, "cache": {"device_tokens": 1024}},
         }
     )
     assert [config.cache_for(role).device_tokens for role in Role] == [1024, 512, 4096]
     assert [config.tp_for(role) for role in Role] == [4, 1, 2]
+    assert [config.ep_for(role) for role in Role] == [1, 1, 2]
     mine = config.with_local_prompts(Role.COLOCATED)
     assert [mine.cache_for(role).device_tokens for role in Role] == [4096] * 3
     assert [mine.tp_for(role) for role in Role] == [2] * 3
+    assert [mine.ep_for(role) for role in Role] == [2] * 3, "experts lie as the colocated worker's ranks have them"
     assert mine.prefill.chunk_tokens == 96
 
 

@@ -104,6 +104,11 @@ def refusal(tree: dict[str, Any]) -> str:
             {"engine": {"draft_model": "mtp"}, "decode": {"tp": 2}},
             "engine.draft_model=mtp needs decode.tp=1",
         ),
+        (
+            {"engine": {"draft_model": "mtp"}, "prefill": {"tp": 2}},
+            {"engine": {"draft_model": "mtp"}, "colocate": {"tp": 2}},
+            "engine.draft_model=mtp needs colocate.tp=1",
+        ),
         ({"engine": {"device": "cuda:12"}}, {"engine": {"device": "cuda:1234"}}, "engine.device must be"),
         (
             {"tracing": {"endpoint": "http://a:1/v1/traces"}},

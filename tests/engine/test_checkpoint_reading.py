@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.harness import Bench, MakeCheckpoint
-from tests.support.checkpoints import copy_checkpoint
+from tests.support.checkpoints import VOCAB, copy_checkpoint
+from tests.support.plain_drafts import make_eagle3
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import CheckpointError, ConfigError
@@ -194,6 +195,14 @@ def test_other_weights_and_other_numbers_have_other_fingerprints(checkpoint: Mak
         last_byte,
     ]
     assert len({read_model_spec(folder).fingerprint for folder in folders}) == len(folders)
+
+
+def test_what_drafts_is_part_of_a_models_fingerprint(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """Pages have its state, too, so workers with another one must refuse each other."""
+    base = checkpoint("llama")
+    heads = [make_eagle3(tmp_path / f"{known}", hidden=64, vocab=VOCAB, known=range(known)) for known in (7, 9)]
+    drafts = ["", "mtp", *map(str, heads)]
+    assert len({read_model_spec(base, draft_model=draft).fingerprint for draft in drafts}) == len(drafts)
 
 
 def test_end_tokens_and_defaults_come_from_the_generation_config_first(

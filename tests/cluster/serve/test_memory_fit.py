@@ -86,6 +86,20 @@ def test_weights_that_are_shared_are_counted_for_the_roles_that_have_workers() -
     assert asked.need(plans) == pools + besides(Role.DECODE, "on") + WEIGHTS
 
 
+def test_weights_that_are_shared_are_there_once_for_each_way_that_ranks_hold_experts() -> None:
+    """Workers of two ranks each, of which one side's ranks hold whole experts."""
+    needs = []
+    for ep in (1, 2):
+        decode = {"tp": 2, "ep": ep, "cache": {"host_bytes": 0}}
+        sections = {"prefill": {"tp": 2, "cache": {"host_bytes": 0}}, "decode": decode}
+        asked = demand(config_from_dict(sections | {"engine": {"share_weights": "on"}}), 64 * GIB)
+        plans = asked.plans()
+        assert plans is not None
+        pools = sum(count * plans[role].nbytes for role, count in WORKERS.items())
+        needs.append(asked.need(plans) - pools)
+    assert needs[1] - needs[0] == WEIGHTS
+
+
 def test_each_rank_has_an_index_of_its_own_part_of_a_host_tier_that_outlives_it() -> None:
     plain, indexed = (demand(config("off", HOSTS, arena=arena), 64 * GIB) for arena in ("none", "auto"))
     plans = plain.plans()
