@@ -10,6 +10,8 @@ from msgspec import Meta
 
 from twinpool.contracts.message_types import POSITIONS, SOME, Finite, Int32, Message, TokenIds, Uint32, Uint64
 
+POOLINGS = ("last",)
+"""What the embedding of a prompt is: the hidden state, behind the final norm, of its last token."""
 ADAPTER_SALT = "lora:"
 """What the salt of a request with an adapter begins with; no other salt does."""
 
@@ -39,7 +41,7 @@ class SamplingParams(Message, frozen=True):
     """
 
     max_tokens: Uint32
-    """Tokens to generate at most, counted from the end of the prompt; 0 only scores the prompt."""
+    """Tokens to generate at most, counted from the end of the prompt; 0 only scores or embeds the prompt."""
     temperature: Finite = 1.0
     """0 is greedy."""
     top_p: Finite = 1.0
@@ -71,6 +73,9 @@ class SamplingParams(Message, frozen=True):
     """The adapter (LoRA) whose products are added to the model's; None: the model alone draws. A worker whose stream's
     version is below `contracts.messages.stream_frames.ADAPTERS_SINCE` would leave it out: it is given no such
     request."""
+    pooling: Annotated[str, Meta(max_length=16)] = ""
+    """How the prompt's embedding is made, one of `POOLINGS`; nothing is drawn then, as `max_tokens` is 0. Empty: none
+    is asked for. Only workers of `contracts.messages.stream_frames.EMBEDS` or later know it."""
 
     @property
     def greedy(self) -> bool:

@@ -26,7 +26,7 @@ from twinpool.contracts.block_hash import PICTURE_KEYS, picture_keys
 from twinpool.contracts.checkpoint.picture_spec import PictureSpec
 from twinpool.contracts.ids import Role, WorkerName
 from twinpool.contracts.messages.router_commands import Submit
-from twinpool.contracts.messages.worker_events import Event, LegReport, PromptScores, Tokens
+from twinpool.contracts.messages.worker_events import Embedding, Event, LegReport, PromptScores, Tokens
 from twinpool.contracts.sampling_params import TokenLogprob
 from twinpool.contracts.state_table import StateTable
 from twinpool.engine.layers.picture_tower import PlacedRows
@@ -94,6 +94,8 @@ class PrefillRequest(WorkerRequest):
     """Log-probabilities of the prompt's tokens 1.., as far as computed, where asked for."""
     pictures: Sequence[PlacedRows] = ()
     """The prompt's pictures, each with all its positions."""
+    embedding: tuple[float, ...] = ()
+    """The prompt's embedding, once computed, where asked for."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -312,11 +314,14 @@ class PrefillPages(RequestPages):
 
 
 def first_token_events(request: PrefillRequest, worker: WorkerName) -> list[Event]:
-    """Return the events in this order: prompt scores if asked for, the first token if one was drawn, the report."""
+    """Return the events in this order: prompt scores or the embedding if asked for, the first token if one was drawn,
+    the report."""
     submit, key = request.submit, (request.submit.request_id, request.submit.attempt)
     events: list[Event] = []
     if request.wants_scores:
         events.append(PromptScores(*key, tuple(request.scores)))
+    if submit.sampling.pooling:
+        events.append(Embedding(*key, request.embedding))
     if request.first is not None:
         logprobs = (request.first.logprob,) if request.first.logprob is not None else ()
         events.append(Tokens(*key, len(submit.tokens), (request.first.token,), logprobs))

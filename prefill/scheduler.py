@@ -404,8 +404,10 @@ class PrefillScheduler:
         tables = self._manager.running.block_tables(request.held, start, end)
         top = sampling.prompt_logprobs or 0
         pictures = request.pictured(start, end) if request.pictures else ()
-        adapter = sampling.adapter
-        return BatchRow(tokens[start:end], start, tables, draw, follow or None, top, pictures=pictures, adapter=adapter)
+        embed, adapter = bool(sampling.pooling) and end == len(tokens), sampling.adapter
+        return BatchRow(
+            tokens[start:end], start, tables, draw, follow or None, top, pictures=pictures, adapter=adapter, embed=embed
+        )
 
 
 def _left(running: Sequence[PrefillRequest]) -> Counter[str]:

@@ -141,6 +141,8 @@ class PrefillStepCommit(StepCommit[PrefillRequest, StepMember]):
         request.computed += count
         self.counters["prompt_tokens_computed"] += count
         request.scores += output.scores
+        if output.embedding:
+            request.embedding = output.embedding
         if output.drawn is not None:
             request.first = output.drawn
 

@@ -18,6 +18,7 @@ from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, Submit
 from twinpool.contracts.messages.worker_events import Audited, AuditEnd, Done, Event
 from twinpool.contracts.messages.worker_status import WorkerLimits
+from twinpool.contracts.sampling_params import POOLINGS
 from twinpool.worker.request import WorkerRequest
 
 
@@ -83,6 +84,9 @@ class RequestTable(Generic[R]):
             return AdmissionRefusal(ErrorKind.DRAINING, f"{self.name} is draining")
         if not submit.tokens or submit.prompt_len > len(submit.tokens):
             return AdmissionRefusal(ErrorKind.INVALID, "the prompt is empty")
+        if submit.sampling.pooling not in ("", *POOLINGS):
+            how = f"{self.name} embeds by {' or '.join(POOLINGS)}, not by {submit.sampling.pooling!r}"
+            return AdmissionRefusal(ErrorKind.INVALID, how)
         positions = max(submit.max_len, len(submit.tokens))
         if positions > self.fits.context:
             return AdmissionRefusal(

@@ -12,7 +12,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from twinpool.contracts import outside_data
 from twinpool.contracts.checkpoint.gguf.gguf_config import config_of
 from twinpool.contracts.checkpoint.gguf.gguf_header import SUFFIX, is_gguf, read_gguf
 from twinpool.contracts.checkpoint.gguf.gguf_tokenizer import GgufTokenizer
@@ -29,6 +31,7 @@ from twinpool.contracts.checkpoint.safetensors_headers import (
 )
 from twinpool.contracts.checkpoint.tokenizer_files import end_of_tokenizer
 from twinpool.contracts.errors import CheckpointError, ConfigError
+from twinpool.contracts.sampling_params import POOLINGS
 
 GENERATION_CONFIG = "generation_config.json"
 MTP = "mtp"
@@ -46,6 +49,23 @@ _LEFT_OUT = {
 _TRAINED = "original_max_position_embeddings"
 _SPELLINGS = ("rope_theta", "rope_scaling", "rope_parameters", "torch_dtype", "dtype")
 _NOISE = ("transformers_version", "use_cache", "architectures", "model_type", "bos_token_id", "eos_token_id")
+
+
+HIDDEN = "hidden_size"
+"""The key of `config.json` that says how long an embedding is."""
+_WAYS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """What is made of the hidden states of a prompt."""
+
+    way: str = "last"
+    """One of `POOLINGS` where it is supported."""
+    normalise: bool = True
+    """Whether the vector is brought to length 1."""
+    refusal: str = ""
+    """Why no embeddings are made; empty where they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,3 +322,41 @@ def _listed_layers(config: JsonFields) -> int | None:
 def _token_ids(value: object) -> tuple[int, ...]:
     values = value if isinstance(value, list) else [value]
     return tuple(v for v in values if isinstance(v, int) and not isinstance(v, bool))
+
+
+def read_pooling(path: Path) -> Pooling:
+    """Read how a checkpoint's folder, or its GGUF file, makes embeddings, as the files of sentence-transformers beside
+    it say: `modules.json` lists what follows the model, a pooling, whose `config.json` names the way, and perhaps a
+    normalisation. Without it: by the last token, normalised. Raises `CheckpointError` for files that can't be read."""
+    modules = path / "modules.json"
+    if not modules.exists():
+        return Pooling()
+    listed = _listed(modules)
+    if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
+        raise CheckpointError(f"{modules} must hold a list of modules")
+    kinds = {str(one.get("type")).rpartition(".")[2]: str(one.get("path", "")) for one in listed}
+    normalise = "Normalize" in kinds
+    if others := sorted(kinds.keys() - {"Transformer", "Pooling", "Normalize"}):
+        return Pooling(normalise=normalise, refusal=f"modules of it aren't supported: {', '.join(others)}")
+    if "Pooling" not in kinds:
+        return Pooling(normalise=normalise)
+    found = _listed(path / kinds["Pooling"] / "config.json")
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path / kinds['Pooling'] / 'config.json'} must hold a JSON object")
+    chosen = [str(name) for name, value in found.items() if str(name).startswith("pooling_mode_") and value is True]
+    ways = [_WAYS.get(name, name) for name in chosen]
+    if len(ways) != 1 or ways[0] not in POOLINGS:
+        return Pooling(
+            normalise=normalise,
+            refusal=f"it pools by {' and '.join(ways) or 'nothing'}, not by {' or '.join(POOLINGS)}",
+        )
+    return Pooling(ways[0], normalise)
+
+
+def _listed(path: Path) -> Any:
+    try:
+        return outside_data.read_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {' '.join(str(error).split())}") from None

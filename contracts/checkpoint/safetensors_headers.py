@@ -191,5 +191,7 @@ def spelled_names(name: str) -> list[str]:
     """The names that a tensor or layer may have in checkpoints, of the name that models ask for."""
     for root, spellings in ROOTS.items():
         if name.startswith(root):
-            return [spelling + name.removeprefix(root) for spelling in spellings]
+            # Checkpoints that were saved without a head, as those for embeddings, have no root.
+            rest, bare = name.removeprefix(root), root == "model."
+            return [*(one + rest for one in (*spellings[:-1], *("",) * bare)), name]
     return [name]

@@ -8,7 +8,7 @@ side doesn't know are skipped (`contracts.wire.stream_codec`). A change that mak
 it was asked raises `STREAM_PROTOCOL`; a build that can't talk to sides before a version raises `OLDEST`. Each side says
 its version when a stream is opened, and refuses one that is too old for it, before anything is asked. Version 1 was
 protobuf, 2 is msgpack, and 3 has pictures, which are sent to no worker of an older build;
-4 has adapters, of which the same is so.
+4 has adapters and 5 embeddings, of which the same is so.
 """
 
 from __future__ import annotations
@@ -57,10 +57,12 @@ class WorkerFrame(Message, Generic[MessageT], frozen=True):
     """Why the worker ends the stream; in its last frame alone."""
 
 
-STREAM_PROTOCOL = 4
+STREAM_PROTOCOL = 5
 ADAPTERS_SINCE = 4
 """The version from which on a worker computes with `SamplingParams.adapter`, or says that it can't. An older one skips
 the field, and would answer with the model alone."""
+EMBEDS = 5
+"""The first version that has embeddings: an older worker would end such a request without one."""
 OLDEST = 2
 """The oldest version that this build can talk with."""
 _PICTURES = 3

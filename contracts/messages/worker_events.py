@@ -36,6 +36,16 @@ class PromptScores(Message, frozen=True, tag="prompt_scores"):
     scores: TokenLogprobs
 
 
+class Embedding(Message, frozen=True, tag="embedding"):
+    """The embedding of a prompt, where it was asked for: the hidden state of its last token behind the final norm.
+    Prefill sends it once for a request."""
+
+    request_id: RequestId
+    attempt: Uint32
+    vector: Annotated[tuple[Finite, ...], SOME]
+    """[hidden], float32s; not normalised."""
+
+
 class LegNote(Message, frozen=True):
     """Something that happened to a leg, besides its marks.
 
@@ -193,6 +203,7 @@ class Audited(Message, frozen=True, tag="audited"):
 Event = (
     Tokens
     | PromptScores
+    | Embedding
     | LegReport
     | Done
     | MigrationWanted

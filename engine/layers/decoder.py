@@ -317,6 +317,12 @@ class Decoder:
         with using(self.kernels):
             return self._logits(self.norm(x_nh), self.head, numerics)
 
+    def embeddings(self, x_nh: Tensor) -> Tensor:
+        """Compute the embeddings of prompts that end with some rows [n, hidden] of `forward`'s result: [n, hidden]
+        float32."""
+        with using(self.kernels):
+            return self.norm(x_nh).float()
+
     def _logits(self, normed_nh: Tensor, head: RowExactLinear, numerics: Numerics) -> Tensor:
         rows = len(normed_nh)
         padded = numerics.padded(rows)

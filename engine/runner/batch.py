@@ -109,6 +109,8 @@ class BatchRow(NamedTuple):
     row with drafts draws `1 + drafted` tokens; those behind the first draft that wasn't drawn are worth nothing."""
     pictures: Sequence[PlacedRows] = ()
     """What stands at some of its places, where `tokens` has placeholders."""
+    embed: bool = False
+    """Whether the row ends a prompt whose embedding is asked for."""
 
     @property
     def draws(self) -> list[TokenDraw]:
@@ -163,6 +165,8 @@ class RowOutput(NamedTuple):
     """Whether logits that the row needed were not finite: nothing was drawn, and its state can't be trusted either."""
     accepted: tuple[DrawnToken, ...] = ()
     """The drafts that were drawn, too, in order: they come before `drawn`."""
+    embedding: tuple[float, ...] = ()
+    """Where asked for, the embedding behind the row's last token: [hidden], float32s."""
 
 
 class StepHandle(Protocol):

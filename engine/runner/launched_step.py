@@ -56,11 +56,17 @@ class ForwardResults:
     """For each row, the log-probabilities of its scored tokens, in runs; empty where it asked for none."""
     replays: Sequence[Sequence[RedrawnTokens]]
     """For each row, the parts of its known answer that were drawn again; empty where it has none."""
+    embeddings: Mapping[int, Tensor]
+    """By row, the embedding of the prompt that it ends, [hidden] float32, where asked for."""
     stale_b: Tensor
     """[B] bool: rows of whose tables a page or slot was freed after it was leased."""
 
     def damaged(self, row: int) -> bool:
-        """Whether logits by which tokens of this row were scored or drawn again are not finite. Call once complete."""
+        """Whether logits by which tokens of this row were scored or drawn again, or its embedding, are not finite. Call
+        once complete."""
+        embedding_h = self.embeddings.get(row)
+        if embedding_h is not None and not bool(embedding_h.isfinite().all()):
+            return True
         flags = [part.nonfinite_n for part in self.scores[row]] + [part.nonfinite_n for part in self.replays[row]]
         return any(bool(flag_n.any()) for flag_n in flags)
 
@@ -136,12 +142,14 @@ class LaunchedStep:
                 drawn = next(draws)
                 outputs.append(RowOutput(drawn, stale=stale, nonfinite=drawn is None))
         for number, (scores, replays) in enumerate(zip(computed.scores, computed.replays, strict=True)):
-            if scores or replays:
+            embedding_h = computed.embeddings.get(number)
+            if scores or replays or embedding_h is not None:
                 outputs[number] = outputs[number]._replace(
                     scores=tuple(score for part in scores for score in part.listed()),
                     replayed=sum(len(part.tokens_n) for part in replays),
                     differences=tuple(found for part in replays for found in part.listed()),
                     nonfinite=outputs[number].nonfinite or computed.damaged(number),
+                    embedding=() if embedding_h is None else tuple(embedding_h.tolist()),
                 )
         return outputs
 

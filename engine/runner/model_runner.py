@@ -278,7 +278,9 @@ class ModelRunner:
                 logits, at_once = partial(self.decoder.logits, numerics=self.numerics), self._logits_at_once
                 found = redraw(row, x_mh[first:], logits, at_once, triton=self._triton)
                 replays[at] = [part.to_host() for part in found]
-        return ForwardResults(logits_nv, scores, replays, to_host(stale_b))
+        return ForwardResults(
+            logits_nv, scores, replays, _embeddings(self.decoder, rows, planned, x_mh), to_host(stale_b)
+        )
 
     def _replayed(self, tokens_m: Tensor, ctx: ForwardContext, doors: Mapping[str, GatePass]) -> Tensor | None:
         """Replay a step that was captured: as `Decoder.forward`; None where the step has to be launched by kernels."""
@@ -436,6 +438,16 @@ class ModelRunner:
                 writes[pool].update(pages if state else pages[row.start // size - table.first : end])
         read, written = (spans(DEVICE, {pool: sorted(pages) for pool, pages in of.items()}) for of in (reads, writes))
         return replace(op, reads=read, writes=written)
+
+
+def _embeddings(decoder: Decoder, rows: Sequence[BatchRow], planned: PlannedStep, x_mh: Tensor) -> Mapping[int, Tensor]:
+    """By row, the embeddings that are asked for, of its last token: [hidden] float32 each."""
+    wanted = [number for number, row in enumerate(rows) if row.embed]
+    if not wanted:
+        return {}
+    last = planned.shape.offsets[1:] - 1
+    at_n = to_device([int(last[number]) for number in wanted], x_mh.device)
+    return dict(zip(wanted, to_host(decoder.embeddings(x_mh.index_select(0, at_n))), strict=True))
 
 
 def compute_order(planned: PlannedStep) -> RunStep:

@@ -175,8 +175,9 @@ TEXT_KINDS = {
     "/v1/chat/completions": FrameKind.CHAT,
     "/v1/responses": FrameKind.RESPONSES,
     "/v1/messages": FrameKind.MESSAGES,
+    "/v1/embeddings": FrameKind.EMBEDDINGS,
 }
-"""The endpoints that generate text, by path: of each request that is refused it is kept why."""
+"""The endpoints that generate text or embed it, by path: of each request that is refused it is kept why."""
 COUNT_KINDS = {
     "/tokenize": FrameKind.TOKENIZE,
     "/detokenize": FrameKind.DETOKENIZE,

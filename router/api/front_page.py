@@ -20,8 +20,9 @@ from twinpool.router.api.openapi import openapi_document
 from twinpool.router.service.router_service import RouterService
 
 _WHY = {
-    "this server generates text and makes no embeddings, scores or classes": (
-        "/v1/embeddings", "/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/pooling",
+    "embeddings are at /v1/embeddings": ("/embeddings",),
+    "this server makes no scores or classes": (
+        "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/pooling",
         "/classify", "/v1/moderations",
     ),
     "adapters (LoRA) are loaded by /v1/load_lora_adapter": ("/load_lora_adapter", "/unload_lora_adapter"),

@@ -14,6 +14,7 @@ from twinpool.router.openai.request_fields import (
     CHAT,
     COMPLETION,
     DETOKENIZE,
+    EMBEDDINGS,
     IGNORED,
     INTEGER,
     OBJECT,
@@ -178,6 +179,21 @@ SCHEMAS: dict[str, Schema] = {
         truncation={"const": "disabled"},
         service_tier=TEXT,
     ),
+    "Embeddings": _object(
+        {"twinpool": _TIMELINE},
+        object={"const": "list"},
+        data=array_of(
+            _object(
+                object={"const": "embedding"},
+                index=INTEGER,
+                embedding={"oneOf": [array_of(_NUMBER), {**TEXT, "contentEncoding": "base64"}]},
+            )
+        ),
+        model=TEXT,
+        usage=_object(
+            prompt_tokens=INTEGER, total_tokens=INTEGER, prompt_tokens_details=_object(cached_tokens=INTEGER)
+        ),
+    ),
     "ResponseTokens": _object(object={"const": "response.input_tokens"}, input_tokens=INTEGER),
     "MessageTokens": _object(input_tokens=INTEGER),
     "Tokens": _object({"token_strs": array_of(TEXT)}, count=INTEGER, max_model_len=INTEGER, tokens=TOKENS),
@@ -228,6 +244,7 @@ BODIES: dict[str, Schema] = {
     "/v1/messages/count_tokens": _body({**_PLAIN, **_MESSAGES}, "messages"),
     "/v1/responses": _body({**_PLAIN, **_LENGTH, **_RESPONSES}, "input"),
     "/v1/responses/input_tokens": _body({**_PLAIN, **_RESPONSES}, "input"),
+    "/v1/embeddings": _body(EMBEDDINGS, "input"),
     "/tokenize": _body(TOKENIZE),
     "/detokenize": _body(DETOKENIZE, "tokens"),
     "/cluster/apply": OBJECT,
@@ -255,6 +272,7 @@ _EVERY = (408, 431, 500, 503)
 _KEYED = (401, 403)
 _OF_BODY = (400, 404, 413, 415)
 GENERATION = (*_EVERY, *_KEYED, *_OF_BODY, 409, 422, 429, 504)
+EMBEDDING = (*_EVERY, *_KEYED, *_OF_BODY, 429, 504)
 COUNTING = (*_EVERY, *_KEYED, *_OF_BODY, 429)
 LISTING = (*_EVERY, *_KEYED, 404)
 OPEN = _EVERY
@@ -322,6 +340,7 @@ _ENDPOINTS = {
     "/v1/responses": _reads(f"{_SHAPE} OpenAI's Responses API", "Response"),
     "/v1/messages/count_tokens": _reads("Count the tokens of a body of /v1/messages", "MessageTokens", COUNTING),
     "/v1/responses/input_tokens": _reads("Count the tokens of a body of /v1/responses", "ResponseTokens", COUNTING),
+    "/v1/embeddings": _reads("Embed texts", "Embeddings", EMBEDDING),
     "/tokenize": _reads("Text or chat to token ids", "Tokens", COUNTING),
     "/detokenize": _reads("Token ids to text", "Text", COUNTING),
     "/v1/models": _Endpoint("The served model, under each of its names", "Models", LISTING),

@@ -43,6 +43,9 @@ from twinpool.router.state.prefill_queue import TtftPrediction
 from twinpool.router.state.routed_request import RoutedRequest
 from twinpool.router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
 
+OLD_BUILD = "its build computes no embeddings"
+"""Why a worker can't be chosen for a request that asks for one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Considered:
@@ -113,6 +116,8 @@ def _left_out(entry: WorkerEntry, seen: Considered, r: RoutedRequest) -> str:
         return f"a hand-over from {seen.peer.record.name} to it has failed"
     if r.delivered and entry.numerics != r.numerics:
         return "of another numerics class than the one in which the answer began"
+    if r.sampling.pooling and not entry.embeds:
+        return OLD_BUILD
     if seen.peer is not None and entry.handover != seen.peer.handover:
         return f"{seen.peer.record.name} can't hand over to it: another hand-over class"
     if seen.role is Role.PREFILL:
@@ -203,7 +208,7 @@ class Placement:
             pair = WorkerPair(seen.chosen, seen.chosen, considered=(seen,)) if seen is not None else None
         else:
             pair = self._pick_pair(r, now)
-            if self._local is not None:
+            if self._local is not None and not r.sampling.pooling:
                 pair = self._pick_local(r, pair, self._local, now) or pair
         for entry in (pair.prefill, pair.decode) if pair is not None else ():
             if entry is not None:
@@ -274,6 +279,8 @@ class Placement:
         self, role: Role, r: RoutedRequest, now: float, classes: Container[str] | None
     ) -> Considered | None:
         able = with_adapter(r, self._in_class(r, self._able(role, r, r.avoid, now, classes)))
+        if r.sampling.pooling:
+            able = able.where(lambda e: e.embeds)
         if not able:
             return None
         able = holding_adapter(r, able)
@@ -357,6 +364,9 @@ class Placement:
 
     def missing(self, r: RoutedRequest, now: float) -> str:
         """Why a queued request has no workers, in words for its error message."""
+        prefill = Role.COLOCATED if self._workers.colocated else Role.PREFILL
+        if r.sampling.pooling and (there := self._workers.serving(prefill, now)) and not any(e.embeds for e in there):
+            return f"no {prefill} worker that embeds: {OLD_BUILD}"
         roles = [role for role in self._workers.needed if not self._workers.serving(role, now)]
         if not roles and (unlike := self._workers.unlike(now)):
             return unlike

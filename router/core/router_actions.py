@@ -43,6 +43,14 @@ class DeliverScores:
 
 
 @dataclass(frozen=True, slots=True)
+class DeliverEmbedding:
+    """The prompt's embedding, as `contracts.messages.worker_events.Embedding` has it; once a request."""
+
+    request_id: RequestId
+    vector: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class EndRequest:
     """The request has ended; nothing follows."""
 
@@ -59,8 +67,10 @@ class NoteReplay:
     reason: str
 
 
+PromptAction = DeliverScores | DeliverEmbedding
+"""What prefill tells of a prompt besides tokens."""
 RouterAction = (
-    SendCommand | DeliverTokens | DeliverScores | EndRequest | NoteReplay | AuditFinding | AuditEnded | LookupEnded
+    SendCommand | DeliverTokens | PromptAction | EndRequest | NoteReplay | AuditFinding | AuditEnded | LookupEnded
 )
 
 

@@ -25,7 +25,7 @@ from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role, RoomId, room_of
 from twinpool.contracts.messages.kept_answers import Attached, Detach
 from twinpool.contracts.messages.router_commands import Cancel, PeerRef, Submit, without_pixels
-from twinpool.contracts.messages.worker_events import Audited, Done, Event, LegReport, PromptScores, Tokens
+from twinpool.contracts.messages.worker_events import Audited, Done, Embedding, Event, LegReport, PromptScores, Tokens
 from twinpool.contracts.messages.worker_status import DamageTotals, WorkerStatus, WorkerView
 from twinpool.contracts.sampling_params import TokenLogprob
 from twinpool.router.core.answer_lookups import AnswerLookups, FoundAnswer
@@ -33,6 +33,7 @@ from twinpool.router.core.failover import AttemptFailure, Fail, Failover, Finish
 from twinpool.router.core.placement import Placement, PredictedTtft
 from twinpool.router.core.routed_requests import ProgressWatch, RoutedRequests
 from twinpool.router.core.router_actions import (
+    DeliverEmbedding,
     DeliverScores,
     DeliverTokens,
     EndRequest,
@@ -117,8 +118,7 @@ class RouterCore:
     def check(self) -> list[str]:
         """Recount all books from the requests themselves; returns a line for each disagreement."""
         placed = [(r, move.target if (move := self.migrations.of(r)) else None) for r in self.requests]
-        found = self.migrations.check() + self.requests.check()
-        return found + self._placement.check(placed) + self.audits.check()
+        return self.migrations.check() + self.requests.check() + self._placement.check(placed) + self.audits.check()
 
     # ------------------------------------------------------------ workers come and go
 
@@ -238,8 +238,7 @@ class RouterCore:
     def detach(self, request_id: RequestId) -> None:
         """Leave a request with a name to its workers, as its client is gone and may come back. Idempotent. No
         `EndRequest` follows."""
-        request = self.requests.get(request_id)
-        if request is not None:
+        if (request := self.requests.get(request_id)) is not None:
             self.counts.detached += 1
             self._end(request, leave=Detach)
 
@@ -362,11 +361,13 @@ class RouterCore:
                     self.counts.fallbacks += bool(event.computed_tokens)
                     if "exposed" in event.marks and not again:  # Later reports have the mark again.
                         self._placement.transferred(r, event.cached_tokens, event.marks["exposed"])
-            case PromptScores():
-                if not r.scores_in:
-                    r.scores_in = True
-                    self._actions.append(DeliverScores(r.id, event.scores))
-                    self._deliver(r, *r.release_early())
+            case PromptScores() if not r.scores_in:
+                r.scores_in = True
+                self._actions.append(DeliverScores(r.id, event.scores))
+                self._deliver(r, *r.release_early())
+            case Embedding() if event.vector and not r.embedded:
+                r.embedded = True
+                self._actions.append(DeliverEmbedding(r.id, event.vector))
             case Done():
                 if r.done is None:
                     if not r.decode or (r.on_one_worker and not r.decode_spoke):

@@ -48,6 +48,20 @@ MAX_NAMED = 8
 """Adapters that an error names at most."""
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingFormat:
+    """What is made of the embeddings of a request's prompts."""
+
+    field: str = "input"
+    """The field that has the prompts."""
+    dimensions: int | None = None
+    """How many of the first dimensions are kept; None: all."""
+    base64: bool = False
+    """Whether vectors are answered as the base64 of their float32s, else as numbers."""
+    normalise: bool = True
+    """Whether vectors have length 1."""
+
+
 class UnknownModel(RequestError):
     """Raised when a request names a model that isn't served."""
 
@@ -61,6 +75,8 @@ class GenerateRequest:
     """
 
     chat: bool
+    embedding: EmbeddingFormat | None = None
+    """How vectors are answered, where embeddings are asked for instead of text."""
     shape: AnswerShape = "openai"
     repeated: str = ""
     """The fields of the body that an answer in the shape ``responses`` repeats, as JSON; empty for others."""
@@ -80,25 +96,25 @@ class GenerateRequest:
     """How many tokens of a prompt are kept, the last; -1: as many as leave room for the answer; None: all."""
     n: int
     echo: bool = False
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    return_token_ids: bool
-    tokens_as_ids: bool
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False
     """Whether log-probabilities name tokens by their ids."""
     add_special_tokens: bool
-    skip_special_tokens: bool
-    stops: tuple[str, ...]
-    include_stop: bool
+    skip_special_tokens: bool = True
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
     max_tokens: int | None
-    logprobs: int | None
+    logprobs: int | None = None
     sampling: SamplingParams
     """The sampling parameters of all choices; `max_tokens` and `choice` are set for each choice at admission."""
     seeded: bool
     """Whether the client gave the seed; else it is random."""
-    grammar_field: str
+    grammar_field: str = ""
     """The field that asks for `sampling.grammar`; empty where none does."""
-    eos: frozenset[int]
+    eos: frozenset[int] = frozenset()
     salt: str
     session: str
     """What the client names the conversation; empty where it doesn't."""
@@ -118,6 +134,11 @@ class GenerateRequest:
         """The number of answers; choice `i` is of prompt ``i // n``."""
         return len(self.prompts) * self.n if not self.chat else self.n
 
+    @property
+    def prompt_field(self) -> str:
+        """The field that has the prompt, for errors."""
+        return "messages" if self.chat else "prompt" if self.embedding is None else self.embedding.field
+
 
 def read_completion(body: Mapping[str, Any], spec: ModelSpec, adapters: Adapters = NO_ADAPTERS) -> GenerateRequest:
     """Read a body of `/v1/completions`. `adapters`: those that are served.
@@ -126,7 +147,7 @@ def read_completion(body: Mapping[str, Any], spec: ModelSpec, adapters: Adapters
     """
     adapter = check_model(body, spec, adapters)
     values, ignored = read_fields(body, COMPLETION)
-    prompts = _read_prompts(body.get("prompt"), spec)
+    prompts = read_prompts(body.get("prompt"), spec, "prompt")
     common = _read_common(body, values, spec, COMPLETION, ignored, values.get("logprobs"), adapter)
     return GenerateRequest(chat=False, prompts=prompts, **common)
 
@@ -274,17 +295,18 @@ def check_grammar_fits(spec: ModelSpec, allowed: tuple[int, ...], field: str) ->
         raise RequestError(message, param=field)
 
 
-def _read_prompts(prompt: object, spec: ModelSpec) -> tuple[Prompt, ...]:
+def read_prompts(prompt: object, spec: ModelSpec, param: str) -> tuple[Prompt, ...]:
+    """Return the prompts of the field `param`: texts and arrays of token ids. Raises `RequestError`."""
     if isinstance(prompt, str):
         return (prompt,)
     if isinstance(prompt, list) and prompt:
         if type(prompt[0]) in (int, float):
-            return (read_tokens(prompt, spec, "prompt"),)
-        return tuple(p if isinstance(p, str) else read_tokens(p, spec, "prompt") for p in prompt)
+            return (read_tokens(prompt, spec, param),)
+        return tuple(p if isinstance(p, str) else read_tokens(p, spec, param) for p in prompt)
     if prompt is None or prompt == []:
-        raise RequestError("prompt is missing or empty", param="prompt")
+        raise RequestError(f"{param} is missing or empty", param=param)
     raise RequestError(
-        f"prompt must be a string, an array of token ids, or an array of either; got {describe(prompt)}", param="prompt"
+        f"{param} must be a string, an array of token ids, or an array of either; got {describe(prompt)}", param=param
     )
 
 

@@ -29,6 +29,7 @@ MAX_STOPS = 16
 MAX_BIASES = 4096
 MAX_CHOICES = 4096
 MAX_TOOLS = 128
+MAX_INPUTS = 2048
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 Schema = dict[str, Any]
@@ -243,8 +244,18 @@ TOKENIZE: dict[str, RequestField] = {
     "prompt": shaped(TEXT),
     **_OF_PROMPTS,
 }
+EMBEDDINGS: dict[str, RequestField] = {
+    **{
+        name: SAMPLING[name]
+        for name in ["add_special_tokens", "cache_salt", "user", "truncate_prompt_tokens", "priority", "timeout"]
+    },
+    "dimensions": _integer("Keep so many dimensions, the first; the vector is normalised after that.", 1, MAX_TOKENS),
+    "encoding_format": shaped({**one_of("float", "base64"), "description": "base64: of the float32s, little-endian."}),
+    "model": MODEL,
+    "input": shaped({"oneOf": [WORD, TOKENS, array_of({"oneOf": [WORD, TOKENS]}, minItems=1, maxItems=MAX_INPUTS)]}),
+}
 DETOKENIZE: dict[str, RequestField] = {"model": MODEL, "tokens": shaped(TOKENS)}
-_ELSEWHERE = frozenset({*COMPLETION, *CHAT, *TOKENIZE, *DETOKENIZE})
+_ELSEWHERE = frozenset({*COMPLETION, *CHAT, *EMBEDDINGS, *TOKENIZE, *DETOKENIZE})
 """Fields of all endpoints: where one doesn't exist, an empty value (`_EMPTY`) of it asks for nothing."""
 
 IGNORED: dict[str, str] = {

@@ -272,7 +272,7 @@ class Admission:
         """Return the `max_tokens` of the answers to a prompt of `have` tokens. Raises `RequestError`, with the numbers,
         where prompt and answer can't fit into the context or into the workers' pools."""
         context = self._spec.context
-        param = "messages" if request.chat else "prompt"
+        param = request.prompt_field
         wanted = 1 if request.max_tokens is None else request.max_tokens
         if have > context or (wanted and have >= context):
             raise too_long(have, context, param)

@@ -27,14 +27,14 @@ from twinpool.contracts.json_logs import log
 from twinpool.contracts.messages.worker_events import Done
 from twinpool.router.anthropic.messages_writer import MessagesWriter
 from twinpool.router.core.answer_lookups import FoundAnswer
-from twinpool.router.core.router_actions import DeliverScores, DeliverTokens, EndRequest
+from twinpool.router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, PromptAction
 from twinpool.router.core.router_core import RouterCore
 from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
 from twinpool.router.openai.choice_output import ChoiceOutput
 from twinpool.router.openai.parse_request import GenerateRequest
 from twinpool.router.openai.request_headers import NO_TRACE, TraceContext
 from twinpool.router.openai.response_stream import AnswerWriter, NumberedEvents, ResponseStream
-from twinpool.router.openai.response_writer import ResponseWriter
+from twinpool.router.openai.response_writer import EmbeddingWriter, ResponseWriter
 from twinpool.router.openai_responses.responses_writer import ResponsesWriter
 from twinpool.router.service.admission import Admission
 from twinpool.router.service.answer_claims import AnswerClaims, KeyedRequest, request_ids
@@ -130,6 +130,8 @@ class OpenedRequest:
         return stream
 
     def _writer(self, created: int, model: str, tokenizer: ModelTokenizer) -> AnswerWriter:
+        if self.request.embedding is not None:
+            return EmbeddingWriter(self.request.embedding, model)
         match self.request.shape:
             case "anthropic":
                 return MessagesWriter(self.id, model)
@@ -146,7 +148,7 @@ Owners = dict[RequestId, tuple[ResponseStream, ChoiceOutput]]
 
 
 class OpenAnswers:
-    """The choices of one router that have not ended, on its event loop. After `deliver`, `score` and `end` the caller
+    """The choices of one router that have not ended, on its event loop. After `deliver`, `note` and `end` the caller
     carries out the router core's actions."""
 
     def __init__(
@@ -328,10 +330,15 @@ class OpenAnswers:
             return True
         return told
 
-    def score(self, action: DeliverScores) -> None:
-        """Note the scores of a choice's prompt."""
-        if owner := self.owners.get(action.request_id):
+    def note(self, action: PromptAction) -> None:
+        """Note the scores of a choice's prompt, or give its embedding to what writes the answer."""
+        owner = self.owners.get(action.request_id)
+        if owner is None:
+            return
+        if isinstance(action, DeliverScores):
             owner[1].scores = action.scores
+        elif isinstance(owner[0].answer, EmbeddingWriter):
+            owner[0].answer.take(owner[1].index, action.vector)
 
     def end(self, action: EndRequest) -> None:
         """End a choice as its worker or the router core has."""

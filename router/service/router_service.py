@@ -33,7 +33,7 @@ from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Event, LegReport
 from twinpool.contracts.sampling_params import AdapterRef
 from twinpool.router.core.answer_lookups import LookupEnded
-from twinpool.router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
+from twinpool.router.core.router_actions import DeliverTokens, EndRequest, NoteReplay, PromptAction, SendCommand
 from twinpool.router.core.router_core import RouterCore
 from twinpool.router.core.routing_policies import local_prefill
 from twinpool.router.kv_indexer.holder_table import KVIndexReader
@@ -292,6 +292,10 @@ class RouterService:
         `ReaderFailed`, `ClientGone`, `KeyReused` and `Superseded`.
         """
         admission, tenant, headers = self.admission, asked.tenant, asked.headers
+        if (
+            asked.kind is FrameKind.EMBEDDINGS
+        ):  # Nothing of it is kept: it comes out the same when it is computed again.
+            headers = replace(headers, resume=None)
         self._check_open()
         admission.check_room()
         turn = self.claims.next_turn()
@@ -458,8 +462,8 @@ class RouterService:
                 more = True
                 if type(action) is SendCommand:
                     sends.setdefault(action.worker, []).append(action.command)
-                elif type(action) is DeliverScores:
-                    self.answers.score(action)
+                elif isinstance(action, PromptAction):
+                    self.answers.note(action)
                 elif type(action) is EndRequest:
                     self.answers.end(action)
                 elif type(action) is NoteReplay:

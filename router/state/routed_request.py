@@ -87,6 +87,7 @@ class RoutedRequest:
         "done",
         "done_at",
         "early",
+        "embedded",
         "emitted",
         "expected",
         "first_placed",
@@ -182,6 +183,8 @@ class RoutedRequest:
         """The numerics class of the latest attempt's workers. All that follows the first token or score that was
         delivered is computed in the same class, whatever fails. Empty where any will do."""
         self.scores_in = sampling.prompt_logprobs is None
+        self.embedded = not sampling.pooling
+        """Whether its embedding was delivered, or none is asked for."""
         self.progress: list[LegReport] = []
         """Every report of every attempt, in order of arrival."""
         self.journal = RequestJournal()
@@ -338,7 +341,10 @@ class RoutedRequest:
 
     @property
     def ending(self) -> Done | None:
-        """The end that the emitted tokens themselves prove (a stop token, or the last position); None: they don't."""
+        """The end that the emitted tokens themselves prove (a stop token, or the last position), or that an embedding
+        is; None: they don't."""
+        if self.sampling.pooling and self.embedded:
+            return Done(self.id, self.attempt, "length")
         if self.emitted and self.emitted[-1] in self.sampling.stop_token_ids:
             return Done(self.id, self.attempt, "stop", stop_token=self.emitted[-1])
         if self.emitted and len(self.emitted) >= self.sampling.max_tokens:
@@ -424,6 +430,8 @@ class RoutedRequest:
         """Why the `Done` that has arrived contradicts the emitted tokens; None where it doesn't."""
         assert self.done is not None
         done, last = self.done[1], self.emitted[-1] if self.emitted else None
+        if not self.embedded:
+            return "ended without the embedding that it was asked for"
         if done.reason == "length" and len(self.emitted) == self.sampling.max_tokens:
             return None
         if done.reason == "stop" and last is not None and last in self.sampling.stop_token_ids:

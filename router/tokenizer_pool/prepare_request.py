@@ -19,7 +19,7 @@ from msgspec import structs
 
 from twinpool.contracts import outside_data
 from twinpool.contracts.block_hash import in_vocabulary
-from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_pooling
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.messages.router_commands import Picture
@@ -43,6 +43,7 @@ from twinpool.router.openai.parse_request import (
     read_tokens,
 )
 from twinpool.router.openai.request_fields import DETOKENIZE, MAX_IGNORED, TOKENIZE, describe, read_fields
+from twinpool.router.openai.response_writer import read_embeddings
 from twinpool.router.openai.tools import ToolUse, read_tools
 from twinpool.router.openai_responses.responses_request import read_responses, renamed
 from twinpool.router.state.prefix_hashes import PAGE_TOKENS, PrefixHashes, prefix_hashes
@@ -113,6 +114,7 @@ class BodyReader:
         self._page_tokens = page_tokens
         self.adapters: Adapters = NO_ADAPTERS
         """The adapters that are served, by name."""
+        self._pooling = read_pooling(spec.path)
         self._chats = ChatFormat(
             model_tokenizer.template_source,
             config.tool_parser,
@@ -123,6 +125,9 @@ class BodyReader:
 
     def completion(self, raw: bytes, tenant: str = "") -> PreparedRequest:
         return self.prepare(read_completion(self._tree(raw), self._spec, self.adapters), tenant)
+
+    def embeddings(self, raw: bytes, tenant: str = "") -> PreparedRequest:
+        return self.prepare(read_embeddings(self._tree(raw), self._spec, self._pooling, self.adapters), tenant)
 
     def chat(self, raw: bytes, tenant: str = "") -> PreparedRequest:
         return self.prepare(read_chat(self._tree(raw), self._spec, self.adapters), tenant)
@@ -167,7 +172,7 @@ class BodyReader:
         limit = self._config.max_queue
         if request.choices > limit:
             message = f"{request.choices} answers in one request are above the server's queue of {limit}"
-            raise RequestError(message, param="n")
+            raise RequestError(message, param="n" if request.embedding is None else request.prompt_field)
         parts = pictures_of(request.messages)
         placed = read_pictures(parts, self._spec.pictures, self._config) if parts else []
         prompts: Sequence[Prompt] = request.prompts
@@ -304,7 +309,7 @@ class BodyReader:
         return read_json(raw)
 
     def _one(self, request: GenerateRequest, prompt: Prompt, placed: Sequence[PlacedPicture] = ()) -> PreparedPrompt:
-        param = "messages" if request.chat else "prompt"
+        param = request.prompt_field
         if isinstance(prompt, str):
             least = self._model_tokenizer.min_tokens(prompt)
             if least > self._spec.context and request.truncate_prompt_tokens is None:

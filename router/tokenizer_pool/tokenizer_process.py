@@ -34,14 +34,14 @@ import msgpack
 from msgspec import structs
 
 from twinpool.contracts.checkpoint.json_fields import JsonFields
-from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.checkpoint.model_spec import HIDDEN, ModelSpec
 from twinpool.contracts.checkpoint.picture_spec import PictureSpec
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.messages.router_commands import Picture
 from twinpool.contracts.sampling_params import AdapterRef, SamplingParams
 from twinpool.router.openai.chat_format import AnswerFormat
-from twinpool.router.openai.parse_request import GenerateRequest, UnknownModel
+from twinpool.router.openai.parse_request import EmbeddingFormat, GenerateRequest, UnknownModel
 from twinpool.router.state.prefix_hashes import PAGE_TOKENS, PrefixHashes
 from twinpool.router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from twinpool.router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, PreparedRequest, TextAnswer
@@ -89,6 +89,7 @@ class FrameKind(IntEnum):
     COUNT_TOKENS = 6
     RESPONSES = 7
     INPUT_TOKENS = 8
+    EMBEDDINGS = 9
     SETUP = 10
     TENANT = 11
     """The name of who sent the next frame's body; there is none where nobody needs a key."""
@@ -109,8 +110,9 @@ REQUESTS: dict[FrameKind, Callable[[BodyReader, bytes, str], PreparedRequest]] =
     FrameKind.CHAT: BodyReader.chat,
     FrameKind.MESSAGES: BodyReader.messages,
     FrameKind.RESPONSES: BodyReader.responses,
+    FrameKind.EMBEDDINGS: BodyReader.embeddings,
 }
-"""What reads the bodies of endpoints that generate."""
+"""What reads the bodies of endpoints that generate or embed."""
 TEXTS: dict[FrameKind, Callable[[BodyReader, bytes], TextAnswer]] = {
     FrameKind.TOKENIZE: BodyReader.tokenize,
     FrameKind.DETOKENIZE: BodyReader.detokenize,
@@ -133,6 +135,7 @@ def setup_frame(spec: ModelSpec, config: RouterConfig, max_chars: int, page_toke
         "context": spec.context,
         "bos": spec.bos_token_id,
         "eos": spec.eos_token_ids,
+        "hidden": spec.config.peek(HIDDEN),
         "defaults": spec.generation_defaults,
         "config": dataclasses.asdict(config),
         "max_chars": max_chars,
@@ -165,7 +168,7 @@ def spec_of(setup: dict[str, Any]) -> ModelSpec:
         generation_defaults=setup["defaults"],
         aliases=tuple(aliases),
         pictures=PictureSpec(**setup["pictures"]) if setup["pictures"] else None,
-        config=JsonFields(path, {}),
+        config=JsonFields(path, {HIDDEN: setup["hidden"]}),
         headers={},
     )
 
@@ -176,9 +179,11 @@ def prepared_frame(prepared: PreparedRequest) -> bytes:
     fields |= {"prompts": (), "messages": (), "template_args": {}, "tool_use": None, "eos": sorted(fields["eos"])}
     if (found := prepared.request.answer_format) is not None:
         fields["answer_format"] = dataclasses.asdict(found)
-    fields["sampling"] = [getattr(prepared.request.sampling, f.name) for f in structs.fields(SamplingParams)]
+    if (embedding := prepared.request.embedding) is not None:
+        fields["embedding"] = dataclasses.asdict(embedding)
+    fields["sampling"] = structs.asdict(prepared.request.sampling)
     if (adapter := prepared.request.sampling.adapter) is not None:
-        fields["sampling"][-1] = structs.astuple(adapter)
+        fields["sampling"]["adapter"] = structs.astuple(adapter)
     page_tokens = prepared.prompts[0].hashes.page_tokens
     prompts = [
         (array("I", p.tokens).tobytes(), p.text, p.hashes.raw, list(map(structs.astuple, p.pictures)))
@@ -190,16 +195,18 @@ def prepared_frame(prepared: PreparedRequest) -> bytes:
 def prepared_of(frame: bytes) -> PreparedRequest:
     """Unpack a `prepared_frame`; `GenerateRequest.prompts` holds as many empty prompts as there were prompts."""
     fields, count, page_tokens, prompts = _unpack(frame)
-    *sampling, adapter = fields["sampling"]
+    sampling = fields["sampling"]
+    if sampling["adapter"] is not None:
+        sampling["adapter"] = AdapterRef(*sampling["adapter"])
     fields |= {
-        "sampling": structs.replace(
-            SamplingParams(*sampling), adapter=None if adapter is None else AdapterRef(*adapter)
-        ),
+        "sampling": SamplingParams(**sampling),
         "eos": frozenset(fields["eos"]),
         "prompts": ((),) * count,
     }
     if (found := fields["answer_format"]) is not None:
         fields["answer_format"] = AnswerFormat(**found)
+    if (embedding := fields["embedding"]) is not None:
+        fields["embedding"] = EmbeddingFormat(**embedding)
     return PreparedRequest(
         GenerateRequest(**fields),
         tuple(

@@ -181,6 +181,18 @@ def test_both_spellings_and_any_sharding_are_the_same_model(checkpoint: MakeChec
     assert sharded.fingerprint == read_model_spec(checkpoint("llama")).fingerprint
 
 
+def test_a_checkpoint_that_was_saved_without_a_head_has_no_root_in_its_names(
+    checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    """As those for embeddings are: ``layers.0...`` for ``model.layers.0...``."""
+    plain = checkpoint("llama")
+    bare = copy_checkpoint(plain, tmp_path / "bare")
+    tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(plain / "model.safetensors").items()}
+    save_file(tensors, bare / "model.safetensors")
+    assert "embed_tokens.weight" in tensors
+    assert Bench(bare).generate(range(5, 30), 4) == Bench(plain).generate(range(5, 30), 4)
+
+
 def test_other_weights_and_other_numbers_have_other_fingerprints(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     base = checkpoint("llama")
     last_byte = copy_checkpoint(base, tmp_path / "byte")

@@ -32,7 +32,7 @@ from twinpool.contracts.messages.pool_changes import (
 )
 from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, InvalidatePrefix, Submit
 from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamEnd
-from twinpool.contracts.messages.worker_events import Audited, Done, Event, LegReport, PromptScores, Tokens
+from twinpool.contracts.messages.worker_events import Audited, Done, Embedding, Event, LegReport, PromptScores, Tokens
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from twinpool.contracts.sampling_params import AdapterRef, SamplingParams, TokenLogprob
 
@@ -80,6 +80,11 @@ def scored(submit: Submit, tokens: Sequence[int], at: int) -> tuple[TokenLogprob
     return () if count is None else (logprob(tokens[at], count),)
 
 
+def embedding(tokens: Sequence[int]) -> tuple[float, ...]:
+    """The embedding of a prompt: a few numbers of its tokens and their order."""
+    return (1.0, *(sum(token * (at + way) % 101 for at, token in enumerate(tokens)) - 50.0 for way in range(1, 8)))
+
+
 def prefill_frames(submit: Submit, worker: WorkerName, cached: int = 0) -> Iterator[list[Event]]:
     """What prefill says to `submit`, frame by frame."""
     key = (submit.request_id, submit.attempt)
@@ -88,6 +93,8 @@ def prefill_frames(submit: Submit, worker: WorkerName, cached: int = 0) -> Itera
     if (count := submit.sampling.prompt_logprobs) is not None:
         frame.append(PromptScores(*key, tuple(logprob(t, count) for t in tokens[1:])))
         cached = 0
+    if submit.sampling.pooling:
+        frame.append(Embedding(*key, embedding(submit.tokens)))
     if submit.sampling.max_tokens:
         tokens.append(draw(tokens, submit.sampling))
         frame.append(Tokens(*key, len(tokens) - 1, (tokens[-1],), scored(submit, tokens, len(tokens) - 1)))

@@ -26,7 +26,14 @@ from twinpool.contracts.messages.router_commands import (
 )
 from twinpool.contracts.messages.worker_events import Done, Event
 from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
-from twinpool.router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
+from twinpool.router.core.router_actions import (
+    DeliverEmbedding,
+    DeliverScores,
+    DeliverTokens,
+    EndRequest,
+    NoteReplay,
+    SendCommand,
+)
 from twinpool.router.core.router_core import RouterCore
 from twinpool.router.core.routing_policies import LocalPrefill
 from twinpool.router.state.prefix_hashes import prefix_hashes
@@ -71,6 +78,7 @@ class Stage:
         self.out: dict[RequestId, list[int]] = {}
         self.logprobs: dict[RequestId, list[TokenLogprob]] = {}
         self.scores: dict[RequestId, tuple[TokenLogprob, ...]] = {}
+        self.embeddings: dict[RequestId, tuple[float, ...]] = {}
         self.ends: dict[RequestId, Done] = {}
         self.audits: list[tuple[WorkerKey, Audit]] = []
         self.findings: list[AuditFinding] = []
@@ -190,6 +198,9 @@ class Stage:
                     assert rid not in self.scores, "scores come once"
                     assert not self.out[rid], "scores come first"
                     self.scores[rid] = scores
+                case DeliverEmbedding(rid, vector):
+                    assert rid not in self.embeddings, "an embedding comes once"
+                    self.embeddings[rid] = vector
                 case NoteReplay(rid, attempt, reason):
                     assert attempt == self.requests[rid].attempt or rid in self.ends
                     assert reason

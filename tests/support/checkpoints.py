@@ -184,6 +184,13 @@ class Oracle:
         """Teacher-forced logits, [len(tokens), vocab] float32, in one shot."""
         return self._chunked(torch.tensor([list(tokens)]), [len(tokens)])[0]
 
+    @torch.inference_mode()
+    def hidden(self, tokens: Sequence[int]) -> Tensor:
+        """The hidden states behind the final norm, [len(tokens), hidden] float32."""
+        out = self.model.base_model(torch.tensor([list(tokens)]))
+        hidden: Tensor = out.last_hidden_state[0].float()
+        return hidden
+
     def chunked_logits(self, tokens: Sequence[int], cuts: Sequence[int]) -> Tensor:
         """The same with the cache, in chunks of `cuts` tokens, which add up to all of them."""
         return self._chunked(torch.tensor([list(tokens)]), cuts)[0]

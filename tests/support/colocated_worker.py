@@ -18,7 +18,7 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
 from twinpool.contracts.messages.router_commands import Cancel, Submit
-from twinpool.contracts.messages.worker_events import Done, Event, LegReport, PromptScores, Tokens
+from twinpool.contracts.messages.worker_events import Done, Embedding, Event, LegReport, PromptScores, Tokens
 from twinpool.contracts.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -114,6 +114,9 @@ class Colocated:
                 answer.logprobs[event.position + i] = logprob
         elif isinstance(event, PromptScores):
             answer.scores = event.scores
+        elif isinstance(event, Embedding):
+            assert not answer.embedding, "an embedding comes once"
+            answer.embedding = event.vector
         elif isinstance(event, LegReport):
             answer.progress[event.role] = together(answer.progress.get(event.role), event)
         elif isinstance(event, Done):

@@ -30,7 +30,7 @@ from twinpool.contracts.messages.worker_events import Done, Event, Tokens
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.decode.worker import DecodeWorker
-from twinpool.router.core.router_actions import DeliverTokens, EndRequest, NoteReplay, SendCommand
+from twinpool.router.core.router_actions import DeliverEmbedding, DeliverTokens, EndRequest, NoteReplay, SendCommand
 from twinpool.router.core.router_core import RouterCore
 from twinpool.router.core.routing_policies import local_prefill
 from twinpool.router.state.prefix_hashes import prefix_hashes
@@ -46,6 +46,7 @@ class Told:
     tokens: list[int] = field(default_factory=list)
     done: Done | None = None
     replays: list[str] = field(default_factory=list)
+    embedding: tuple[float, ...] = ()
 
 
 class Company:
@@ -146,6 +147,9 @@ class Company:
                     case DeliverTokens(rid, tokens, _):
                         assert self.told[rid].done is None
                         self.told[rid].tokens += tokens
+                    case DeliverEmbedding(rid, vector):
+                        assert not self.told[rid].embedding
+                        self.told[rid].embedding = vector
                     case EndRequest(rid, done):
                         assert self.told[rid].done is None
                         self.told[rid].done = done

@@ -25,7 +25,7 @@ from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import PAIR, Incarnation, RequestId, Role, RoomId, WorkerName
 from twinpool.contracts.interfaces.worker_interface import SessionId, Worker
 from twinpool.contracts.messages.router_commands import Cancel, PeerRef, Submit
-from twinpool.contracts.messages.worker_events import Done, Event, LegReport, PromptScores, Tokens
+from twinpool.contracts.messages.worker_events import Done, Embedding, Event, LegReport, PromptScores, Tokens
 from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
 from twinpool.decode.worker import DecodeWorker
 from twinpool.engine.models.registry import read_model
@@ -79,6 +79,7 @@ class Answer:
     tokens: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     scores: tuple[TokenLogprob, ...] = ()
+    embedding: tuple[float, ...] = ()
     progress: dict[Role, LegReport] = field(default_factory=dict)
     done: Done | None = None
 
@@ -214,6 +215,9 @@ class Pair:
                 answer.logprobs[event.position + i] = logprob
         elif isinstance(event, PromptScores):
             answer.scores = event.scores
+        elif isinstance(event, Embedding):
+            assert not answer.embedding, "an embedding comes once"
+            answer.embedding = event.vector
         elif isinstance(event, LegReport):
             answer.progress[event.role] = together(answer.progress.get(event.role), event)
         elif isinstance(event, Done):

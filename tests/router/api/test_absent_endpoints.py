@@ -12,7 +12,7 @@ from tests.router.http_server import Server
 @pytest.mark.parametrize(
     ("method", "path", "why"),
     [
-        ("POST", "/v1/embeddings", "embeddings"),
+        ("POST", "/embeddings", "embeddings are at /v1/embeddings"),
         ("POST", "/load_lora_adapter", "adapters"),
         ("POST", "/v1/images/generations", "images"),
         ("POST", "/v1/audio/transcriptions", "audio"),
@@ -30,8 +30,8 @@ def test_an_absent_endpoint_says_why(server: Server, method: str, path: str, why
 
 def test_clients_get_their_own_class_of_error(server: Server) -> None:
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    with pytest.raises(openai.NotFoundError, match="makes no embeddings"):
-        client.embeddings.create(model="demo", input="x")
+    with pytest.raises(openai.NotFoundError, match="makes no scores or classes"):
+        client.moderations.create(input="x")
     with pytest.raises(openai.NotFoundError, match="adapters"):
         client.chat.completions.create(model="demo-lora", messages=[{"role": "user", "content": "x"}])
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}

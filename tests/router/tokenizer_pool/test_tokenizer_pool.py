@@ -21,6 +21,7 @@ from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
 from twinpool.router.openai.api_errors import ReaderEnded, ReaderFailed
 from twinpool.router.openai.chat_format import AnswerFormat
+from twinpool.router.openai.parse_request import EmbeddingFormat
 from twinpool.router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from twinpool.router.tokenizer_pool import tokenizer_pool as module
 from twinpool.router.tokenizer_pool import tokenizer_process
@@ -299,6 +300,7 @@ BODIES: dict[FrameKind, dict[str, Any]] = {
     FrameKind.CHAT: {"messages": [{"role": "user", "content": "hello " * 40}]},
     FrameKind.MESSAGES: {"messages": [{"role": "user", "content": "hello " * 40}], "max_tokens": 5},
     FrameKind.RESPONSES: {"input": "hello " * 40},
+    FrameKind.EMBEDDINGS: {"input": "hello " * 40},
 }
 
 
@@ -375,7 +377,7 @@ def test_everything_that_was_asked_comes_out_of_a_reader(model_tokenizer: ModelT
         for f in dataclasses.fields(want.request)
         if getattr(want.request, f.name) == getattr(plain.request, f.name)
     ]
-    assert set(same) == {"chat", "eos", "grammar_field", "repeated", *OF_CHATS}
+    assert set(same) == {"chat", "embedding", "eos", "grammar_field", "repeated", *OF_CHATS}
     got = prepared_of(prepared_frame(want))
     assert len(want.prompts[2].hashes.raw) > 8
     assert got.prompts == want.prompts
@@ -385,6 +387,15 @@ def test_everything_that_was_asked_comes_out_of_a_reader(model_tokenizer: ModelT
         type(getattr(got.request, f.name)) is type(getattr(want.request, f.name))
         for f in dataclasses.fields(want.request)
     )
+
+
+def test_how_vectors_are_to_be_answered_comes_out_of_a_reader(model_tokenizer: ModelTokenizer) -> None:
+    body = {"input": ["x", "y"], "dimensions": 3, "encoding_format": "base64", "user": "me", "cache_salt": "s"}
+    want = intake(model_tokenizer).embeddings(json.dumps(body).encode())
+    got = prepared_of(prepared_frame(want))
+    assert dataclasses.replace(got.request, prompts=want.request.prompts) == want.request
+    assert got.request.embedding == EmbeddingFormat("input", 3, True)
+    assert (got.request.sampling.pooling, got.request.session, got.request.salt) == ("last", "me", "s")
 
 
 OF_CHATS = {

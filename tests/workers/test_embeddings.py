@@ -1,0 +1,109 @@
+"""Embeddings on real workers: what they are, that their bits hang on the prompt alone, and that a loss costs none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.checkpoints import Oracle
+from tests.support.colocated_worker import colocated
+from tests.support.stepped_cluster import company
+from tests.support.worker_pair import pair
+from tests.workers.test_pair import prompts
+from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.messages.worker_events import Embedding
+from twinpool.contracts.sampling_params import SamplingParams
+
+EMBED = SamplingParams(max_tokens=0, temperature=0.0, pooling="last")
+DRAW = SamplingParams(max_tokens=3, temperature=0.0)
+SCORE = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=1)
+
+
+def test_an_embedding_is_the_last_tokens_hidden_state_behind_the_final_norm(model: Path, oracle: Oracle) -> None:
+    asked = prompts(21, 40, 1, 17)
+    with pair(model) as both:
+        answers = both.run(*[both.submit(prompt, EMBED) for prompt in asked])
+    for prompt, answer in zip(asked, answers, strict=True):
+        torch.testing.assert_close(torch.tensor(answer.embedding), oracle.hidden(prompt)[-1], rtol=1e-4, atol=1e-4)
+        assert answer.done is not None
+        assert (answer.done.reason, answer.tokens) == ("length", {})
+        assert Role.DECODE not in answer.progress
+
+
+def test_its_bits_are_those_of_the_prompt_alone_in_a_batch_in_chunks_and_behind_a_prefix(model: Path) -> None:
+    (prompt, *others) = prompts(22, 70, 30, 9, 44)
+    with pair(model) as both:
+        (alone,) = both.run(both.submit(prompt, EMBED))
+        (again,) = both.run(both.submit(prompt, EMBED))
+        assert again.progress[Role.PREFILL].cached_tokens >= 48, "the prefix is there"
+    with pair(model, prefill={"chunk_tokens": 32}) as both:
+        (chunked,) = both.run(both.submit(prompt, EMBED))
+    with pair(model) as both:
+        mixed = [both.submit(others[0], DRAW), both.submit(others[1], EMBED), both.submit(others[2], SCORE)]
+        (together, *rest) = both.run(both.submit(prompt, EMBED), *mixed)
+        assert [bool(answer.embedding) for answer in rest] == [False, True, False]
+    with colocated(model) as one:
+        (here,) = one.run(one.submit(prompt, EMBED))
+    assert again.embedding == chunked.embedding == together.embedding == here.embedding == alone.embedding != ()
+    assert rest[1].embedding != alone.embedding
+
+
+def test_a_prefill_worker_that_is_lost_costs_no_embedding(model: Path) -> None:
+    (prompt,) = prompts(23, 90)
+    with pair(model) as both:
+        (expected,) = both.run(both.submit(prompt, EMBED))
+    with company(model, prefills=2, decodes=1, prefill={"chunk_tokens": 32}) as all_of_them:
+        rid = all_of_them.submit(prompt, EMBED)
+        first = all_of_them.told[rid].request.workers[Role.PREFILL]
+        all_of_them.step(first)
+        all_of_them.gone(first)
+        all_of_them.run(rid)
+        told = all_of_them.told[rid]
+        assert told.embedding == expected.embedding
+        assert len(told.replays) == 1
+        assert told.request.workers == {Role.PREFILL: "prefill-1" if first == "prefill-0" else "prefill-0"}
+
+
+def test_a_worker_that_is_lost_between_the_embedding_and_its_end_has_answered(model: Path) -> None:
+    (prompt,) = prompts(24, 20)
+    with company(model, prefills=2, decodes=1) as all_of_them:
+        rid = all_of_them.submit(prompt, EMBED)
+        first = all_of_them.told[rid].request.workers[Role.PREFILL]
+        all_of_them.between.append(lambda worker, event: not isinstance(event, Embedding))
+        all_of_them.until(lambda: bool(all_of_them.told[rid].embedding), "its embedding")
+        all_of_them.between.clear()
+        all_of_them.gone(first)
+        told = all_of_them.told[rid]
+        assert told.done is not None
+        assert (told.done.reason, told.replays) == ("length", [])
+
+
+def test_an_embedding_that_is_made_in_another_way_is_refused(model: Path) -> None:
+    with pair(model) as both:
+        rid = both.submit([1, 2, 3], SamplingParams(max_tokens=0, temperature=0.0, pooling="weighted"))
+        done = both.run(rid)[0].done
+    assert done is not None
+    assert (done.error, done.message) == (ErrorKind.INVALID, "prefill-0 embeds by last, not by 'weighted'")
+    assert rid == RequestId("r1")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_embedding_that_is_no_numbers_fails_its_request_alone(model: Path, value: float) -> None:
+    good, bad = prompts(25, 20, 24)
+    with pair(model) as both:
+        decoder = both.prefill._engine.decoder
+        plain = decoder.norm
+
+        def norm(x_nh: torch.Tensor) -> torch.Tensor:
+            normed_nh = plain(x_nh).clone()
+            normed_nh[-1, 0] = value
+            return normed_nh
+
+        decoder.norm = norm
+        fine, broken = both.run(both.submit(good, EMBED), both.submit(bad, EMBED))
+    assert fine.done is not None
+    assert broken.done is not None
+    assert (fine.done.error, broken.done.error) == (None, ErrorKind.NONFINITE)
