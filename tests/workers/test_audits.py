@@ -256,15 +256,17 @@ def test_where_numbers_are_not_exact_only_what_is_beyond_the_margin_is_told(mode
         assert all(d.gap > 0.25 for d in wrong.differences)
 
 
-@pytest.mark.parametrize(("prefill", "decode", "exact"), [(1, 1, True), (2, 2, True), (2, 1, False), (1, 2, False)])
+@pytest.mark.parametrize(
+    ("prefill", "decode", "eps", "exact"),
+    [(1, 1, (1, 1), True), (2, 2, (1, 1), True), (2, 1, (1, 1), False), (1, 2, (1, 1), False), (2, 2, (2, 1), False)],
+)
 def test_workers_of_unequal_ranks_are_held_to_the_margin_only(
-    model: Path, prefill: int, decode: int, exact: bool
+    model: Path, prefill: int, decode: int, eps: tuple[int, int], exact: bool
 ) -> None:
     with pair(model) as both:
         worker = both.prefill
-        config = config_from_dict(
-            {"prefill": {"tp": prefill}, "decode": {"tp": decode}, "audit": {"margin": 1e9}, "cache": {"host_bytes": 0}}
-        )
+        sides = {"prefill": {"tp": prefill, "ep": eps[0]}, "decode": {"tp": decode, "ep": eps[1]}}
+        config = config_from_dict(sides | {"audit": {"margin": 1e9}, "cache": {"host_bytes": 0}})
         told: list[Event] = []
         most = manager_of(worker).supply.max_positions
         auditor = AuditRunner(

@@ -277,6 +277,23 @@ def test_in_large_steps_a_request_has_as_many_drafts_as_pay(by_position: float, 
     assert [len(request.drafts) for request in requests] == drafted
 
 
+def test_a_request_whose_drafts_never_pay_has_one_now_and_then() -> None:
+    """Else nobody would see that they are right again."""
+    parts, _ = drafting(draft_requests=1)
+    request, _ = parts.run("a", "b", most=MANY)
+    request.draft_rate = 0.0
+    for number in range(40):
+        positions = 1 + number % 8
+        parts.drafting.times.saw(positions, 0.004 + 0.1 * positions)
+    tried = []
+    for _ in range(32):
+        parts.scheduler.next_batch()
+        tried.append(len(request.drafts))
+        request.drafts, request.planned = (), request.launched
+        request.tokens.append(7)
+    assert sorted(tried) == [0] * 31 + [1]
+
+
 def test_what_a_position_adds_to_a_step_is_fitted_by_the_latest_steps() -> None:
     times = StepTimes()
     for number in range(64):
