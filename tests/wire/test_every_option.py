@@ -39,7 +39,7 @@ SENT: dict[str, tuple[Any, Any]] = {
     "stop_token_ids": ([901, 902], (901, 902)),
 }
 """By option: what a client sends, and what `SamplingParams` has then; its other fields have tests of their own."""
-OTHERS = {"choice", "logprobs", "prompt_logprobs", "grammar", "pooling"}
+OTHERS = {"choice", "logprobs", "prompt_logprobs", "grammar", "adapter", "pooling"}
 GRAMMARS: dict[str, Any] = {
     "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": "é"}}},
     "structured_outputs": {"choice": ['"é"']},
