@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -108,3 +109,17 @@ def test_proposals_are_drawn_by_the_seed_and_position_that_their_tokens_will_be(
         draws = [TokenDraw(sampled, (), 1, at) for at in range(length, length + most)]
         expected.append(draw_tokens(torch.zeros(most, VOCAB), draws).tokens_n.tolist())
     assert bench.engine.propose(rows) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.every_parameter
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_head_says_which_layers_inputs_it_reads(tmp_path: Path, nested: bool) -> None:
+    folder = make_checkpoint(tmp_path / "model", layers=8)
+    head = make_eagle3(tmp_path / "head", hidden=64, vocab=VOCAB, known=KNOWN)
+    said = {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}
+    config = json.loads((head / "config.json").read_text()) | ({"eagle_config": said} if nested else said)
+    (head / "config.json").write_text(json.dumps(config))
+    draft = Bench(folder, 4, tokens=64, draft_model=str(head)).engine.decoder.draft
+    assert draft is not None
+    assert draft.taps == (1, 3, 6)
