@@ -248,6 +248,8 @@ BODIES: dict[str, Schema] = {
     "/tokenize": _body(TOKENIZE),
     "/detokenize": _body(DETOKENIZE, "tokens"),
     "/cluster/apply": OBJECT,
+    "/v1/load_lora_adapter": object_of("lora_name lora_path", lora_name=TEXT, lora_path=TEXT, load_inplace=BOOLEAN),
+    "/v1/unload_lora_adapter": object_of("lora_name", lora_name=TEXT, load_inplace=BOOLEAN),
 }
 """By path, the schema of its body."""
 
@@ -321,6 +323,8 @@ class _Endpoint(NamedTuple):
 
 _CHECKED = (*OPERATION, 400)
 """Of operations that refuse a query or a body which means nothing."""
+_SMALL = (*_CHECKED, 413)
+"""Of those that refuse a long body as well."""
 
 
 def _reads(summary: str, answer: str, errors: tuple[int, ...] = GENERATION) -> _Endpoint:
@@ -345,6 +349,8 @@ _ENDPOINTS = {
     "/detokenize": _reads("Token ids to text", "Text", COUNTING),
     "/v1/models": _Endpoint("The served model, under each of its names", "Models", LISTING),
     "/v1/models/{model}": _Endpoint("One model", "Model", LISTING),
+    "/v1/load_lora_adapter": _operates("Serve an adapter from a folder below adapters.roots", errors=_SMALL),
+    "/v1/unload_lora_adapter": _operates("Serve an adapter no more", errors=_SMALL),
     "/v1/responses/{response}": _Endpoint("404: responses aren't stored", "Error", LISTING, "get delete", ok=()),
     "/health": _HEALTH,
     "/ping": _HEALTH._replace(methods="get post"),
@@ -364,7 +370,7 @@ _ENDPOINTS = {
     "/cluster/undrain/{worker}": _operates("Admit again, until it has left"),
     "/cluster/add": _operates("Start workers more", "role count node", _CHECKED),
     "/cluster/scale": _operates("Bring pools to so many workers", "prefill decode force", _CHECKED),
-    "/cluster/apply": _operates("Change settings, named in JSON", "dry_run", (*_CHECKED, 413)),
+    "/cluster/apply": _operates("Change settings, named in JSON", "dry_run", _SMALL),
     "/cluster/restart/{worker}": _operates("Drain a worker and start it again", "force"),
     "/cluster/cordon/{node}": _operates("Place no worker on a node any more"),
     "/cluster/uncordon/{node}": _operates("Let workers be placed on a node again"),

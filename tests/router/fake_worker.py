@@ -476,8 +476,9 @@ class FakeCluster:
             case LoadAdapter(adapter):
                 self.served[adapter.name] = adapter
                 self.changed()
-            case UnloadAdapter():
-                del self.served[change.name]
+            case UnloadAdapter(name):
+                if self.served.pop(name, None) is None:
+                    raise RequestError(f"no adapter is served as {name}")
                 self.changed()
         return ChangedWorkers(self.answer, *self.fates)
 
