@@ -480,6 +480,8 @@ def adapters_of(
     if all(row.adapter is None for row in rows):
         return None
     assert store is not None, "nobody without adapters has let such a request in"
+    wanted = {row.adapter.digest for row in rows if row.adapter is not None}
+    assert wanted <= store.loaded.keys(), "an adapter stays as long as a request needs it"
     used = [None if row.adapter is None else store.loaded[row.adapter.digest] for row in rows]
     held = store.held([one for one in used if one is not None])
     numbers = [held.number(one) for one in used]

@@ -51,6 +51,7 @@ from twinpool.contracts.messages.quota import QuotaAmounts, QuotaClaim, QuotaSli
 from twinpool.contracts.messages.request_record import MAX_RECORD_BYTES, FoundRecords, RequestRecord
 from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
+from twinpool.contracts.sampling_params import AdapterRef
 from twinpool.contracts.wire.message_codec import encode
 from twinpool.router.links.controller_directory import ControllerDirectory
 from twinpool.router.links.grpc_worker import GrpcWorkerClient
@@ -214,6 +215,7 @@ class Brain:
         self.grants: list[LeaseGrant] = []
         self.rows: tuple[WorkerView, ...] = ()
         self.quotas = ""
+        self.adapters = {"a": AdapterRef("a", "d" * 64, "/adapters/a")}
         self.service: Any = None
         self.version, self.shutting_down = 1, False
         self.listener: Callable[[], None] = lambda: None
@@ -346,6 +348,7 @@ async def test_every_field_of_the_controllers_table_reaches_a_router() -> None:
         stop = directory.watch(seen.append)
         await eventually(lambda: bool(seen))
         assert seen[-1] == core.rows
+        assert directory.adapters == tuple(core.adapters.values())
         numbers = structs.replace(core.rows[1].status, running=77, counters_left_out=False)
         core.rows = (
             structs.replace(core.rows[0], cordoned=False), structs.replace(core.rows[1], status=numbers)
