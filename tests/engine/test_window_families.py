@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -133,7 +134,7 @@ def test_the_factor_of_an_embedding_in_bfloat16_is_rounded_where_transformers_ro
     seen = oracle.model.model.layers[0].register_forward_pre_hook(lambda _, args: given.append(args[0][0]))
     oracle.logits(tokens.tolist())
     seen.remove()
-    decoder, nothing = Bench(folder).engine.decoder, cast(ForwardContext, None)
+    decoder, nothing = Bench(folder).engine.decoder, cast(ForwardContext, SimpleNamespace(pictured=None))
     decoder.layers, decoder.prepare = [], None
     assert torch.equal(decoder.forward(tokens, nothing), given[0]), "what the first layer is given"
 

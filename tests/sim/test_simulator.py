@@ -93,7 +93,11 @@ def test_plans_draw_all_that_they_can_draw() -> None:
                  "prompt_logprobs", "choice"):  # fmt: skip
         assert sum(getattr(ask, name) != getattr(plain, name) for ask in asks) >= 20, name
     drawn = {name for name in SamplingParams.__struct_fields__ if len({getattr(ask, name) for ask in asks}) > 1}
-    assert drawn == set(SamplingParams.__struct_fields__), "a parameter that no plan draws isn't simulated"
+    # No simulated worker has adapters, or answers with a vector: nothing that a simulation looks for hangs on these.
+    unsimulated = {"adapter", "pooling"}
+    assert drawn == set(SamplingParams.__struct_fields__) - unsimulated, (
+        "a parameter that no plan draws isn't simulated"
+    )
     assert len({ask.salt for plan in plans for ask in plan.asks}) > 1
     assert len({ask.priority for plan in plans for ask in plan.asks}) > 1
     halts = [fault.lasts for plan in plans for fault in plan.faults if fault.kind == "halt"]

@@ -31,7 +31,11 @@ class Part:
 def report_of(parts: DecodeParts) -> WorkerReport:
     sender = SimpleNamespace(rooms=2, plane="shm", next_deadline=None, check=lambda: [])
     setup: Any = SimpleNamespace(
-        name=WorkerName("decode-0"), incarnation=Incarnation(3), manager=parts.manager, sender=sender
+        name=WorkerName("decode-0"),
+        incarnation=Incarnation(3),
+        manager=parts.manager,
+        sender=sender,
+        adapters=None,
     )
     return WorkerReport(cast(WorkerSetup, setup), Role.DECODE, parts.requests, parts.fitness)
 
