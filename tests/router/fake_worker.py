@@ -476,9 +476,9 @@ class FakeCluster:
             case LoadAdapter(adapter):
                 self.served[adapter.name] = adapter
                 self.changed()
-            case UnloadAdapter(name):
-                if self.served.pop(name, None) is None:
-                    raise RequestError(f"no adapter is served as {name}")
+            case UnloadAdapter():
+                if self.served.pop(change.name, None) is None:
+                    raise RequestError(f"no adapter is served as {change.name}")
                 self.changed()
         return ChangedWorkers(self.answer, *self.fates)
 
