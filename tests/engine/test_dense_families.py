@@ -14,7 +14,8 @@ import torch
 from tests.engine.harness import Bench, MakeOracle
 from tests.engine.judged import expect_close_choices, expect_the_oracles, prompts
 from tests.support.checkpoints import Oracle, compare, copy_checkpoint
-from tests.support.family_dense import MAKERS, WINDOW
+from tests.support.family_checkpoint import WINDOW
+from tests.support.family_dense import MAKERS
 from tests.support.model_families import EVERY
 from tests.support.quantised_checkpoints import quantise_folder, quantised_names
 from twinpool.contracts.checkpoint.model_spec import read_model_spec, spec_of_config

@@ -19,7 +19,8 @@ from tests.engine.harness import Bench, MakeOracle
 from tests.engine.judged import expect_close_choices, expect_the_oracles, prompts
 from tests.engine.test_model_image import Images
 from tests.support.checkpoints import copy_checkpoint, make_checkpoint
-from tests.support.family_transformers import MAKERS, WINDOW
+from tests.support.family_checkpoint import WINDOW
+from tests.support.family_transformers import MAKERS
 from tests.support.model_families import FAMILIES, folder_maker
 from twinpool.cluster.assembly.build_parts import weights_digest
 from twinpool.cluster.serve.preflight import check_ranks, weight_bytes

@@ -23,6 +23,20 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 0,
     "pad_token_id": None,
 }
+WINDOW = 48
+SMALL = COMMON | {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+WINDOWS: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 
 
 def write_family(

@@ -15,23 +15,9 @@ from typing import Any
 import transformers
 from torch import nn
 
-from tests.support.family_checkpoint import COMMON, published_config, write_family
+from tests.support.family_checkpoint import SMALL, WINDOW, WINDOWS, published_config, write_family
 
-WINDOW = 48
-_NUMBERS = COMMON | {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "pad_token_id": 3,
-}
-_WINDOWS = {
-    "num_hidden_layers": 4,
-    "sliding_window": WINDOW,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-}
+_NUMBERS = SMALL | {"pad_token_id": 3}
 _DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
 _LONGROPE = _DEFAULT | {
     "rope_type": "longrope",
@@ -94,22 +80,22 @@ _FAMILIES: dict[str, _Family] = {
     "olmo2": _Family("Olmo2Config"),
     "olmo3": _Family(
         "Olmo3Config",
-        _WINDOWS,
+        WINDOWS,
         {"full_attention": _YARN, "sliding_attention": _DEFAULT | {"rope_theta": 500_000.0}},
     ),
-    "exaone4": _Family("Exaone4Config", _WINDOWS),
+    "exaone4": _Family("Exaone4Config", WINDOWS),
     "smollm3": _Family(
         "SmolLM3Config", {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 1], "use_sliding_window": False}
     ),
-    "cwm": _Family("CwmConfig", _WINDOWS | {"bos_token_id": 1}),
-    "ministral": _Family("MinistralConfig", _WINDOWS),
+    "cwm": _Family("CwmConfig", WINDOWS | {"bos_token_id": 1}),
+    "ministral": _Family("MinistralConfig", WINDOWS),
     "ministral3": _Family(
         "Ministral3Config", rope=_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
     ),
     "gemma": _Family("GemmaConfig", spread=_from_one),
     "gemma2": _Family(
         "Gemma2Config",
-        _WINDOWS | {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 9.0},
+        WINDOWS | {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 9.0},
         spread=_from_one,
     ),
     "glm": _Family("GlmConfig", rope=_HALF),
@@ -124,7 +110,7 @@ _FAMILIES: dict[str, _Family] = {
     "phi": _Family("PhiConfig", rope=_HALF, spread=_norm_biases),
     "starcoder2": _Family("Starcoder2Config", {"sliding_window": WINDOW}, spread=_norm_biases),
     "cohere": _Family("CohereConfig", {"logit_scale": 0.3}),
-    "cohere2": _Family("Cohere2Config", _WINDOWS | {"logit_scale": 0.3}),
+    "cohere2": _Family("Cohere2Config", WINDOWS | {"logit_scale": 0.3}),
 }
 
 

@@ -10,22 +10,8 @@ from typing import Any
 import transformers
 from torch import nn
 
-from tests.support.family_checkpoint import COMMON, write_family
+from tests.support.family_checkpoint import SMALL, WINDOWS, write_family
 
-WINDOW = 48
-_NUMBERS = COMMON | {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
-_WINDOWS = {
-    "num_hidden_layers": 4,
-    "sliding_window": WINDOW,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-}
 _EXPERTS = {"moe_intermediate_size": 48, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 
 
@@ -50,7 +36,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], Callable[[nn.Module], None] | No
     # Learned positions, a base within the base, scores that are scaled before attention.
     "opt": ("OPTConfig", {"ffn_dim": 128, "word_embed_proj_dim": 64, "pad_token_id": 1}, _norm_biases),
     # Windows in every other layer, softcaps on scores and logits.
-    "vaultgemma": ("VaultGemmaConfig", _WINDOWS | {"attn_logit_softcapping": 3.0}, None),
+    "vaultgemma": ("VaultGemmaConfig", WINDOWS | {"attn_logit_softcapping": 3.0}, None),
     # A mixture behind a dense layer, with a shared expert; scores by a sigmoid.
     "dots1": (
         "Dots1Config",
@@ -60,11 +46,11 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], Callable[[nn.Module], None] | No
     # A mixture with windows, gates on attention, layers without rope.
     "afmoe": (
         "AfmoeConfig",
-        _WINDOWS | _EXPERTS | {"num_experts": 8, "num_dense_layers": 1, "num_shared_experts": 1},
+        WINDOWS | _EXPERTS | {"num_experts": 8, "num_dense_layers": 1, "num_shared_experts": 1},
         None,
     ),
     # Windows with attention sinks, four factors.
-    "granite_swa": ("GraniteSWAConfig", _WINDOWS | {"attention_multiplier": 0.25}, _sinks),
+    "granite_swa": ("GraniteSWAConfig", WINDOWS | {"attention_multiplier": 0.25}, _sinks),
     # A feed-forward layer of relu(x)², norms around 1.
     "nemotron": ("NemotronConfig", {}, None),
 }
@@ -72,7 +58,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], Callable[[nn.Module], None] | No
 
 def _make(name: str, folder: Path, *, dtype: str = "float32", seed: int = 0, **changes: Any) -> Path:
     config, numbers, spread = _FAMILIES[name]
-    made = getattr(transformers, config)(**(_NUMBERS | numbers | changes))
+    made = getattr(transformers, config)(**(SMALL | numbers | changes))
     return write_family(folder, made, dtype=dtype, seed=seed, spread=spread)
 
 

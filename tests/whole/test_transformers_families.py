@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.colocated_worker import colocated
+from tests.support.family_checkpoint import WINDOW
 from tests.support.family_scenes import (
     CHUNK,
     PAGE,
@@ -20,7 +21,7 @@ from tests.support.family_scenes import (
     greedy,
     tokens_of,
 )
-from tests.support.family_transformers import MAKERS, WINDOW
+from tests.support.family_transformers import MAKERS
 from tests.support.migration_scenes import expect_migrations_change_nothing
 from tests.support.retract_scenes import expect_same_answers
 from twinpool.contracts.ids import Role

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,20 +20,13 @@ from tests.support.checkpoints import Oracle, compare, make_checkpoint
 from tests.support.served_cluster import until
 from tests.support.stepped_cluster import Company, company
 from tests.support.worker_pair import Answer, Pair, pair
-from twinpool.cluster.serve.serve_one_process import LocalDirectory
-from twinpool.cluster.worker_process.worker_thread import WorkerThread
+from tests.workers.test_violations import behind_a_router
 from twinpool.contracts.checkpoint.adapter_files import adapter_ref
-from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role
-from twinpool.contracts.messages.stream_frames import ADAPTERS_SINCE, STREAM_PROTOCOL
-from twinpool.contracts.messages.worker_status import WorkerRecord
+from twinpool.contracts.messages.stream_frames import ADAPTERS_SINCE
 from twinpool.contracts.sampling_params import AdapterRef, SamplingParams
-from twinpool.router.api.app import create_app
-from twinpool.router.api.router_server import RouterServer
-from twinpool.router.main import listen
-from twinpool.router.service.router_service import RouterService
 
 RANKS = (4, 7, 12, 64)
 ALPHAS = (16, 3, 24, 64)
@@ -253,30 +245,9 @@ def test_an_older_worker_gets_no_request_with_an_adapter(llama: Family) -> None:
 @contextmanager
 def endpoint(both: Pair, made: Family) -> Iterator[httpx.Client]:
     """The pair's workers behind the real router, in this process."""
-    members = []
-    for worker in (both.prefill, both.decode):
-        host = WorkerThread(worker)
-        status = host.snapshot
-        record = WorkerRecord(
-            status.name, status.role, status.incarnation, status.pid, status.node, "", worker.control, worker.fits,
-            stream_protocol=STREAM_PROTOCOL,
-        )  # fmt: skip
-        members.append((record, host))
-        host.start()
-    sock = listen("127.0.0.1", 0)
     config = config_from_dict({"adapters": {"roots": str(made.root)}})
-    service = RouterService(read_model_spec(made.folder), config, LocalDirectory(members))
-    server = RouterServer(create_app(service), service)
-    thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
-    thread.start()
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}", timeout=60) as client:
-            yield client
-    finally:
-        server.should_exit = True
-        thread.join(60)
-        for _, host in members:
-            host.stop(10)
+    with behind_a_router(both, made.folder, config) as url, httpx.Client(base_url=url, timeout=60) as client:
+        yield client
 
 
 @pytest.mark.slow

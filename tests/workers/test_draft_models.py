@@ -20,17 +20,15 @@ from tests.support.model_families import FAMILIES
 from tests.support.plain_drafts import PlainEagle3, PlainMtp, make_eagle3
 from tests.support.rank_followers import rank_processes
 from tests.support.stepped_cluster import company, generated
-from tests.support.worker_pair import Answer, pair
+from tests.support.worker_pair import pair
+from tests.workers.test_drafts import FEW, Asked, Said, answers, said
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.cpu_device import AsyncCpuDevice
 from twinpool.contracts.ids import PAIR, Role
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.decode.drafting import DraftModelDrafter, WantedDraft
 
-FEW = (17, 40, 203)
 HOST_BYTES = 1 << 23
-Said = list[tuple[object, ...]]
-"""Tokens, log-probabilities and ends."""
 Proposed = dict[tuple[int, ...], list[int]]
 """What was proposed behind the tokens so far."""
 DRAFTS: dict[str, Any] = {"draft_tokens": 4, "draft_requests": 8}
@@ -75,14 +73,14 @@ def drafts_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Draft
         else:
             folder = FAMILIES[kind](base / kind, published=True)
             draft_model, oracle = "mtp", PlainMtp(folder)
-        found, counters = answers(folder, decode={"speculation": "off"})
+        found, counters = answers(folder, asks(), decode={"speculation": "off"})
         assert counters["tokens_drafted"] == 0
         return Drafted(folder, draft_model, oracle, said(found))
 
     return make
 
 
-def asks() -> list[tuple[list[int], SamplingParams]]:
+def asks() -> Asked:
     rng = random.Random(5)
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0, "logprobs": 1},
@@ -118,19 +116,6 @@ def proposed(monkeypatch: pytest.MonkeyPatch) -> Proposed:
     return found
 
 
-def answers(model: Path, **sections: Any) -> tuple[list[Answer], dict[str, float]]:
-    """All answers, and decode's counters."""
-    with pair(model, tokens=2048, **sections) as both:
-        found = both.run(*(both.submit(prompt, params) for prompt, params in asks()))
-        counters = dict(both.decode.status().counters)
-        both.settle()
-    return found, counters
-
-
-def said(found: Sequence[Answer]) -> Said:
-    return [(answer.list, answer.logprobs, answer.done and answer.done.reason) for answer in found]
-
-
 SCENES: dict[str, dict[str, Any]] = {
     "together": {},
     "few tokens a step": {"decode": {"max_batch_tokens": 6}},
@@ -150,7 +135,7 @@ def test_answers_with_a_draft_model_are_those_without_and_its_state_is_never_los
     drafts_of: Callable[[str], Drafted], proposed: Proposed, kind: str, scene: str
 ) -> None:
     drafted = drafts_of(kind)
-    found, counters = answers(drafted.folder, **drafted.sections(**SCENES[scene]))
+    found, counters = answers(drafted.folder, asks(), **drafted.sections(**SCENES[scene]))
     assert said(found) == drafted.plain
     assert 0 < counters["drafts_accepted"] < counters["tokens_drafted"]
     drafted.expect_its_oracles(proposed)
@@ -165,7 +150,7 @@ def test_answers_with_a_draft_model_are_those_without_on_devices_that_are_late(
         drafts_of("deepseek_v3"),
         {role: AdversarialDevice(2 * seed + at) for at, role in enumerate(PAIR)},
     )
-    found, counters = answers(drafted.folder, devices=devices, **drafted.sections())
+    found, counters = answers(drafted.folder, asks(), devices=devices, **drafted.sections())
     assert said(found) == drafted.plain
     assert 0 < counters["drafts_accepted"] < counters["tokens_drafted"]
     drafted.expect_its_oracles(proposed)
@@ -181,7 +166,9 @@ def test_what_a_draft_model_keeps_does_not_leave_before_it_is_computed(
     drafted, devices = drafts_of("eagle3"), {role: AsyncCpuDevice() for role in PAIR}
     transfer = {"plane": plane, "layers": True, "layer_group_bytes": 1, "layer_group_s": 1e-9}
     prefill = {"chunk_tokens": 32}
-    found, counters = answers(drafted.folder, devices=devices, **drafted.sections(transfer=transfer, prefill=prefill))
+    found, counters = answers(
+        drafted.folder, asks(), devices=devices, **drafted.sections(transfer=transfer, prefill=prefill)
+    )
     assert said(found) == drafted.plain
     assert counters.get("rooms_damaged", 0) == 0
     drafted.expect_its_oracles(proposed)
@@ -233,7 +220,7 @@ def test_prefill_on_two_ranks_hands_over_the_state_of_a_draft_model_on_one(
     drafted = drafts_of("eagle3")
     with rank_processes() as warm:
         sections = drafted.sections(prefill={"tp": 2}, transfer={"plane": "shm"})
-        found, counters = answers(drafted.folder, ranks=warm, **sections)
+        found, counters = answers(drafted.folder, asks(), ranks=warm, **sections)
     assert [answer.list[0] for answer in found] == [tokens[0] for tokens in drafted.tokens]
     assert counters["tokens_drafted"] > 0
     drafted.expect_its_oracles(proposed)

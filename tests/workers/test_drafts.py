@@ -20,12 +20,13 @@ from twinpool.contracts.sampling_params import SamplingParams
 
 FEW = (17, 40, 203)
 HOST_BYTES = 1 << 23
+Asked = list[tuple[list[int], SamplingParams]]
 Said = list[tuple[object, ...]]
 """Tokens, log-probabilities and ends."""
 DRAFTS: dict[str, Any] = {"draft_tokens": 4, "draft_requests": 8}
 
 
-def asks() -> list[tuple[list[int], SamplingParams]]:
+def asks() -> Asked:
     rng = random.Random(5)
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0, "logprobs": 1},
@@ -43,10 +44,10 @@ def asks() -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-def answers(model: Path, **sections: Any) -> tuple[list[Answer], dict[str, float]]:
-    """All answers, and decode's counters."""
+def answers(model: Path, asked: Asked | None = None, **sections: Any) -> tuple[list[Answer], dict[str, float]]:
+    """All answers to what is `asked`, or to `asks`, and decode's counters."""
     with pair(model, tokens=2048, **sections) as both:
-        found = both.run(*(both.submit(prompt, params) for prompt, params in asks()))
+        found = both.run(*(both.submit(prompt, params) for prompt, params in asked or asks()))
         counters = dict(both.decode.status().counters)
         both.settle()
     return found, counters

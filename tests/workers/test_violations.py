@@ -22,9 +22,11 @@ from twinpool.cache.swap.swap_storage import SwapPlace
 from twinpool.cluster.serve.serve_one_process import LocalDirectory
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import Incarnation, RequestId, RoomId, WorkerName
 from twinpool.contracts.messages.router_commands import Audit, PeerRef
+from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerRecord
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.decode.migration.outgoing_migrations import MigrationStage, OutgoingMigration
@@ -245,19 +247,20 @@ def test_check_names_what_is_wrong_at_decode(model: Path, planted: str) -> None:
 
 
 @contextmanager
-def behind_a_router(both: Pair, folder: Path) -> Iterator[str]:
-    """The pair's workers as a cluster in one process, with the real router; yields its URL."""
+def behind_a_router(both: Pair, folder: Path, config: Config | None = None) -> Iterator[str]:
+    """The pair's workers as a cluster in one process, with the real router, of `config`; yields its URL."""
     members = []
     for worker in (both.prefill, both.decode):
         host = WorkerThread(worker)
         status = host.snapshot
         record = WorkerRecord(
-            status.name, status.role, status.incarnation, status.pid, status.node, "", worker.control, worker.fits
-        )
+            status.name, status.role, status.incarnation, status.pid, status.node, "", worker.control, worker.fits,
+            stream_protocol=STREAM_PROTOCOL,
+        )  # fmt: skip
         members.append((record, host))
         host.start()
     sock = listen("127.0.0.1", 0)
-    service = RouterService(read_model_spec(folder), config_from_dict({}), LocalDirectory(members))
+    service = RouterService(read_model_spec(folder), config or config_from_dict({}), LocalDirectory(members))
     server = RouterServer(create_app(service), service)
     thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
     thread.start()
