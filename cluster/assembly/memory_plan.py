@@ -39,7 +39,7 @@ from twinpool.contracts.ids import Role
 from twinpool.engine.attention.kv_quantization import KV_DTYPES
 from twinpool.engine.attention.triton_backend.attend_call import SCRATCH_BYTES
 from twinpool.engine.models.model_base import StateOptions
-from twinpool.engine.models.registry import model_for
+from twinpool.engine.models.registry import unchecked_model
 from twinpool.engine.runner.kernel_choice import dtype_for
 from twinpool.engine.tensors.weight_loader import Weights
 from twinpool.worker.step_commit import LAUNCHED
@@ -282,8 +282,8 @@ def adapter_bytes(spec: ModelSpec, config: Config) -> int:
     if not config.adapters.used:
         return 0
     weights = Weights.dry(spec, dtype_for(spec, config.engine))
-    model_for(spec).build(weights)
-    sides = sum(layer.columns.whole + layer.rows[0].whole for layer in weights.adapted.values())
+    decoder = unchecked_model(spec, config.engine).build(weights)
+    sides = sum(layer.columns.whole + layer.rows[0].whole for layer in decoder.adapted.values())
     each = config.adapters.max_rank * sides
     return each * (config.adapters.max_loaded * weights.dtype.itemsize + 2 * torch.float32.itemsize)
 

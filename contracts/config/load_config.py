@@ -203,6 +203,8 @@ def _adapter_conflicts(config: Config) -> Iterator[str]:
     for root in filter(None, map(str.strip, adapters.roots.split(","))):
         if not root.startswith("/"):
             yield f"config key adapters.roots takes absolute folders, several with commas; got {root!r:.200}"
+    if adapters.used and config.engine.models != "native":
+        yield "config key adapters needs engine.models=native: transformers' modules take no adapters"
     if adapters.used and (several := [section_of(role) for role in Role if config.tp_for(role) > 1]):
         yield f"config key adapters needs workers of one rank each: set {several[0]}.tp=1, or leave adapters out"
 

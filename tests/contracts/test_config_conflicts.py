@@ -109,6 +109,11 @@ def refusal(tree: dict[str, Any]) -> str:
             {"engine": {"draft_model": "mtp"}, "colocate": {"tp": 2}},
             "engine.draft_model=mtp needs colocate.tp=1",
         ),
+        (
+            {"adapters": {"max_rank": 8}, "engine": {"models": "transformers"}},
+            {"adapters": {"roots": "/a"}, "engine": {"models": "transformers"}},
+            "adapters needs engine.models=native",
+        ),
         ({"engine": {"device": "cuda:12"}}, {"engine": {"device": "cuda:1234"}}, "engine.device must be"),
         (
             {"tracing": {"endpoint": "http://a:1/v1/traces"}},

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.engine.native import kernels_or_skip
+from tests.support.adapters import make_adapter
 from tests.support.bare_engine import Twinpool
 from tests.support.live_tensor_bytes import LiveBytes
 from tests.support.model_families import FAMILIES
@@ -18,6 +20,7 @@ from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.memory.kv_cache_spec import PoolKind
 from twinpool.cluster.assembly.memory_plan import (
     StepMemory,
+    adapter_bytes,
     kept_bytes,
     state_options,
     step_memory,
@@ -25,7 +28,7 @@ from twinpool.cluster.assembly.memory_plan import (
     step_tokens,
     widest_product,
 )
-from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import Role
@@ -135,6 +138,21 @@ def test_graphs_are_counted_where_steps_are_captured(tmp_path: Path, family: str
     for role, on_cards, graphs in others:
         other = config_from_dict(settings | {"engine": {"graphs": graphs}})
         assert of(folder, role, other, on_cards=on_cards)[1].graphs == 0
+
+
+@pytest.mark.parametrize("draft", ["", "mtp"])
+def test_adapters_are_counted_as_large_as_there_may_be_on_all_layers_but_what_drafts(
+    tmp_path: Path, draft: str
+) -> None:
+    """As many bytes as the factors of an adapter have that names every layer."""
+    folder, rank, count = FAMILIES["glm4_moe"](tmp_path / "model", published=True), 8, 3
+    adapter = make_adapter(tmp_path / "adapter", folder, rank, without="mlp.experts")
+    factors = [f for name, f in load_file(adapter / "adapter_model.safetensors").items() if ".layers.3." not in name]
+    adapters = {"roots": "/a", "max_rank": rank, "max_loaded": count}
+    config = config_from_dict({"adapters": adapters, "engine": {"draft_model": draft, "dtype": "bfloat16"}})
+    numbers = sum(factor.numel() for factor in factors)
+    assert adapter_bytes(read_model_spec(folder, 0, draft), config) == numbers * (2 * count + 2 * 4)
+    assert adapter_bytes(read_model_spec(folder, 0, draft), config_from_dict({})) == 0
 
 
 def test_a_colocated_step_has_rows_and_tokens_of_both_roles() -> None:
