@@ -379,7 +379,7 @@ class ControllerService:
             changes=True,
             statuses=tuple(_numbers(change.view, change.counters) for change in changes if not change.whole),
             control_plane=self._control_plane,
-            adapters=self._adapters,
+            adapters=self._adapters if self._core.table.adapters_at > since else None,
         )
 
     @property

@@ -90,6 +90,8 @@ class ControllerTable:
             """What nodes have for workers, as the supervisor told last."""
             self.adapters = {one.name: one for one in _adapters(kept.get(ADAPTERS_KEY, "[]"))}
             """The adapters that are served, by name."""
+            self.adapters_at = self.version
+            """The table's version when they changed."""
             for key, text in kept.items():
                 if key.startswith(WORKER_KEY):
                     self._take_up(from_ledger(WorkerName(key.removeprefix(WORKER_KEY)), text, config))
@@ -127,6 +129,7 @@ class ControllerTable:
         self._put(ADAPTERS_KEY, json.dumps([as_dict(one) for one in adapters.values()]))
         self.adapters = dict(adapters)
         self.changed()
+        self.adapters_at = self.version
 
     def set_room(self, room: ClusterRoom) -> None:
         """Take in what nodes have for workers, and store it where it has changed. Raises as `save` does."""

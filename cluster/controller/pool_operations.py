@@ -205,7 +205,7 @@ class PoolOperations:
         served = self._table.adapters
         before = served.get(adapter.name)
         if before is not None and before.digest != adapter.digest and not replace:
-            raise ConfigError(f"another adapter is served as {adapter.name}: unload it first")
+            raise ConfigError(f"another adapter is served as {adapter.name}: unload it first, or replace it")
         if before is None and len(served) >= MAX_ADAPTERS:
             raise ConfigError(f"{MAX_ADAPTERS} adapters are served already")
         self._table.save_adapters({**served, adapter.name: adapter})

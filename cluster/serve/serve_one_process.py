@@ -193,7 +193,7 @@ class LocalDirectory:
             case LoadAdapter(adapter, replaces):
                 before = self.served.get(adapter.name)
                 if before is not None and before.digest != adapter.digest and not replaces:
-                    raise RequestError(f"another adapter is served as {adapter.name}: unload it first")
+                    raise RequestError(f"another adapter is served as {adapter.name}: unload it first, or replace it")
                 self.served[adapter.name] = adapter
                 self._tell()
             case UnloadAdapter(name):

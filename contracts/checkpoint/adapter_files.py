@@ -45,6 +45,9 @@ _REFUSED = {
     "fan_in_fan_out": "transposed weights",
     "layer_replication": "layers that are there several times",
 }
+_NAME_CHARS, _PATTERN_CHARS, _MAX_QUANTIFIERS = 128, 1024, 3
+_QUANTIFIERS, _REPEATED = re.compile(r"[*+{]"), re.compile(r"\)[*+{]")
+"""What repeats something in a pattern; and a group that is repeated, with which matching may take for ever."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 """Ways to begin (`init_lora_weights`) that change the model's own weights, which an adapter's files don't have."""
 
@@ -58,10 +61,6 @@ class AdapterFactors:
     up: TensorHeader
     """B [n, r]."""
     scale: float
-
-    @property
-    def rank(self) -> int:
-        return self.down.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +184,7 @@ def _factors(fields: JsonFields, headers: Mapping[str, TensorHeader], most: int)
         if len(both) < 2:
             raise fields.refuse(f"{layer} has lora_{next(iter(both))}.weight without the other factor")
         _check_targeted(fields, layer)
-        rank = int(_by_pattern(fields, "rank_pattern", layer, fields.size("r")))
+        rank = _by_pattern(fields, "rank_pattern", layer, fields.size("r"))
         down, up = both["A"], both["B"]
         if (down.shape[0], up.shape[1]) != (rank, rank):
             shapes = f"{list(down.shape)} and {list(up.shape)}"
@@ -194,6 +193,8 @@ def _factors(fields: JsonFields, headers: Mapping[str, TensorHeader], most: int)
             raise fields.refuse(f"{layer}: its rank {rank} is above adapters.max_rank={most}")
         alpha = _by_pattern(fields, "alpha_pattern", layer, fields.number("lora_alpha", 8.0))
         scale = alpha / (math.sqrt(rank) if fields.flag("use_rslora") else rank)
+        if not math.isfinite(scale):
+            raise fields.refuse(f"{layer}: its lora_alpha is {alpha:g}")
         found[layer] = AdapterFactors(down, up, scale)
     return found
 
@@ -216,15 +217,21 @@ def _by_pattern(fields: JsonFields, key: str, layer: str, usual: float) -> float
     if not isinstance(patterns, dict):
         raise fields.refuse(f"{key} must be an object")
     for pattern, value in patterns.items():
-        if _matches(rf"(.*\.)?({pattern})", layer):
+        if _matches(pattern, layer, before=r"(.*\.)?"):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise fields.refuse(f"{key} gives {layer} {value!r}, which is no positive number")
             return value
     return usual
 
 
-def _matches(pattern: str, layer: str) -> bool:
+def _matches(pattern: str, layer: str, before: str = "") -> bool:
+    """Whether a pattern of the files matches a layer's name, behind what `before` matches. Who trained an adapter wrote
+    it, and matching can't be ended: patterns that could take long are refused."""
+    if len(layer) > _NAME_CHARS or len(pattern) > _PATTERN_CHARS or _REPEATED.search(pattern):
+        raise CheckpointError(f"the pattern {pattern[:80]!r} is too elaborate for {layer[:80]!r}")
+    if len(_QUANTIFIERS.findall(pattern)) > _MAX_QUANTIFIERS:
+        raise CheckpointError(f"the pattern {pattern[:80]!r} repeats more than {_MAX_QUANTIFIERS} things")
     try:
-        return re.fullmatch(pattern, layer) is not None
-    except re.error:
+        return re.fullmatch(f"{before}({pattern})", layer) is not None
+    except (re.error, OverflowError, RecursionError):
         raise CheckpointError(f"{pattern[:80]!r} is no regular expression") from None

@@ -195,11 +195,14 @@ def _draft_conflicts(config: Config) -> Iterator[str]:
 
 
 def _adapter_conflicts(config: Config) -> Iterator[str]:
-    adapters = config.adapters
+    adapters, names = config.adapters, set[str]()
     for entry in filter(None, map(str.strip, adapters.load.split(","))):
         name, _, path = entry.partition("=")
         if not name.strip() or not path.strip().startswith("/"):
             yield f"config key adapters.load takes name=/absolute/folder, several with commas; got {entry!r:.200}"
+        elif name.strip() in names:
+            yield f"config key adapters.load names {name.strip()!r:.200} twice"
+        names.add(name.strip())
     for root in filter(None, map(str.strip, adapters.roots.split(","))):
         if not root.startswith("/"):
             yield f"config key adapters.roots takes absolute folders, several with commas; got {root!r:.200}"

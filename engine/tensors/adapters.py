@@ -15,7 +15,6 @@ import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,7 +25,6 @@ from torch import Tensor
 from twinpool.cache.memory.pinned_memory import to_device
 from twinpool.contracts.checkpoint.adapter_files import (
     TENSORS,
-    AdapterFactors,
     AdapterFiles,
     allowed_folder,
     read_adapter_files,
@@ -38,7 +36,6 @@ from twinpool.contracts.sampling_params import AdapterRef
 from twinpool.engine.native.current_kernels import native_for
 from twinpool.engine.native.native_kernels import LOW_RANK_QUANTUM, LowRank
 from twinpool.engine.tensors.row_exact_linear import TILE_ROWS, AdaptedLayer, Numerics, RowExactLinear
-from twinpool.engine.tensors.shard import ShardAxis
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +50,8 @@ class LayerFactors:
 class AdapterWeights:
     """A loaded adapter."""
 
-    def __init__(self, digest: str, layers: Mapping[str, LayerFactors]) -> None:
-        self.digest, self.layers = digest, layers
+    def __init__(self, layers: Mapping[str, LayerFactors]) -> None:
+        self.layers = layers
         self.nbytes = sum(one.down_rk.nbytes + one.up_rn.nbytes for one in layers.values())
         self._products: dict[str, tuple[RowExactLinear, RowExactLinear]] = {}
 
@@ -71,6 +68,20 @@ def load_adapter(
 ) -> AdapterWeights:
     """Load an adapter for a model whose layers are `adapted`. Raises `CheckpointError` naming the tensor that doesn't
     fit, and for files that have changed since they were checked."""
+    found: dict[str, tuple[str, AdaptedLayer]] = {}
+    for name, factors in files.factors.items():
+        layer = adapted.get(canonical_name(name))
+        if layer is None:
+            raise CheckpointError(f"{files.path}: {name} is no layer of this model that an adapter may add to")
+        if layer.name in found:
+            raise CheckpointError(f"{files.path}: {name} is there twice, as {found[layer.name][0]} as well")
+        # Runs of rows are ranges of one weight that is as high as each says.
+        wanted = layer.rows[0].whole, layer.columns.whole
+        if (made := (factors.up.shape[0], factors.down.shape[1])) != wanted:
+            raise CheckpointError(
+                f"{files.path}: the factors of {name} make a weight {[*made]}; the model's is {[*wanted]}"
+            )
+        found[layer.name] = name, layer
     try:
         raw = (files.path / TENSORS).read_bytes()
         if hashlib.sha256(raw).digest() != files.tensors_digest:
@@ -79,43 +90,28 @@ def load_adapter(
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {files.path / TENSORS}: {' '.join(str(error).split())}") from None
     layers: dict[str, LayerFactors] = {}
-    for name, factors in files.factors.items():
-        layer = adapted.get(canonical_name(name))
-        if layer is None:
-            raise CheckpointError(f"{files.path}: {name} is no layer of this model that an adapter may add to")
+    for name, layer in found.values():
+        factors = files.factors[name]
         down, up = (tensors.get(f"base_model.model.{name}.lora_{kind}.weight") for kind in "AB")
-        assert down is not None and up is not None, "its headers were of the same bytes"  # noqa: PT018
-        layers[layer.name] = _part(files.path, name, layer, factors, down, up, dtype, device)
-    return AdapterWeights(files.digest, layers)
+        shapes = (factors.down.shape, factors.up.shape)
+        if down is None or up is None or (tuple(down.shape), tuple(up.shape)) != shapes:
+            raise CheckpointError(f"{files.path / TENSORS} has changed while it was read")
+        if not (down.isfinite().all() and up.isfinite().all()):
+            raise CheckpointError(f"{files.path}: the factors of {name} aren't all finite numbers")
+        layers[layer.name] = _part(layer, factors.scale, down, up, dtype, device)
+    return AdapterWeights(layers)
 
 
 def _part(
-    path: Path,
-    name: str,
-    layer: AdaptedLayer,
-    factors: AdapterFactors,
-    down: Tensor,
-    up: Tensor,
-    dtype: torch.dtype,
-    device: torch.device,
+    layer: AdaptedLayer, scale: float, down: Tensor, up: Tensor, dtype: torch.dtype, device: torch.device
 ) -> LayerFactors:
     """What one rank has of a layer's factors."""
-    wanted = _whole_rows(layer.rows), layer.columns.whole
-    if (up.shape[0], down.shape[1]) != wanted:
-        raise CheckpointError(
-            f"{path}: the factors of {name} make a weight {[up.shape[0], down.shape[1]]}; the model's is {[*wanted]}"
-        )
     runs = []
     for axis, order in zip(layer.rows, layer.orders, strict=True):
         run = up[axis.here].float()
         runs.append(run if order is None else run[order.to(run.device)])
-    up_rn = (torch.cat(runs) * factors.scale).to(dtype).T.contiguous()
+    up_rn = (torch.cat(runs) * scale).to(dtype).T.contiguous()
     return LayerFactors(down[:, layer.columns.here].to(dtype).contiguous().to(device), up_rn.to(device))
-
-
-def _whole_rows(rows: Sequence[ShardAxis]) -> int:
-    """The rows of the whole weight: runs of several are ranges of one that is as high."""
-    return rows[0].whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,13 +204,18 @@ class AdapterStore:
         if not load.done():
             return False
         del self._loads[ref.digest]
-        self.loaded[ref.digest] = load.result()
-        self._counts["adapter_loads"] += 1
+        self._take_in(ref.digest, load.result())
         return True
 
     def _make_room(self) -> bool:
         """Have room for one more, dropping the least recently wanted one that nobody needs."""
-        if len(self.loaded) + len(self._loads) < self._config.max_loaded:
+        if self._has_room:
+            return True
+        for digest in [digest for digest, read in self._loads.items() if read.done()]:
+            read = self._loads.pop(digest)  # Whoever wanted it may have gone.
+            if read.exception() is None:
+                self._take_in(digest, read.result())
+        if self._has_room:
             return True
         needed = self.needed()
         idle = next((digest for digest in self.loaded if digest not in needed), None)
@@ -224,6 +225,14 @@ class AdapterStore:
         self._set = AdapterSet()  # It keeps those in memory that are in it.
         self._counts["adapter_evictions"] += 1
         return True
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self.loaded) + len(self._loads) < self._config.max_loaded
+
+    def _take_in(self, digest: str, adapter: AdapterWeights) -> None:
+        self.loaded[digest] = adapter
+        self._counts["adapter_loads"] += 1
 
     def _begin(self, ref: AdapterRef) -> Future[AdapterWeights]:
         if self._reader is None:
@@ -237,7 +246,13 @@ class AdapterStore:
         files = read_adapter_files(folder, self._config.max_rank)
         if files.digest != ref.digest:
             raise CheckpointError(f"the files in {ref.path} are others than when it was loaded: load it again")
-        return load_adapter(files, self._adapted, self._dtype, self._device)
+        try:
+            return load_adapter(files, self._adapted, self._dtype, self._device)
+        except (
+            RuntimeError,
+            MemoryError,
+        ) as error:  # Such as a card that is full: that request's end, not the worker's.
+            raise CheckpointError(f"cannot load {ref.path}: {' '.join(str(error).split())}") from error
 
     def held(self, wanted: Sequence[AdapterWeights]) -> AdapterSet:
         """A set that has all of `wanted`; the same one as long as it has them, as its tables take time to make."""

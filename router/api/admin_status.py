@@ -18,7 +18,7 @@ loads nothing from elsewhere, which its Content-Security-Policy has browsers kee
 
 Adapters are loaded and dropped by vLLM's paths, which only operators may use here:
 
-    POST /v1/load_lora_adapter      with JSON: lora_name, lora_path
+    POST /v1/load_lora_adapter      with JSON: lora_name, lora_path, and load_inplace where another has the name
     POST /v1/unload_lora_adapter    with JSON: lora_name
 """
 
@@ -438,7 +438,7 @@ async def load_adapter(service: RouterService, exchange: HttpExchange) -> None:
     """Serve an adapter: ``lora_name``, and ``lora_path``, an absolute folder below `adapters.roots` that this router
     and the workers can read. With ``load_inplace`` in place of another of that name. Answers 409 with the reason where
     nothing was changed."""
-    if (asked := await _adapter_body(service, exchange, "lora_path")) is None:
+    if (asked := await _adapter_body(service, exchange, "lora_name lora_path", "load_inplace")) is None:
         return
     name, settings = asked["lora_name"], service.adapter_settings
     if name in service.spec.names:
@@ -453,13 +453,15 @@ async def load_adapter(service: RouterService, exchange: HttpExchange) -> None:
 
 async def unload_adapter(service: RouterService, exchange: HttpExchange) -> None:
     """Serve an adapter no more: ``lora_name``. Requests that have it go on with it."""
-    asked = await _adapter_body(service, exchange)
+    asked = await _adapter_body(service, exchange, "lora_name")
     if asked is not None:
         await _change_adapters(service, exchange, UnloadAdapter(asked["lora_name"][:NAME_CHARS]), asked)
 
 
-async def _adapter_body(service: RouterService, exchange: HttpExchange, *needed: str) -> dict[str, Any] | None:
-    """The fields of the body; None where they were refused."""
+async def _adapter_body(
+    service: RouterService, exchange: HttpExchange, needed: str, more: str = ""
+) -> dict[str, Any] | None:
+    """The fields of the body, all of `needed` and none but these and `more`; None where they were refused."""
     raw = await exchange.body(64 * 1024, service.buffer)
     try:
         asked = read_json(raw)
@@ -467,11 +469,11 @@ async def _adapter_body(service: RouterService, exchange: HttpExchange, *needed:
         asked = None
     exchange.forget_body()
     given: dict[str, Any] = asked if isinstance(asked, dict) else {}
-    known = given.keys() <= _ADAPTER_FIELDS.keys() and given.keys() >= {"lora_name", *needed}
+    known = {*needed.split()} <= given.keys() <= {*needed.split(), *more.split()}
     if known and all(isinstance(value, _ADAPTER_FIELDS[key]) for key, value in given.items()):
         return given
-    fields = " and ".join(("lora_name", *needed))
-    message = f"the body must be JSON: an object with {fields}, and load_inplace at most"
+    fields = " and ".join(needed.split()) + (f", and {more} at most" if more else "")
+    message = f"the body must be JSON: an object with {fields}"
     await exchange.fail(ApiError(400, message, "invalid_request_error", "invalid"))
     return None
 

@@ -344,7 +344,7 @@ def _model(service: RouterService, name: str) -> dict[str, Any]:
         "object": "model",
         "created": service.started,
         "owned_by": "twinpool",
-        "root": service.spec.name if adapter is None else adapter.path,
+        "root": service.spec.name if adapter is None else adapter.name,
         "parent": None if adapter is None else service.spec.name,
         "max_model_len": service.spec.context,
         "tools": service.intake.tools,

@@ -249,7 +249,7 @@ BODIES: dict[str, Schema] = {
     "/detokenize": _body(DETOKENIZE, "tokens"),
     "/cluster/apply": OBJECT,
     "/v1/load_lora_adapter": object_of("lora_name lora_path", lora_name=TEXT, lora_path=TEXT, load_inplace=BOOLEAN),
-    "/v1/unload_lora_adapter": object_of("lora_name", lora_name=TEXT, load_inplace=BOOLEAN),
+    "/v1/unload_lora_adapter": object_of("lora_name", lora_name=TEXT),
 }
 """By path, the schema of its body."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -13,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
+from safetensors.torch import load_file, save_file
 
 from tests.engine.harness import GREEDY, Bench
 from tests.support.adapters import make_adapter, merged
 from tests.support.checkpoints import Oracle, compare
 from tests.support.model_families import EVERY
+from tests.support.served_cluster import until
 from twinpool.contracts.checkpoint.adapter_files import adapter_ref
 from twinpool.contracts.config.worker_config import AdaptersConfig
 from twinpool.contracts.errors import CheckpointError
@@ -164,7 +167,36 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "untargeted": ({"target_modules": ["q_proj"]}, "has factors, and target_modules leaves it out"),
     "rank": ({"r": 5}, "and the rank is 5"),
     "alpha": ({"alpha_pattern": {"q_proj": "x"}}, "no positive number"),
+    "no alpha": ({"lora_alpha": math.inf}, "its lora_alpha is inf"),
+    "part of a rank": ({"rank_pattern": {"q_proj": 4.5}}, "and the rank is 4.5"),
+    "for ever": ({"rank_pattern": {"([a-z._0-9]+)+!": 4}}, "too elaborate"),
+    "for long": ({"target_modules": "a*a*a*a*b"}, "repeats more than 3 things"),
+    "deep": ({"alpha_pattern": {"(" * 505 + ")" * 505: 4}}, "is no regular expression"),
+    "huge": ({"alpha_pattern": {"a{99999999999999}": 4}}, "is no regular expression"),
 }
+
+
+def test_factors_that_are_no_numbers_are_refused_before_a_row_has_them(
+    made: Callable[..., Path], tmp_path: Path
+) -> None:
+    bench, path = bench_with(made("llama"), tmp_path), make_adapter(tmp_path / "a", made("llama"), 4)
+    tensors = load_file(path / "adapter_model.safetensors")
+    tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"][3, 1] = torch.nan
+    save_file(tensors, path / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.q_proj aren't all finite numbers"):
+        load(bench, path)
+
+
+def test_a_load_that_nobody_waits_for_any_more_keeps_no_others_out(made: Callable[..., Path], tmp_path: Path) -> None:
+    """Requests for two adapters are gone before these are read: a worker that may hold two loads a third one."""
+    paths = [make_adapter(tmp_path / str(seed), made("llama"), 4, seed=seed) for seed in range(3)]
+    decoder, settings = Bench(made("llama")).engine.decoder, AdaptersConfig(roots=str(tmp_path), max_loaded=2)
+    store = AdapterStore(settings, decoder.adapted, decoder.dtype, torch.device("cpu"))
+    refs = [adapter_ref("a", str(path), [str(tmp_path)], 64) for path in paths]
+    assert [store.wants(ref) for ref in refs[:2]] == [False, False]
+    until(lambda: store.wants(refs[2]), "the third one to be read")
+    assert refs[2].digest in store.loaded
+    assert len(store.loaded) <= 2
 
 
 @pytest.mark.parametrize("case", REFUSED)
