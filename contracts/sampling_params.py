@@ -75,7 +75,7 @@ class SamplingParams(Message, frozen=True):
     request."""
     pooling: Annotated[str, Meta(max_length=16)] = ""
     """How the prompt's embedding is made, one of `POOLINGS`; nothing is drawn then, as `max_tokens` is 0. Empty: none
-    is asked for. Only workers of `contracts.messages.stream_frames.EMBEDS` or later know it."""
+    is asked for. Only workers of `contracts.messages.stream_frames.EMBEDDINGS_SINCE` or later know it."""
 
     @property
     def greedy(self) -> bool:

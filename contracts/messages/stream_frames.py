@@ -58,23 +58,13 @@ class WorkerFrame(Message, Generic[MessageT], frozen=True):
 
 
 STREAM_PROTOCOL = 5
-ADAPTERS_SINCE = 4
-"""The version from which on a worker computes with `SamplingParams.adapter`, or says that it can't. An older one skips
-the field, and would answer with the model alone."""
-EMBEDS = 5
-"""The first version that has embeddings: an older worker would end such a request without one."""
+PICTURES_SINCE, ADAPTERS_SINCE, EMBEDDINGS_SINCE = 3, 4, 5
+"""The versions from which on a worker sees pictures, computes with `SamplingParams.adapter`, makes embeddings, or says
+that it can't. An older one skips the field, and would answer without it."""
 OLDEST = 2
 """The oldest version that this build can talk with."""
-_PICTURES = 3
-"""The first version that has pictures."""
 UNTOLD = 1
 """The version of builds that don't tell theirs."""
-
-
-def knows_pictures(stream: str, version: int) -> bool:
-    """Whether a worker can be sent a `Submit` with pictures. `stream`: where routers reach it, empty in one process;
-    `version`: of its messages."""
-    return not stream or version >= _PICTURES
 
 
 def refusal(who: str, told: int, build: str = "") -> str:

@@ -35,7 +35,7 @@ from twinpool.contracts.messages.request_record import (
     RefusedWorkers,
     WorkerCandidate,
 )
-from twinpool.contracts.messages.stream_frames import ADAPTERS_SINCE, knows_pictures
+from twinpool.contracts.messages.stream_frames import ADAPTERS_SINCE, EMBEDDINGS_SINCE, PICTURES_SINCE
 from twinpool.router.core.routing_policies import LocalPrefill, LocalReason, RoutingAsk, RoutingPolicy
 from twinpool.router.kv_indexer.prefix_indexes import PrefixIndexes, PromptHits
 from twinpool.router.state.able_workers import AbleWorkers
@@ -43,7 +43,6 @@ from twinpool.router.state.prefill_queue import TtftPrediction
 from twinpool.router.state.routed_request import RoutedRequest
 from twinpool.router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
 
-OLD_BUILD = "its build computes no embeddings"
 """Why a worker can't be chosen for a request that asks for one."""
 
 
@@ -108,16 +107,15 @@ def _refused(seen: Considered, r: RoutedRequest) -> tuple[RefusedWorkers, ...]:
 
 def _left_out(entry: WorkerEntry, seen: Considered, r: RoutedRequest) -> str:
     """Why a worker that could take requests was left out of this choice."""
-    if not takes_adapters(r, entry):
-        return "of a build that knows no adapters"
+    version, what = needed_of(r)
+    if not entry.speaks(version):
+        return f"its build knows no {what}"
     if r.avoid.get(entry.key, 0.0) > seen.ask.now:
         return "avoided after it failed this request"
     if seen.peer is not None and (seen.peer.key, entry.key) in r.spoiled:
         return f"a hand-over from {seen.peer.record.name} to it has failed"
     if r.delivered and entry.numerics != r.numerics:
         return "of another numerics class than the one in which the answer began"
-    if r.sampling.pooling and not entry.embeds:
-        return OLD_BUILD
     if seen.peer is not None and entry.handover != seen.peer.handover:
         return f"{seen.peer.record.name} can't hand over to it: another hand-over class"
     if seen.role is Role.PREFILL:
@@ -130,14 +128,14 @@ LOAD_OF_LOADING = {Role.PREFILL: 2048, Role.COLOCATED: 2048, Role.DECODE: 4}
 others before one of them gets it, and reads the adapter's files first."""
 
 
-def takes_adapters(r: RoutedRequest, entry: WorkerEntry) -> bool:
-    """Whether a worker would compute this request with its adapter, if it has one."""
-    return r.sampling.adapter is None or entry.record.stream_protocol >= ADAPTERS_SINCE
-
-
-def with_adapter(r: RoutedRequest, able: AbleWorkers) -> AbleWorkers:
-    """Those that would compute the request with its adapter: an older build would leave it out."""
-    return able if r.sampling.adapter is None else able.where(lambda e: takes_adapters(r, e))
+def needed_of(r: RoutedRequest) -> tuple[int, str]:
+    """The version of streams from which on workers know all that a request asks for, and what that came with; 0 where
+    every build does."""
+    if r.sampling.pooling:
+        return EMBEDDINGS_SINCE, "embeddings"
+    if r.sampling.adapter is not None:
+        return ADAPTERS_SINCE, "adapters"
+    return (PICTURES_SINCE, "images") if r.pictures else (0, "")
 
 
 def holding_adapter(r: RoutedRequest, able: AbleWorkers) -> AbleWorkers:
@@ -221,7 +219,7 @@ class Placement:
         classes = decoders = None
         if to_decode:
             # The request can only go on where a decode worker is of the same hand-over class.
-            decoders = with_adapter(r, self._able(Role.DECODE, r, r.avoid, now, None))
+            decoders = self._able(Role.DECODE, r, r.avoid, now, None)
             if not decoders:
                 return None  # before the indexes are asked: many requests may wait
             classes = decoders.classes()
@@ -247,7 +245,7 @@ class Placement:
     ) -> WorkerPair | None:
         """A decode worker that computes the prompt itself, where that is better than `pair`, or there is no pair; else
         None."""
-        able = with_adapter(r, self._in_class(r, self._able(Role.DECODE, r, r.avoid, now, None)))
+        able = self._in_class(r, self._able(Role.DECODE, r, r.avoid, now, None))
         if not able:
             return None
         reason = LocalReason.EARLIER
@@ -278,9 +276,7 @@ class Placement:
     def _pick_prefill(
         self, role: Role, r: RoutedRequest, now: float, classes: Container[str] | None
     ) -> Considered | None:
-        able = with_adapter(r, self._in_class(r, self._able(role, r, r.avoid, now, classes)))
-        if r.sampling.pooling:
-            able = able.where(lambda e: e.embeds)
+        able = self._in_class(r, self._able(role, r, r.avoid, now, classes))
         if not able:
             return None
         able = holding_adapter(r, able)
@@ -298,7 +294,7 @@ class Placement:
         """A worker of one of these hand-over classes that a running request can migrate to; None while there is none.
         `avoid`: workers not to choose, each with the time until when."""
         role = Role.COLOCATED if self._workers.colocated else Role.DECODE
-        able = holding_adapter(r, with_adapter(r, self._able(role, r, avoid, now, classes)))
+        able = holding_adapter(r, self._able(role, r, avoid, now, classes))
         return self._chosen(self._policy.decode(able, self._ask(r, PromptHits(), now))) if able else None
 
     def _able(
@@ -310,8 +306,9 @@ class Placement:
         classes: Container[str] | None,
     ) -> AbleWorkers:
         able = self._workers.able(role, r.max_len, avoid, now)
-        if r.pictures:
-            able = able.where(lambda e: knows_pictures(e.record.stream, e.record.stream_protocol))
+        version, _ = needed_of(r)
+        if version:
+            able = able.where(lambda e: e.speaks(version))
         return able.of_class(classes) if classes is not None else able
 
     def _chosen(self, entry: WorkerEntry) -> WorkerEntry:
@@ -365,8 +362,9 @@ class Placement:
     def missing(self, r: RoutedRequest, now: float) -> str:
         """Why a queued request has no workers, in words for its error message."""
         prefill = Role.COLOCATED if self._workers.colocated else Role.PREFILL
-        if r.sampling.pooling and (there := self._workers.serving(prefill, now)) and not any(e.embeds for e in there):
-            return f"no {prefill} worker that embeds: {OLD_BUILD}"
+        version, what = needed_of(r)
+        if (there := self._workers.serving(prefill, now)) and not any(entry.speaks(version) for entry in there):
+            return f"no {prefill} worker whose build knows {what}"
         roles = [role for role in self._workers.needed if not self._workers.serving(role, now)]
         if not roles and (unlike := self._workers.unlike(now)):
             return unlike

@@ -13,7 +13,6 @@ from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.ids import PAIR, Incarnation, RequestId, Role, WorkerName
 from twinpool.contracts.messages.fingerprint import binding_class, handover_class, mismatch
 from twinpool.contracts.messages.router_commands import PeerRef
-from twinpool.contracts.messages.stream_frames import EMBEDS
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
 from twinpool.router.state.able_workers import AbleWorkers, WorkerColumns
 from twinpool.router.state.circuit_breaker import CircuitBreaker
@@ -136,10 +135,9 @@ class WorkerEntry:
     def peer(self) -> PeerRef:
         return PeerRef(self.record.name, self.record.incarnation, self.record.control)
 
-    @property
-    def embeds(self) -> bool:
-        """Whether the worker's build computes embeddings."""
-        return not self.record.stream or self.record.stream_protocol >= EMBEDS
+    def speaks(self, version: int) -> bool:
+        """Whether the worker's build knows what came with this version of the streams; one in this process does."""
+        return not self.record.stream or self.record.stream_protocol >= version
 
     @property
     def headroom(self) -> int | None:

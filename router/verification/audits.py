@@ -375,7 +375,7 @@ def _idle(entry: WorkerEntry) -> bool:
 
 def _can_compute(entry: WorkerEntry, case: AuditCase) -> bool:
     """Whether a worker has pages for an answer, and would draw the same bits."""
-    if case.audit.sampling.adapter is not None and entry.record.stream_protocol < ADAPTERS_SINCE:
+    if case.audit.sampling.adapter is not None and not entry.speaks(ADAPTERS_SINCE):
         return False
     return entry.record.fits.max_positions >= len(case.audit.tokens) and entry.numerics == case.numerics
 

@@ -172,7 +172,7 @@ def test_a_worker_of_a_build_without_embeddings_is_not_asked_for_one() -> None:
     late = stage.submit(max_tokens=0, pooling="last")
     stage.tick(1.1)
     assert stage.ends[late].error is ErrorKind.OVERLOADED
-    assert "no prefill worker that embeds: its build computes no embeddings" in stage.ends[late].message
+    assert "no prefill worker whose build knows embeddings" in stage.ends[late].message
     assert asked(stage) == ["prefill-1"] * 3
 
 
