@@ -236,7 +236,7 @@ def test_an_older_worker_gets_no_request_with_an_adapter(llama: Family) -> None:
         for entry in c.core.workers:
             if entry.record.name == "decode-0":
                 entry.record = structs.replace(entry.record, stream="there", stream_protocol=ADAPTERS_SINCE - 1)
-        asked = begun(c, llama, 12)
+        asked = begun(c, llama, 64)
         for rid, (_, adapter) in asked.items():
             assert adapter is None or c.worker_of(rid) == "decode-1"
         expect_all(c, llama, asked)
