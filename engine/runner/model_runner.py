@@ -284,7 +284,9 @@ class ModelRunner:
 
     def _replayed(self, tokens_m: Tensor, ctx: ForwardContext, doors: Mapping[str, GatePass]) -> Tensor | None:
         """Replay a step that was captured: as `Decoder.forward`; None where the step has to be launched by kernels."""
-        if self.graphs is None or ctx.adapters is not None or any(door.gates for door in doors.values()):
+        if self.graphs is None or ctx.adapters is not None or ctx.pictured is not None:
+            return None  # A graph has no input for either.
+        if any(door.gates for door in doors.values()):
             return None
         return self.graphs.replay(tokens_m, ctx)
 

@@ -7,16 +7,25 @@ model is a stand-in whose result of each row follows from all that the row's inp
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.engine.harness import Bench
 from tests.engine.test_graph_inputs import ATTENTION, CPU, PAGE_TOKENS, PAGES, SPEC, step
+from tests.support.checkpoints import VOCAB
+from tests.support.seeing_models import pattern, write_mistral3
 from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.messages.router_commands import Picture
+from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.engine.attention.attention_plan import BackendPlan
 from twinpool.engine.layers.decoder import Decoder, ForwardContext
+from twinpool.engine.layers.picture_tower import PlacedRows
+from twinpool.engine.runner.batch import DrawnToken, TokenDraw
 from twinpool.engine.runner.graphs.graph_inputs import GraphSize
 from twinpool.engine.runner.graphs.step_graphs import StepGraphs
 from twinpool.engine.tensors.row_exact_linear import FAST, Numerics
@@ -130,3 +139,38 @@ def test_a_graph_that_computes_other_bits_than_its_step_is_refused_where_rows_ar
     with pytest.raises(ConfigError, match="a captured step of 4 tokens and 3 pages computes other bits"):
         Graphs(EXACT, spoils).capture()
     assert Graphs(FAST, spoils).capture() == [4, 2, 1]
+
+
+class Blind:
+    """What replays of captured steps come to: the whole model, and of a step what its graph has inputs for."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder, self.replayed = decoder, 0
+
+    def replay(self, tokens_m: Tensor, ctx: ForwardContext) -> Tensor:
+        self.replayed += 1
+        return self._decoder.forward(tokens_m, replace(ctx, pictured=None))
+
+
+@pytest.mark.slow
+def test_a_chunk_of_one_token_inside_a_picture_is_not_replayed(tmp_path: Path) -> None:
+    """It has the shape of a decode step."""
+    folder = write_mistral3(tmp_path / "mistral3")
+    picture = Picture(VOCAB, 24, 24, 9, pattern(24, 24).tobytes())
+
+    def computed(replayed: int | None) -> list[DrawnToken]:
+        """What is drawn after a text's token, and after one of the picture's."""
+        host = Bench(folder, page_tokens=4, tokens=64)
+        graphs = Blind(host.engine.decoder)
+        if replayed is not None:
+            host.engine.graphs = cast(StepGraphs, graphs)
+        held, found = host.hold(8), list[DrawnToken]()
+        for at, parts in enumerate([(), (PlacedRows(picture, b"one", 1, [0]),)]):
+            draw = TokenDraw(SamplingParams(max_tokens=8, temperature=0.0, logprobs=3), (), 2, at + 1)
+            (out,) = host.engine.forward([host.row([3 if at == 0 else VOCAB], at, held, draw, pictures=parts)])
+            assert out.drawn is not None
+            found.append(out.drawn)
+        assert graphs.replayed == (replayed or 0)
+        return found
+
+    assert computed(replayed=1) == computed(replayed=None)
