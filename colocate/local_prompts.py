@@ -27,7 +27,7 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId
 from twinpool.contracts.interfaces.worker_interface import SessionId
-from twinpool.contracts.messages.router_commands import Submit
+from twinpool.contracts.messages.router_commands import Submit, without_pixels
 from twinpool.contracts.messages.worker_events import Done, LegNote, LegReport
 from twinpool.decode.request import (
     DecodeEvent,
@@ -179,7 +179,7 @@ class LocalPrompts(TransferQueue):
             return AdmissionRefusal(ErrorKind.INVALID, str(error))
         now, (prefix, chain) = self._clock.now(), self._pages.prefix(submit)
         deadline = now + submit.deadline_s
-        leg = DecodeRequest(session, submit, now, deadline, prefix, grammar)
+        leg = DecodeRequest(session, without_pixels(submit), now, deadline, prefix, grammar)
         begin_by = submit.begin_by(now)
         prompt = LocalPrompt(
             session, submit, now, deadline, prefix, grammar, chain=chain, begin_by=begin_by, pictures=pictures, leg=leg

@@ -16,6 +16,8 @@ from PIL import Image
 from tests.support.seeing_models import SeeingOracle, asks, pattern, png, write_mistral3
 from tests.support.stepped_cluster import company, generated
 from tests.support.worker_pair import Answer, Pair, pair
+from tests.support.worker_parts import table_of
+from twinpool.colocate.worker import ColocatedWorker
 from twinpool.contracts.block_hash import in_vocabulary
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.config.router_config import RouterConfig
@@ -186,6 +188,22 @@ def test_an_answer_goes_on_elsewhere_with_its_pictures(seer: Seer, what: str) ->
         (answer,) = c.run(rid)
         assert len(c.told[rid].replays) == (what != "drained")
         assert c.told[rid].request.migrations == (what == "drained")
+    assert answer == seer.oracle.generate(messages, COUNT)[1]
+
+
+@pytest.mark.slow
+def test_a_request_that_runs_where_its_prompt_was_computed_holds_no_pixels(seer: Seer) -> None:
+    """An answer may take an hour, and its pixels 32 MiB."""
+    messages = [asks("see ", png(pattern(60, 40)), " it")]
+    prompt = seer.prompt(messages)
+    with company(seer.folder, colocated=1) as c:
+        rid = c.submit(prompt.tokens, SamplingParams(COUNT, temperature=0.0), pictures=prompt.pictures)
+        c.until(generated(c, rid, 3), "three tokens")
+        (worker,) = c.workers.values()
+        assert isinstance(worker, ColocatedWorker)
+        (running,) = table_of(worker)
+        assert [(one.count, one.pixels) for one in running.submit.pictures] == [(prompt.pictures[0].count, b"")]
+        (answer,) = c.run(rid)
     assert answer == seer.oracle.generate(messages, COUNT)[1]
 
 
