@@ -12,9 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from twinpool.contracts import outside_data
 from twinpool.contracts.checkpoint.gguf.gguf_config import config_of
 from twinpool.contracts.checkpoint.gguf.gguf_header import SUFFIX, is_gguf, read_gguf
 from twinpool.contracts.checkpoint.gguf.gguf_tokenizer import GgufTokenizer
@@ -28,6 +26,7 @@ from twinpool.contracts.checkpoint.safetensors_headers import (
     digest_samples,
     read_headers,
     read_json,
+    read_tree,
 )
 from twinpool.contracts.checkpoint.tokenizer_files import end_of_tokenizer
 from twinpool.contracts.errors import CheckpointError, ConfigError
@@ -327,11 +326,17 @@ def _token_ids(value: object) -> tuple[int, ...]:
 def read_pooling(path: Path) -> Pooling:
     """Read how a checkpoint's folder, or its GGUF file, makes embeddings, as the files of sentence-transformers beside
     it say: `modules.json` lists what follows the model, a pooling, whose `config.json` names the way, and perhaps a
-    normalisation. Without it: by the last token, normalised. Raises `CheckpointError` for files that can't be read."""
+    normalisation. Without it: by the last token, normalised. Files that can't be read are a refusal: text is served
+    all the same."""
     modules = path / "modules.json"
-    if not modules.exists():
-        return Pooling()
-    listed = _listed(modules)
+    try:
+        return _pooling(modules) if modules.exists() else Pooling()
+    except CheckpointError as error:
+        return Pooling(refusal=str(error))
+
+
+def _pooling(modules: Path) -> Pooling:
+    listed = read_tree(modules)
     if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
         raise CheckpointError(f"{modules} must hold a list of modules")
     kinds = {str(one.get("type")).rpartition(".")[2]: str(one.get("path", "")) for one in listed}
@@ -340,9 +345,7 @@ def read_pooling(path: Path) -> Pooling:
         return Pooling(normalise=normalise, refusal=f"modules of it aren't supported: {', '.join(others)}")
     if "Pooling" not in kinds:
         return Pooling(normalise=normalise)
-    found = _listed(path / kinds["Pooling"] / "config.json")
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path / kinds['Pooling'] / 'config.json'} must hold a JSON object")
+    found = read_json(modules.parent / kinds["Pooling"] / "config.json")
     chosen = [str(name) for name, value in found.items() if str(name).startswith("pooling_mode_") and value is True]
     ways = [_WAYS.get(name, name) for name in chosen]
     if len(ways) != 1 or ways[0] not in POOLINGS:
@@ -351,12 +354,3 @@ def read_pooling(path: Path) -> Pooling:
             refusal=f"it pools by {' and '.join(ways) or 'nothing'}, not by {' or '.join(POOLINGS)}",
         )
     return Pooling(ways[0], normalise)
-
-
-def _listed(path: Path) -> Any:
-    try:
-        return outside_data.read_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {' '.join(str(error).split())}") from None

@@ -75,15 +75,20 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
 def read_json(path: Path) -> dict[str, object]:
     """Read a JSON object from a file; raises `CheckpointError` when the file can't be read or holds another JSON
     value."""
+    loaded = read_tree(path)
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not a {type(loaded).__name__}")
+    return loaded
+
+
+def read_tree(path: Path) -> object:
+    """Read any JSON value from a file; raises `CheckpointError` when the file can't be read or isn't JSON."""
     try:
-        loaded = outside_data.read_json(path.read_text(encoding="utf-8"))
+        return outside_data.read_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {' '.join(str(error).split())}") from None
-    if not isinstance(loaded, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not a {type(loaded).__name__}")
-    return loaded
 
 
 def digest_samples(headers: Mapping[str, TensorHeader]) -> str:

@@ -16,7 +16,7 @@ from tests.router.fake_worker import embedding
 from tests.router.http_server import Server
 from tests.router.stage import Stage
 from twinpool.contracts.checkpoint.model_spec import Pooling, read_pooling
-from twinpool.contracts.errors import CheckpointError, ErrorKind
+from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Role
 from twinpool.contracts.messages.worker_events import Done, Embedding, LegReport
 from twinpool.router.openai.parse_request import EmbeddingFormat
@@ -145,11 +145,21 @@ def test_what_a_checkpoint_needs_and_is_not_here_is_told(tmp_path: Path, mode: s
     assert why in read_pooling(folder).refusal
 
 
-@pytest.mark.parametrize("text", ["{", "{}", "[1]"])
-def test_a_list_of_modules_that_is_none_is_a_bad_checkpoint(tmp_path: Path, text: str) -> None:
-    (tmp_path / "modules.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"modules\.json"):
-        read_pooling(tmp_path)
+@pytest.mark.parametrize("text", ["{", "{}", "[1]", "\xff"])
+def test_a_list_of_modules_that_is_none_refuses_embeddings_alone(tmp_path: Path, text: str) -> None:
+    """Whoever reads bodies reads it: an error would end text as well."""
+    (tmp_path / "modules.json").write_text(text, encoding="latin-1")
+    assert "modules.json" in read_pooling(tmp_path).refusal
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]"])
+def test_a_pooling_that_can_not_be_read_refuses_embeddings_alone(tmp_path: Path, text: str | None) -> None:
+    folder = sentence_transformer(tmp_path, "pooling_mode_lasttoken", "Transformer", "Pooling")
+    file = folder / "1_Pooling" / "config.json"
+    file.unlink()
+    if text is not None:
+        file.write_text(text)
+    assert str(file) in read_pooling(folder).refusal
 
 
 # ---------------------------------------------------------------- builds of before, and workers that say less
