@@ -100,7 +100,7 @@ def read_picture_spec(folder: Path, architecture: str) -> tuple[PictureSpec | No
     try:
         return _pixtral(folder), ""
     except CheckpointError as error:
-        return None, f"pictures are refused, and the text alone is served: {error}"
+        return None, f"images are refused, and the text alone is served: {error}"
 
 
 def vision_fields(folder: Path) -> tuple[JsonFields, JsonFields]:

@@ -441,7 +441,8 @@ def _read_part(part: object, where: str) -> str:
             raise RequestError(f"{where}.image_url.url must be a string; got {describe(url)}", param="messages")
         return PicturePart(url, where)
     raise RequestError(
-        f"{where} must be a part of type text: audio and files are not taken; got {describe(kind or part)}",
+        f"{where} must be a part of type text or image_url: audio and files are not taken; "
+        f"got {describe(kind or part)}",
         param="messages",
     )
 

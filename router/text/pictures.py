@@ -48,10 +48,7 @@ def pictures_of(messages: Sequence[Mapping[str, Any]]) -> list[PicturePart]:
 def read_pictures(parts: Sequence[PicturePart], spec: PictureSpec | None, config: RouterConfig) -> list[PlacedPicture]:
     """Decode a request's pictures. Raises `RequestError` naming the part that is wrong, or the limit."""
     if spec is None or not config.max_images:
-        raise RequestError(
-            f"{parts[0].where} must be a part of type text: images, audio and files are not taken; got 'image_url'",
-            param="messages",
-        )
+        raise _refusal(parts[0], "this server takes no images")
     if len(parts) > config.max_images:
         raise _refusal(parts[config.max_images], f"more than {config.max_images} images in one request")
     read: list[PlacedPicture] = []
@@ -92,7 +89,7 @@ def _read(part: PicturePart, spec: PictureSpec, most: int) -> PlacedPicture:
     try:
         opened = Image.open(io.BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError:
-        raise _refusal(part, f"the image has more than {most} pixels") from None
+        raise _refusal(part, "the image has more pixels than Pillow takes") from None
     except Exception:  # Of many kinds: what the header makes a decoder do.
         raise _refusal(part, f"it is no image of a format that is read here ({_NAMED})") from None
     width, height = opened.size

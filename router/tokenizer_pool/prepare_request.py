@@ -20,6 +20,7 @@ from msgspec import structs
 from twinpool.contracts import outside_data
 from twinpool.contracts.block_hash import in_vocabulary
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_pooling
+from twinpool.contracts.checkpoint.picture_spec import PICTURE_BYTES
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.messages.router_commands import Picture
@@ -64,9 +65,13 @@ _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 
 def body_limit(config: RouterConfig, spec: ModelSpec) -> int:
     """Return the limit on a body in bytes: `router.max_body_bytes`, or if that is 0 one from the model's context."""
-    images = BODY_BYTES_IMAGES if spec.pictures is not None and config.max_images else 0
+    images = BODY_BYTES_IMAGES if _sees(config, spec) else 0
     derived = min(BODY_BYTES_LEAST + BODY_BYTES_A_POSITION * spec.context + images, BODY_BYTES_MOST)
     return config.max_body_bytes or derived
+
+
+def _sees(config: RouterConfig, spec: ModelSpec) -> bool:
+    return spec.pictures is not None and config.max_images > 0
 
 
 _TRUSTED = ("system", "developer", "assistant")
@@ -114,6 +119,8 @@ class BodyReader:
         self._page_tokens = page_tokens
         self.adapters: Adapters = NO_ADAPTERS
         """The adapters that are served, by name."""
+        self.sees = _sees(config, spec)
+        """Whether chats may have images."""
         self._pooling = read_pooling(spec.path)
         self._chats = ChatFormat(
             model_tokenizer.template_source,
@@ -175,6 +182,12 @@ class BodyReader:
             raise RequestError(message, param="n" if request.embedding is None else request.prompt_field)
         parts = pictures_of(request.messages)
         placed = read_pictures(parts, self._spec.pictures, self._config) if parts else []
+        if sum(len(each.picture.pixels) for each in placed) * request.choices > PICTURE_BYTES:
+            raise RequestError(
+                f"the images of {request.choices} answers have more than {PICTURE_BYTES >> 20} MiB of pixels: each "
+                "answer's prompt is sent with its own",
+                param="n",
+            )
         prompts: Sequence[Prompt] = request.prompts
         if request.chat:
             prompt = self._render(

@@ -37,7 +37,7 @@ from twinpool.router.tokenizer_pool.tokenizer_process import (
 INLINE_BYTES = 2048
 """Bodies up to this size are read on the loop: that takes less time than a hop to a reader."""
 LARGE_BYTES = 256 * 1024
-_DATA = re.compile(rb"image|\\u", re.IGNORECASE)
+_PICTURE = re.compile(rb"image|\\u", re.IGNORECASE)
 """What a small body with a picture has in it: its type, whose letters may be escaped."""
 START_TIMEOUT_S = 30.0
 """How much longer the first body of a new reader process may take, which has to load the tokenizer first."""
@@ -169,7 +169,7 @@ class TokenizerPool:
         """Read the body of a request for text, a small one by `reader` at once. `on_gone` is called with a function to
         be called when the client leaves, so that a body that waits isn't read. Raises as `submit`'s futures, and
         `ClientGone`."""
-        if read_inline(raw):
+        if read_inline(raw, reader.sees):
             return REQUESTS[kind](reader, raw, tenant)
         reply = self.submit(kind, raw, tenant)
         if on_gone is not None:
@@ -185,7 +185,9 @@ class TokenizerPool:
 
     async def text(self, reader: BodyReader, kind: FrameKind, raw: bytes) -> TextAnswer:
         """Return the answer of an endpoint that counts or makes tokens. Raises as `submit`'s futures."""
-        return TEXTS[kind](reader, raw) if read_inline(raw) else text_of((await self.submit(kind, raw))[1])
+        if read_inline(raw, reader.sees):
+            return TEXTS[kind](reader, raw)
+        return text_of((await self.submit(kind, raw))[1])
 
     @property
     def waiting(self) -> int:
@@ -300,10 +302,12 @@ class TokenizerPool:
             process.close()
 
 
-def read_inline(raw: bytes) -> bool:
+def read_inline(raw: bytes, sees: bool) -> bool:
     """Whether a body is read on the loop. Compiling a grammar may take a second, and as much memory as a reader may
-    have; so may a picture, of which a few bytes can say that it is large."""
-    return len(raw) <= INLINE_BYTES and not may_need_grammar(raw) and _DATA.search(raw) is None
+    have; so may a picture, of which a few bytes can say that it is large, where the server `sees`."""
+    if len(raw) > INLINE_BYTES or may_need_grammar(raw):
+        return False
+    return not sees or _PICTURE.search(raw) is None
 
 
 def _fail(job: _Job, error: Exception) -> None:

@@ -74,7 +74,7 @@ def header_alone(width: int, height: int) -> bytes:
 PNG = png(pattern(40, 30))
 NOISE = np.random.default_rng(0).integers(0, 256, (90, 90, 3)).astype(np.uint8)
 HOSTILE: dict[str, tuple[object, str]] = {
-    "bomb": (data_url(header_alone(60_000, 60_000)), "pixels"),
+    "bomb": (data_url(header_alone(60_000, 60_000)), "more pixels than Pillow takes"),
     "bomb of a size that Pillow takes": (data_url(header_alone(1025, 1024)), "1025 by 1024 pixels; at most 1048576"),
     "long": (data_url(png(Image.new("RGB", (1, 65_535)))), "1 by 65535 pixels, and it is too long and narrow"),
     "longer": (data_url(header_alone(1, 65_536)), "1 by 65536 pixels; at most"),
@@ -130,12 +130,23 @@ def test_too_many_pictures_and_too_many_pixels_are_refused(spec: ModelSpec, toke
         chat(large, asks(sides, sides, sides))
 
 
+def test_pixels_count_once_for_each_answer(spec: ModelSpec, tokenizer: ModelTokenizer) -> None:
+    assert spec.pictures is not None
+    pictures = replace(spec.pictures, longest=2048, patch=64)
+    large = BodyReader(replace(spec, pictures=pictures), tokenizer, RouterConfig())
+    side = png(Image.new("RGB", (2048, 1024)))  # 6 MiB of pixels.
+    assert len(chat(large, asks("see", side), n=5).pictures) == 1
+    with pytest.raises(RequestError, match="the images of 6 answers have more than 32 MiB") as found:
+        chat(large, asks("see", side), n=6)
+    assert found.value.param == "n"
+
+
 def test_a_model_without_pictures_and_one_that_may_take_none_refuse_them(
     spec: ModelSpec, tokenizer: ModelTokenizer
 ) -> None:
     blind = BodyReader(replace(spec, pictures=None), tokenizer, RouterConfig())
     for each in (blind, BodyReader(spec, tokenizer, RouterConfig(max_images=0))):
-        with pytest.raises(RequestError, match="images, audio and files are not taken; got 'image_url'"):
+        with pytest.raises(RequestError, match=r"messages\[0\]\.content\[1\]: this server takes no images"):
             chat(each, asks("see", PNG))
 
 
@@ -218,10 +229,22 @@ def test_a_reader_process_reads_what_the_router_itself_would(
 
 def test_no_body_with_a_picture_is_read_between_the_streams_of_others() -> None:
     """A WebP of a hundred bytes may have 2**28 pixels."""
-    assert read_inline(b'{"messages": [{"role": "user", "content": "hello"}]}')
-    assert not read_inline(json.dumps({"messages": [shown("data:,")]}).encode())
-    assert not read_inline(b'{"messages": [{"role": "user", "content": [{"type": "\\u0069mage_url"}]}]}')
-    assert not read_inline(b'{"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}')
+    words = b'{"messages": [{"role": "user", "content": "hello"}]}'
+    pictures = [
+        json.dumps({"messages": [shown("data:,")]}).encode(),
+        b'{"messages": [{"role": "user", "content": [{"type": "\\u0069mage_url"}]}]}',
+        b'{"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}',
+    ]
+    assert read_inline(words, sees=True)
+    assert not any(read_inline(body, sees=True) for body in pictures)
+    assert read_inline(words, sees=False)
+    assert all(read_inline(body, sees=False) for body in pictures if b"\\u" not in body), "the reader decodes none"
+
+
+def test_a_reader_sees_where_the_model_does_and_images_may_be_sent(spec: ModelSpec, tokenizer: ModelTokenizer) -> None:
+    assert BodyReader(spec, tokenizer, RouterConfig()).sees
+    assert not BodyReader(spec, tokenizer, RouterConfig(max_images=0)).sees
+    assert not BodyReader(replace(spec, pictures=None), tokenizer, RouterConfig()).sees
 
 
 def test_bodies_may_be_longer_where_the_model_sees(spec: ModelSpec) -> None:
@@ -269,7 +292,7 @@ def test_a_checkpoint_of_which_something_is_not_known_is_served_as_text_alone(
         (tmp_path / file).write_text(json.dumps(json.loads((folder / file).read_text()) | change))
     spec = read_model_spec(tmp_path)
     assert spec.pictures is None
-    assert any("pictures are refused" in warning and words in warning for warning in spec.warnings), spec.warnings
+    assert any("images are refused" in warning and words in warning for warning in spec.warnings), spec.warnings
 
 
 def test_a_processor_as_transformers_writes_it_now_is_read_as_well(folder: Path, tmp_path: Path) -> None:
