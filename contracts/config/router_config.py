@@ -110,7 +110,8 @@ class RouterConfig:
     stall_s: float = 30.0
     """/health fails when work waits and nothing has advanced for this long."""
     max_body_bytes: int = 0
-    """Larger bodies are refused with 413; 0: 1 MiB and 32 bytes for each position of the context, at most 64 MiB."""
+    """Larger bodies are refused with 413; 0: 1 MiB, 32 bytes for each position of the context, and 24 MiB where the
+    model takes images, at most 64 MiB."""
     max_images: int = 16
     """Images in one request, where the model takes them; 0: they are refused."""
     max_image_pixels: int = 2**25
