@@ -59,6 +59,7 @@ def test_only_what_rolls_names_roles_and_only_what_is_refused_says_why() -> None
     "key",
     [
         "cache.page_tokens", "prefill.cache.page_tokens", "cache.index_dtype", "cache.kv_dtype", "engine.dtype",
+        "engine.models", "engine.activations", "engine.draft_model", "adapters.load", "adapters.roots",
         "engine.attention", "engine.numerics", "engine.numerics_class", "engine.device", "engine.context",
         "transfer.plane", "decode.tp", "router.kv_index",
         "security.cluster_ca", "cluster.controller_port", "cache.events.endpoint", "autoscaling.enabled",
