@@ -1,5 +1,5 @@
-"""Operators' changes of the cluster's pools and settings: the values that routers and the supervisor send to the
-controller, and what they are answered."""
+"""Operators' changes of the cluster's pools, settings and adapters: the values that routers and the supervisor send to
+the controller, and what they are answered."""
 
 from __future__ import annotations
 

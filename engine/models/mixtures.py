@@ -1,4 +1,5 @@
-"""Models that differ from Llama and its kin in their feed-forward layers, which are mixtures of experts."""
+"""Models that differ from Llama and its kin in their feed-forward layers, which are mixtures of experts;
+gpt-oss also in its attention: windows in turn, and attention sinks."""
 
 from __future__ import annotations
 
