@@ -267,15 +267,11 @@ def _routed(experts: Any, h_th: Tensor, experts_tk: Tensor, weights_tk: Tensor, 
 
 def _replace(module: nn.Module, weights: Weights) -> None:
     """Put products of our own in place of a module's linear layers and experts, whose weights are freed."""
-    from transformers.pytorch_utils import Conv1D
-
     for name, child in list(module.named_children()):
-        if type(child) is nn.Linear or type(child) is Conv1D:
+        if type(child) is nn.Linear:
             held: Any = child
-            weight = held.weight.detach()
             bias = None if held.bias is None else held.bias.detach()
-            own = weight if type(child) is nn.Linear else weight.T.contiguous()
-            setattr(module, name, _Product(weights.made(own, bias_n=bias)))
+            setattr(module, name, _Product(weights.made(held.weight.detach(), bias_n=bias)))
             held.weight = held.bias = None
             continue
         _replace(child, weights)

@@ -31,6 +31,8 @@ NAME = "twinpool"
 _TRACED_ROWS = 4
 META = torch.device("meta")
 _NO_INTERFACE = "its attention doesn't go through transformers' attention interface"
+_KINDS = frozenset(("full_attention", "sliding_attention"))
+"""Of layers, by transformers' names: those that keep keys and values of earlier positions alone."""
 _OPTIONS = """
     dropout position_ids sliding_window use_cache output_attentions output_hidden_states output_router_logits
     return_dict cache_position deterministic
@@ -39,11 +41,11 @@ _WITHOUT_EFFECT = frozenset(_OPTIONS.split())
 """What modules pass to attention and is without effect here: windows are read from masks."""
 _OPERATIONS = """
     abs add alias arange bitwise_not cat chunk clamp clamp_min clamp_max clone concat contiguous copy cos detach div
-    dropout embedding empty empty_like eq erf exp expand expand_as expm1 flatten full full_like gather ge gelu gt index
+    dropout embedding empty empty_like eq erf exp expand expand_as expm1 flatten full full_like gather ge gt index
     index_select item layer_norm le leaky_relu lift_fresh linear log log1p log_sigmoid logical_not lt masked_fill max
     maximum min minimum movedim mul narrow ne neg new_empty new_full new_ones new_zeros ones ones_like permute
-    reciprocal relu repeat repeat_interleave reshape reshape_as rms_norm rsqrt rsub scalar_tensor scatter select sigmoid
-    silu sin slice softmax softplus split split_with_sizes sqrt square squeeze stack sub tanh to topk transpose
+    reciprocal relu repeat repeat_interleave reshape reshape_as rms_norm rsqrt rsub scalar_tensor scatter select
+    sin slice softmax split split_with_sizes sqrt square squeeze stack sub tanh to topk transpose
     type_as unbind unflatten unsqueeze view view_as where zeros zeros_like __and__ __or__
 """
 _BY_ROW = frozenset(_OPERATIONS.split())
@@ -183,11 +185,15 @@ def _by_element(function: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 
 
 def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    return _by_element(gelu_tanh)(x) if approximate == "tanh" else F.gelu(x)
+    return _by_element(gelu_tanh if approximate == "tanh" else _gelu_erf)(x)
 
 
-def _softplus(x: Tensor, beta: float = 1.0, _: float = 20.0) -> Tensor:
-    return _by_element(softplus)(x) if beta == 1.0 else _by_element(lambda y: softplus(y * beta) / beta)(x)
+def _gelu_erf(x: Tensor) -> Tensor:
+    return torch.erf(x * 0.5**0.5).add_(1.0).mul_(x).mul_(0.5)
+
+
+def _softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
+    return _by_element(lambda y: torch.where(y * beta > threshold, y, softplus(y * beta) / beta))(x)
 
 
 _OWN: dict[Any, Callable[..., Any]] = {
@@ -195,6 +201,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     F.silu: _by_element(silu),
     F.gelu: _gelu,
     F.softplus: _softplus,
+    **{function: _by_element(torch.rsqrt) for function in (torch.rsqrt, Tensor.rsqrt)},
     **{function: _by_element(sigmoid) for function in (torch.sigmoid, Tensor.sigmoid, F.sigmoid)},
 }
 
@@ -350,6 +357,8 @@ def _check_rope(config: Any) -> None:
 def _trace(module: Any, config: Any, context: int) -> Trace:
     if getattr(module, "_is_stateful", False):
         raise _Unfit("its layers keep other state than keys and values (recurrent ones)")
+    if others := set(getattr(config.get_text_config(), "layer_types", None) or ()) - _KINDS:
+        raise _Unfit(f"layers of kind {', '.join(sorted(map(str, others)))}: it needs a model file")
     if "position_ids" not in inspect.signature(module.base_model.forward).parameters:
         raise _Unfit("its positions can't be given")
     seen, operations = _Tracing(context), _Operations()

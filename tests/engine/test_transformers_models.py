@@ -7,11 +7,13 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
@@ -35,6 +37,7 @@ from twinpool.engine.runner.kernel_choice import class_of
 LENGTHS = (1, 3, WINDOW - 1, WINDOW, WINDOW + 1, 130, 200)
 THROUGH = EngineConfig(models="transformers")
 CPU = torch.device("cpu")
+LLAMA4 = {"num_local_experts": 2, "intermediate_size_mlp": 48, "num_key_value_heads": 1, "head_dim": 16}
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 NUMBERS = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -45,6 +48,7 @@ NUMBERS = {
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     options = {name: {"name": name} for name in MAKERS} | {"tied": {"name": "nemotron", "tie_word_embeddings": True}}
+    options["bfloat16"] = {"name": "dots1", "dtype": "bfloat16"}
     return folder_maker(tmp_path_factory.mktemp("made"), options, MAKERS)
 
 
@@ -73,9 +77,31 @@ def test_bfloat16_chooses_what_the_oracle_might(made: Any, oracle_of: MakeOracle
     expect_close_choices(folder, oracle_of(folder), (40, 130), models="transformers")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.rsqrt,
+        Tensor.rsqrt,
+        torch.sigmoid,
+        F.silu,
+        F.gelu,
+        F.softplus,
+        partial(F.softplus, beta=2.0, threshold=1.0),
+    ],
+)
+def test_what_lies_beside_an_element_changes_no_bit_of_it(function: Any, dtype: torch.dtype) -> None:
+    """Torch's vector lanes and scalar tails of some functions round differently."""
+    x = torch.rand(7, 13, generator=torch.Generator().manual_seed(0)).mul(3).to(dtype)
+    with transformers_trace.RowExact():
+        whole, alone = function(x), torch.stack([function(each.clone()) for each in x.flatten()])
+    assert torch.equal(whole.flatten(), alone)
+    assert torch.allclose(whole, function(x), rtol=0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-@pytest.mark.parametrize("name", ["stablelm", "afmoe", "granite_swa", "vaultgemma"])
+@pytest.mark.parametrize("name", ["stablelm", "afmoe", "granite_swa", "vaultgemma", "bfloat16"])
 def test_a_rows_bits_hang_on_its_own_sequence_alone(made: Any, name: str, backend: str) -> None:
     bench, rng = Bench(made(name), tokens=9000, models="transformers", attention=backend, threads=1), random.Random(0)
     asked = prompts(2, *[rng.randint(20, 120) for _ in range(5)])
@@ -140,6 +166,8 @@ def refusal(folder: Path, config: transformers.PretrainedConfig, **engine: Any) 
     [
         ("Qwen3NextConfig", {}, "keep other state than keys and values"),
         ("MambaConfig", {}, "keep other state than keys and values"),
+        ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}, "layers of kind conv: it needs a model file"),
+        ("Llama4TextConfig", LLAMA4, "layers of kind chunked_attention: it needs a model file"),
         ("BertConfig", {"is_encoder_decoder": True}, "an encoder with a decoder"),
         ("RemBertConfig", {"is_decoder": True}, "doesn't go through transformers' attention interface"),
         ("FalconConfig", {}, "doesn't go through transformers' attention interface"),
@@ -147,8 +175,9 @@ def refusal(folder: Path, config: transformers.PretrainedConfig, **engine: Any) 
         ("BertConfig", {}, "neither causal nor a window"),
         ("DogeConfig", {}, "a mask of its own making"),
         ("DiffLlamaConfig", {}, "attends more than once"),
-        ("DeepseekV32Config", {}, "passes indices to attention"),
-("LlamaConfig", {"rope_parameters": _DYNAMIC}, "rope of kind dynamic"),
+        ("DeepseekV32Config", {}, "layers of kind indexed_attention"),
+        ("DeepseekV32Config", {"layer_types": ["full_attention"] * 2}, "passes indices to attention"),
+        ("LlamaConfig", {"rope_parameters": _DYNAMIC}, "rope of kind dynamic"),
         ("Qwen2VLConfig", {}, "no decoder of it"),
     ],
 )  # fmt: skip
