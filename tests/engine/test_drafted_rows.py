@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.harness import GREEDY, Bench, Held, MakeCheckpoint
+from tests.support.family_transformers import MAKERS
 from tests.support.model_families import FAMILIES
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.cpu_device import CpuDevice
@@ -115,6 +116,16 @@ def test_drafts_change_no_token_of_any_family_without_recurrent_state(name: str,
     plain = answers(bench, GREEDY)
     drafted = with_drafts(Bench(folder, tokens=512), GREEDY, plain, random.Random(1))
     for one, known in zip(drafted, plain, strict=True):
+        assert one.tokens[: len(known.tokens)] == known.tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["stablelm", "granite_swa"])
+def test_drafts_change_no_token_of_a_module(name: str, tmp_path: Path) -> None:
+    folder = MAKERS[name](tmp_path / name)
+    plain = answers(Bench(folder, tokens=512, models="transformers"), GREEDY)
+    bench = Bench(folder, tokens=512, models="transformers")
+    for one, known in zip(with_drafts(bench, GREEDY, plain, random.Random(1)), plain, strict=True):
         assert one.tokens[: len(known.tokens)] == known.tokens
 
 

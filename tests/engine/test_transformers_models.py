@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -186,6 +187,12 @@ def test_what_cannot_be_computed_so_is_refused_by_name(
 ) -> None:
     made = getattr(transformers, config)(**(NUMBERS | changes))
     assert reason in refusal(tmp_path / "model", made)
+
+
+@pytest.mark.parametrize("config", ["BloomConfig", "MptConfig", "GPT2Config", "GPTJConfig", "GPTBigCodeConfig"])
+def test_numbers_by_names_of_their_own_are_refused_by_the_usual_one(tmp_path: Path, config: str) -> None:
+    text = refusal(tmp_path / "model", getattr(transformers, config)())
+    assert re.search("has no (num_hidden_layers|max_position_embeddings)$", text)
 
 
 def test_a_model_type_that_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
