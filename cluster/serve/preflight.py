@@ -277,20 +277,21 @@ def check_ranks(config: Config, spec: ModelSpec, roles: Iterable[Role] = PAIR) -
     that would work."""
     for role in roles:
         size, key = config.tp_for(role), f"{section_of(role)}.tp"
-        ep = config.ep_for(role)
+        ep, ep_key = config.ep_for(role), f"{section_of(role)}.ep"
         if ep not in (1, size):
-            raise ConfigError(f"{section_of(role)}.ep={ep} must be 1 or {key}, which is {size}")
+            also = f"; with {ep_key}={ep}, {key} has to be {ep}, too" if size == 1 else ""
+            raise ConfigError(f"{ep_key}={ep} must be 1 or {key}, which is {size}{also}")
         if size == 1:
             continue
         if config.transfer.plane == "local":
             raise ConfigError(f"{key}={size} needs a process for each rank: use transfer.plane=shm, nixl or zmq")
-        reason = divides(config, spec, size)
-        if reason:
-            good = [str(n) for n in range(1, 17) if not divides(config, spec, n)]
-            raise ConfigError(f"{key}={size}: {reason}; {key} can be {', '.join(good)}")
         reason = divides(config, spec, size, ep)
-        if reason:
-            raise ConfigError(f"{section_of(role)}.ep={ep}: {reason}; it can be 1")
+        if not reason:
+            continue
+        if ep > 1 and not divides(config, spec, size):
+            raise ConfigError(f"{ep_key}={ep}: {reason}; it can be 1")
+        good = [str(n) for n in range(1, 17) if not divides(config, spec, n, n if ep > 1 else 1)]
+        raise ConfigError(f"{key}={size}: {reason}; {key} can be {', '.join(good)}")
 
 
 def divides(config: Config, spec: ModelSpec, size: int, ep: int = 1) -> str:

@@ -252,7 +252,7 @@ def test_a_bad_folder_fails_in_one_line_before_anything_large_is_imported(tmp_pa
         (("prefill.tp=0",), r"prefill\.tp must be above 0"),
         (("decode.ep=0",), r"decode\.ep must be above 0"),
         (("decode.tp=4", "decode.ep=2"), r"decode\.ep=2 must be 1 or decode\.tp, which is 4$"),
-        (("prefill.ep=2",), r"prefill\.ep=2 must be 1 or prefill\.tp, which is 1$"),
+        (("prefill.ep=2",), r"must be 1 or prefill\.tp, which is 1; with prefill\.ep=2, prefill\.tp has to be 2, too$"),
         (("decode.tp=2", "decode.ep=2"), r"decode\.ep=2: this model has no experts; it can be 1$"),
     ],
 )
@@ -261,6 +261,19 @@ def test_ranks_that_cannot_share_the_model_are_refused_with_those_that_can(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         prepare(options(assignments=assignments), 8 * GIB)
+
+
+@pytest.mark.slow
+def test_experts_that_can_not_be_divided_may_be_spread(tmp_path: Path) -> None:
+    """42 units of an expert can't be divided by four ranks; eight experts can be, whole."""
+    folder = str(FAMILIES["qwen3_moe"](tmp_path / "model", moe_intermediate_size=42))
+    ranks = ("decode.tp=4",)
+    with pytest.raises(ConfigError, match=r"^decode\.tp=4: .*decode\.tp can be 1, 2$"):
+        prepare(options(model=folder, assignments=ranks), 8 * GIB)
+    spread = prepare(options(model=folder, assignments=(*ranks, "decode.ep=4")), 8 * GIB)
+    assert spread.config.ep_for(Role.DECODE) == 4
+    with pytest.raises(ConfigError, match=r"^decode\.tp=3: .*decode\.tp can be 1, 2, 4$"):
+        prepare(options(model=folder, assignments=("decode.tp=3", "decode.ep=3")), 8 * GIB)
 
 
 def test_ranks_have_threads_of_their_own_and_share_the_pools_memory() -> None:
