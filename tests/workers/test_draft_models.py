@@ -170,7 +170,7 @@ def test_what_a_draft_model_keeps_does_not_leave_before_it_is_computed(
         drafted.folder, asks(), devices=devices, **drafted.sections(transfer=transfer, prefill=prefill)
     )
     assert said(found) == drafted.plain
-    assert counters.get("rooms_damaged", 0) == 0
+    assert counters["pages_damaged"] == 0
     drafted.expect_its_oracles(proposed)
 
 
