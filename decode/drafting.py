@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from math import log
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -151,6 +150,7 @@ class DraftModelDrafter:
 
     def __init__(self, engine: ModelRunner, pages: DecodePages) -> None:
         self._engine, self._running = engine, pages.manager.running
+        self._plain: WeakKeyDictionary[DecodeRequest, SamplingParams] = WeakKeyDictionary()
 
     def ready(self, request: DecodeRequest) -> bool:
         return True
@@ -161,11 +161,13 @@ class DraftModelDrafter:
     def _row(self, request: DecodeRequest, most: int) -> DraftRow:
         at, submit = request.planned, request.submit
         tables = self._running.block_tables(request.held, at, at + most)
-        draw = TokenDraw(_plain(submit.sampling), (), submit.prompt_len, at + 1, request.mask)
+        plain = self._plain.get(request)
+        if plain is None:
+            plain = self._plain[request] = _plain(submit.sampling)
+        draw = TokenDraw(plain, (), submit.prompt_len, at + 1, request.mask)
         return DraftRow(request.tokens[-1], at, tables, most, draw)
 
 
-@lru_cache(maxsize=4096)
 def _plain(params: SamplingParams) -> SamplingParams:
     """`params` without what hangs on the tokens before, which a proposal may leave out."""
     return structs.replace(
@@ -254,40 +256,35 @@ class Drafting:
         self.counters = {"tokens_drafted": 0.0, "drafts_accepted": 0.0, "rows_drafted": 0.0}
         for place in range(1, config.drafts + 1):
             self.counters |= {f"drafted_at_{place}": 0.0, f"accepted_at_{place}": 0.0}
-        self._share: float | None = 0.0
-        """The part of drafts that must be right for them to pay in the next step; None: it isn't known."""
 
-    def few(self, running: int) -> bool:
-        """Whether steps may have drafts while so many requests run: few, or more where drafts are known to pay."""
-        self._share = 0.0 if running <= self._config.draft_requests else self.times.share(running)
-        return self._share is not None and self._config.drafts > 0
+    def share(self, running: int) -> float | None:
+        """The part of drafts that must be right for them to pay in the next step, while so many requests run: 0.0 while
+        they are few. None: there are no drafts, since none are configured or it isn't known yet whether they pay."""
+        if not self._config.drafts:
+            return None
+        return 0.0 if running <= self._config.draft_requests else self.times.share(running)
 
-    def waits(self, request: DecodeRequest, *, few: bool) -> bool:
-        """Whether the next step of a request waits for the one that is under way: to know how far its drafts came, or,
-        while `few` requests run, because there is a draft for the next one."""
-        return bool(request.drafts) or (few and self._pays(request) > 0 and self._drafter.ready(request))
+    def waits(self, request: DecodeRequest, share: float | None) -> bool:
+        """Whether the next step of a request waits for the one that is under way: to know how far its drafts came, or
+        because there is a draft for the next one that is likely to pay. `share`: of that step."""
+        if request.drafts:
+            return True
+        return share is not None and _paying(request, share) > 0 and self._drafter.ready(request)
 
-    def _pays(self, request: DecodeRequest) -> int:
-        """How many drafts of a request are likely to save more than they cost: so many that the last is drawn more
-        often than a position is a part of the step. One now and then where none does, to see whether that has changed.
-        """
-        share, rate = self._share, request.draft_rate
+    def saw(self, positions: int, seconds: float) -> None:
+        """Take in that a step of so many positions took so long: only where drafts are on does anybody ask."""
+        if self._config.drafts:
+            self.times.saw(positions, seconds)
+
+    def plan(self, batch: Sequence[DecodeRequest], share: float | None, budget: int) -> None:
+        """Give drafts to the requests of a step, in order: as many as are likely to pay by the step's `share`, up to
+        `budget` tokens in all, where there are pages for them."""
         if share is None:
-            return 0
-        if share == 0.0 or rate >= 1.0:
-            return request.draft_limit
-        depth = int(log(share) / log(rate)) if rate > 0.0 and share < 1.0 else 0
-        return min(request.draft_limit, depth or int(len(request.tokens) % _LOOK_TOKENS == 0))
-
-    def plan(self, batch: Sequence[DecodeRequest], running: int, budget: int) -> None:
-        """Give drafts to the requests of a step, in order, while few enough are `running`: up to `budget` tokens in
-        all, where there are pages for them."""
-        if not self.few(running):
             return
         wanted: list[WantedDraft] = []
         for request in batch:
             # The last token of the longest answer is computed by no step.
-            most = min(budget, self._config.drafts, self._pays(request), request.positions - request.planned - 1)
+            most = min(budget, self._config.drafts, _paying(request, share), request.positions - request.planned - 1)
             if request.under_way or most <= 0:
                 continue
             forced = self._forced(request)
@@ -347,3 +344,13 @@ class Drafting:
         request.draft_rate += (1.0 - _REMEMBERED_DRAFT**judged) * (accepted / judged - request.draft_rate)
         request.drafted += drafted
         request.accepted += accepted
+
+
+def _paying(request: DecodeRequest, share: float) -> int:
+    """How many drafts of a request are likely to save more than they cost: so many that the last is drawn more often
+    than `share`. One now and then where none is, to see whether that has changed."""
+    rate = request.draft_rate
+    if share == 0.0 or rate >= 1.0:
+        return request.draft_limit
+    depth = int(log(share) / log(rate)) if rate > 0.0 and share < 1.0 else 0
+    return min(request.draft_limit, depth or int(len(request.tokens) % _LOOK_TOKENS == 0))

@@ -139,27 +139,27 @@ class DecodeScheduler:
 
         There are at most `decode.max_batch_tokens`. Where a request lacks pages for its step, others are retracted.
         """
-        running = len(self.running)
-        batch, short = self._able(few=self._drafting.few(running))
+        share = self._drafting.share(len(self.running))
+        batch, short = self._able(share)
         if short:
             short = self._make_way(short)
             for victim in self.pressure.choose_victims(short, self.running):
                 self.retract(victim)
             batch = [request for request in batch if request.phase is DecodePhase.RUNNING]
         if not short:
-            self._drafting.plan(batch, running, self._config.max_batch_tokens - len(batch))
+            self._drafting.plan(batch, share, self._config.max_batch_tokens - len(batch))
         for request in batch:
             request.planned += 1 + len(request.drafts)
             if self.waiting:
                 self._charge(request, 1)
         return batch
 
-    def _able(self, *, few: bool) -> tuple[list[DecodeRequest], list[DecodeRequest]]:
+    def _able(self, share: float | None) -> tuple[list[DecodeRequest], list[DecodeRequest]]:
         """Return, in turn, the requests that can take a step and have pages for it, and those that are short of pages.
 
         A request waits while it is to be migrated, while it comes to `max_tokens` with the steps under way, while those
         have to say how far its drafts came, and while state that was loaded for it hasn't arrived. One with steps under
-        way isn't short: they may free a page of a window, or end it. `few`: whether steps have drafts now.
+        way isn't short: they may free a page of a window, or end it. `share`: `Drafting.share` of the step.
         """
         batch: list[DecodeRequest] = []
         short: list[DecodeRequest] = []
@@ -173,7 +173,7 @@ class DecodeScheduler:
                 continue
             if not request.settled and not self._pages.settled(request):
                 continue
-            if under_way and (few or request.drafts) and self._drafting.waits(request, few=few):
+            if under_way and self._drafting.waits(request, share):
                 continue
             if request.planned < request.reach or self._pages.grow(request):
                 batch.append(request)

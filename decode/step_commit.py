@@ -175,7 +175,7 @@ class DecodeStepCommit(StepCommit[DecodeRequest, DecodeRequest]):
         positions, launched_at = self._sizes.popleft()
         began, self._landed_at = max(launched_at, self._landed_at), self._clock.now()
         if positions:
-            self._drafting.times.saw(positions, self._landed_at - began)
+            self._drafting.saw(positions, self._landed_at - began)
         for request, output in results:
             # A request that ended while this step was under way has no use for what it drew.
             if request.phase in STEPPING and (outcome := self._commit(request, output)) is not None:

@@ -244,7 +244,7 @@ def test_a_model_with_recurrent_states_can_have_no_drafts(kind: str) -> None:
     ):
         DecodeParts(kind=kind, drafter=drafter, decode={"speculation": "prompt_lookup"})
     drafting = DecodeParts(kind=kind, drafter=drafter).drafting
-    assert not drafting.few(1)
+    assert drafting.share(1) is None
     assert drafter.asked == []
 
 
