@@ -230,8 +230,8 @@ def worker_fingerprint(pools: PoolSet, spec: ModelSpec, config: Config, device: 
 
 def weights_digest(spec: ModelSpec, config: Config) -> str:
     """`ModelSpec.fingerprint`, and how the weights were quantised when they were loaded: other numbers than the
-    checkpoint's. Expanded, they are the same up to rounding, which the numerics class tells. So is what computes them,
-    since keys may lie in another order in transformers' modules than in models of this package."""
+    checkpoint's. Expanded, they are the same up to rounding, which the numerics class tells. Whose modules compute with
+    them is in it, too, since keys may lie in another order in transformers' than in those of this package."""
     quantised = [config.engine.weights] if config.engine.weights in {"int8", "int4"} else []
     computed = [config.engine.models] if config.engine.models != "native" else []
     return "-".join((spec.fingerprint, *quantised, *computed))

@@ -1,7 +1,7 @@
 """The kernels that layers compute with where there are any: those in C++ on a CPU, those in Triton on a GPU; and which
 of them the current thread computes with. Without any, layers compute the same with torch.
 
-There are those in C++ for a CPU, and those in Triton for a GPU; what both have in common is `LayerKernels`.
+What both have in common is `LayerKernels`.
 
 Layers ask `kernels_for`, which returns kernels only within `using`: decoders are built and compute there. So two
 engines of one process may use different kernels.

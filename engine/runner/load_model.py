@@ -216,9 +216,8 @@ def load_engine(
     of `spec`, its pool set.
 
     All of several `ranks` must call this at the same time; the leader sends orders to its `followers`. `ep`: as
-    `load_model`. `epochs` are the
-    epoch tables of the allocators that hand out the pools' pages and slots, by pool. Raises as `load_model`, and
-    `ConfigError` for an attention backend, or state, that can't be had on this device.
+    `load_model`. `epochs` are the epoch tables of the allocators that hand out the pools' pages and slots, by pool.
+    Raises as `load_model`, and `ConfigError` for an attention backend, or state, that can't be had on this device.
     """
     torch_device = device.torch_device
     triton = wants_triton(config, torch_device)

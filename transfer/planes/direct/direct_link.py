@@ -41,9 +41,8 @@ class DirectLink:
         faults: WriteFaults,
         cut: HeadSlice | None = None,
     ) -> None:
-        """`region` and `layout`: the memory of the reader's rank. `slots` and `notices`: of the reader's
-        leader. `cut`: the buffers
-        to write, and of them the heads that both hold; None: all of every page."""
+        """`region` and `layout`: the memory of the reader's rank. `slots` and `notices`: of the reader's leader. `cut`:
+        the buffers to write, and of them the heads that both hold; None: all of every page."""
         self._source = source
         self._cut = cut
         self._region = region
