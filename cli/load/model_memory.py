@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
     from twinpool.contracts.config.cluster_config import Config
+    from twinpool.contracts.config.worker_config import EngineConfig
 
 CARDS = {"H100": 81_559 << 20, "H200": 143_771 << 20}
 """Bytes of memory of GPUs by their names, as nvidia-smi shows it."""
@@ -76,8 +77,8 @@ def count_weights(spec: ModelSpec, config: Config, ranks: int, *, gpu: bool) -> 
     from twinpool.engine.tensors.shard import Shard
     from twinpool.engine.tensors.weight_loader import Weights
 
-    asked = asked_of(spec, config.engine)
-    shard = Shard(0, ranks, ranks if config.prefill.ep > 1 else 1)
+    asked = asked_of(replace(spec, draft_model="", draft_head=None), config.engine)  # What drafts isn't of the model.
+    shard = Shard(0, ranks, ranks if max(config.ep_for(role) for role in Role) > 1 else 1)
     spec = spec if spec.headers else planned_spec(spec, asked)
 
     def held(keep: str) -> int:
@@ -110,7 +111,7 @@ def show_memory(
     """
     path = Path(model).expanduser()
     settings = load_config(config, assignments)
-    spec = spec_of_config(path) if path.is_file() and not is_gguf(path) else read_model_spec(path)
+    spec = _read_spec(path, settings.engine)
     gpu = cards is not None or on_gpus(settings)
     if gpu:
         _refuse_state(spec, settings)
@@ -125,6 +126,15 @@ def show_memory(
         return True
     show(_table(spec, settings, found, cards))
     return found.held < cards.nbytes
+
+
+def _read_spec(path: Path, engine: EngineConfig) -> ModelSpec:
+    if not path.is_file() or is_gguf(path):
+        return read_model_spec(path, engine.context, engine.draft_model)
+    for key, value in (("context", engine.context), ("draft_model", engine.draft_model)):
+        if value:
+            raise ConfigError(f"engine.{key}={value} needs the model's folder: a config.json alone is planned without")
+    return spec_of_config(path)
 
 
 def _refuse_state(spec: ModelSpec, config: Config) -> None:

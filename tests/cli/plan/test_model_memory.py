@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import VOCAB, make_checkpoint
 from tests.support.gguf_files import write_gguf
 from tests.support.model_families import FAMILIES
+from tests.support.plain_drafts import make_eagle3
 from tests.support.quantised_checkpoints import quantise_folder
 from twinpool.cli import command_line
 from twinpool.cli import commands as cli
@@ -20,7 +21,7 @@ from twinpool.cluster.serve.preflight import weight_bytes
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec, spec_of_config
 from twinpool.contracts.checkpoint.safetensors_headers import TensorHeader
 from twinpool.contracts.config.load_config import config_from_dict
-from twinpool.contracts.errors import CheckpointError
+from twinpool.contracts.errors import CheckpointError, ConfigError
 from twinpool.engine.models.planned_headers import Asked, asked_of, planned_spec
 from twinpool.engine.tensors import weight_loader
 from twinpool.engine.weight_formats.block_formats import quantised_layers
@@ -169,6 +170,39 @@ def test_without_cards_the_device_is_the_configured_one(tmp_path: Path, capsys: 
     spec_with(tmp_path, "deepseek-v3.2", num_hidden_layers=4, n_routed_experts=16)
     assert run("--model", str(tmp_path / "config.json"), "--set", "engine.device=cuda") == 0
     assert "on a GPU a worker holds 8." in capsys.readouterr().out, "two bytes for each of 4.6 billion"
+
+
+@pytest.mark.parametrize(("setting", "text"), [
+    ("engine.context=1000000", "engine.context=1000000"),
+    ("engine.draft_model=nowhere", "engine.draft_model must be mtp, or a folder that is there"),
+])  # fmt: skip
+def test_settings_of_the_model_are_read_with_a_folder_and_refused_with_its_configuration_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str, text: str
+) -> None:
+    folder = make_checkpoint(tmp_path / "made")
+    assert run("--model", str(folder), "--set", setting) == 2
+    assert text in capsys.readouterr().err
+    assert run("--model", str(folder / "config.json"), "--set", setting) == 2
+    assert f"{setting} needs the model's folder" in capsys.readouterr().err
+
+
+def test_what_drafts_is_held_and_is_no_parameter_of_the_model(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "made", layers=8)
+    head = make_eagle3(tmp_path / "head", hidden=64, vocab=VOCAB, known=range(3, VOCAB, 2))
+    alone, drafted = (
+        count_weights(read_model_spec(folder, 0, draft), ON_CPU, 1, gpu=False) for draft in ("", str(head))
+    )
+    assert drafted.held > alone.held
+    assert drafted.parameters == alone.parameters
+
+
+@pytest.mark.parametrize("section", ["prefill", "decode", "colocate"])
+def test_experts_are_spread_over_cards_where_any_worker_spreads_them(tmp_path: Path, section: str) -> None:
+    spec = read_model_spec(FAMILIES["qwen3_moe"](tmp_path / "made", moe_intermediate_size=42))
+    with pytest.raises(ConfigError, match="42"):
+        count_weights(spec, ON_CPU, 4, gpu=False)
+    spread = config_from_dict({section: {"tp": 4, "ep": 4}})
+    assert count_weights(spec, spread, 4, gpu=False).held < count_weights(spec, ON_CPU, 2, gpu=False).held
 
 
 @pytest.mark.parametrize(("words", "text"), [
