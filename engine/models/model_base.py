@@ -140,28 +140,27 @@ class Model(ABC):
         if self.eagle is not None:
             draft = self.eagle.build(weights.of(self.eagle.spec), FULL_POOL)
         elif self.drafts:
-            draft = self.draft_layer(weights.scope(self.mtp.format(self.layers)), weights)
+            draft = self.draft_layer(weights)
         tower = None
         if self.spec.pictures is not None and draft is None:  # A draft layer would take keys of pictures for tokens.
             tower = PixtralTower.read(weights, self.spec.pictures, self.hidden, self.eps)
         return Decoder(embed, layers, norm, head, draft=draft, tower=tower, adapted=adapted)
 
-    def draft_layer(self, weights: Weights, whole: Weights) -> DraftLayer:
-        """Build the layer that predicts further tokens, whose tensors are below `weights`, by DeepSeek's names."""
-        hidden, vocab = self.hidden, self.spec.vocab_size
+    def draft_layer(self, whole: Weights) -> DraftLayer:
+        """Build the layer that predicts further tokens, by DeepSeek's names, from the `whole` checkpoint."""
+        hidden, vocab, below = self.hidden, self.spec.vocab_size, self.mtp.format(self.layers)
+        weights = whole.scope(below)
         if not weights.has("eh_proj.weight"):
             raise self.config.refuse(
                 f"engine.draft_model={self.spec.draft_model}: the checkpoint has no layer that predicts further tokens "
-                f"({self.mtp.format(self.layers)}eh_proj.weight); leave it empty"
+                f"({below}eh_proj.weight); leave it empty"
             )
         own_head, own_embed = "shared_head.head.weight", "embed_tokens.weight"
         head = embed = None
         # Checkpoints have copies of the model's own; where they differ, the layer was trained with its own.
-        if weights.has(own_head) and not whole.same(f"{self.mtp.format(self.layers)}{own_head}", "lm_head.weight"):
+        if weights.has(own_head) and not whole.same(f"{below}{own_head}", "lm_head.weight"):
             head = weights.linear({"shared_head.head": vocab}, hidden)
-        if weights.has(own_embed) and not whole.same(
-            f"{self.mtp.format(self.layers)}{own_embed}", f"model.{self.embed_name}.weight"
-        ):
+        if weights.has(own_embed) and not whole.same(f"{below}{own_embed}", f"model.{self.embed_name}.weight"):
             embed = weights.tensor(own_embed, vocab, hidden)
         return MtpLayer(
             FULL_POOL,

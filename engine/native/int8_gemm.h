@@ -178,13 +178,16 @@ template <int CODE, bool STORED, int QUAD = 0> inline void unpack_quads(const ui
     }
 }
 
+// Rounded up.
+inline long divided(long count, long by) { return (count + by - 1) / by; }
+
 // How the columns of a weight and of rows are cut.
 struct Units {
     long k, chunks, columns, count, per_group;  // columns: of a unit
     bool by_row;                                // rows have one scale, not one for each chunk
 
     Units(const Blocks &b, bool row)
-        : k(b.k), chunks((b.k + CHUNK - 1) / CHUNK), by_row(row) {
+        : k(b.k), chunks(divided(b.k, CHUNK)), by_row(row) {
         const long whole = chunks * CHUNK, group = b.group >= k ? whole : b.group;
         columns = row && whole % group == 0 ? group : std::min(group, CHUNK);
         count = chunks * CHUNK / columns;
@@ -194,8 +197,6 @@ struct Units {
     // Units that are unpacked at once: of eight chunks, or one unit.
     long at_once() const { return std::max(1L, 8 * CHUNK / columns); }
 };
-
-inline long divided(long count, long by) { return (count + by - 1) / by; }
 
 // Rows in whole numbers. Each has `chunks` times 32 numbers, of columns that there aren't zeros; and for each unit what
 // the zeros' part begins from, and what offsets are multiplied with.
@@ -467,7 +468,7 @@ template <typename T> bool int8_rows(const Blocks &b, const int64_t *rows, long 
         if constexpr (CODE != E4M3)
             each(count, 1, [&](long i) {
                 const long panel = rows[i] / PANEL, half = rows[i] % PANEL / LANES, lane = rows[i] % LANES;
-                const uint8_t *codes = b.codes + panel * ((b.k + CHUNK - 1) / CHUNK) * chunk_bytes<CODE>();
+                const uint8_t *codes = b.codes + panel * divided(b.k, CHUNK) * chunk_bytes<CODE>();
                 for (long first = 0; first < b.k; first += CHUNK, codes += chunk_bytes<CODE>()) {
                     uint8_t quads[CHUNK * PANEL];
                     unpack_quads<CODE, true>(codes, quads);
@@ -489,7 +490,7 @@ template <typename T> bool int8_rows(const Blocks &b, const int64_t *rows, long 
 
 // Codes [n, k] of so many bits, one a byte, in the order of reading; behind the last row and column are zeros.
 inline void pack_int8(const uint8_t *codes, uint8_t *packed, long n, long k, int bits) {
-    const long panels = (n + PANEL - 1) / PANEL, chunks = (k + CHUNK - 1) / CHUNK, size = bits * CHUNK * PANEL / 8;
+    const long panels = divided(n, PANEL), chunks = divided(k, CHUNK), size = bits * CHUNK * PANEL / 8;
     const int low = bits == 8 ? 8 : bits < 4 ? 0 : 4, middle = bits == 6 || bits < 4 ? 2 : 0;
     memset(packed, 0, panels * chunks * size);
     each(panels, 1, [&](long panel) {
