@@ -304,8 +304,9 @@ class TokenizerPool:
 
 def read_inline(raw: bytes, sees: bool) -> bool:
     """Whether a body is read on the loop. Compiling a grammar may take a second, and as much memory as a reader may
-    have; so may a picture, of which a few bytes can say that it is large, where the server `sees`."""
-    if len(raw) > INLINE_BYTES or may_need_grammar(raw):
+    have; so may a picture, of which a few bytes can say that it is large, where the server `sees`. A body in UTF-16 or
+    UTF-32, which JSON may be in, is looked into by a reader alone."""
+    if len(raw) > INLINE_BYTES or b"\0" in raw or may_need_grammar(raw):
         return False
     return not sees or _PICTURE.search(raw) is None
 

@@ -213,7 +213,7 @@ def expect_all(c: Company, made: Family, asked: dict[RequestId, tuple[list[int],
 
 def test_answers_go_on_with_their_adapters_on_another_worker_after_one_is_lost(llama: Family) -> None:
     with company(llama.folder, adapters={"roots": str(llama.root)}) as c:
-        asked = begun(c, llama, 24)
+        asked = begun(c, llama, 48)
         lost = [rid for rid in asked if c.worker_of(rid) == "decode-0"]
         assert 0 < len(lost) < len(asked)
         c.gone("decode-0")

@@ -237,6 +237,7 @@ def test_no_body_with_a_picture_is_read_between_the_streams_of_others() -> None:
     ]
     assert read_inline(words, sees=True)
     assert not any(read_inline(body, sees=True) for body in pictures)
+    assert not any(read_inline(pictures[0].decode().encode(other), sees=True) for other in ("utf-16", "utf-32"))
     assert read_inline(words, sees=False)
     assert all(read_inline(body, sees=False) for body in pictures if b"\\u" not in body), "the reader decodes none"
 
