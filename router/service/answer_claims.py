@@ -292,6 +292,7 @@ class KeyedRequest:
             share=choice.share,
             session=choice.session,
             name=name,
+            pictures=choice.pictures,
         )
         if found is not None:
             made.arrived -= max(0.0, time.time() - self.created)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import secrets
 import socket
@@ -17,6 +18,7 @@ from tests.router.http_server import Server
 from tests.support.resuming_clients import ids_of, never, read
 from twinpool.contracts.ids import Incarnation, RequestId, Role, WorkerName
 from twinpool.contracts.messages.kept_answers import AnswerName, Attach, Attached, KeptAnswer
+from twinpool.contracts.messages.router_commands import Picture
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.router.core.answer_lookups import FoundAnswer
 from twinpool.router.openai.choice_output import ChoiceOutput
@@ -293,19 +295,19 @@ def test_an_identity_is_of_all_that_is_asked_and_of_the_secret() -> None:
 
 def test_a_choice_of_a_request_with_a_key_is_the_same_but_for_its_name() -> None:
     """Every field of it, none of which is as it would be by default."""
-    plain = RoutedRequest(
-        RequestId("mine-0"),
-        (5, 6, 7),
-        SamplingParams(20, seed=1),
-        now=3.0,
-        deadline=9.0,
-        hashes=prefix_hashes(tuple(range(640))),
-        salt="salt",
-        priority=2,
-        first_token_by=4.0,
-        share=TenantWeight("acme", 7),
-        session="talk",
-    )
+    given: dict[str, Any] = {
+        "now": 3.0,
+        "deadline": 9.0,
+        "hashes": prefix_hashes(tuple(range(640))),
+        "salt": "salt",
+        "priority": 2,
+        "first_token_by": 4.0,
+        "share": TenantWeight("acme", 7),
+        "session": "talk",
+        "pictures": (Picture(3, 8, 16, 2, bytes(384)),),
+    }
+    assert {*inspect.signature(RoutedRequest).parameters} - {"request_id", "prompt", "sampling", "name"} == given.keys()
+    plain = RoutedRequest(RequestId("mine-0"), (5, 6, 7), SamplingParams(20, seed=1), **given)
     identity = identity_of("", "acme", "key", "completions", b"{}")
     named = KeyedRequest(identity, ResumeHeaders("key", None), AnswerClaim(identity, RequestId("ask"), 0), 7).named(
         0, plain
