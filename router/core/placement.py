@@ -334,7 +334,7 @@ class Placement:
         found = self._predicted(requests[0], prompts, able, now)
         if len(found) < len(able):
             return None
-        if self._local is not None and not self._workers.colocated:
+        if self._local is not None and not self._workers.colocated and not requests[0].sampling.pooling:
             local, there = self._local, bool(able)
             able = self._workers.able(Role.DECODE, need, {}, now)
             here = self._predicted(requests[0], prompts, able, now)

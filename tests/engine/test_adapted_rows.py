@@ -121,13 +121,17 @@ def test_adapters_of_families_are_those_of_models_with_them_merged_in(
 
 
 @pytest.mark.slow
-def test_a_folder_that_peft_writes_is_what_peft_computes(made: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.every_parameter
+@pytest.mark.parametrize("by_root", [True, False], ids=["by the rank's root", "by the rank"])
+def test_a_folder_that_peft_writes_is_what_peft_computes(
+    made: Callable[..., Path], tmp_path: Path, *, by_root: bool
+) -> None:
     import peft
     from transformers import AutoModelForCausalLM
 
     folder = made("qwen3")
     config = peft.LoraConfig(
-        r=8, lora_alpha=12, use_rslora=True, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"],
+        r=8, lora_alpha=12, use_rslora=by_root, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"],
         rank_pattern={"down_proj": 4}, alpha_pattern={"layers.0.self_attn.q_proj": 30}, task_type="CAUSAL_LM",
     )  # fmt: skip
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), config)
@@ -197,6 +201,34 @@ def test_a_load_that_nobody_waits_for_any_more_keeps_no_others_out(made: Callabl
     until(lambda: store.wants(refs[2]), "the third one to be read")
     assert refs[2].digest in store.loaded
     assert len(store.loaded) <= 2
+
+
+def test_an_adapter_that_could_not_be_read_is_read_once_its_folder_is_mended(
+    made: Callable[..., Path], tmp_path: Path
+) -> None:
+    """What wants it is told each time, and it takes no place of others meanwhile."""
+    path, other = (make_adapter(tmp_path / name, made("llama"), 4, seed=len(name)) for name in ("a", "other"))
+    decoder, settings = Bench(made("llama")).engine.decoder, AdaptersConfig(roots=str(tmp_path), max_loaded=1)
+    store = AdapterStore(settings, decoder.adapted, decoder.dtype, torch.device("cpu"))
+    ref, another = (adapter_ref(one.name, str(one), [str(tmp_path)], 64) for one in (path, other))
+
+    def ends(wanted: AdapterRef) -> str:
+        """How it ends for who wants this adapter."""
+        try:
+            until(lambda: store.wants(wanted), "the adapter to be read")
+        except CheckpointError as error:
+            return str(error)
+        return "read"
+
+    file = path / "adapter_config.json"
+    whole = file.read_text()
+    file.write_text(whole + " ")
+    for _ in range(2):
+        assert "are others than when it was loaded" in ends(ref)
+    file.write_text(whole)
+    assert ends(ref) == "read"
+    assert ends(another) == "read"
+    store.close()
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -257,6 +257,9 @@ def test_first_tokens_are_predicted_of_decode_where_it_would_be_given_the_prompt
         stage.finish()
     stage.submit(prompt(200, 100))
     assert stage.core.predict_slo_miss([stage.request(prompt(201, 10), within_s=0.5)]) is None, "decode is free"
+    late = stage.core.predict_slo_miss([stage.request(prompt(205, 10), 0, within_s=0.5, pooling="last")])
+    assert late is not None, "decode computes no embedding"
+    assert late.worker.record.role is Role.PREFILL
     assert stage.core.predict_slo_miss([stage.request(prompt(202, 70), within_s=0.5)]) is not None, "beyond the bound"
     stage.kill("prefill-0")
     stage.clock.advance(PROMPT_S + TOKEN_S * 100)
@@ -293,3 +296,18 @@ def test_a_cluster_that_always_hands_over_lets_requests_wait_for_prefill() -> No
     assert not stage.submits
     stage.tick(1.5)
     assert stage.ends[rid].message.startswith("no prefill worker could serve the request")
+
+
+def test_an_embedding_is_never_decodes_business() -> None:
+    """Where prompts would go to a decode worker, and where there is nobody else."""
+    stage = taught()
+    stage.submit(prompt(100, 100))
+    assert reason(stage, stage.submit(prompt(101, 10))) == "earlier"
+    vector = stage.submit(prompt(102, 10), max_tokens=0, pooling="last")
+    assert [key[0] for key, submit in stage.submits if submit.request_id == vector] == ["prefill-0"]
+    stage.finish()
+    assert stage.embeddings[vector]
+    stage.kill("prefill-0")
+    waits = stage.submit(prompt(103, 10), max_tokens=0, pooling="last")
+    assert reason(stage, stage.submit(prompt(104, 10))) == "no_prefill"
+    assert not [submit for _, submit in stage.submits if submit.request_id == waits]
