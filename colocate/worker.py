@@ -81,7 +81,7 @@ class ColocatedWorker(DecodeWorker):
         )
         most = min(self.fits.context, self.fits.max_positions)
         emit, nonfinite = self._request_table.emit, self._fitness.nonfinite
-        self._auditor = AuditRunner(config, engine, manager, emit, nonfinite, most, self._grammars)
+        self._auditor = AuditRunner(config, engine, manager, emit, nonfinite, most, self._gate)
         self._ended_steps, self.counters = 0, {"mixed_steps": 0.0}
         report = self.report
         self._audited = self._auditor.sampled

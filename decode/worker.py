@@ -90,7 +90,7 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         self._prompts = self.prompts(receiver, requests, pages, engine.device, config, clock)
         drafting = Drafting(pages, config.decode, engine, drafter)
         self._scheduler = DecodeScheduler(requests, pages, self._prompts, self._lengths, drafting, config, clock)
-        self._steps = DecodeStepCommit(requests, pages, engine, fitness, config, pause, drafting, self._grammars)
+        self._steps = DecodeStepCommit(requests, pages, engine, fitness, config, pause, drafting, self._gate)
         self._advisor = advisor = DrainAdvisor(requests, manager.spec, MigrationCosts(self._lengths), clock)
         self._migrations = OutgoingMigrations(requests, pages, sender, self._scheduler, advisor, config.decode, clock)
         self._pushes = PrefixPushes(requests, pages, sender, config, clock)
@@ -167,7 +167,7 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
 
     @property
     def drained(self) -> bool:
-        waiting = self._request_table or self._grammars
+        waiting = self._request_table or self._gate
         at_work = waiting or self._steps or self._receiver.rooms or self._manager.busy
         return self._request_table.draining and not at_work and self._sender.quiet and self._offers.over
 
@@ -192,7 +192,7 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         return replace(report, kept_answers=self._named.bounded)
 
     def close(self) -> None:
-        self._grammars.close()
+        self._gate.close()
         self._named.clear()
         self._request_pages.close()
         try:

@@ -48,7 +48,7 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         config, engine, manager, clock = setup.config, setup.engine, setup.manager, setup.clock
         requests, fitness, sender, pause = self._request_table, self._fitness, setup.sender, setup.pause
         most = min(self.fits.context, self.fits.max_positions)
-        self._auditor = AuditRunner(config, engine, manager, requests.emit, fitness.nonfinite, most, self._grammars)
+        self._auditor = AuditRunner(config, engine, manager, requests.emit, fitness.nonfinite, most, self._gate)
         self._request_pages = PrefillPages(manager, reuse=config.cache_for(self.role).prefix_reuse)
         if engine.pictures is not None:
             self._request_pages.sees = engine.pictures.tower.spec
@@ -111,7 +111,7 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
 
     @property
     def drained(self) -> bool:
-        at_work = self._request_table or self._grammars or self._steps or self._manager.busy
+        at_work = self._request_table or self._gate or self._steps or self._manager.busy
         return self._request_table.draining and not at_work and self._sender.quiet
 
     @property
@@ -131,7 +131,7 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         return self.report.check(self._manager.check() + found, rooms=self._sender.rooms)
 
     def close(self) -> None:
-        self._grammars.close()
+        self._gate.close()
         self._request_pages.close()
         try:
             for request in self._request_table:

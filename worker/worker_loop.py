@@ -189,13 +189,13 @@ class WorkerLoop(ABC, Generic[R]):
         self.fits = WorkerLimits(manager.supply.max_positions, setup.context)
         self._request_table = RequestTable[R](setup.name, self.fits, clock)
         self._fitness = NonfiniteRows(config.cluster.nonfinite_rows, config.cluster.nonfinite_window_s, clock)
-        self._grammars = RequestGate(setup.grammars, clock, setup.waiter.wake, setup.adapters)
+        self._gate = RequestGate(setup.grammars, clock, setup.waiter.wake, setup.adapters)
         self.control, self.fingerprint = setup.sender.control, setup.sender.end.fingerprint
         self.report = WorkerReport(setup, self.role, self._request_table, self._fitness)
-        self.report.timed.append(self._grammars)
+        self.report.timed.append(self._gate)
         self._may_go_on: Callable[[R], bool] = lambda request: request.submit.name is not None
         """Whether a request may go on for nobody."""
-        self._session_parts: list[SessionPart] = [self._grammars]
+        self._session_parts: list[SessionPart] = [self._gate]
         self._peer_parts: list[PeerPart] = [setup.sender]
         self._audited: Callable[[], list[SamplingParams]] = list
         """Returns by what parameters audits compute answers again."""
@@ -209,12 +209,12 @@ class WorkerLoop(ABC, Generic[R]):
 
     def handle(self, session: SessionId, command: Command) -> None:
         if isinstance(command, Detach):
-            self._grammars.detach(session, command.request_id)
+            self._gate.detach(session, command.request_id)
             request = self._request_table.find(session, command.request_id, command.attempt)
             if request is not None:
                 self._detach(request, "its client is gone")
             return
-        held = self._grammars.holds(session, command)
+        held = self._gate.holds(session, command)
         if isinstance(held, AdmissionRefusal):
             assert isinstance(command, Submit | Audit)
             self._request_table.refuse(session, command, held)
@@ -225,7 +225,7 @@ class WorkerLoop(ABC, Generic[R]):
         """One round: hear, expire, admit, compute, publish."""
         if self._request_table.fenced:
             return []
-        for session, command, grammar in self._grammars.passed():
+        for session, command, grammar in self._gate.passed():
             if isinstance(grammar, AdmissionRefusal):
                 self._request_table.refuse(session, command, grammar)
             else:

@@ -6,7 +6,7 @@ Every launch of `production_launches` is tried as it is and with other options. 
 read off the compiled code, before anything runs: a kernel must add up in the same order as with its launcher's own
 (`CompiledKernel.orders`), and be nothing that no kernel may be (`TableRow.faults`). Tiles are not tried: rows, blocks
 and splits are the shape of the work, and that is part of the numerics. What is faster by more than `_WORTH` goes into
-`engine/tensors/tuned_options.json`, which launchers read.
+`engine/tensors/launch_configs.json`, which launchers read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.launches.production_launches import Rig, scenes
 from tests.support.launches.recorded_launches import RecordedLaunch, Run, intercepted, recorded
 from twinpool.cache.device.device_choice import device_capability
 from twinpool.engine.attention.triton_backend.triton_attention import TritonAttention
-from twinpool.engine.tensors import tuned_options
+from twinpool.engine.tensors import launch_configs
 
 TUNED = ("extend_kernel", "decode_split_kernel", "latent_split_kernel", "index_score_kernel", "grouped_product_kernel")
 """The kernels whose launchers read the table."""
@@ -68,8 +68,8 @@ class Tuner:
         """Carry out one launch by `run`; if its class is new, find its options first."""
         name = str(kernel.fn.__name__)
         if name in TUNED:
-            sizes = tuple([kwargs.get(size, 0) for size in tuned_options.SIZES])
-            key = tuned_options.shape_class(name, args[0].dtype, sizes)
+            sizes = tuple([kwargs.get(size, 0) for size in launch_configs.SIZES])
+            key = launch_configs.shape_class(name, args[0].dtype, sizes)
             if key not in self.best:
                 self.best[key] = self._fastest(
                     key, recorded(kernel, args, grid, dict(kwargs)), run, kernel, args, kwargs
@@ -104,14 +104,14 @@ def main() -> int:
         for scene in scenes(capability, rig):
             if "longest" not in scene.name:
                 scene.launch()
-    write(tuned_options.current_gpu(), tuner.best)
-    print(f"{len(tuner.best)} shape classes of {tuned_options.current_gpu()} are in {tuned_options.TABLE}")
+    write(launch_configs.current_gpu(), tuner.best)
+    print(f"{len(tuner.best)} shape classes of {launch_configs.current_gpu()} are in {launch_configs.TABLE}")
     return 0
 
 
 def write(gpu: str, best: dict[str, Options]) -> None:
     """Put a GPU's options into the table, in place of those that it has."""
-    table = tuned_options.read_table()
+    table = launch_configs.read_table()
     table[gpu] = {key: [best[key]["num_warps"], best[key]["num_stages"]] for key in sorted(best)}
     text = json.dumps(dict(sorted(table.items())), indent=1)
-    tuned_options.TABLE.write_text(text + "\n", encoding="utf-8")
+    launch_configs.TABLE.write_text(text + "\n", encoding="utf-8")

@@ -26,7 +26,7 @@ from twinpool.contracts.cluster_secret import SECRET_VARIABLE
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.python_command import module_command
 
-KV_INDEX = tuple(module_command("twinpool.router.index_main"))
+KV_INDEX = tuple(module_command("twinpool.router.kv_index_process"))
 LOOPBACK = "tcp://127.0.0.1:0"
 ORDERED_STORES = ("x86_64", "AMD64")
 """Machines on which one process sees another's stores in their order, by which routers read the table while it is

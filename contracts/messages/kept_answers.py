@@ -19,7 +19,7 @@ class AnswerName(Message, frozen=True):
     """The name under which one choice of an answer is kept."""
 
     key: str
-    """Made from the client's key and its tenant (`router.service.answer_claims`)."""
+    """Made from the client's key and its tenant (`router.service.idempotency_keys`)."""
     body: str
     """The hash of the endpoint and the body."""
     index: Uint32

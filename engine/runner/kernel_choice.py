@@ -146,7 +146,7 @@ def _class_of_kernels(config: EngineConfig, dtype: torch.dtype, device: torch.de
 
 def _triton_class() -> str:
     """What the bits of Triton's kernels follow from besides the GPU: its compiler lays out tiles, and ours are their
-    sizes. Tuned options are no part of it: they change no order (`engine.tensors.tuned_options`)."""
+    sizes. Tuned options are no part of it: they change no order (`engine.tensors.launch_configs`)."""
     import triton
 
     from twinpool.engine.attention.triton_backend import attend_call

@@ -39,8 +39,8 @@ from twinpool.contracts.messages.stream_frames import ADAPTERS_SINCE, EMBEDDINGS
 from twinpool.router.core.routing_policies import LocalPrefill, LocalReason, RoutingAsk, RoutingPolicy
 from twinpool.router.kv_indexer.prefix_indexes import PrefixIndexes, PromptHits
 from twinpool.router.state.able_workers import AbleWorkers
-from twinpool.router.state.prefill_queue import TtftPrediction
 from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.state.ttft_prediction import TtftPrediction
 from twinpool.router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
 
 """Why a worker can't be chosen for a request that asks for one."""

@@ -13,7 +13,7 @@ unless it is off by more than a factor of 1.4, and then in powers of two.
 hand-over. By hand-over a prompt waits in the queue of its prefill worker, is computed, and what decode lacks of it is
 sent, before which the answer can't go on. Locally it waits behind the prompts that the decode worker computes already,
 and is computed in the smaller steps of a worker with running requests; what that worker holds of it needs neither. All
-of these are measured: a first token by when it came after the prompt was sent (`router.state.prefill_queue`), a
+of these are measured: a first token by when it came after the prompt was sent (`router.state.ttft_prediction`), a
 transfer by what decode says came after the computation.
 
 A decode worker that was not given a prompt lately, or only far shorter ones, is expected to compute like the prefill

@@ -182,7 +182,7 @@ class ResponseStream:
         trace: TraceContext = NO_TRACE,
     ) -> None:
         """`numbered`: numbers the events of a stream whose client may come back for the rest. `answer_key`: under which
-        it is claimed (`router.service.answer_claims`); empty where its client can't come back."""
+        it is claimed (`router.service.idempotency_keys`); empty where its client can't come back."""
         self.answer_key = answer_key
         self.trace = trace
         self.id = stream_id

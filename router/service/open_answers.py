@@ -37,9 +37,9 @@ from twinpool.router.openai.response_stream import AnswerWriter, NumberedEvents,
 from twinpool.router.openai.response_writer import EmbeddingWriter, ResponseWriter
 from twinpool.router.openai_responses.responses_writer import ResponsesWriter
 from twinpool.router.service.admission import Admission
-from twinpool.router.service.answer_claims import AnswerClaims, KeyedRequest, request_ids
-from twinpool.router.state.prefill_queue import TenantWeight
+from twinpool.router.service.idempotency_keys import AnswerClaims, KeyedRequest, request_ids
 from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.state.ttft_prediction import TenantWeight
 from twinpool.router.text.tokenizer import ModelTokenizer
 from twinpool.router.tokenizer_pool.prepare_request import PreparedPrompt
 from twinpool.router.verification.stream_watch import StreamWatch, log_flag

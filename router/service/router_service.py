@@ -51,7 +51,8 @@ from twinpool.router.records.kept_records import RefusedRequest
 from twinpool.router.security.api_keys import ApiKeys
 from twinpool.router.security.tenant_accounts import TenantAccounts
 from twinpool.router.service.admission import Admission, BodyBuffer
-from twinpool.router.service.answer_claims import (
+from twinpool.router.service.controller_calls import ControllerCalls
+from twinpool.router.service.idempotency_keys import (
     HASHED_INLINE_BYTES,
     SUPERSEDED,
     AnswerClaims,
@@ -61,10 +62,9 @@ from twinpool.router.service.answer_claims import (
     identity_of,
     usable,
 )
-from twinpool.router.service.controller_calls import ControllerCalls
 from twinpool.router.service.open_answers import OpenAnswers, OpenedRequest, RequestTimes
 from twinpool.router.service.record_keeping import RecordKeeping
-from twinpool.router.state.prefill_queue import TenantWeight
+from twinpool.router.state.ttft_prediction import TenantWeight
 from twinpool.router.state.worker_table import WorkerKey
 from twinpool.router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from twinpool.router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, TextAnswer, body_limit

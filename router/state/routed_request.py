@@ -27,9 +27,9 @@ from twinpool.contracts.messages.kept_answers import AnswerName, KeptAnswer
 from twinpool.contracts.messages.router_commands import Picture
 from twinpool.contracts.messages.worker_events import Done, Event, LegReport, Tokens
 from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
-from twinpool.router.state.prefill_queue import NO_TENANT, TenantWeight, TtftPrediction
 from twinpool.router.state.prefix_hashes import BLOCK_TOKENS, NO_HASHES, PrefixHashes
 from twinpool.router.state.request_journal import JournalKind, RequestJournal
+from twinpool.router.state.ttft_prediction import NO_TENANT, TenantWeight, TtftPrediction
 from twinpool.router.state.worker_table import WorkerKey
 
 

@@ -16,7 +16,7 @@ from twinpool.contracts.messages.router_commands import PeerRef
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
 from twinpool.router.state.able_workers import AbleWorkers, WorkerColumns
 from twinpool.router.state.circuit_breaker import CircuitBreaker
-from twinpool.router.state.prefill_queue import PrefillQueue, PromptCost
+from twinpool.router.state.ttft_prediction import PrefillQueue, PromptCost
 
 WorkerKey = tuple[WorkerName, Incarnation]
 """One incarnation of one worker."""

@@ -1,6 +1,6 @@
 """The router's process: the production `RouterCore`, with its links, its claims and its service as events.
 
-`SimClaims` does what `router.service.answer_claims` and `router_service` do about answers with a key, for the plain
+`SimClaims` does what `router.service.idempotency_keys` and `router_service` do about answers with a key, for the plain
 requests of a scenario: they are looked for at the workers, and gone on with there. A client comes with the number of
 tokens that it has, as `Last-Event-ID` says it, and gets the rest.
 """
@@ -27,9 +27,9 @@ from twinpool.router.core.router_core import RouterCore
 from twinpool.router.core.routing_policies import local_prefill
 from twinpool.router.links.worker_links import REACHABLE
 from twinpool.router.service.router_service import TICK_S
-from twinpool.router.state.prefill_queue import TenantWeight
 from twinpool.router.state.prefix_hashes import prefix_hashes
 from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.state.ttft_prediction import TenantWeight
 from twinpool.router.state.worker_table import WorkerEntry, WorkerKey
 from twinpool.router.verification.audits import AuditFinding, AuditResult
 from twinpool.sim.fabric.sim_network import pack_views, status_there, unpack_views

@@ -31,9 +31,9 @@ from twinpool.router.core.router_actions import EndRequest, SendCommand
 from twinpool.router.core.router_core import RouterCore
 from twinpool.router.kv_indexer.holder_table import KVIndexReader
 from twinpool.router.service.router_service import TICK_S
-from twinpool.router.state.prefill_queue import TenantWeight
 from twinpool.router.state.prefix_hashes import PrefixHashes
 from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.state.ttft_prediction import TenantWeight
 from twinpool.router.state.worker_table import WorkerKey
 from twinpool.sim.scale.cluster_plan import ClusterPlan
 from twinpool.sim.scale.decode_model import DecodeModel, DecodeRow

@@ -17,7 +17,7 @@ from tests.support.launches.chip_limits import CHIPS, blocks_at_once
 from tests.support.launches.compiled_kernel import addition_orders, product_loops
 from tests.support.launches.recorded_launches import RecordedLaunch, intercepted, recording
 from twinpool.engine.attention.triton_backend.triton_attention import TritonAttention
-from twinpool.engine.tensors import tuned_options
+from twinpool.engine.tensors import launch_configs
 
 TTGIR = """
 #mma = #ttg.nvidia_mma<{versionMajor = 3, warpsPerCTA = [4, 1]}>
@@ -114,19 +114,19 @@ def test_the_fastest_options_are_written_and_read_by_the_launcher(
     runs: list[dict[str, Any]] = []
     table = tmp_path / "table.json"
     table.write_text('{"another": {}}')
-    monkeypatch.setattr(tuned_options, "TABLE", table)
-    tuned_options.tuned.cache_clear()
+    monkeypatch.setattr(launch_configs, "TABLE", table)
+    launch_configs.tuned.cache_clear()
     rig = production_launches.Rig(TritonAttention(capability=90))
     with intercepted(lambda run, *launch: tuner.launch(lambda *_, **kwargs: runs.append(kwargs), *launch)):
         production_launches._attend(rig, shape, 4, 1, 512)
     assert [run["num_stages"] for run in runs if "num_stages" in run] == [3, 5, 3], "two are timed, one is carried out"
     tune_launches.write("a GPU", tuner.best)
     assert set(json.loads(table.read_text())) == {"a GPU", "another"}
-    monkeypatch.setattr(tuned_options, "current_gpu", lambda: "a GPU")
+    monkeypatch.setattr(launch_configs, "current_gpu", lambda: "a GPU")
     (launch,) = launches("decode_split_kernel", production_launches._attend, shape, 4, 1, 512)
     assert launch.options == faster
     table.write_text('{"a GPU": {"extend_kernel": [0, 3]}}')
-    tuned_options.tuned.cache_clear()
+    launch_configs.tuned.cache_clear()
     with pytest.raises(ValueError, match="two numbers of 1 or more"):
-        tuned_options.tuned("a GPU")
-    tuned_options.tuned.cache_clear()
+        launch_configs.tuned("a GPU")
+    launch_configs.tuned.cache_clear()

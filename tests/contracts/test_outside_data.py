@@ -122,7 +122,7 @@ OWN = {
     "cli/load/demo_command.py": "a router that this command started wrote it",
     "cli/load/replay_command.py": "it was read before",
     "contracts/outside_data.py": "the reader itself",
-    "engine/tensors/tuned_options.py": "it is a file of this repository",
+    "engine/tensors/launch_configs.py": "it is a file of this repository",
     "router/openai/chat_format.py": "this program wrote it, of a body that was read",
     "router/openai/client_grammar.py": "the grammar's compiler wrote it, of a body that was read",
     "router/openai/structured_output.py": "the grammar's compiler wrote it, of a body that was read",

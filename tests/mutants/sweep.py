@@ -94,7 +94,7 @@ TARGETS = (
     "contracts/key_file.py", "contracts/cluster_secret.py", "cluster/worker_process/router_streams.py",
     "router/links/worker_links.py", "router/api/http_protocol.py", "router/api/listeners.py",
     "router/security/api_keys.py", "router/security/tenant_accounts.py", "router/service/admission.py",
-    "router/state/prefill_queue.py", "router/openai/tools.py", "router/openai/chat_format.py",
+    "router/state/ttft_prediction.py", "router/openai/tools.py", "router/openai/chat_format.py",
     "router/openai/structured_output.py", "router/openai_responses/responses_request.py",
     "router/openai_responses/responses_writer.py", "router/anthropic/messages_request.py",
     "router/anthropic/messages_writer.py", "router/parsers/json_calls.py", "router/parsers/element_calls.py",

@@ -276,7 +276,7 @@ def test_workers_of_unequal_ranks_are_held_to_the_margin_only(
             lambda _, event: told.append(event),
             lambda: None,
             most,
-            worker._grammars,
+            worker._gate,
         )
         auditor.handle(SESSION, audit_of(words(16, 30), [1, 2, 3], GREEDY), busy=False)
         auditor.step()

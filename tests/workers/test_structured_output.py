@@ -208,15 +208,15 @@ def test_a_request_that_waits_for_its_grammar_can_be_cancelled_and_lost(refused:
     worker = refused.decode
     request = refused.submit([1, 2, 3, 4], sampling(PATTERNS[1]))
     refused.cancel(request)
-    assert not worker._grammars
+    assert not worker._gate
     refused.submit([1, 2, 3, 4], sampling(PATTERNS[1]))
-    assert len(worker._grammars) == 1
+    assert len(worker._gate) == 1
     worker.drop_session(SESSION)
     refused.prefill.drop_session(SESSION)
-    assert not worker._grammars
+    assert not worker._gate
     request = refused.submit([1, 2, 3, 4], sampling(PATTERNS[1]), legs=(Role.DECODE,))
     other = refused.submit([1, 2, 3, 4], sampling(PATTERNS[2]), legs=(Role.DECODE,))
     worker.handle(SESSION, Detach(request, 0))
-    assert len(worker._grammars) == 1, "its client is gone, and nobody computes it for nobody"
+    assert len(worker._gate) == 1, "its client is gone, and nobody computes it for nobody"
     worker.handle(SESSION, Detach(other, 0))
-    assert not worker._grammars
+    assert not worker._gate

@@ -42,7 +42,7 @@ def test_a_worker_sleeps_no_longer_than_any_of_its_parts_can_wait(
     worker, slept = idle[name], list[float]()
     monkeypatch.setattr(worker.setup.waiter, "wait", slept.append)
     parts = [key for key, part in vars(worker).items() if hasattr(type(part), "next_deadline")]
-    assert {"_request_table", "_sender", "_grammars"} <= set(parts)
+    assert {"_request_table", "_sender", "_gate"} <= set(parts)
     for part in parts:
         with monkeypatch.context() as patch:
             patch.setattr(type(getattr(worker, part)), "next_deadline", property(lambda self: 100.125))

@@ -31,7 +31,7 @@ from twinpool.engine.attention.triton_backend.attend_call import (
 )
 from twinpool.engine.attention.triton_backend.triton_latent import TritonLatent
 from twinpool.engine.attention.triton_backend.triton_recurrence import TritonRecurrence
-from twinpool.engine.tensors.tuned_options import launch_options
+from twinpool.engine.tensors.launch_configs import launch_options
 
 if TYPE_CHECKING:
     from twinpool.engine.attention.attention_backend import ScoreOptions

@@ -23,7 +23,7 @@ from twinpool.engine.attention.triton_backend.attend_call import (
     latent_tile,
     waves,
 )
-from twinpool.engine.tensors.tuned_options import launch_options
+from twinpool.engine.tensors.launch_configs import launch_options
 
 MAX_LATENT = 512
 MAX_TURNING = 128

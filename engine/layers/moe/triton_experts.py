@@ -11,8 +11,8 @@ from torch import Tensor
 
 from twinpool.engine.layers.moe import expert_kernels as kernels
 from twinpool.engine.layers.moe.experts import ExpertRoutes
+from twinpool.engine.tensors.launch_configs import launch_options
 from twinpool.engine.tensors.row_exact_linear import FAST, Numerics
-from twinpool.engine.tensors.tuned_options import launch_options
 
 ROWS, BLOCK_N, BLOCK_K = 64, 64, 64
 """The tile of a product: rows of a block, columns, and steps of the inner axis. Other sizes change last bits."""

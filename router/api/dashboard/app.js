@@ -1,7 +1,7 @@
 // The page: takes frames as they come, and has each part draw its own of them.
 
 import { Charts } from "./charts.js";
-import { Events } from "./events.js";
+import { Events } from "./sse_client.js";
 import { Health } from "./health.js";
 import { Log } from "./log.js";
 import { Past } from "./past.js";

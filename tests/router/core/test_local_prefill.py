@@ -12,7 +12,7 @@ from twinpool.contracts.config.worker_config import DisaggregationConfig
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role
 from twinpool.router.core.routing_policies import LocalPrefill
-from twinpool.router.state.prefill_queue import MEASURED_S
+from twinpool.router.state.ttft_prediction import MEASURED_S
 from twinpool.router.state.worker_table import WorkerEntry
 
 PROMPT_S, TOKEN_S = 0.05, 0.01

@@ -23,7 +23,7 @@ from twinpool.contracts.messages.worker_events import (
 from twinpool.router.migration.migration_table import AVOID_S, MigrationState
 from twinpool.router.migration.migrations import PATIENCE_S
 from twinpool.router.state.circuit_breaker import CircuitState
-from twinpool.router.state.prefill_queue import TenantWeight
+from twinpool.router.state.ttft_prediction import TenantWeight
 from twinpool.router.state.worker_table import WorkerKey
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE

@@ -34,7 +34,7 @@ from twinpool.contracts.messages.kept_answers import Attach, Attached, KeptAnswe
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.router.openai.api_errors import Superseded
 from twinpool.router.openai.request_headers import RequestHeaders, ResumeHeaders
-from twinpool.router.service.answer_claims import AnswerClaim, AnswerClaims, AnswerIdentity
+from twinpool.router.service.idempotency_keys import AnswerClaim, AnswerClaims, AnswerIdentity
 from twinpool.router.service.router_service import ClientRequest, RouterService
 from twinpool.router.state.routed_request import RoutedRequest
 from twinpool.router.tokenizer_pool.tokenizer_pool import INLINE_BYTES

@@ -24,7 +24,7 @@ from twinpool.router.openai.parse_request import GenerateRequest
 from twinpool.router.openai.response_stream import ResponseStream
 from twinpool.router.security.tenant_accounts import TenantAccounts
 from twinpool.router.service.admission import Admission
-from twinpool.router.service.answer_claims import AnswerClaim, AnswerClaims, AnswerIdentity
+from twinpool.router.service.idempotency_keys import AnswerClaim, AnswerClaims, AnswerIdentity
 from twinpool.router.service.open_answers import OpenAnswers
 from twinpool.router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 

@@ -24,10 +24,10 @@ from twinpool.router.core.answer_lookups import FoundAnswer
 from twinpool.router.openai.choice_output import ChoiceOutput
 from twinpool.router.openai.request_headers import MAX_KEY_CHARS, MAX_RESUMED_CHOICES, ResumeHeaders
 from twinpool.router.openai.response_stream import ResponseStream
-from twinpool.router.service.answer_claims import AnswerClaim, KeyedRequest, identity_of
-from twinpool.router.state.prefill_queue import TenantWeight
+from twinpool.router.service.idempotency_keys import AnswerClaim, KeyedRequest, identity_of
 from twinpool.router.state.prefix_hashes import prefix_hashes
 from twinpool.router.state.routed_request import RoutedRequest
+from twinpool.router.state.ttft_prediction import TenantWeight
 
 BODY: dict[str, Any] = {"prompt": [5, 6, 7], "seed": 1, "max_tokens": 20, "return_token_ids": True}
 STREAM = {**BODY, "stream": True}

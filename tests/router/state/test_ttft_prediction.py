@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from twinpool.contracts.ids import RequestId
-from twinpool.router.state.prefill_queue import JUDGED_AT_ONCE, PrefillQueue, PromptCost, TenantWeight, TtftPrediction
+from twinpool.router.state.ttft_prediction import JUDGED_AT_ONCE, PrefillQueue, PromptCost, TenantWeight, TtftPrediction
 
 BASE_S, TOKEN_S = 0.02, 0.0005
 

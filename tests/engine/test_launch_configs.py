@@ -16,9 +16,9 @@ from torch import Tensor
 
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolKind, PoolSetSpec, PoolSpec
 from twinpool.engine.runner.kernel_choice import refused_state
-from twinpool.engine.tensors import tuned_options
+from twinpool.engine.tensors import launch_configs
+from twinpool.engine.tensors.launch_configs import launch_options, read_table, shape_class
 from twinpool.engine.tensors.tensor_parallel import TorchDistributedGroup
-from twinpool.engine.tensors.tuned_options import launch_options, read_table, shape_class
 
 Write = Callable[[Any], None]
 KERNEL: Any = SimpleNamespace(fn=SimpleNamespace(__name__="extend_kernel"))
@@ -27,21 +27,21 @@ KERNEL: Any = SimpleNamespace(fn=SimpleNamespace(__name__="extend_kernel"))
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
     """Writes a table for a GPU that is called `card`."""
-    path = tmp_path / "tuned_options.json"
-    monkeypatch.setattr(tuned_options, "TABLE", path)
-    monkeypatch.setattr(tuned_options, "current_gpu", lambda: "card")
+    path = tmp_path / "launch_configs.json"
+    monkeypatch.setattr(launch_configs, "TABLE", path)
+    monkeypatch.setattr(launch_configs, "current_gpu", lambda: "card")
 
     def write(content: Any) -> None:
         path.write_text(json.dumps(content))
-        tuned_options.tuned.cache_clear()
+        launch_configs.tuned.cache_clear()
 
     yield write
-    tuned_options.tuned.cache_clear()
+    launch_configs.tuned.cache_clear()
 
 
 def test_a_launch_goes_by_its_kernel_its_dtype_and_its_tile_on_this_gpu(table: Write) -> None:
     tile = {"ROWS": 64, "BLOCK_D": 128, "PAGE_TOKENS": 16}
-    key = shape_class("extend_kernel", torch.bfloat16, tuple(tile.get(name, 0) for name in tuned_options.SIZES))
+    key = shape_class("extend_kernel", torch.bfloat16, tuple(tile.get(name, 0) for name in launch_configs.SIZES))
     assert key == "extend_kernel bfloat16 ROWS=64 BLOCK_D=128"
     table({"card": {key: [8, 2]}, "another": {key.replace("bfloat16", "float32"): [1, 1]}})
 
@@ -58,7 +58,7 @@ def test_a_launch_goes_by_its_kernel_its_dtype_and_its_tile_on_this_gpu(table: W
 @pytest.mark.parametrize("options", [[4], [4, 2, 1], [0, 2], [4, 0], [4, 2.0], [True, 2], [4, "2"]])
 def test_a_table_of_other_than_two_whole_numbers_is_refused_by_its_place(table: Write, options: list[Any]) -> None:
     table({"card": {"a": [4, 1]}, "other": {"b": [1, 1], "c": options}})
-    with pytest.raises(ValueError, match=r"tuned_options\.json: other, c: two numbers"):
+    with pytest.raises(ValueError, match=r"launch_configs\.json: other, c: two numbers"):
         read_table()
 
 

@@ -1,4 +1,4 @@
-"""The KV index's process: ``python -m twinpool.router.index_main --controller HOST:PORT --table PATH``.
+"""The KV index's process: ``python -m twinpool.router.kv_index_process --controller HOST:PORT --table PATH``.
 
 One a host: it follows the KV events of the workers that it can reach, and its routers map the table. It logs JSON lines
 to standard error and ends on SIGTERM or SIGINT. Exit codes: 0 after a signal, 1 when something failed, 2 for wrong
@@ -69,7 +69,7 @@ def follow(feed: EventFeed, views: WatchedViews, stop: threading.Event) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        allow_abbrev=False, prog="twinpool.router.index_main", description="The KV index of one host's routers."
+        allow_abbrev=False, prog="twinpool.router.kv_index_process", description="The KV index of one host's routers."
     )
     parser.add_argument("--controller", required=True, metavar="HOST:PORT")
     parser.add_argument("--table", type=Path, required=True, help="where the routers find the table")

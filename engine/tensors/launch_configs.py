@@ -1,6 +1,6 @@
 """Warps and stages of Triton kernels, as they were measured to be fastest: by kernel, shape and GPU.
 
-`tuned_options.json` is written by `python -m bench.kernels --tune` on a GPU, and read by the launchers; what isn't in
+`launch_configs.json` is written by `python -m bench.kernels --tune` on a GPU, and read by the launchers; what isn't in
 it runs as the launcher says. Only options under which a kernel adds up in the same order get into it
 (`bench.kernels.tune_launches`), so results have the same bits with any table, and without one.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-TABLE = Path(__file__).with_name("tuned_options.json")
+TABLE = Path(__file__).with_name("launch_configs.json")
 SIZES = ("ROWS", "BLOCK_D", "BLOCK_L", "BLOCK_H", "BLOCK_N", "BLOCK_K", "QUERIES")
 """The constants of a kernel that are the shape of its tile: launches with equal ones are of one class."""
 
