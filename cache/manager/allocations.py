@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from twinpool.cache.allocation import NULL_PAGE, Allocation, CachedTokens, PageRun, page_digests
 from twinpool.cache.device.device_port import DEVICE, Completion, Device, DeviceOp, DeviceStream, PageSpanUse, attempt
-from twinpool.cache.manager.page_supply import LoadPlanner, PageSupply
-from twinpool.cache.manager.running_pages import copy_slot
+from twinpool.cache.manager.load_or_recompute import LoadPlanner
+from twinpool.cache.manager.running_pages import PageSupply, copy_slot
 from twinpool.cache.manager.tier_set import NoLoadBack, NoPrefetcher
 from twinpool.cache.memory.required_pages import due, missing
 from twinpool.cache.pool.page_allocator import InFlightPins, Lease

@@ -28,8 +28,8 @@ from twinpool.cache.allocation import Allocation
 from twinpool.cache.device.device_port import Device
 from twinpool.cache.manager.allocations import Allocations
 from twinpool.cache.manager.finished_pages import FinishedPages
-from twinpool.cache.manager.page_supply import LoadPlanner, PageSupply, PoolKinds
-from twinpool.cache.manager.running_pages import RunningPages
+from twinpool.cache.manager.load_or_recompute import LoadPlanner
+from twinpool.cache.manager.running_pages import PageSupply, PoolKinds, RunningPages
 from twinpool.cache.manager.swapped_requests import SwappedRequests
 from twinpool.cache.manager.tier_set import NO_TIERS, LowerTiers, NoEvents, TierSet
 from twinpool.cache.pool.page_allocator import InFlightPins

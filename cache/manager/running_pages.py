@@ -1,5 +1,7 @@
 """The pages and slots of running requests: leased for new positions, given back as windows move on, copied aside.
 
+`PageSupply` leases what is free or what the tree can evict, all pools or none. `RunningPages` extends requests by it.
+
 Tables grow at their end, a step at a time. Pages that a window has left are used again further on, under new epochs.
 Recurrent states are in working slots, of which snapshots are taken at page boundaries, for the tree. Copies of slots
 are on the stream of the forward passes, so that accesses to a slot keep the order of launches.
@@ -7,17 +9,145 @@ are on the stream of the forward passes, so that accesses to a slot keep the ord
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from twinpool.cache.allocation import Allocation, PageRun, StateSnapshot, TableSlice
 from twinpool.cache.device.device_port import DEVICE, Completion, Device, DeviceOp, DeviceStream, PageSpanUse, attempt
-from twinpool.cache.manager.page_supply import PageSupply
+from twinpool.cache.manager.tier_set import NoBackup, unaccounted
+from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from twinpool.cache.memory.page_moves import PageMove, PoolMove
 from twinpool.cache.pool.page_allocator import InFlightPins, Lease
 from twinpool.cache.pool.pool_set import PoolSet
+from twinpool.cache.prefix_cache.radix_tree import RadixTree
+from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
+from twinpool.cache.prefix_cache.tree_node import Tier, TreeNode
+from twinpool.cache.tiers.backup import HostBackup
+from twinpool.contracts.errors import CapacityError
 
 SNAPSHOTS = 2
 """The most snapshots of a request that aren't in the tree yet: a further one replaces the oldest."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolKinds:
+    """Names of a model's pools by kind, and how many pages or slots of each a request leases at once."""
+
+    full: str
+    paged: tuple[str, ...]
+    """Pools with block tables: the full pool and the window pools."""
+    windows: Mapping[str, int]
+    """Window pools, each with the most pages of it that one request holds at once."""
+    states: tuple[str, ...]
+    """Pools of recurrent states, in slots."""
+
+    @classmethod
+    def of(cls, spec: PoolSetSpec, stride: int) -> PoolKinds:
+        """`stride`: positions beyond the committed length that launched steps of one request write at most."""
+        return cls(
+            spec.full.name,
+            tuple(p.name for p in spec.pools if p.kind is not PoolKind.STATE),
+            {p.name: spec.window_hold(p.name, stride) for p in spec.pools if p.window_tokens},
+            tuple(p.name for p in spec.pools if p.kind is PoolKind.STATE),
+        )
+
+    def needs(self, pages: Mapping[str, int]) -> dict[str, int]:
+        """Return what a request leases to get `pages` new pages, by pool.
+
+        Of a window pool at most what the request ever holds at once, of each state pool one slot.
+        """
+        needs = {pool: min(count, self.windows.get(pool, count)) for pool, count in pages.items()}
+        return needs | dict.fromkeys(self.states, 1)
+
+
+class PageSupply:
+    """Leases pages of the device's pools, for which the tree evicts. `backup` saves nodes that are written back.
+
+    The other parts of a manager take `pools`, `kinds` and `tree` from here.
+    """
+
+    def __init__(self, pools: PoolSet, kinds: PoolKinds, tree: RadixTree, backup: HostBackup | NoBackup) -> None:
+        self.pools, self.kinds, self.tree, self._backup = pools, kinds, tree, backup
+        self.counters = {"pages_evicted": 0.0}
+
+    def lease_all(self, needs: Mapping[str, int], owner: str) -> dict[str, Lease] | None:
+        """Lease `needs`, by pool, evicting from the tree where too few are free; None, with no lease, without room.
+
+        Evicted pages that an operation still touches aren't free yet: then more are evicted. Where that can't make room
+        either, nothing is.
+        """
+        if any(count > self.free_pages(pool) for pool, count in needs.items()):
+            return None
+        leases: dict[str, Lease] = {}
+        for pool, count in needs.items():
+            allocator = self.pools.allocators[pool]
+            while count > allocator.free and (evicted := self.evict(pool, count - allocator.free)):
+                self.counters["pages_evicted"] += evicted
+            try:
+                leases[pool] = allocator.lease(count, owner)
+            except CapacityError:
+                for lease in leases.values():
+                    lease.release()
+                return None
+        return leases
+
+    def evict(self, pool: str, count: int) -> int:
+        """Free up to `count` pages (or slots) of `pool` that only the tree holds; returns how many."""
+        spill = self._spill if self.tree.write_back else None
+        return self.tree.eviction.evict(Tier.DEVICE, pool, count, spill)
+
+    def _spill(self, node: TreeNode) -> bool:
+        return self._backup.save([node]) and self.kinds.full not in node.parts[Tier.HOST]
+
+    def free_pages(self, pool: str) -> int:
+        """Pages (or slots) of `pool` that are free or that the tree can evict."""
+        return self.pools.allocators[pool].free + self.tree.eviction.evictable(pool)
+
+    @property
+    def coming_back(self) -> bool:
+        """Whether operations under way still keep pages: such as were given back (quarantine), and, where no allocation
+        is open, such as copies lock in the tree."""
+        protected = self.tree.accounts.protected
+        return any(
+            allocator.quarantined or protected[Tier.DEVICE, pool] for pool, allocator in self.pools.allocators.items()
+        )
+
+    def fits(self, needs: Mapping[str, int]) -> bool:
+        """Whether the pools are large enough for `needs`, whatever is free now."""
+        return all(count <= self.pools.allocators[pool].total for pool, count in needs.items())
+
+    def cached_pages(self, prefix: TokenPrefix) -> int:
+        """How many leading full pages of `prefix` are on the device."""
+        there = 0
+        for node, pages in self.tree.walked(prefix):
+            if self.kinds.full not in node.parts[Tier.DEVICE]:
+                break
+            there += pages
+        return there
+
+    def kept_pages(self, prefix: TokenPrefix) -> int:
+        """How many leading full pages of `prefix` are on the device and locked there."""
+        held = 0
+        for node, pages in self.tree.walked(prefix):
+            part = node.parts[Tier.DEVICE].get(self.kinds.full)
+            if part is None or not part.locks:
+                break
+            held += pages
+        return held
+
+    @property
+    def max_positions(self) -> int:
+        """Positions that one request can hold when all pages of all pools are free."""
+        bounds = [self.pools.max_positions]
+        for pool, most in self.kinds.windows.items():
+            total = self.pools.allocators[pool].total
+            bounds += [total * self.pools.spec.page_tokens] if total < most else []
+        return min(bounds)
+
+    def check(self, held: Mapping[str, int]) -> list[str]:
+        """Return a line for each pool where pages in use aren't the tree's plus `held`, the count of all others'."""
+        sizes = self.tree.accounts.sizes
+        return unaccounted(self.pools, {pool: sizes[Tier.DEVICE, pool] + count for pool, count in held.items()})
 
 
 class RunningPages:

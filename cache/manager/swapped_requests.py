@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from twinpool.cache.allocation import NULL_PAGE, Allocation, BlockTable, CachedTokens, PageRun
 from twinpool.cache.device.device_port import Device
 from twinpool.cache.manager.allocations import Allocations
-from twinpool.cache.manager.page_supply import LoadPlanner, PageSupply
+from twinpool.cache.manager.load_or_recompute import LoadPlanner
+from twinpool.cache.manager.running_pages import PageSupply
 from twinpool.cache.manager.tier_set import TierSet
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.cache.memory.required_pages import due, extents

@@ -24,7 +24,8 @@ from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import Worker
 
 if TYPE_CHECKING:
-    from twinpool.cluster.arena.arena_client import ArenaClient, SharedImages
+    from twinpool.cluster.arena.arena_client import ArenaClient
+    from twinpool.cluster.arena.shared_weights import SharedImages
 
 
 class NodeUnmeasured(ConfigError):
@@ -128,7 +129,7 @@ def arenas_of(plan: WorkerPlan) -> ArenaClient:
 def images_of(plan: WorkerPlan) -> SharedImages:
     """The weights that the workers of this node share: the client of its arena agent. Another process that loads them
     may take half of the time that a start has."""
-    from twinpool.cluster.arena.arena_client import SharedImages
+    from twinpool.cluster.arena.shared_weights import SharedImages
 
     return SharedImages(plan.arena, plan.config.cluster.start_timeout_s / 2, SystemClock(), time.sleep)
 

@@ -15,7 +15,7 @@ from twinpool.contracts.json_logs import log
 from twinpool.router.api import admin_changes as changes
 from twinpool.router.api import admin_status as admin
 from twinpool.router.api.front_page import PATH as FRONT
-from twinpool.router.api.front_page import answer_front, unsupported_reason
+from twinpool.router.api.front_page import answer_front
 from twinpool.router.api.http_exchange import AsgiReceive, AsgiScope, AsgiSend, HttpExchange
 from twinpool.router.api.http_protocol import OPEN_PATHS
 from twinpool.router.api.openapi import openapi_document
@@ -29,6 +29,7 @@ from twinpool.router.openai.api_errors import (
     ShuttingDown,
     failure_of,
     failure_of_done,
+    unsupported_reason,
 )
 from twinpool.router.openai.parse_request import check_model, sampling_defaults
 from twinpool.router.openai.request_headers import NO_TRACE, read_request_headers, read_traceparent

@@ -2,8 +2,6 @@
 
 It tells a stranger no more than `/health` and `/openapi.json` do: where API keys are needed, not even the model's name.
 The operators' port has one of its own; the clients' doesn't say where that is.
-
-For endpoints of other servers that clients ask for and that aren't here, the reason is known.
 """
 
 from __future__ import annotations
@@ -18,31 +16,6 @@ from twinpool.contracts.build_id import package_version
 from twinpool.router.api.http_exchange import HttpExchange
 from twinpool.router.api.openapi import openapi_document
 from twinpool.router.service.router_service import RouterService
-
-_WHY = {
-    "embeddings are at /v1/embeddings": ("/embeddings",),
-    "this server makes no scores or classes": (
-        "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/pooling",
-        "/classify", "/v1/moderations",
-    ),
-    "adapters (LoRA) are loaded by /v1/load_lora_adapter": ("/load_lora_adapter", "/unload_lora_adapter"),
-    "only text is taken and answered: there are no images and no audio": (
-        "/v1/images", "/v1/audio", "/v1/videos", "/v1/realtime",
-    ),
-    "nothing is stored here: send each request with its whole conversation": (
-        "/v1/files", "/v1/uploads", "/v1/batches", "/v1/conversations", "/v1/threads", "/v1/assistants",
-        "/v1/vector_stores", "/v1/containers",
-    ),
-    "models aren't trained here": ("/v1/fine_tuning", "/v1/evals"),
-}  # fmt: skip
-_BY_PATH = {path: why for why, paths in _WHY.items() for path in paths}
-
-
-def unsupported_reason(path: str) -> str:
-    """Return why an endpoint of a known API isn't here, empty for any other path."""
-    parts = path.split("/")
-    return next((_BY_PATH[head] for size in (3, 2) if (head := "/".join(parts[:size])) in _BY_PATH), "")
-
 
 PATH = "/"
 DASHBOARD = "/dashboard"

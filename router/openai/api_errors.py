@@ -1,4 +1,7 @@
-"""Errors in OpenAI's shape: the HTTP status, type, code and message of each failure."""
+"""Errors in OpenAI's shape: the HTTP status, type, code and message of each failure.
+
+For endpoints of other servers that clients ask for and that aren't here, a 404 says the reason.
+"""
 
 from __future__ import annotations
 
@@ -168,3 +171,28 @@ class ReaderFailed(TwinpoolError):
 
 class ReaderEnded(ReaderFailed):
     """Raised when a reader process ended before it had answered a body."""
+
+
+_NOT_HERE = {
+    "embeddings are at /v1/embeddings": ("/embeddings",),
+    "this server makes no scores or classes": (
+        "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/pooling",
+        "/classify", "/v1/moderations",
+    ),
+    "adapters (LoRA) are loaded by /v1/load_lora_adapter": ("/load_lora_adapter", "/unload_lora_adapter"),
+    "only text is taken and answered: there are no images and no audio": (
+        "/v1/images", "/v1/audio", "/v1/videos", "/v1/realtime",
+    ),
+    "nothing is stored here: send each request with its whole conversation": (
+        "/v1/files", "/v1/uploads", "/v1/batches", "/v1/conversations", "/v1/threads", "/v1/assistants",
+        "/v1/vector_stores", "/v1/containers",
+    ),
+    "models aren't trained here": ("/v1/fine_tuning", "/v1/evals"),
+}  # fmt: skip
+_REASON_OF_PATH = {path: why for why, paths in _NOT_HERE.items() for path in paths}
+
+
+def unsupported_reason(path: str) -> str:
+    """Return why an endpoint of a known API isn't here, empty for any other path."""
+    parts = path.split("/")
+    return next((_REASON_OF_PATH[head] for size in (3, 2) if (head := "/".join(parts[:size])) in _REASON_OF_PATH), "")

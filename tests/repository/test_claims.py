@@ -13,7 +13,7 @@ from twinpool.contracts.config.router_config import AuditConfig
 from twinpool.contracts.config.worker_config import DecodeConfig
 from twinpool.router.api.admin_status import PAGE as DASHBOARD
 from twinpool.router.api.app import PREFIX_ROUTES, ROUTES
-from twinpool.router.api.front_page import unsupported_reason
+from twinpool.router.openai.api_errors import unsupported_reason
 from twinpool.router.parsers.tool_formats import FORMATS
 
 README = (ROOT / "README.md").read_text()

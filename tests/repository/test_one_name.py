@@ -83,7 +83,8 @@ def test_commands_run_beside_packages_that_have_the_names_of_parts(
     code = (
         "import contextlib, io, sys\n"
         "from twinpool.cli.commands import main\n"
-        "import twinpool.router.main, twinpool.cluster.controller.controller_process, twinpool.router.kv_index_process\n"
+        "import twinpool.router.main, twinpool.cluster.controller.controller_process\n"
+        "import twinpool.router.kv_index_process\n"
         f"for command in {sorted(COMMANDS)}:\n"
         "    sys.argv = ['twinpool', command, '--help']\n"
         "    try:\n"

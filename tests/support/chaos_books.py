@@ -161,8 +161,8 @@ def _kind(process: psutil.Process) -> str:
     """What a process is called in the books; empty for those that aren't measured."""
     command = _command(process)
     marks = {
-        "twinpool.router.main": "router", "twinpool.router.kv_index_process": "KV index", "arena_agent.py": "arena agent",
-        "WorkerActor": "worker", "controller_process": "controller", "detached_cluster": "supervisor",
+        "twinpool.router.main": "router", "twinpool.router.kv_index_process": "KV index",
+        "arena_agent.py": "arena agent", "WorkerActor": "worker", "controller_process": "controller", "detached_cluster": "supervisor",
     }  # fmt: skip
     for mark, kind in marks.items():
         if any(mark in part for part in command):

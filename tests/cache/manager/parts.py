@@ -11,8 +11,8 @@ from twinpool.cache.allocation import Allocation, CachedTokens
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.manager.allocations import Allocations
 from twinpool.cache.manager.finished_pages import FinishedPages
-from twinpool.cache.manager.page_supply import LoadPlanner, PageSupply, PoolKinds
-from twinpool.cache.manager.running_pages import RunningPages
+from twinpool.cache.manager.load_or_recompute import LoadPlanner
+from twinpool.cache.manager.running_pages import PageSupply, PoolKinds, RunningPages
 from twinpool.cache.manager.tier_set import NoBackup, NoPrefetcher
 from twinpool.cache.pool.page_allocator import InFlightPins, Lease
 from twinpool.cache.pool.pool_set import PoolSet

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.support.pool_sets import pool_sets
-from twinpool.cache.manager.page_supply import PoolKinds
+from twinpool.cache.manager.running_pages import PoolKinds
 
 
 def test_pools_are_told_apart_by_what_they_hold() -> None:

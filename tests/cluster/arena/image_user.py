@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from twinpool.cluster.arena.arena_client import SharedImages
+from twinpool.cluster.arena.shared_weights import SharedImages
 from twinpool.contracts.clock import SystemClock
 from twinpool.engine.runner.model_image import ImageUnfit
 

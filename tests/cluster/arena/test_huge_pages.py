@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.served_cluster import ROOT
-from twinpool.cluster.arena.arena_client import HUGE_PAGE, collapse, map_shared
+from twinpool.cluster.arena.shared_weights import HUGE_PAGE, collapse, map_shared
 
 WHOLE = 4 * HUGE_PAGE
 NBYTES = WHOLE + 12_345
@@ -60,7 +60,7 @@ def test_what_it_says_of_huge_pages_is_what_the_system_has_mapped(file: int) -> 
 def test_who_has_mapped_it_before_has_huge_pages_after(file: int) -> None:
     script = (
         "import sys\n"
-        "from twinpool.cluster.arena.arena_client import map_shared\n"
+        "from twinpool.cluster.arena.shared_weights import map_shared\n"
         f"memory = map_shared(int(sys.argv[1]), {NBYTES})\n"
         "print('mapped', flush=True)\n"
         "while sys.stdin.readline():\n"

@@ -17,10 +17,11 @@ import pytest
 
 from tests.cluster.arena.test_arena_agent import killed
 from tests.support.served_cluster import ROOT, until
-from twinpool.cluster.arena import arena_client
+from twinpool.cluster.arena import shared_weights
 from twinpool.cluster.arena.arena_agent import IMAGE_SEALS, IMAGES
-from twinpool.cluster.arena.arena_client import SharedImages, ask, forget, reach
+from twinpool.cluster.arena.arena_client import ask, forget, reach
 from twinpool.cluster.arena.local_agent import LocalArenaAgent
+from twinpool.cluster.arena.shared_weights import SharedImages
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.ids import WorkerName
 from twinpool.engine.runner.model_image import ImageUnfit
@@ -121,7 +122,7 @@ def test_an_image_outlives_who_made_it_until_another_is_asked_for(agent: LocalAr
 def test_what_nobody_uses_is_dropped(agent: LocalArenaAgent, token: str, how: str) -> None:
     script = (
         "import sys, time\n"
-        "from twinpool.cluster.arena.arena_client import SharedImages\n"
+        "from twinpool.cluster.arena.shared_weights import SharedImages\n"
         "from twinpool.contracts.clock import SystemClock\n"
         "from tests.cluster.arena.test_shared_images import Text\n"
         "images = SharedImages(sys.argv[1], 0.1, SystemClock(), time.sleep)\n"
@@ -220,7 +221,7 @@ def test_an_image_that_cannot_be_mapped_leaves_no_file_open(
     def fails(*_: object) -> None:
         raise OSError("too many mappings")
 
-    monkeypatch.setattr(arena_client, "map_shared", fails)
+    monkeypatch.setattr(shared_weights, "map_shared", fails)
     with sharing(token) as images:
         assert images.find("a") is None
         before = sorted(os.listdir("/proc/self/fd"))
