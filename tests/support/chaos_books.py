@@ -162,7 +162,8 @@ def _kind(process: psutil.Process) -> str:
     command = _command(process)
     marks = {
         "twinpool.router.main": "router", "twinpool.router.kv_index_process": "KV index",
-        "arena_agent.py": "arena agent", "WorkerActor": "worker", "controller_process": "controller", "detached_cluster": "supervisor",
+        "arena_agent.py": "arena agent", "WorkerActor": "worker",
+        "controller_process": "controller", "detached_cluster": "supervisor",
     }  # fmt: skip
     for mark, kind in marks.items():
         if any(mark in part for part in command):
