@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from twinpool.cli import credential_commands, launch_commands, tool_commands
+from twinpool.cli import credential_commands, launch_commands
 from twinpool.cli.command_parser import (
     CommandFlag,
     CommandParser,
@@ -333,7 +333,7 @@ COMMANDS = command_table(
     command(
         "replay",
         "replay a recorded trace against an OpenAI endpoint and measure client-side latency",
-        tool_commands.replay,
+        launch_commands.replay,
         _trace_place(needed=True),
         file_flag("--trace", "JSONL file of a trace, in Mooncake's format"),
         flag("--url", "an OpenAI endpoint: http://HOST:PORT, Twinpool's or any other", required=True),
@@ -372,7 +372,7 @@ COMMANDS = command_table(
     command(
         "plan",
         "find the pool sizes that a load needs to meet latency targets, by simulation with measured costs",
-        tool_commands.plan,
+        launch_commands.plan,
         _trace_place(needed=False),
         file_flag("--trace", "JSONL file of a trace, as replay takes"),
         flag(
@@ -426,7 +426,7 @@ COMMANDS = command_table(
     command(
         "convert",
         "write a checkpoint's weights in another format, to a new folder of safetensors",
-        tool_commands.convert,
+        launch_commands.convert,
         flag("source", "folder, GGUF file or name of a model, as serve takes it", metavar="SOURCE"),
         flag("target", "folder to write, which must not be there", type=Path, metavar="TARGET"),
         flag(
@@ -446,7 +446,7 @@ COMMANDS = command_table(
     command(
         "demo",
         "run a demo: serve the built-in model under load; --chaos kills, drains and moves workers",
-        tool_commands.demo,
+        launch_commands.demo,
         switch("--chaos", "kill, stop, drain and move workers during the demo"),
         flag("--minutes", "duration; 0: until Ctrl-C (default: 2)", type=float, default=2.0, metavar="N"),
         flag("--port", "port of the endpoint; 0 for any (default: 8000)", type=int, default=8000),
@@ -455,7 +455,7 @@ COMMANDS = command_table(
     command(
         "sim",
         "run simulated clusters with faults under a virtual clock, and check every answer",
-        tool_commands.sim,
+        launch_commands.sim,
         count("--seed", "replay one seed and print its log; with --requests, the random seed (0)"),
         flag("--seeds", "range of seeds to run", metavar="A..B"),
         flag("--jobs", "number of parallel processes", type=int, default=1, metavar="N"),

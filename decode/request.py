@@ -37,7 +37,7 @@ from twinpool.engine.runner.batch import TokenFromStep
 from twinpool.engine.runner.device_rows import TokenHistory
 from twinpool.engine.runner.sampling.logits_processors import TokenMask, needs_history
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
-from twinpool.worker.request import WorkerRequest
+from twinpool.worker.request_table import WorkerRequest
 
 
 class DecodePhase(StrEnum):

@@ -21,7 +21,7 @@ from twinpool.contracts.block_hash import block_hashes
 from twinpool.contracts.config.cache_config import CacheConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.decode.request import DecodeRequest
-from twinpool.worker.request import RequestPages, sendable_pages
+from twinpool.worker.request_table import RequestPages, sendable_pages
 
 
 @dataclass(frozen=True, slots=True)

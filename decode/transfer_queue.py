@@ -25,7 +25,7 @@ from twinpool.decode.request_pages import DecodePages
 from twinpool.engine.structured_output.grammar_engine import AnswerGrammar
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
-from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
+from twinpool.transfer.rooms.room_states import ExpectedPrompt, HandoverFailed, PromptArrived
 from twinpool.worker.request_table import AdmissionRefusal, RequestTable
 
 log = logging.getLogger("twinpool.decode")

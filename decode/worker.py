@@ -46,7 +46,7 @@ from twinpool.decode.step_commit import DecodeStepCommit
 from twinpool.decode.transfer_queue import TransferQueue
 from twinpool.engine.structured_output.grammar_engine import AnswerGrammar
 from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
-from twinpool.transfer.rooms.room_outcomes import RoomGranted, RoomReleased
+from twinpool.transfer.rooms.room_states import RoomGranted, RoomReleased
 from twinpool.transfer.rooms.sender.sender_rooms import SenderOutcome
 from twinpool.worker.request_table import AdmissionRefusal
 from twinpool.worker.worker_loop import WorkerLoop, WorkerSetup

@@ -21,8 +21,7 @@ import numpy as np
 
 from bench.common.random_model import DEMO
 from twinpool.cluster.controller.controller import Controller
-from twinpool.cluster.controller.dashboard_feed import dashboard_of
-from twinpool.cluster.controller.record_board import RecordBoard
+from twinpool.cluster.controller.dashboard_feed import RecordBoard, dashboard_of
 from twinpool.cluster.dashboard.cluster_frames import KEPT_S, EventKind
 from twinpool.cluster.dashboard.frame_rows import SHOWN
 from twinpool.cluster.serve.serve_one_process import LocalDirectory
@@ -42,7 +41,7 @@ from twinpool.router.records.make_record import RecordDraft, make_record
 from twinpool.router.service.router_service import RouterService
 from twinpool.sim.scale.cluster_model import ClusterModel
 from twinpool.sim.scale.cluster_plan import ClusterPlan, DecodePool, PrefillPool
-from twinpool.sim.scale.scale_figures import MIDDLES_S, EndedRequest, GapHistogram
+from twinpool.sim.scale.scale_command import MIDDLES_S, EndedRequest, GapHistogram
 from twinpool.sim.scale.traffic import TrafficBurst, TrafficShape, drawn
 
 MODEL = "simulated"
@@ -92,7 +91,7 @@ class _RouterTally:
 
 
 class SimulatedCluster:
-    """A run, and what its routers would tell the controller. Implements `sim.scale.scale_figures.RunWatcher`."""
+    """A run, and what its routers would tell the controller. Implements `sim.scale.scale_command.RunWatcher`."""
 
     def __init__(
         self, prefill: int, decode: int, *, routers: int = 2, seed: int = 1, wall: float = 0.0, grows: bool = True

@@ -29,10 +29,9 @@ from twinpool.prefill.request import PrefillPhase, PrefillRequest
 from twinpool.prefill.scheduler import ScheduledChunk
 from twinpool.transfer.planes.data_plane import PageNumbers
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
-from twinpool.transfer.rooms.room_outcomes import LayeredPages, RoomGranted
+from twinpool.transfer.rooms.room_states import LayeredPages, RoomGranted
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
-from twinpool.worker.request import sendable_pages
-from twinpool.worker.request_table import RequestTable
+from twinpool.worker.request_table import RequestTable, sendable_pages
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from twinpool.contracts.sampling_params import TokenLogprob
 from twinpool.contracts.state_table import StateTable
 from twinpool.engine.layers.picture_tower import PlacedRows
 from twinpool.engine.runner.batch import DrawnToken, StepHandle
-from twinpool.worker.request import RequestPages, WorkerRequest
+from twinpool.worker.request_table import RequestPages, WorkerRequest
 
 
 class PrefillPhase(StrEnum):

@@ -30,8 +30,7 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.damage import DamageSite, log_damage
 from twinpool.engine.runner.batch import RowOutput, StepHandle
 from twinpool.engine.runner.model_runner import ModelRunner
-from twinpool.worker.request import RequestPages
-from twinpool.worker.request_table import R, RequestTable
+from twinpool.worker.request_table import R, RequestPages, RequestTable
 
 M = TypeVar("M")
 _UNDER_WAY = 1

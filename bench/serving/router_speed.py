@@ -45,7 +45,7 @@ from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamOpe
 from twinpool.contracts.messages.worker_events import Done, Event
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.contracts.wire.frame_connection import FrameConnection
-from twinpool.contracts.wire.stream_codec import EVENTS_BYTES, FrameWriter, decode_events, encode_opening
+from twinpool.contracts.wire.message_codec import EVENTS_BYTES, FrameWriter, decode_events, encode_opening
 
 DONE = b"data: [DONE]"
 LIMITS = {"router": {"max_connections": 16_000, "max_queue": 16_000, "request_timeout_s": 600.0}}

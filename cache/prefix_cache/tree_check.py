@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from twinpool.cache.prefix_cache.eviction_policy import EvictionOrder
+from twinpool.cache.prefix_cache.eviction_policy import EvictionOrder, TreeEviction, TreeLocks
 from twinpool.cache.prefix_cache.tree_accounts import TreeAccounts
-from twinpool.cache.prefix_cache.tree_eviction import TreeEviction, TreeLocks
 from twinpool.cache.prefix_cache.tree_node import IN_TREE, NodePart, Tier, TreeNode, subtree
 from twinpool.contracts.block_hash import KEY_BYTES
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twinpool.contracts.checkpoint.gguf.gguf_header import is_gguf
-from twinpool.contracts.checkpoint.gguf.gguf_tensors import gguf_types
+from twinpool.contracts.checkpoint.gguf.gguf_header import gguf_types, is_gguf
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec, spec_of_config
 from twinpool.contracts.config.load_config import load_config
 from twinpool.contracts.config.plane_choice import on_gpus

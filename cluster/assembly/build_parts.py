@@ -28,8 +28,7 @@ from twinpool.cache.pool.pool_set import PoolSet, host_layout
 from twinpool.cache.pool.tp_ranks import TPDevice, TPPoolSet
 from twinpool.cache.storage.backends.backend_factory import make_backend
 from twinpool.cache.storage.io_queue import ThreadedIoQueue
-from twinpool.cache.storage.page_store import PageStore, RankPageStore
-from twinpool.cache.storage.tp_page_store import TPPageStore
+from twinpool.cache.storage.page_store import PageStore, RankPageStore, TPPageStore
 from twinpool.cluster.arena.arena_client import ArenaProvider
 from twinpool.cluster.assembly.memory_plan import state_options, stride
 from twinpool.cluster.ranks import LeaderChannel, RankGroup

@@ -22,8 +22,7 @@ from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.pool.tp_ranks import FollowerPools, FollowerSteps
 from twinpool.cache.storage.backends.backend_factory import make_backend
 from twinpool.cache.storage.io_queue import ThreadedIoQueue
-from twinpool.cache.storage.page_store import RankPageStore
-from twinpool.cache.storage.tp_page_store import FollowerPageStore
+from twinpool.cache.storage.page_store import FollowerPageStore, RankPageStore
 from twinpool.cluster.arena.arena_client import ArenaProvider
 from twinpool.cluster.assembly.build_parts import (
     WorkerParts,
@@ -160,7 +159,7 @@ def grammar_engine(spec: ModelSpec, undo: ExitStack) -> GrammarEngine | None:
     text = read_tokenizer_files(spec.path).content
     if text is None:
         return None
-    from twinpool.engine.structured_output.llguidance_engine import LLGuidanceEngine
+    from twinpool.engine.structured_output.grammar_engine import LLGuidanceEngine
 
     engine = LLGuidanceEngine(text, spec.vocab_size, spec.eos_token_ids)
     undo.callback(engine.close)

@@ -33,13 +33,12 @@ import uvloop
 from twinpool.cluster.controller.autoscaler import Autoscaler
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_service import ControllerService
+from twinpool.cluster.controller.controller_streams import LeaseStreams
 from twinpool.cluster.controller.leadership import Leadership, LeasedLedger
-from twinpool.cluster.controller.lease_streams import LeaseStreams
 from twinpool.cluster.controller.open_ledger import open_ledger
 from twinpool.cluster.processes.priority import LEASES, set_niceness
 from twinpool.cluster.processes.process_ids import kill_process, same_process
-from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
-from twinpool.cluster.worker_process.grpc_service import ServiceServer
+from twinpool.cluster.worker_process.grpc_service import AsyncioThread, ServiceServer
 from twinpool.contracts.clock import Clock, SystemClock
 from twinpool.contracts.cluster_secret import cluster_secret
 from twinpool.contracts.config.cluster_config import Config

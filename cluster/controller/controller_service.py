@@ -21,11 +21,10 @@ from msgspec.structs import replace
 from twinpool.cluster.controller.autoscaler import Autoscaler
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import SUPERVISE, SupervisorOrders, SupervisorReport
-from twinpool.cluster.controller.dashboard_feed import TooManyWatch, dashboard_of
+from twinpool.cluster.controller.controller_streams import SettingsOrders, SupervisorLine, WatcherLine
+from twinpool.cluster.controller.dashboard_feed import RecordBoard, TooManyAsks, TooManyWatch, dashboard_of
 from twinpool.cluster.controller.leadership import LedgerLost
 from twinpool.cluster.controller.quota_ledger import SAVE_S, QuotaLedger
-from twinpool.cluster.controller.record_board import RecordBoard, TooManyAsks
-from twinpool.cluster.controller.stream_lines import SettingsOrders, SupervisorLine, WatcherLine
 from twinpool.cluster.dashboard.cluster_frames import EventKind
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.errors import ConfigError, WireError

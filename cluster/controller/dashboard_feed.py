@@ -1,8 +1,12 @@
-"""The dashboard's frames: the controller's table and autoscaler as their state, and their way to routers.
+"""What the dashboard shows: frames of the controller's table and autoscaler, their way to routers, and records.
 
 While nobody watches, the cluster's state is taken in every few seconds, for the history alone, and routers and workers
 tell their counters as seldom. Once somebody does, all of it comes about once a second, and one frame is built for all
 who watch, whoever they are. A router that doesn't read gets the latest frame when it does, and none in between.
+
+Besides frames, the controller has a ring of requests' records (`RecordBoard`). A router reports only a part of what it
+has, so a request that isn't in the ring is looked for at the routers that watch the table: the question goes out on
+their streams, and the answers come with `ReportRecords`. A question ends when all have answered, or after `ASK_S`.
 """
 
 from __future__ import annotations
@@ -11,11 +15,11 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
 
 from twinpool.cluster.controller.autoscaler import Autoscaler
 from twinpool.cluster.controller.controller import Controller
-from twinpool.cluster.controller.record_board import RecordBoard
 from twinpool.cluster.controller.wanted_worker import WantedWorker
 from twinpool.cluster.dashboard.cluster_frames import SAMPLE_S, ClusterFrames, ClusterState, EventKind
 from twinpool.cluster.dashboard.frame_rows import SHOWN, WorkerSample
@@ -24,7 +28,91 @@ from twinpool.contracts.clock import Clock
 from twinpool.contracts.compact_json import compact_json
 from twinpool.contracts.errors import TwinpoolError
 from twinpool.contracts.messages.cluster_view import ControlPlane
+from twinpool.contracts.messages.request_record import MAX_RECENT, RecordRing, RequestRecord, in_order
 from twinpool.contracts.messages.router_report import RouterReport, bare
+
+MAX_RECORDS = 2_000
+MAX_BYTES = 32 * 1024**2
+ASK_S = 1.5
+"""Seconds that routers have for an answer."""
+MAX_ASKS = 64
+"""Questions that are open at once; a further one is refused."""
+
+
+class TooManyAsks(Exception):
+    """Raised when so many requests are looked for at once that no further one is."""
+
+
+@dataclass(eq=False, slots=True)
+class _RecordAsk:
+    routers: int
+    """How many were asked."""
+    answered: int = 0
+    records: list[RequestRecord] = field(default_factory=list)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class BoardAnswer:
+    """What was found of a request."""
+
+    records: Sequence[RequestRecord]
+    asked: int = 0
+    answered: int = 0
+
+
+class RecordBoard:
+    """The records of all routers, as far as they are told; on the controller's loop."""
+
+    def __init__(self, wall: Callable[[], float] = time.time) -> None:
+        self.ring: RecordRing[RequestRecord] = RecordRing(MAX_RECORDS, MAX_BYTES)
+        self._wall = wall
+        self._asks: dict[int, _RecordAsk] = {}
+        self._number = 0
+
+    def recent(self, count: int) -> list[RequestRecord]:
+        """The newest records, `count` at most, the newest first."""
+        return self.ring.recent(min(count, MAX_RECENT))
+
+    @property
+    def kept_s(self) -> float:
+        """How far back the ring goes, in seconds."""
+        return self.ring.kept_s(self._wall())
+
+    def take(self, records: Sequence[RequestRecord], answers: Sequence[tuple[int, Sequence[RequestRecord]]]) -> None:
+        """Take in a router's report, and its answers to questions; late ones are nobody's any more."""
+        for record in records:
+            self.ring.put(record)
+        for number, found in answers:
+            ask = self._asks.get(number)
+            if ask is None:
+                continue
+            ask.records += found
+            ask.answered += 1
+            if ask.answered >= ask.routers:
+                ask.over.set()
+
+    async def find(self, asked: str, ask_routers: Callable[[int, str], int]) -> BoardAnswer:
+        """The records that an id asks for. `ask_routers`: puts a question, with its number, to all routers that answer
+        such; returns how many these are. Raises `TooManyAsks`."""
+        if found := self.ring.find(asked):
+            return BoardAnswer(in_order(found))
+        if len(self._asks) >= MAX_ASKS:
+            raise TooManyAsks(f"{MAX_ASKS} requests are looked for already; ask again")
+        self._number += 1
+        ask = _RecordAsk(0)
+        self._asks[self._number] = ask
+        try:
+            ask.routers = ask_routers(self._number, asked)
+            if ask.routers > ask.answered:
+                async with asyncio.timeout(ASK_S):
+                    await ask.over.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._asks = {number: one for number, one in self._asks.items() if one is not ask}
+        return BoardAnswer(in_order(ask.records), ask.routers, ask.answered)
+
 
 log = logging.getLogger("twinpool.dashboard")
 

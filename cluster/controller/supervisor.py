@@ -36,7 +36,7 @@ from twinpool.cluster.controller.controller_actions import (
     WorkerKey,
 )
 from twinpool.cluster.controller.node_room import ClusterRoom, NodePlace
-from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
+from twinpool.cluster.worker_process.grpc_service import AsyncioThread
 from twinpool.cluster.worker_process.worker_plan import WorkerPlan
 from twinpool.contracts.credentials.certificate_files import CertificateFiles
 from twinpool.contracts.errors import ConfigError, TwinpoolError

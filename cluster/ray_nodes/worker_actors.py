@@ -28,15 +28,18 @@ from twinpool.cluster.controller.controller_actions import EndedProcess, PlacedP
 from twinpool.cluster.controller.node_room import NodePlace
 from twinpool.cluster.processes.process_ids import kill_process
 from twinpool.cluster.ray_nodes.ray_facts import RESOURCES, has_places
-from twinpool.cluster.ray_nodes.role_places import (
+from twinpool.cluster.ray_nodes.worker_actor import (
     NODE_LABEL,
+    ActorPlacement,
+    StartedRank,
+    WorkerActor,
     kept_places,
     place_name,
     places_taken,
+    rank_resources,
     ranks_name,
     take_places,
 )
-from twinpool.cluster.ray_nodes.worker_actor import ActorPlacement, StartedRank, WorkerActor, rank_resources
 from twinpool.cluster.worker_process.worker_plan import NodeUnmeasured, WorkerPlan, exit_file, node_name
 from twinpool.contracts.clock import Clock, SystemClock
 from twinpool.contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName

@@ -89,7 +89,7 @@ class LocalSession:
 
 
 class LocalWorkerClient:
-    """Implements `contracts.interfaces.discovery.WorkerClient` over a worker in the same process."""
+    """Implements `router.links.controller_port.WorkerClient` over a worker in the same process."""
 
     def __init__(self, host: WorkerThread) -> None:
         self._host = host
@@ -140,7 +140,7 @@ class LocalWorkerClient:
 
 
 class LocalDirectory:
-    """Implements `contracts.interfaces.discovery.WorkerDirectory` over workers in the same process.
+    """Implements `router.links.controller_port.WorkerDirectory` over workers in the same process.
 
     There are no restarts: a worker that has ended stays in the table as left or dead.
     """

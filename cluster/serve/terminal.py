@@ -24,8 +24,7 @@ from typing import TextIO
 from twinpool.cluster.assembly.node_shares import NodeShare
 from twinpool.cluster.models import DEMO_NAME
 from twinpool.cluster.serve.preflight import ServePlan
-from twinpool.contracts.checkpoint.gguf.gguf_header import is_gguf
-from twinpool.contracts.checkpoint.gguf.gguf_tensors import gguf_types
+from twinpool.contracts.checkpoint.gguf.gguf_header import gguf_types, is_gguf
 from twinpool.contracts.checkpoint.tokenizer_files import TOKENIZER, read_checkpoint_text
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.plane_choice import on_gpus

@@ -6,7 +6,7 @@ controller that doesn't answer delays no step. The worker thread reads `WorkerLe
 delivery of events.
 
 Renewals go and grants come as frames of a stream (`LeaseStream`), whose other end is
-`cluster.controller.lease_streams`.
+`cluster.controller.controller_streams`.
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.stream_frames import StreamEnd, refusal
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.wire.frame_connection import FrameConnection, FrameListener
-from twinpool.contracts.wire.socket_acceptor import listening
-from twinpool.contracts.wire.stream_codec import (
+from twinpool.contracts.wire.message_codec import (
     COMMANDS_BYTES,
     decode_commands,
     decode_opening,
@@ -34,6 +33,7 @@ from twinpool.contracts.wire.stream_codec import (
     opens_version_1,
     refusal_of_version_1,
 )
+from twinpool.contracts.wire.socket_acceptor import listening
 
 log = logging.getLogger("twinpool.service")
 

@@ -4,7 +4,7 @@ The router opens with a `StreamOpening`. The worker answers with a `WorkerFrame`
 `end`, which says why not. Then `RouterFrame`s go one way, and a `WorkerFrame` for each step with events the other.
 
 **The version of the messages** (`STREAM_PROTOCOL`). Most changes need none: fields and kinds of messages that the other
-side doesn't know are skipped (`contracts.wire.stream_codec`). A change that makes an older side do something else than
+side doesn't know are skipped (`contracts.wire.message_codec`). A change that makes an older side do something else than
 it was asked raises `STREAM_PROTOCOL`; a build that can't talk to sides before a version raises `OLDEST`. Each side says
 its version when a stream is opened, and refuses one that is too old for it, before anything is asked. Version 1 was
 protobuf, 2 is msgpack, and 3 has pictures, which are sent to no worker of an older build;

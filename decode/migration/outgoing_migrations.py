@@ -45,11 +45,10 @@ from twinpool.decode.request import DecodePhase, DecodeRequest, RequestFailed, R
 from twinpool.decode.request_pages import DecodePages
 from twinpool.decode.scheduler import DecodeScheduler
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
-from twinpool.transfer.rooms.room_outcomes import RoomGranted, RoomReleased
+from twinpool.transfer.rooms.room_states import RoomGranted, RoomReleased
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
 from twinpool.transfer.rooms.sender.sender_rooms import SenderOutcome
-from twinpool.worker.request import pages_within, sendable_pages
-from twinpool.worker.request_table import RequestTable
+from twinpool.worker.request_table import RequestTable, pages_within, sendable_pages
 
 
 class MigrationStage(StrEnum):

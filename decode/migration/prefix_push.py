@@ -35,10 +35,9 @@ from twinpool.decode.request_pages import DecodePages
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
-from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, PromptArrived, RoomGranted, RoomReleased
+from twinpool.transfer.rooms.room_states import ExpectedPrompt, PromptArrived, RoomGranted, RoomReleased
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
-from twinpool.worker.request import pages_within, sendable_pages
-from twinpool.worker.request_table import RequestTable
+from twinpool.worker.request_table import RequestTable, pages_within, sendable_pages
 
 
 class PushState(StrEnum):

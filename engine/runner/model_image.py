@@ -24,8 +24,7 @@ from torch import Tensor
 
 from twinpool.contracts.errors import TwinpoolError
 from twinpool.engine.layers.decoder import Decoder
-from twinpool.engine.tensors.onednn_weight import LayoutUnavailable, OneDnnWeight
-from twinpool.engine.tensors.row_exact_linear import Numerics
+from twinpool.engine.tensors.row_exact_linear import LayoutUnavailable, Numerics, OneDnnWeight
 
 _HEADER = struct.Struct("<8sQQ")
 """A mark, the bytes of the pickled objects, and those of the whole image."""

@@ -29,8 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twinpool.contracts.checkpoint.gguf.gguf_header import is_gguf
-from twinpool.contracts.checkpoint.gguf.gguf_tensors import GgufTensor
+from twinpool.contracts.checkpoint.gguf.gguf_header import GgufTensor, is_gguf
 from twinpool.contracts.checkpoint.model_spec import GENERATION_CONFIG, ModelSpec
 from twinpool.contracts.checkpoint.safetensors_headers import (
     FLOATS,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twinpool.contracts.checkpoint.gguf.gguf_tensors import GgufTensor
+from twinpool.contracts.checkpoint.gguf.gguf_header import GgufTensor
 from twinpool.contracts.errors import CheckpointError
 from twinpool.engine.tensors.shard import ShardAxis
 from twinpool.engine.weight_formats.block_weight import BlockWeight, stack_rows

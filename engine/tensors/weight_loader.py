@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from twinpool.contracts.checkpoint.gguf.gguf_tensors import GgufTensor
+from twinpool.contracts.checkpoint.gguf.gguf_header import GgufTensor
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.checkpoint.safetensors_headers import FLOATS, ROOTS, TensorHeader, same_bytes, spelled_names
 from twinpool.contracts.errors import CheckpointError, ConfigError

@@ -12,8 +12,7 @@ from zmq.utils.monitor import recv_monitor_message
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.credentials.certificate_files import call, read_curve_public
 from twinpool.contracts.messages.kv_events import END
-from twinpool.router.kv_indexer.event_replay import EventIndex, KVEventReplay
-from twinpool.router.kv_indexer.kv_index import BlockEntry, KVIndex
+from twinpool.router.kv_indexer.event_replay import BlockEntry, EventIndex, KVEventReplay, KVIndex
 
 __all__ = ["BlockEntry", "KVEventReplay", "KVEventSubscriber", "KVIndex"]
 

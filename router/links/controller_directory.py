@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from twinpool.contracts.cluster_secret import cluster_secret
 from twinpool.contracts.credentials.certificate_files import CertificateFiles
 from twinpool.contracts.errors import ConfigError, RequestError
-from twinpool.contracts.interfaces.discovery import WorkerClient
 from twinpool.contracts.json_logs import log
 from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts, LatencyReport
 from twinpool.contracts.messages.calls import (
@@ -51,7 +50,8 @@ from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
 from twinpool.contracts.sampling_params import AdapterRef
 from twinpool.contracts.wire.controller_turns import ControllerTurns, call_leader
 from twinpool.contracts.wire.grpc_calls import CallChannel, CallFailed
-from twinpool.router.links.grpc_worker import LINK_TIMEOUT_S, GrpcWorkerClient
+from twinpool.router.links.controller_port import WorkerClient
+from twinpool.router.links.worker_links import LINK_TIMEOUT_S, GrpcWorkerClient
 
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")

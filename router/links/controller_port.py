@@ -4,6 +4,9 @@ Of each kind of report (`ReportCalls`) one call is under way at a time; the next
 or when its owner sets `ReportCalls.next` (the dashboard, by the pause that the controller returns). Those that count
 tell what was counted since the router's start, so that one whose answer was lost costs nothing; records that were in a
 lost one are counted as left out. While the controller is away the log says so once.
+
+The interfaces by which a router finds and reaches workers are here as well. A `WorkerClient` reaches a worker over gRPC
+between processes, directly in one process; a directory says which workers there are.
 """
 
 from __future__ import annotations
@@ -17,9 +20,15 @@ from twinpool.contracts.clock import Clock
 from twinpool.contracts.json_logs import log
 from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts
 from twinpool.contracts.messages.cluster_view import ControlPlane
+from twinpool.contracts.messages.pool_changes import ChangedWorkers, OperatorChange, SettingsAnswer, SettingsChange
 from twinpool.contracts.messages.quota import QuotaClaim, QuotaSlice
 from twinpool.contracts.messages.request_record import FoundRecords, RequestRecord
+from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.router_report import UNNAMED, RouterIdentity, RouterReport
+from twinpool.contracts.messages.stream_frames import StreamEnd
+from twinpool.contracts.messages.worker_events import Event
+from twinpool.contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerStatus, WorkerView
+from twinpool.contracts.sampling_params import AdapterRef
 
 REPORT_S = 1.0
 """Seconds between two reports."""
@@ -137,3 +146,59 @@ class ReportCalls:
         if error is not None and not self._away:
             log(self._words, reason=str(error))
         self._away = error is not None
+
+
+class WorkerSession(Protocol):
+    """A router's open stream to one worker."""
+
+    def send(self, commands: Sequence[Command]) -> None:
+        """Queue commands, in order; never blocks. Does nothing once the session is closed."""
+
+    def close(self) -> None: ...
+
+
+class WorkerClient(Protocol):
+    """A router's access to one incarnation of one worker. Used from one event loop; callbacks run on it."""
+
+    async def connect(
+        self, on_events: Callable[[Sequence[Event]], None], on_closed: Callable[[StreamEnd], None]
+    ) -> WorkerSession:
+        """Open the stream. `on_closed` is called once, when the stream ends other than by `close`.
+
+        Raises `ConnectionError` when the worker can't be reached or is another incarnation.
+        """
+
+    async def status(self) -> WorkerStatus: ...
+
+    async def check(self) -> CheckReport: ...
+
+    async def drain(self) -> WorkerStatus: ...
+
+    async def undrain(self) -> WorkerStatus: ...
+
+    async def aclose(self) -> None: ...
+
+
+class WorkerDirectory(Protocol):
+    """The controller's table of workers as a router watches it, and the router's calls of the controller."""
+
+    @property
+    def adapters(self) -> tuple[AdapterRef, ...]:
+        """The adapters that are served, as they were told last."""
+
+    def watch(self, on_change: Callable[[tuple[WorkerView, ...]], None]) -> Callable[[], None]:
+        """Call `on_change` with the whole table now and at each change, on the event loop; returns the unsubscriber."""
+
+    def port(self, record: WorkerRecord) -> WorkerClient: ...
+
+    async def change_pools(self, change: OperatorChange) -> ChangedWorkers:
+        """Have the controller make an operator's change of workers, pools or nodes; returns the workers that are
+        started or told to leave.
+
+        Raises `RequestError`, with the reason, where the controller refuses, and `ConnectionError` where it doesn't
+        answer.
+        """
+
+    async def change_settings(self, change: SettingsChange) -> SettingsAnswer:
+        """Have the supervisor change the cluster's settings, or say what that would do. Raises as `change_pools`
+        does."""

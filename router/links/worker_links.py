@@ -5,6 +5,9 @@ A link is retried as long as the table shows that incarnation; the router core d
 A link's stream (`WorkerStream`) is one connection: commands go out, events come in. What a turn of the loop sends goes
 out together at its end, and more than `TURN_BYTES` of it in the turns after it: 128 choices of a long prompt take a
 tenth of a second to encode. The worker's frames carry its incarnation back.
+
+The client of a worker (`GrpcWorkerClient`) speaks to one incarnation of it. Every call carries that incarnation as
+metadata and the worker refuses any other, so a restarted worker on the same address is never taken for its predecessor.
 """
 
 from __future__ import annotations
@@ -13,20 +16,31 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 from twinpool.contracts.cluster_secret import access_token, cluster_secret
-from twinpool.contracts.credentials.certificate_files import NODE_NAME
+from twinpool.contracts.config.worker_config import TransferConfig
+from twinpool.contracts.credentials.certificate_files import NODE_NAME, CertificateFiles
 from twinpool.contracts.credentials.node_tls import NodeTls
 from twinpool.contracts.errors import WireError
 from twinpool.contracts.ids import Incarnation
-from twinpool.contracts.interfaces.discovery import WorkerClient, WorkerDirectory, WorkerSession
 from twinpool.contracts.json_logs import log
+from twinpool.contracts.messages.calls import (
+    CHECK_WORKER,
+    DRAIN_WORKER,
+    UNDRAIN_WORKER,
+    WORKER_STATUS,
+    Call,
+    Empty,
+)
 from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamEnd, StreamOpening, refusal
 from twinpool.contracts.messages.worker_events import Event
-from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
+from twinpool.contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerStatus, WorkerView
 from twinpool.contracts.wire.frame_connection import FrameConnection
-from twinpool.contracts.wire.stream_codec import EVENTS_BYTES, FrameWriter, decode_events, encode_opening
+from twinpool.contracts.wire.grpc_calls import CallChannel, CallFailed
+from twinpool.contracts.wire.message_codec import EVENTS_BYTES, FrameWriter, decode_events, encode_opening
+from twinpool.router.links.controller_port import WorkerClient, WorkerDirectory, WorkerSession
 from twinpool.router.state.worker_table import WorkerKey
 
 MAX_COMMANDS = 64 * 1024
@@ -313,3 +327,73 @@ class WorkerLinks:
                     await ended
             await asyncio.sleep(pause)
             pause = min(pause * 2, MAX_RETRY_S)
+
+
+INCARNATION_KEY = "twinpool-incarnation"
+CONNECT_TIMEOUT_S = 5.0
+STATUS_TIMEOUT_S = 1.0
+CHECK_TIMEOUT_S = 10.0
+LINK_TIMEOUT_S = TransferConfig().link_timeout_s
+AnswerT = TypeVar("AnswerT")
+
+
+class GrpcWorkerClient:
+    """The client of one incarnation of one worker, at ``record.endpoint``.
+
+    Calls raise `ConnectionError` when they fail or aren't answered in time.
+    """
+
+    def __init__(
+        self,
+        record: WorkerRecord,
+        link_timeout_s: float = LINK_TIMEOUT_S,
+        certificate: CertificateFiles | None = None,
+    ) -> None:
+        """`certificate`: this node's, None where calls go without TLS. Raises `ConfigError` where it can't be read."""
+        self._record = record
+        self._link_timeout_s, self._certificate = link_timeout_s, certificate
+        self._tls = NodeTls(certificate) if certificate is not None else None
+        self._open()
+
+    def _open(self) -> None:
+        self._stamp = self._certificate.stamp() if self._certificate is not None else ()
+        self._channel = CallChannel(
+            self._record.endpoint,
+            cluster_secret(),
+            self._certificate,
+            silence_s=self._link_timeout_s,
+            metadata=((INCARNATION_KEY, str(self._record.incarnation)),),
+        )
+
+    async def connect(
+        self, on_events: Callable[[Sequence[Event]], None], on_closed: Callable[[StreamEnd], None]
+    ) -> WorkerStream:
+        if self._certificate is not None and self._stamp != self._certificate.stamp():
+            before = self._channel  # It would go on with the certificate of its start.
+            self._open()
+            await before.close(CONNECT_TIMEOUT_S)  # After the calls that are under way.
+        return await open_stream(
+            self._record, self._link_timeout_s, self._tls, on_events, on_closed, timeout_s=CONNECT_TIMEOUT_S
+        )
+
+    async def status(self) -> WorkerStatus:
+        return await self._ask(WORKER_STATUS, STATUS_TIMEOUT_S)
+
+    async def check(self) -> CheckReport:
+        return await self._ask(CHECK_WORKER, CHECK_TIMEOUT_S)
+
+    async def drain(self) -> WorkerStatus:
+        return await self._ask(DRAIN_WORKER, CONNECT_TIMEOUT_S)
+
+    async def undrain(self) -> WorkerStatus:
+        return await self._ask(UNDRAIN_WORKER, CONNECT_TIMEOUT_S)
+
+    async def aclose(self) -> None:
+        await self._channel.close()
+
+    async def _ask(self, call: Call[Empty, AnswerT], timeout_s: float) -> AnswerT:
+        """Make one call; raises `ConnectionError`, with the reason, when it fails or isn't answered in `timeout_s`."""
+        try:
+            return await self._channel.call(call, Empty(), timeout_s)
+        except CallFailed as error:
+            raise ConnectionError(f"{self._record.name}: {error}") from None

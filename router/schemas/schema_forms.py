@@ -10,12 +10,20 @@ from math import comb, gcd, lcm, perm
 from typing import Any
 
 from twinpool.router.schemas.ecma_patterns import is_hard
-from twinpool.router.schemas.object_forms import ObjectForms
 from twinpool.router.schemas.regular_terms import ALL, text_of_others
 from twinpool.router.schemas.schema_parts import Schema, SchemaError
 from twinpool.router.schemas.schema_values import canonical, decimal, is_of_type, text_of
 from twinpool.router.schemas.schema_ways import Demand, Fact, SchemaWays, Way, about
-from twinpool.router.schemas.value_forms import MAX_FORMS, ArrayForm, Form, PlainForm, State, few_in_all, state_of
+from twinpool.router.schemas.value_forms import (
+    MAX_FORMS,
+    ArrayForm,
+    Form,
+    ObjectForms,
+    PlainForm,
+    State,
+    few_in_all,
+    state_of,
+)
 
 MAX_UNIQUE = 400
 """Arrays that are listed where no item may be there twice."""

@@ -26,7 +26,6 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.router_config import read_sampling_defaults
 from twinpool.contracts.errors import ErrorKind, RequestError
 from twinpool.contracts.ids import Role
-from twinpool.contracts.interfaces.discovery import WorkerDirectory
 from twinpool.contracts.json_logs import log
 from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.stream_frames import StreamEnd
@@ -37,7 +36,7 @@ from twinpool.router.core.router_actions import DeliverTokens, EndRequest, NoteR
 from twinpool.router.core.router_core import RouterCore
 from twinpool.router.core.routing_policies import local_prefill
 from twinpool.router.kv_indexer.holder_table import KVIndexReader
-from twinpool.router.links.controller_port import NO_CONTROLLER, ControllerPorts
+from twinpool.router.links.controller_port import NO_CONTROLLER, ControllerPorts, WorkerDirectory
 from twinpool.router.links.worker_links import WorkerLinks
 from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
 from twinpool.router.metrics.worker_metrics import index_metrics

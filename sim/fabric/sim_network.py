@@ -16,7 +16,7 @@ one to an endpoint that no process serves waits for ever, and one that is reset 
 messages that were in flight.
 
 Messages cross it as the bytes of production: each is encoded by its sender and decoded by its receiver, by
-`contracts.wire.stream_codec` and the codecs beside the services, so a field that they lose or round is lost or rounded
+`contracts.wire.message_codec` and the codecs beside the services, so a field that they lose or round is lost or rounded
 here.
 """
 
@@ -32,8 +32,14 @@ from twinpool.contracts.messages.cluster_view import ClusterView
 from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
-from twinpool.contracts.wire.message_codec import decode, encode
-from twinpool.contracts.wire.stream_codec import FrameWriter, decode_commands, decode_events, encode_events
+from twinpool.contracts.wire.message_codec import (
+    FrameWriter,
+    decode,
+    decode_commands,
+    decode_events,
+    encode,
+    encode_events,
+)
 from twinpool.sim.fabric.virtual_time import SimProcess, VirtualTime
 from twinpool.transfer.net.control_channel import ProcessIdentity as Mark
 

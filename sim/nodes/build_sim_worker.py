@@ -17,8 +17,7 @@ from twinpool.cache.memory.memory_layout import PoolSetLayout
 from twinpool.cache.pool.pool_set import PoolSet, host_layout
 from twinpool.cache.pool.tp_ranks import FollowerPools, FollowerSteps, TPDevice, TPPoolSet
 from twinpool.cache.storage.io_queue import InlineIoQueue
-from twinpool.cache.storage.page_store import RankPageStore
-from twinpool.cache.storage.tp_page_store import FollowerPageStore, TPPageStore
+from twinpool.cache.storage.page_store import FollowerPageStore, RankPageStore, TPPageStore
 from twinpool.cluster.assembly.build_parts import take_over
 from twinpool.cluster.assembly.memory_plan import plan_memory, stride
 from twinpool.cluster.ranks import LeaderChannel

@@ -1,7 +1,7 @@
 """The followers of a worker: processes of their own that carry out their leader's orders, one by one and late.
 
 Each has `cache.pool.tp_ranks.FollowerPools`, `transfer.planes.tp_plane.FollowerLinks` and
-`cache.storage.tp_page_store.FollowerPageStore`, as in `cluster.worker_process.follower_process`; orders travel as
+`cache.storage.page_store.FollowerPageStore`, as in `cluster.worker_process.follower_process`; orders travel as
 bytes. Only the channel is a model: an order reaches each rank some time after it was sent, and is answered some time
 later; a leader that waits for an answer gets it at once, and all earlier orders are carried out first. The death of a
 rank ends the worker.
@@ -18,7 +18,7 @@ from typing import Any
 from twinpool.cache.arena.arena import Arena
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.pool.tp_ranks import FollowerPools, FollowerSteps
-from twinpool.cache.storage.tp_page_store import FollowerPageStore
+from twinpool.cache.storage.page_store import FollowerPageStore
 from twinpool.cluster.assembly.build_parts import rebind
 from twinpool.contracts.errors import PeerDead
 from twinpool.contracts.messages.rank_order_codec import decode, encode

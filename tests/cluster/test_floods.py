@@ -21,7 +21,7 @@ from twinpool.cluster.controller import controller_service
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_process import ControllerServer
 from twinpool.cluster.controller.leadership import MemoryLedger
-from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
+from twinpool.cluster.worker_process.grpc_service import AsyncioThread
 from twinpool.cluster.worker_process.lease_keeper import LeaseHandlers, LeaseKeeper
 from twinpool.cluster.worker_process.worker_process import serve_worker
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
@@ -34,7 +34,7 @@ from twinpool.contracts.messages.leases import Renewal
 from twinpool.contracts.messages.pool_changes import DrainWorkers
 from twinpool.contracts.messages.worker_events import Tokens
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
-from twinpool.contracts.wire.grpc_channels import CONTROL_BYTES
+from twinpool.contracts.wire.grpc_calls import CONTROL_BYTES
 from twinpool.contracts.wire.message_codec import encode
 
 NAME = WorkerName("decode-0")

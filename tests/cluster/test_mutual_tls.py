@@ -19,7 +19,7 @@ from tests.support.raw_frames import RawStream, opening
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_process import ControllerServer
 from twinpool.cluster.controller.leadership import MemoryLedger
-from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
+from twinpool.cluster.worker_process.grpc_service import AsyncioThread
 from twinpool.cluster.worker_process.lease_keeper import LeaseHandlers, LeaseKeeper, LeaseRefused
 from twinpool.cluster.worker_process.worker_plan import WorkerPlan
 from twinpool.cluster.worker_process.worker_process import WorkerProcess, serve_worker
@@ -38,10 +38,10 @@ from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamEnd
 from twinpool.contracts.messages.worker_events import Done, Event
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerView
 from twinpool.contracts.wire import frame_connection
-from twinpool.contracts.wire.grpc_channels import open_channel
+from twinpool.contracts.wire.grpc_calls import open_channel
 from twinpool.contracts.wire.message_codec import encode
 from twinpool.router.links.controller_directory import ControllerDirectory
-from twinpool.router.links.grpc_worker import GrpcWorkerClient
+from twinpool.router.links.worker_links import GrpcWorkerClient
 
 NAME = WorkerName("decode-0")
 WAIT_S = 60.0

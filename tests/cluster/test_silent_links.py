@@ -9,16 +9,15 @@ import pytest
 
 from tests.cluster.fake_worker import FakeWorker, submit
 from tests.support.fault_proxy import Proxy, Relay, proxying
-from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
+from twinpool.cluster.worker_process.grpc_service import AsyncioThread
 from twinpool.cluster.worker_process.worker_process import serve_worker
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamEnd
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord
-from twinpool.contracts.wire.grpc_channels import channel_options
-from twinpool.router.links.grpc_worker import GrpcWorkerClient
-from twinpool.router.links.worker_links import WorkerStream
+from twinpool.contracts.wire.grpc_calls import channel_options
+from twinpool.router.links.worker_links import GrpcWorkerClient, WorkerStream
 
 LINK_S = 5.0
 WAIT_S = 60.0

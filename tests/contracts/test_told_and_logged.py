@@ -14,7 +14,7 @@ from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, RoomId, request_in, room_of
 from twinpool.contracts.json_logs import JsonFormatter
 from twinpool.contracts.messages.router_commands import Cancel, Command
-from twinpool.contracts.wire.stream_codec import FRAME_COMMANDS, FrameWriter, decode_commands
+from twinpool.contracts.wire.message_codec import FRAME_COMMANDS, FrameWriter, decode_commands
 
 V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
 V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}

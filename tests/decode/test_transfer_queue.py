@@ -13,7 +13,7 @@ from twinpool.cache.device.device_port import DEVICE, DeviceOp, DeviceStream, sp
 from twinpool.contracts.errors import ErrorKind, UnorderedAccess
 from twinpool.contracts.ids import RoomId, WorkerName
 from twinpool.decode.request import DecodeEvent, DecodePhase, DecodeRequest, PromptReceived, RequestFailed, RequestLeft
-from twinpool.transfer.rooms.room_outcomes import HandoverFailed, PromptAnswered
+from twinpool.transfer.rooms.room_states import HandoverFailed, PromptAnswered
 from twinpool.worker.request_table import AdmissionRefusal
 
 

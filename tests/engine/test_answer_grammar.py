@@ -11,8 +11,13 @@ import numpy as np
 import pytest
 
 from twinpool.engine.runner.sampling.logits_processors import TokenMask
-from twinpool.engine.structured_output.grammar_engine import AnswerGrammar, GrammarError, StartedGrammar
-from twinpool.engine.structured_output.llguidance_engine import LLGuidanceEngine, with_marks_apart
+from twinpool.engine.structured_output.grammar_engine import (
+    AnswerGrammar,
+    GrammarError,
+    LLGuidanceEngine,
+    StartedGrammar,
+    with_marks_apart,
+)
 
 MASK = TokenMask(np.zeros(1, np.int32))
 

@@ -14,8 +14,7 @@ import torch
 from transformers.integrations.gguf.dequant import GGML_NAME, dequantize
 
 from tests.support.gguf_files import random_blocks
-from twinpool.contracts.checkpoint.gguf.gguf_header import BLOCKS
-from twinpool.contracts.checkpoint.gguf.gguf_tensors import GgufTensor
+from twinpool.contracts.checkpoint.gguf.gguf_header import BLOCKS, GgufTensor
 from twinpool.contracts.errors import CheckpointError
 from twinpool.engine.tensors import gguf_blocks
 from twinpool.engine.tensors.gguf_blocks import read_gguf_tensor, read_gguf_weight

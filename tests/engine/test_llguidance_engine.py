@@ -12,9 +12,8 @@ from tokenizers import Tokenizer
 
 from twinpool.cluster.models import DEMO
 from twinpool.engine.runner.sampling.logits_processors import TokenMask
-from twinpool.engine.structured_output import llguidance_engine as module
-from twinpool.engine.structured_output.grammar_engine import GrammarError, GrammarMatcher
-from twinpool.engine.structured_output.llguidance_engine import LLGuidanceEngine
+from twinpool.engine.structured_output import grammar_engine as module
+from twinpool.engine.structured_output.grammar_engine import GrammarError, GrammarMatcher, LLGuidanceEngine
 
 GREEDY_OF_STATES = LLMatcher.grammar_from_regex("(?:[a-z]*a[a-z]{60}[0-9]|c)+")
 """Each letter may be the `a` that counts: its lexer has 2**60 states, of which an answer makes some for each token."""

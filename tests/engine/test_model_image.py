@@ -23,8 +23,8 @@ from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ConfigError
 from twinpool.engine.runner import load_model, model_image
 from twinpool.engine.runner.model_image import ImageUnfit, WritableImage, image_of, model_of
-from twinpool.engine.tensors import onednn_weight
-from twinpool.engine.tensors.onednn_weight import OneDnnWeight
+from twinpool.engine.tensors import row_exact_linear
+from twinpool.engine.tensors.row_exact_linear import OneDnnWeight
 
 PROMPT = 150
 """Tokens: more than a window and several chunks."""
@@ -199,7 +199,7 @@ def test_where_torch_can_not_place_packed_weights_they_are_a_workers_own(
     images = Images()
     shared = Bench(checkpoint("llama"), images=images, attention="torch").generate(prompt(), 8)
     with monkeypatch.context() as patch:
-        patch.setattr(onednn_weight, "_libtorch", lambda: None)  # A torch without that interface.
+        patch.setattr(row_exact_linear, "_libtorch", lambda: None)  # A torch without that interface.
         assert Bench(checkpoint("llama"), images=images, attention="torch").generate(prompt(), 8) == shared
         with pytest.raises(ConfigError, match=r"share_weights=on.*can't use its node's image.*oneDNN"):
             Bench(checkpoint("llama"), images=images, attention="torch", share_weights="on")
@@ -209,7 +209,7 @@ def test_a_layout_without_strides_is_no_image_and_others_are_told(
     checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def undescribed(weight: OneDnnWeight) -> bytes:
-        raise onednn_weight.LayoutUnavailable("no description")
+        raise row_exact_linear.LayoutUnavailable("no description")
 
     monkeypatch.setattr(OneDnnWeight, "layout", property(undescribed))
     images = Images()

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twinpool.engine.tensors import onednn_weight
-from twinpool.engine.tensors.onednn_weight import LayoutUnavailable, OneDnnWeight
+from twinpool.engine.tensors import row_exact_linear
+from twinpool.engine.tensors.row_exact_linear import LayoutUnavailable, OneDnnWeight
 
 N, K, ROWS = 24, 40, 5
 
@@ -88,14 +88,14 @@ def test_what_torch_does_not_place_is_no_weight(failed: int, handle: int, monkey
     )
     stolen: list[object] = []
     layout = packed().layout
-    monkeypatch.setattr(onednn_weight, "_libtorch", lambda: stand_in)
+    monkeypatch.setattr(row_exact_linear, "_libtorch", lambda: stand_in)
 
     def steal(capsule: object) -> Tensor:
         stolen.append(capsule)
         return numbers(N, K)
 
     stealing = SimpleNamespace(alloc_tensor_by_stealing_from_void_ptr=steal)
-    monkeypatch.setattr(onednn_weight, "_aoti", lambda: stealing)
+    monkeypatch.setattr(row_exact_linear, "_aoti", lambda: stealing)
     with pytest.raises(LayoutUnavailable, match="refused"):
         OneDnnWeight.placed(torch.zeros(64, dtype=torch.uint8), (N, K), torch.float32, layout)
     assert stolen == []
@@ -108,7 +108,7 @@ def test_another_build_of_torch_says_that_it_places_nothing(error: Exception, mo
     def missing() -> None:
         raise error
 
-    monkeypatch.setattr(onednn_weight, "_libtorch", missing)
+    monkeypatch.setattr(row_exact_linear, "_libtorch", missing)
     with pytest.raises((LayoutUnavailable, OSError)) as caught:
         OneDnnWeight.placed(torch.zeros(64, dtype=torch.uint8), (N, K), torch.float32, layout)
     assert isinstance(caught.value, LayoutUnavailable)

@@ -56,7 +56,7 @@ from twinpool.engine.runner.device_rows import TokenHistory
 from twinpool.engine.runner.kernel_choice import dtype_for
 from twinpool.engine.runner.load_model import load_engine
 from twinpool.engine.runner.sampling.logits_processors import TokenMask, needs_history
-from twinpool.engine.tensors.onednn_weight import OneDnnWeight
+from twinpool.engine.tensors.row_exact_linear import OneDnnWeight
 from twinpool.engine.tensors.weight_loader import Weights
 
 aten = torch.ops.aten

@@ -21,7 +21,7 @@ from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.router_commands import PeerRef
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.transfer.rooms import room_messages as m
-from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
+from twinpool.transfer.rooms.room_states import ExpectedPrompt, HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["all"]
 

@@ -149,7 +149,7 @@ class Rooms:
 
 
 class FakeSession:
-    """`contracts.interfaces.discovery.Session` with a fake."""
+    """`router.links.controller_port.Session` with a fake."""
 
     def __init__(
         self, worker: FakeWorker, on_events: Callable[[Sequence[Event]], None], on_closed: Callable[[StreamEnd], None]
@@ -342,7 +342,7 @@ class FakeWorker:
 
 
 class FakeWorkerClient:
-    """`contracts.interfaces.discovery.WorkerClient` to one incarnation of a fake."""
+    """`router.links.controller_port.WorkerClient` to one incarnation of a fake."""
 
     def __init__(self, worker: FakeWorker) -> None:
         self.worker = worker
@@ -385,7 +385,7 @@ class FakeWorkerClient:
 
 
 class FakeCluster:
-    """`contracts.interfaces.discovery.WorkerDirectory` over fakes."""
+    """`router.links.controller_port.WorkerDirectory` over fakes."""
 
     def __init__(self, prefill: int = 1, decode: int = 1) -> None:
         self.rooms = Rooms()

@@ -35,8 +35,8 @@ from twinpool.contracts.wire.grpc_calls import (
     handle_call,
     handle_subscription,
 )
-from twinpool.contracts.wire.stream_codec import decode_commands, decode_opening, encode_events
-from twinpool.router.links.grpc_worker import INCARNATION_KEY
+from twinpool.contracts.wire.message_codec import decode_commands, decode_opening, encode_events
+from twinpool.router.links.worker_links import INCARNATION_KEY
 
 
 class WorkerFake:

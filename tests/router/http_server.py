@@ -23,11 +23,16 @@ from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import PAIR
-from twinpool.contracts.interfaces.discovery import WorkerDirectory
 from twinpool.router.api.app import create_admin_app, create_app
 from twinpool.router.api.listeners import Predecessor
 from twinpool.router.api.router_server import AdminListener, RouterListeners, RouterServer
-from twinpool.router.links.controller_port import ControllerPorts, DashboardSource, QuotaLessor, RecordListener
+from twinpool.router.links.controller_port import (
+    ControllerPorts,
+    DashboardSource,
+    QuotaLessor,
+    RecordListener,
+    WorkerDirectory,
+)
 from twinpool.router.main import listen, listen_at
 from twinpool.router.service.router_service import RouterService
 from twinpool.router.tracing.otlp_exporter import SpanSender

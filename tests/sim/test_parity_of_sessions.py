@@ -1,6 +1,6 @@
 """What lies between the router core and a worker, real and simulated: one script for both.
 
-Real are `router.links.worker_links`, `router.links.grpc_worker`, gRPC over loopback,
+Real are `router.links.worker_links`, `router.links.worker_links`, gRPC over loopback,
 `cluster.worker_process.grpc_service` and `cluster.worker_process.worker_thread`; their stand-ins are
 `sim.nodes.sim_link.SimLink` and `sim.nodes.sim_worker.SimHost`. A scene sees what router core and worker see: links
 that open and end, events, commands, sessions that are dropped, the worker's end. How long things take, and the words of
@@ -23,12 +23,11 @@ from msgspec.structs import replace
 from tests.cluster.fake_worker import FakeWorker, submit
 from tests.support.fault_proxy import proxying
 from tests.support.room_ends import SimWaiter
-from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
+from twinpool.cluster.worker_process.grpc_service import AsyncioThread
 from twinpool.cluster.worker_process.worker_process import serve_worker
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import Incarnation, RequestId, Role, WorkerName
-from twinpool.contracts.interfaces.discovery import WorkerClient
 from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.leases import LeaseGrant
 from twinpool.contracts.messages.pool_changes import ChangedWorkers, OperatorChange, SettingsAnswer, SettingsChange
@@ -36,9 +35,9 @@ from twinpool.contracts.messages.router_commands import Cancel, Command
 from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamEnd
 from twinpool.contracts.messages.worker_events import Done, Event, Tokens
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
-from twinpool.contracts.wire.stream_codec import FRAME_COMMANDS
-from twinpool.router.links.grpc_worker import GrpcWorkerClient
-from twinpool.router.links.worker_links import WorkerLinks
+from twinpool.contracts.wire.message_codec import FRAME_COMMANDS
+from twinpool.router.links.controller_port import WorkerClient
+from twinpool.router.links.worker_links import GrpcWorkerClient, WorkerLinks
 from twinpool.router.state.worker_table import WorkerKey
 from twinpool.sim.fabric.plane_faults import StoreFaults, WireDamage
 from twinpool.sim.fabric.sim_network import SimNetwork, SimSwitch
@@ -182,7 +181,7 @@ def real(incarnation: int = 1) -> Iterator[Scene]:
 
 
 class _Table:
-    """Implements `contracts.interfaces.discovery.WorkerDirectory` with at most one worker."""
+    """Implements `router.links.controller_port.WorkerDirectory` with at most one worker."""
 
     adapters = ()
 

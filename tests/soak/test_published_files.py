@@ -26,8 +26,7 @@ from tests.soak.published_files import published_templates, published_tokenizers
 from twinpool.contracts.checkpoint.tokenizer_files import read_tokenizer_files
 from twinpool.contracts.errors import CheckpointError, RequestError
 from twinpool.contracts.grammar import JSON_FORM
-from twinpool.engine.structured_output.grammar_engine import GrammarError
-from twinpool.engine.structured_output.llguidance_engine import LLGuidanceEngine
+from twinpool.engine.structured_output.grammar_engine import GrammarError, LLGuidanceEngine
 from twinpool.router.openai.chat_format import ChatFormat
 from twinpool.router.openai.parse_request import read_messages
 from twinpool.router.openai.tools import read_tools

@@ -39,7 +39,7 @@ from twinpool.sim.fabric.hash_engine import HashEngine
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome
-from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, PromptArrived
+from twinpool.transfer.rooms.room_states import ExpectedPrompt, PromptArrived
 from twinpool.worker.request_gate import RequestGate
 from twinpool.worker.request_table import RequestTable
 from twinpool.worker.step_commit import NonfiniteRows

@@ -23,7 +23,7 @@ from twinpool.contracts.ids import RoomId
 from twinpool.transfer.net.control_channel import ControlChannel
 from twinpool.transfer.rooms import room_messages as m
 from twinpool.transfer.rooms.receiver.receiver_peers import ReceiverPeer as Writer
-from twinpool.transfer.rooms.room_outcomes import PromptArrived
+from twinpool.transfer.rooms.room_states import PromptArrived
 from twinpool.transfer.rooms.sender.sender_peers import SenderPeer as Reader
 
 JUNK: tuple[Any, ...] = (

@@ -23,7 +23,7 @@ from twinpool.cache.pool.page_allocator import Lease
 from twinpool.contracts.errors import CapacityError, ErrorKind, WireError
 from twinpool.contracts.ids import Incarnation, RoomId, WorkerName
 from twinpool.contracts.messages.router_commands import PeerRef
-from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptAnswered, PromptArrived
+from twinpool.transfer.rooms.room_states import ExpectedPrompt, HandoverFailed, PromptAnswered, PromptArrived
 
 Bytes = dict[tuple[str, int], list[bytes]]
 

@@ -37,13 +37,13 @@ from twinpool.transfer.net.zmq_channel import Waiter, ZmqControlTransport
 from twinpool.transfer.planes.data_plane import DataPlane, PageNumbers
 from twinpool.transfer.planes.make_plane import make_plane
 from twinpool.transfer.planes.tp_plane import TPDataPlane
-from twinpool.transfer.rooms import room_outcomes
+from twinpool.transfer.rooms import room_states
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
 from twinpool.transfer.rooms.peers import RoomEnd, fingerprint
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
 from twinpool.transfer.rooms.receiver.receiver_peers import ReceiverPeers
 from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome, ReceiverRooms
-from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, SendablePages
+from twinpool.transfer.rooms.room_states import ExpectedPrompt, SendablePages
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
 from twinpool.transfer.rooms.sender.sender_peers import SenderPeers
 from twinpool.transfer.rooms.sender.sender_rooms import SenderOutcome, SenderRooms
@@ -234,11 +234,11 @@ class Ends:
         self.until(lambda: any(o.room == room for o in self.outcomes), f"an outcome of {room}")
         return next(o for o in self.outcomes if o.room == room)
 
-    def released(self, room: RoomId) -> room_outcomes.RoomReleased:
+    def released(self, room: RoomId) -> room_states.RoomReleased:
         """What the room came to at the writer."""
 
-        def found() -> list[room_outcomes.RoomReleased]:
-            return [o for o in self.heard if isinstance(o, room_outcomes.RoomReleased) and o.room == room]
+        def found() -> list[room_states.RoomReleased]:
+            return [o for o in self.heard if isinstance(o, room_states.RoomReleased) and o.room == room]
 
         self.until(found, f"the end of {room} at the writer")
         return found()[0]

@@ -30,9 +30,8 @@ from twinpool.contracts.messages.worker_events import Done, Event, LegReport, To
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.contracts.wire.frame_connection import FrameConnection, FrameListener
-from twinpool.contracts.wire.grpc_calls import CallHandlers, Handler, handle_call, handle_subscription
-from twinpool.contracts.wire.grpc_channels import server_options
-from twinpool.contracts.wire.stream_codec import COMMANDS_BYTES, encode_events
+from twinpool.contracts.wire.grpc_calls import CallHandlers, Handler, handle_call, handle_subscription, server_options
+from twinpool.contracts.wire.message_codec import COMMANDS_BYTES, encode_events
 
 INCARNATION = Incarnation(1)
 FIRST_TOKEN = 300

@@ -21,7 +21,7 @@ from twinpool.contracts.errors import ErrorKind, WireError
 from twinpool.contracts.ids import RoomId
 from twinpool.contracts.messages.rank_order_codec import decode as decode_order
 from twinpool.transfer.rooms import room_messages as m
-from twinpool.transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
+from twinpool.transfer.rooms.room_states import HandoverFailed, PromptArrived
 
 PLANES = ["shm", "zmq", "staged"]
 

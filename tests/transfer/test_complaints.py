@@ -39,7 +39,7 @@ from twinpool.transfer.rooms import room_messages as m
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata, pack
 from twinpool.transfer.rooms.peers import RoomEnd, fingerprint
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
-from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived, RoomReleased
+from twinpool.transfer.rooms.room_states import ExpectedPrompt, HandoverFailed, PromptArrived, RoomReleased
 from twinpool.transfer.rooms.sender.kv_sender import KVSender, _sealed
 
 SPEC = pool_sets()["all"]

@@ -16,8 +16,14 @@ from twinpool.contracts.errors import ErrorKind, WireError
 from twinpool.contracts.ids import Incarnation, WorkerName
 from twinpool.contracts.messages.router_commands import PeerRef
 from twinpool.transfer.rooms import room_messages as m
-from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived, SendablePages
-from twinpool.transfer.rooms.room_states import PoolProgress, RoomProgress
+from twinpool.transfer.rooms.room_states import (
+    ExpectedPrompt,
+    HandoverFailed,
+    PoolProgress,
+    PromptArrived,
+    RoomProgress,
+    SendablePages,
+)
 
 Place = tuple[str, int]
 """A pool, and an index in it."""

@@ -29,7 +29,7 @@ from twinpool.transfer.planes.tcp import zmq_plane as tcp
 from twinpool.transfer.planes.tcp.zmq_link import ZmqLink
 from twinpool.transfer.planes.tcp.zmq_plane import ZmqPlane
 from twinpool.transfer.rooms import room_messages as m
-from twinpool.transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
+from twinpool.transfer.rooms.room_states import HandoverFailed, PromptArrived
 from twinpool.transfer.rooms.sender import sender_peers as early
 
 SPEC = pool_sets()["all"]

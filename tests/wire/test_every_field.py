@@ -54,7 +54,7 @@ from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
 from twinpool.contracts.sampling_params import AdapterRef
 from twinpool.contracts.wire.message_codec import encode
 from twinpool.router.links.controller_directory import ControllerDirectory
-from twinpool.router.links.grpc_worker import GrpcWorkerClient
+from twinpool.router.links.worker_links import GrpcWorkerClient
 from twinpool.transfer.net.zmq_channel import Waiter, ZmqControlTransport
 from twinpool.transfer.planes.data_plane import SLOT_BYTES, DataPlane
 from twinpool.transfer.planes.direct.shm_plane import ShmPlane

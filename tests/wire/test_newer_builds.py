@@ -19,7 +19,7 @@ from tests.router.fake_worker import FakeCluster, FakeWorker
 from tests.router.grpc_fakes import ControllerFake, WorkerFake, start, start_worker
 from tests.router.http_server import eventually
 from tests.support.raw_frames import RawStream
-from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
+from twinpool.cluster.worker_process.grpc_service import AsyncioThread
 from twinpool.cluster.worker_process.worker_process import serve_worker
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.errors import ErrorKind
@@ -30,7 +30,7 @@ from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Audited, AuditEnd, Done, Event, LegReport, MigrationPaused
 from twinpool.contracts.messages.worker_status import WorkerView
 from twinpool.router.links.controller_directory import ControllerDirectory
-from twinpool.router.links.grpc_worker import GrpcWorkerClient
+from twinpool.router.links.worker_links import GrpcWorkerClient
 
 WAIT_S = 60.0
 

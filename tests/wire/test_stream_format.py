@@ -24,7 +24,7 @@ from twinpool.contracts.messages.router_commands import Cancel, Command, PeerRef
 from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamEnd, StreamOpening
 from twinpool.contracts.messages.worker_events import Done, Event, Tokens
 from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
-from twinpool.contracts.wire.stream_codec import (
+from twinpool.contracts.wire.message_codec import (
     FrameWriter,
     decode_commands,
     decode_events,

@@ -31,8 +31,8 @@ from twinpool.contracts.ids import Role, WorkerName
 from twinpool.contracts.messages.kv_events import BlockRemoved, BlockStored, KvEvent, decode_batch
 from twinpool.contracts.messages.kv_events import EventMedium as Medium
 from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.router.kv_indexer.event_replay import BlockEntry, KVIndex
 from twinpool.router.kv_indexer.kv_event_subscriber import KVEventSubscriber
-from twinpool.router.kv_indexer.kv_index import BlockEntry, KVIndex
 
 PAGE = 16
 LOOPBACK = "tcp://127.0.0.1:0"

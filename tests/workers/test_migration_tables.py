@@ -34,7 +34,7 @@ from twinpool.contracts.messages.worker_events import (
     PushReady,
 )
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.contracts.wire.stream_codec import FrameWriter, decode_commands, decode_events, encode_events
+from twinpool.contracts.wire.message_codec import FrameWriter, decode_commands, decode_events, encode_events
 from twinpool.decode.migration.drain_offers import JUDGE_EVERY_S, STEPS_TO_TELL
 from twinpool.decode.migration.outgoing_migrations import STAGES, MigrationStage, MigrationStageEvent
 from twinpool.decode.migration.prefix_push import PUSH_TABLE

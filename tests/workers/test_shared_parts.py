@@ -23,9 +23,9 @@ from twinpool.decode.request import DecodeRequest
 from twinpool.engine.runner.batch import DrawnToken, RowOutput
 from twinpool.prefill.handover import Damaged, Granted, Lost, PrefillHandover
 from twinpool.prefill.request import PrefillEvent
-from twinpool.transfer.rooms.room_outcomes import RoomGranted, RoomReleased, SendablePages
+from twinpool.transfer.rooms.room_states import RoomGranted, RoomReleased, SendablePages
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
-from twinpool.worker.request import sendable_pages
+from twinpool.worker.request_table import sendable_pages
 from twinpool.worker.step_commit import split
 
 

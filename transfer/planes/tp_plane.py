@@ -43,6 +43,7 @@ from twinpool.contracts.messages.rank_orders import (
     SeverPeer,
 )
 from twinpool.transfer.planes.data_plane import (
+    LaunchedWrite,
     PageNumbers,
     PageWrite,
     RankDataPlane,
@@ -50,8 +51,9 @@ from twinpool.transfer.planes.data_plane import (
     SentCounts,
     SlotWrite,
     WriteLink,
+    lanes_of,
+    launch_write,
 )
-from twinpool.transfer.planes.launched_write import LaunchedWrite, lanes_of, launch_write
 
 
 class TPDataPlane:

@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from twinpool.contracts.checkpoint.gguf.gguf_header import GgufHeader
-from twinpool.contracts.checkpoint.gguf.gguf_tensors import ROPE_FACTORS, TensorNames, tensors_of
+from twinpool.contracts.checkpoint.gguf.gguf_header import ROPE_FACTORS, GgufHeader, TensorNames, tensors_of
 from twinpool.contracts.checkpoint.safetensors_headers import FLOATS, TensorHeader
 
 _ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")

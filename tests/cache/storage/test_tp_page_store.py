@@ -9,9 +9,8 @@ import pytest
 
 from twinpool.cache.pool.tp_ranks import TPPoolSet
 from twinpool.cache.storage.io_queue import WriteChain
-from twinpool.cache.storage.page_store import RankPageStore
+from twinpool.cache.storage.page_store import RankPageStore, TPPageStore
 from twinpool.cache.storage.storage_backend import ObjectOutcome, ObjectVerdict
-from twinpool.cache.storage.tp_page_store import TPPageStore
 from twinpool.contracts.messages.rank_orders import PutPages, StoredPage
 
 STORED = ObjectOutcome(ObjectVerdict.STORED)

@@ -16,7 +16,7 @@ from twinpool.contracts.messages.kv_events import (
     decode_batch,
     encode_batch,
 )
-from twinpool.router.kv_indexer.kv_index import KVIndex
+from twinpool.router.kv_indexer.event_replay import KVIndex
 
 A, B, C = bytes(16), bytes(range(16)), b"\xff" * 16
 

@@ -17,8 +17,8 @@ from twinpool.contracts.config.cache_config import EventsConfig
 from twinpool.contracts.credentials.certificate_files import CurvePair, read_curve_pair
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.messages.kv_events import END, BlockRemoved, BlockStored, EventMedium, KvEvent, decode_batch
+from twinpool.router.kv_indexer.event_replay import KVIndex
 from twinpool.router.kv_indexer.kv_event_subscriber import KVEventSubscriber
-from twinpool.router.kv_indexer.kv_index import KVIndex
 
 LOOPBACK = "tcp://127.0.0.1:0"
 

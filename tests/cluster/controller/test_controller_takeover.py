@@ -20,7 +20,7 @@ from tests.support.free_ports import free_port
 from tests.support.redis_servers import LedgerServer
 from twinpool.cluster.controller.controller_actions import StartWorker
 from twinpool.cluster.controller.supervisor import ControllerAway, ControllerClient
-from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
+from twinpool.cluster.worker_process.grpc_service import AsyncioThread
 from twinpool.cluster.worker_process.lease_keeper import LeaseHandlers, LeaseKeeper
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.ids import Incarnation, Role, WorkerName

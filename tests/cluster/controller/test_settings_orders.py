@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_process import ControllerServer
+from twinpool.cluster.controller.controller_streams import SettingsOrders
 from twinpool.cluster.controller.leadership import MemoryLedger
-from twinpool.cluster.controller.stream_lines import SettingsOrders
 from twinpool.cluster.controller.supervisor import ControllerClient
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig

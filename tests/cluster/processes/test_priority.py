@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from twinpool.cluster.processes.priority import STARTING, may_raise, niceness_of_thread, run_low, set_niceness
-from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
+from twinpool.cluster.worker_process.grpc_service import AsyncioThread
 
 ROOT = Path(__file__).parents[3]
 

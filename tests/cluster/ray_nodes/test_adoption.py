@@ -22,7 +22,7 @@ from twinpool.cluster.processes.free_port import free_port
 address, _ = start_kept_ray(Path(sys.argv[1]), free_port("127.0.0.1", 0), False)
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
-from twinpool.cluster.ray_nodes import role_places, worker_actors
+from twinpool.cluster.ray_nodes import worker_actor, worker_actors
 from twinpool.cluster.worker_process.worker_plan import WorkerPlan
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import Config
@@ -181,12 +181,12 @@ soon(lambda: running.at is not None)
 assert running.at.pid != pid
 all_others = placement_group([{"twinpool_decode": free("twinpool_decode")}])
 assert all_others.wait(60)
-role_places.PLACE_WAIT_S = 0.2
+worker_actor.PLACE_WAIT_S = 0.2
 last = dataclasses.replace(changed, role=Role.DECODE, incarnation=Incarnation(5))
 launcher.start(last, successor_of=Incarnation(4))
 soon(lambda: launcher.running() == [("decode-7", 5)])
 remove_placement_group(all_others)
-role_places.PLACE_WAIT_S = 30.0
+worker_actor.PLACE_WAIT_S = 30.0
 (running,) = launcher._running.values()
 soon(lambda: running.at is not None)
 launcher.start(dataclasses.replace(changed, incarnation=Incarnation(6)), successor_of=Incarnation(5))

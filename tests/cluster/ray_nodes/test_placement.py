@@ -23,7 +23,7 @@ def test_cordoned_and_unmeasured_nodes_are_left_out_by_a_selector_that_ray_accep
 ) -> None:
     from ray._private.label_utils import validate_label_selector
 
-    from twinpool.cluster.ray_nodes.role_places import NODE_LABEL
+    from twinpool.cluster.ray_nodes.worker_actor import NODE_LABEL
     from twinpool.cluster.ray_nodes.worker_actors import RayLauncher
 
     launcher = RayLauncher()

@@ -10,11 +10,11 @@ from twinpool.cluster.serve.serve_one_process import LocalDirectory
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
-from twinpool.contracts.interfaces.discovery import WorkerClient, WorkerDirectory
 from twinpool.contracts.messages.pool_changes import UndrainWorkers
 from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Done, Event
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
+from twinpool.router.links.controller_port import WorkerClient, WorkerDirectory
 
 WAIT_S = 60.0
 

@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
+from twinpool.cluster.worker_process.grpc_service import AsyncioThread
 
 
 async def seven() -> int:

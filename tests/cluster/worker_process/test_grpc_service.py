@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster.fake_worker import FakeWorker, submit
 from tests.support.raw_frames import RawStream
-from twinpool.cluster.worker_process.asyncio_thread import AsyncioThread
+from twinpool.cluster.worker_process.grpc_service import AsyncioThread
 from twinpool.cluster.worker_process.worker_process import WorkerServer, serve_worker
 from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.cluster_secret import access_metadata

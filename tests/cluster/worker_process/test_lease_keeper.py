@@ -27,8 +27,7 @@ from twinpool.contracts.messages.leases import LeaseGrant, Renewal
 from twinpool.contracts.messages.pool_changes import DrainWorkers, UndrainWorkers
 from twinpool.contracts.messages.worker_status import EndedWorker, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from twinpool.contracts.wire.controller_turns import TURN_S
-from twinpool.contracts.wire.grpc_calls import CallChannel
-from twinpool.contracts.wire.grpc_channels import channel_options
+from twinpool.contracts.wire.grpc_calls import CallChannel, channel_options
 from twinpool.router.links.controller_directory import ControllerDirectory
 
 NAME = WorkerName("decode-0")
@@ -559,7 +558,7 @@ def test_a_worker_registers_though_the_environment_names_a_proxy(wired: Wired, m
 
 
 def test_no_channel_within_the_cluster_asks_a_proxy() -> None:
-    """Every channel is opened with options of `contracts.wire.grpc_channels`, which turn that off."""
+    """Every channel is opened with options of `contracts.wire.grpc_calls`, which turn that off."""
     assert dict(channel_options())["grpc.enable_http_proxy"] == 0
     root = Path(__file__).parents[3]
     opened = [
@@ -582,7 +581,7 @@ def test_no_channel_within_the_cluster_asks_a_proxy() -> None:
         for call in ast.walk(ast.parse(path.read_text()))
         if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(("insecure_channel", "secure_channel"))
     ]
-    assert len(opened) == 2  # All go through `contracts.wire.grpc_channels`, with its caller's options.
+    assert len(opened) == 2  # All go through `contracts.wire.grpc_calls`, with its caller's options.
     for call in opened:
         assert [k.arg for k in call.keywords] == ["options"], ast.unparse(call)
 

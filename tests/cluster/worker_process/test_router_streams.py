@@ -20,7 +20,7 @@ from twinpool.contracts.messages import stream_frames
 from twinpool.contracts.messages.worker_events import Event, Tokens
 from twinpool.contracts.wire import frame_connection
 from twinpool.contracts.wire.frame_connection import OPENING_BYTES
-from twinpool.contracts.wire.stream_codec import COMMANDS_BYTES, FrameWriter
+from twinpool.contracts.wire.message_codec import COMMANDS_BYTES, FrameWriter
 
 __all__ = ["served"]
 

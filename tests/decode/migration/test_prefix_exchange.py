@@ -18,7 +18,7 @@ from twinpool.decode.migration.prefix_push import PrefixPulls, PrefixPushes
 from twinpool.decode.request import DecodeRequest, RouterEvent
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
 from twinpool.transfer.rooms.receiver.kv_receiver import KVReceiver
-from twinpool.transfer.rooms.room_outcomes import HandoverFailed, PromptArrived, RoomGranted, RoomReleased
+from twinpool.transfer.rooms.room_states import HandoverFailed, PromptArrived, RoomGranted, RoomReleased
 from twinpool.transfer.rooms.sender.kv_sender import KVSender
 
 ROOM = RoomId("prefix")

@@ -15,8 +15,7 @@ from twinpool.contracts.messages.kv_events import (
     decode_batch,
     encode_batch,
 )
-from twinpool.router.kv_indexer.event_replay import KVEventReplay
-from twinpool.router.kv_indexer.kv_index import KVIndex
+from twinpool.router.kv_indexer.event_replay import KVEventReplay, KVIndex
 
 
 class Source:

@@ -25,9 +25,9 @@ from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Done, Event, LegReport, PromptScores, Tokens
 from twinpool.contracts.messages.worker_status import WorkerView
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.contracts.wire.stream_codec import FRAME_BYTES, FrameWriter, decode_commands
+from twinpool.contracts.wire.message_codec import FRAME_BYTES, FrameWriter, decode_commands
 from twinpool.router.links.controller_directory import ControllerDirectory
-from twinpool.router.links.grpc_worker import GrpcWorkerClient
+from twinpool.router.links.worker_links import GrpcWorkerClient
 from twinpool.router.service.router_service import ClientRequest, RouterService
 from twinpool.router.tokenizer_pool.tokenizer_process import FrameKind
 
@@ -115,7 +115,7 @@ async def test_another_incarnation_is_refused_with_both_numbers() -> None:
 
 
 async def test_nobody_at_the_address_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twinpool.router.links.grpc_worker.CONNECT_TIMEOUT_S", 600.0)
+    monkeypatch.setattr("twinpool.router.links.worker_links.CONNECT_TIMEOUT_S", 600.0)
     worker = FakeWorker("decode-0", Role.DECODE)
     worker.endpoint = worker.stream = nothing_listens()
     port = GrpcWorkerClient(worker.record)
@@ -126,7 +126,7 @@ async def test_nobody_at_the_address_is_told_at_once(monkeypatch: pytest.MonkeyP
 
 
 async def test_a_worker_that_hangs_is_told_by_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twinpool.router.links.grpc_worker.CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("twinpool.router.links.worker_links.CONNECT_TIMEOUT_S", 0.1)
     worker = FakeWorker("decode-0", Role.DECODE)
     server, _ = await start_worker(worker)
     worker.hangs = True

@@ -14,8 +14,7 @@ from twinpool.contracts.messages.router_commands import Cancel, PeerRef, Submit
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.contracts.wire.frame_connection import FrameConnection
-from twinpool.contracts.wire.message_codec import decode, encode
-from twinpool.contracts.wire.stream_codec import decode_commands
+from twinpool.contracts.wire.message_codec import decode, decode_commands, encode
 from twinpool.router.links.controller_directory import ControllerDirectory
 from twinpool.router.links.worker_links import MAX_COMMANDS, TURN_BYTES, WorkerLinks, WorkerStream, open_stream
 

@@ -14,7 +14,7 @@ from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamEnd
 from twinpool.contracts.messages.worker_events import Event, MigrationPaused
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord
 from twinpool.contracts.wire.frame_connection import HEAD_BYTES
-from twinpool.contracts.wire.stream_codec import decode_commands, decode_opening, encode_events
+from twinpool.contracts.wire.message_codec import decode_commands, decode_opening, encode_events
 from twinpool.router.links.worker_links import WorkerStream, open_stream
 
 SEVEN = Incarnation(7)

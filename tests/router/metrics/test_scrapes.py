@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from twinpool.router.metrics import scrapes
-from twinpool.router.metrics.scrapes import Scrapes
+from twinpool.router.metrics import prometheus_metrics
+from twinpool.router.metrics.prometheus_metrics import Scrapes
 
 pytestmark = pytest.mark.asyncio
 OPENMETRICS = "application/openmetrics-text"
@@ -52,7 +52,7 @@ async def test_each_form_is_made_for_those_who_asked_for_it() -> None:
 
 
 async def test_other_work_has_its_turn_between_families(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scrapes, "PIECE_S", 0.0)
+    monkeypatch.setattr(prometheus_metrics, "PIECE_S", 0.0)
     source, turns = Source(families=100), 0
     task = asyncio.ensure_future(Scrapes(source.collect).answer(""))
     while not task.done():
@@ -62,13 +62,13 @@ async def test_other_work_has_its_turn_between_families(monkeypatch: pytest.Monk
 
 
 async def test_it_is_written_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    here, wrote, expose = threading.get_ident(), [], scrapes.expose
+    here, wrote, expose = threading.get_ident(), [], prometheus_metrics.expose
 
-    def watched(families: scrapes.Collected, *, opened: bool) -> tuple[bytes, str]:
+    def watched(families: prometheus_metrics.Collected, *, opened: bool) -> tuple[bytes, str]:
         wrote.append(threading.get_ident())
         return expose(families, opened=opened)
 
-    monkeypatch.setattr(scrapes, "expose", watched)
+    monkeypatch.setattr(prometheus_metrics, "expose", watched)
     await Scrapes(Source().collect).answer("")
     assert wrote
     assert here not in wrote

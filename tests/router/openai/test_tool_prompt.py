@@ -17,8 +17,7 @@ from tests.router.http_server import DEMO, demo_spec
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
 from twinpool.engine.runner.sampling.logits_processors import TokenMask
-from twinpool.engine.structured_output.grammar_engine import GrammarError
-from twinpool.engine.structured_output.llguidance_engine import LLGuidanceEngine
+from twinpool.engine.structured_output.grammar_engine import GrammarError, LLGuidanceEngine
 from twinpool.router.openai.chat_format import ChatFormat
 from twinpool.router.openai.tools import read_tools
 from twinpool.router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, joined

@@ -16,8 +16,7 @@ from tests.router.parsers.test_parsers import told
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.ids import RequestId
 from twinpool.contracts.messages.worker_events import Done
-from twinpool.engine.structured_output.grammar_engine import GrammarError
-from twinpool.engine.structured_output.llguidance_engine import LLGuidanceEngine
+from twinpool.engine.structured_output.grammar_engine import GrammarError, LLGuidanceEngine
 from twinpool.router.openai.choice_output import ChoiceOutput
 from twinpool.router.parsers.answer_parts import ReasoningPart, joined
 from twinpool.router.state.routed_request import RoutedRequest

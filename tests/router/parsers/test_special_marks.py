@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from tests.router.parsers.test_harmony import byte_tokenizer
 from tests.router.parsers.test_parsers import parse, parser_of, told, written
-from twinpool.engine.structured_output.llguidance_engine import with_marks_apart
+from twinpool.engine.structured_output.grammar_engine import with_marks_apart
 from twinpool.router.openai.client_grammar import with_special_marks
 from twinpool.router.parsers.answer_parts import joined
 from twinpool.router.parsers.tool_formats import FORMATS

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.wire.instances import full
-from twinpool.cluster.controller.record_board import ASK_S, MAX_ASKS, RecordBoard, TooManyAsks
+from twinpool.cluster.controller.dashboard_feed import ASK_S, MAX_ASKS, RecordBoard, TooManyAsks
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.messages.request_record import FoundRecords, RecordRing, RequestRecord
 from twinpool.router.links.controller_port import REPORT_S
@@ -218,7 +218,7 @@ async def test_the_controller_asks_routers_for_what_it_lacks_and_waits_for_all_o
     found = await finding
     assert (found.records, found.asked, found.answered) == ([other], 2, 2)
     assert ASK_S > 0
-    monkeypatch.setattr("twinpool.cluster.controller.record_board.ASK_S", 0.0)
+    monkeypatch.setattr("twinpool.cluster.controller.dashboard_feed.ASK_S", 0.0)
     silent = await board.find("nobody", ask)
     assert (silent.records, silent.asked, silent.answered) == ([], 2, 0)
     assert (await board.find("none watch", lambda number, request_id: 0)).asked == 0

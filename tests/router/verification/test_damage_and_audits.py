@@ -19,7 +19,7 @@ from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, 
 from twinpool.contracts.messages.worker_events import Audited, AuditEnd, Event
 from twinpool.contracts.messages.worker_status import DamageTotals, WorkerStatus
 from twinpool.contracts.sampling_params import SamplingParams, TokenDifference
-from twinpool.contracts.wire.stream_codec import FrameWriter, decode_commands, decode_events, encode_events
+from twinpool.contracts.wire.message_codec import FrameWriter, decode_commands, decode_events, encode_events
 from twinpool.router.verification.audits import PREFIX
 
 

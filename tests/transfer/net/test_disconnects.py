@@ -24,7 +24,7 @@ from twinpool.contracts.messages.rank_orders import LinkLost
 from twinpool.contracts.messages.router_commands import PeerRef
 from twinpool.transfer.net import process_watch
 from twinpool.transfer.net import zmq_sockets as cuts
-from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
+from twinpool.transfer.rooms.room_states import ExpectedPrompt, HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["all"]
 PLANES = ["shm", "zmq", "nixl", "staged"]

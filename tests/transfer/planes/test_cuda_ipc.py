@@ -19,7 +19,7 @@ from twinpool.contracts.errors import ConfigError, LayoutMismatch
 from twinpool.transfer.planes import make_plane
 from twinpool.transfer.planes.direct import cuda_ipc, direct_link, shm_plane
 from twinpool.transfer.planes.direct.cuda_ipc import HANDLE_BYTES, CudaIpc, MappedRegion, handle_of
-from twinpool.transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
+from twinpool.transfer.rooms.room_states import HandoverFailed, PromptArrived
 
 
 class Shared:

@@ -23,7 +23,7 @@ from twinpool.transfer.planes.data_plane import SLOT_BYTES, PageNumbers, PageWri
 from twinpool.transfer.planes.nixl import nixl_agent, nixl_link, nixl_plane
 from twinpool.transfer.planes.nixl.nixl_plane import NixlPlane
 from twinpool.transfer.planes.one_sided import page_runs
-from twinpool.transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
+from twinpool.transfer.rooms.room_states import HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["all"]
 TARGET = RoomTarget(RoomId("room-1"), {"full": PageNumbers(2, (5, 7, 6)), "state": PageNumbers(4, (3,))}, 1, 77)

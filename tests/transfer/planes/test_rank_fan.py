@@ -19,11 +19,10 @@ from twinpool.cache.memory.head_slices import common, cuts
 from twinpool.contracts.errors import ErrorKind, LayoutMismatch
 from twinpool.contracts.ids import RoomId
 from twinpool.contracts.messages.rank_orders import PostWrite
-from twinpool.transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite
-from twinpool.transfer.planes.launched_write import launch_write
+from twinpool.transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite, launch_write
 from twinpool.transfer.planes.notice_inbox import OrderedNotices
 from twinpool.transfer.planes.rank_fan import AllWrites, RankFan, fan
-from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
+from twinpool.transfer.rooms.room_states import ExpectedPrompt, HandoverFailed, PromptArrived
 
 SETS = headed_sets()
 QUICK = [

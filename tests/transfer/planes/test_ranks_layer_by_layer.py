@@ -16,7 +16,7 @@ from twinpool.cache.device.device_port import Completion, DeviceStream, LayerMar
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.cache.pool.tp_ranks import TPDevice
 from twinpool.contracts.messages.rank_orders import LayerCount, MarkStep
-from twinpool.transfer.rooms.room_outcomes import HandoverFailed, LayeredPages, PromptArrived
+from twinpool.transfer.rooms.room_states import HandoverFailed, LayeredPages, PromptArrived
 
 SPEC = headed_sets()["full+state"]
 LAYERS = {pool.name: pool.layers for pool in SPEC.pools}

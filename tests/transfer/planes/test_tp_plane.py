@@ -21,8 +21,7 @@ from twinpool.contracts.messages.rank_orders import (
     SeverLink,
     SeverPeer,
 )
-from twinpool.transfer.planes.data_plane import PageNumbers, PageWrite, RoomTarget, SentCounts, SlotWrite
-from twinpool.transfer.planes.launched_write import LaunchedWrite
+from twinpool.transfer.planes.data_plane import LaunchedWrite, PageNumbers, PageWrite, RoomTarget, SentCounts, SlotWrite
 from twinpool.transfer.planes.tp_plane import TPDataPlane
 
 ROOM = RoomId("room-1")

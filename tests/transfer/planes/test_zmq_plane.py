@@ -30,13 +30,12 @@ from twinpool.contracts.config.worker_config import TransferConfig
 from twinpool.contracts.ids import RoomId
 from twinpool.transfer.net.sealed_stream import HELLO_BYTES, SALT_BYTES, SealedStream, connection_key, draw_secret
 from twinpool.transfer.net.zmq_sockets import CurveKeys
-from twinpool.transfer.planes.data_plane import PageNumbers, PageWrite, RoomTarget, SentCounts
-from twinpool.transfer.planes.launched_write import PostedWrite
+from twinpool.transfer.planes.data_plane import PageNumbers, PageWrite, PostedWrite, RoomTarget, SentCounts
 from twinpool.transfer.planes.tcp import data_listener
 from twinpool.transfer.planes.tcp import zmq_link as data_connection
 from twinpool.transfer.planes.tcp.zmq_link import DataConnection, DataDoor, OutgoingWrite
 from twinpool.transfer.planes.tcp.zmq_plane import ZmqPlane
-from twinpool.transfer.rooms.room_outcomes import HandoverFailed
+from twinpool.transfer.rooms.room_states import HandoverFailed
 
 SPEC = pool_sets()["all"]
 WIDE = PoolSetSpec(16, (PoolSpec("full", (BufferSpec("k", 2, (4, 64), torch.float32),)),))

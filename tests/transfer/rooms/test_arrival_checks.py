@@ -14,7 +14,7 @@ from tests.support.room_ends import Ends, Prompt, ends
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.memory.page_digest import ContentTag
 from twinpool.contracts.errors import ErrorKind
-from twinpool.transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
+from twinpool.transfer.rooms.room_states import HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["all"]
 

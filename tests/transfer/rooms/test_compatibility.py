@@ -11,7 +11,7 @@ from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.messages.fingerprint import PROTOCOL, Fingerprint, mismatch, numerics_class
 from twinpool.transfer.rooms import room_messages as m
 from twinpool.transfer.rooms.peers import fingerprint
-from twinpool.transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
+from twinpool.transfer.rooms.room_states import HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["full"]
 MINE = fingerprint("a model", SPEC, numerics_class("invariant", "avx2"))

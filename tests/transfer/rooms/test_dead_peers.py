@@ -15,7 +15,7 @@ from twinpool.cache.device.device_port import DONE
 from twinpool.contracts.ids import Incarnation, WorkerName
 from twinpool.contracts.messages.router_commands import PeerRef
 from twinpool.transfer.net import process_watch as process
-from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed
+from twinpool.transfer.rooms.room_states import ExpectedPrompt, HandoverFailed
 
 SPEC = pool_sets()["all"]
 

@@ -10,7 +10,7 @@ from twinpool.contracts.errors import WireError
 from twinpool.contracts.ids import Incarnation, RoomId, WorkerName
 from twinpool.contracts.messages.router_commands import PeerRef
 from twinpool.transfer.rooms.room_messages import GrantedPages, PageGrant
-from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, PromptArrived
+from twinpool.transfer.rooms.room_states import ExpectedPrompt, PromptArrived
 from twinpool.transfer.rooms.sender import sender_peers as early_grants
 from twinpool.transfer.rooms.sender.sender_peers import EarlyGrants
 

@@ -19,7 +19,7 @@ from twinpool.sim.fabric.sim_plane import SimPlane
 from twinpool.sim.fabric.virtual_time import SimProcess
 from twinpool.transfer.net import process_watch
 from twinpool.transfer.rooms.peers import EndedWorkers
-from twinpool.transfer.rooms.room_outcomes import HandoverFailed
+from twinpool.transfer.rooms.room_states import HandoverFailed
 
 SPEC = pool_sets()["all"]
 HERE, ELSEWHERE = ("node-0", "node-0"), ("node-1", "node-0")

@@ -18,7 +18,7 @@ from twinpool.cache.pool.page_allocator import Lease
 from twinpool.contracts.errors import ErrorKind, PeerDead, WireError
 from twinpool.contracts.ids import Incarnation, RoomId, WorkerName
 from twinpool.contracts.messages.router_commands import PeerRef
-from twinpool.transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
+from twinpool.transfer.rooms.room_states import HandoverFailed, PromptArrived
 from twinpool.transfer.rooms.sender import write_queue
 
 SPEC = pool_sets()["full"]

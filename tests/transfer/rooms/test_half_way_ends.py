@@ -17,7 +17,7 @@ from twinpool.sim.fabric.plane_faults import StoreFault
 from twinpool.transfer.rooms import room_messages as m
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
 from twinpool.transfer.rooms.receiver.receiver_peers import PeerUnreachable
-from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
+from twinpool.transfer.rooms.room_states import ExpectedPrompt, HandoverFailed, PromptArrived
 from twinpool.transfer.rooms.sender.sender_peers import SenderPeer
 
 SPEC = pool_sets()["all"]

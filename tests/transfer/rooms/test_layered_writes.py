@@ -14,7 +14,7 @@ from twinpool.cache.device.device_port import LayerCounts, LayerMarks, layer_gro
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.contracts.errors import ErrorKind
 from twinpool.transfer.planes.data_plane import PageNumbers
-from twinpool.transfer.rooms.room_outcomes import HandoverFailed, LayeredPages, PromptArrived
+from twinpool.transfer.rooms.room_states import HandoverFailed, LayeredPages, PromptArrived
 
 SPEC = pool_sets()["all"]
 MADE: list[LayerMarks] = []

@@ -15,7 +15,7 @@ from twinpool.contracts.ids import Incarnation, WorkerName
 from twinpool.contracts.messages.router_commands import PeerRef
 from twinpool.transfer.rooms import room_messages as m
 from twinpool.transfer.rooms.receiver.receiver_peers import MessageRefused
-from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
+from twinpool.transfer.rooms.room_states import ExpectedPrompt, HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["all"]
 

@@ -18,7 +18,7 @@ from twinpool.cache.pool.page_allocator import Lease
 from twinpool.sim.fabric.plane_faults import StoreFault, StoreFaults
 from twinpool.sim.fabric.sim_plane import SimPlane
 from twinpool.sim.fabric.virtual_time import SimProcess
-from twinpool.transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
+from twinpool.transfer.rooms.room_states import HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["all"]
 HERE, ELSEWHERE = ("node-0", "node-0"), ("node-1", "node-0")

@@ -30,7 +30,7 @@ from twinpool.transfer.net import process_watch as process
 from twinpool.transfer.net.process_watch import PidfdGroupWatch, PidfdWatch, namespace, readable, start_ticks
 from twinpool.transfer.net.zmq_channel import Waiter, ZmqControlTransport
 from twinpool.transfer.rooms import room_messages as m
-from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
+from twinpool.transfer.rooms.room_states import ExpectedPrompt, HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["all"]
 ROOT = Path(__file__).parents[3]

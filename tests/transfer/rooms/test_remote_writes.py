@@ -10,7 +10,7 @@ from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.device_port import DEVICE, DeviceOp, DeviceStream, PageSpanUse, spans
 from twinpool.cache.pool.page_allocator import Lease
 from twinpool.contracts.errors import UnorderedAccess
-from twinpool.transfer.rooms.room_outcomes import PromptArrived
+from twinpool.transfer.rooms.room_states import PromptArrived
 
 SPEC = pool_sets()["all"]
 

@@ -22,8 +22,7 @@ from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.errors import ConfigError, LayoutMismatch, WireError
 from twinpool.contracts.ids import RoomId
 from twinpool.transfer.net.fault_injection import WriteFaults
-from twinpool.transfer.planes.data_plane import SLOT_BYTES, PageWrite, RoomTarget, SentCounts, SlotWrite
-from twinpool.transfer.planes.launched_write import PostedWrite
+from twinpool.transfer.planes.data_plane import SLOT_BYTES, PageWrite, PostedWrite, RoomTarget, SentCounts, SlotWrite
 from twinpool.transfer.planes.nixl.nixl_agent import HOST_MEMORY, MemoryKind, NixlAgent, byte_runs, kind_of, own_device
 from twinpool.transfer.planes.one_sided import IntArray, NoticeLine, packed_pages, packs, page_runs
 

@@ -44,8 +44,7 @@ from twinpool.transfer.net.sealed_stream import (
     writer_hello,
 )
 from twinpool.transfer.net.zmq_sockets import DisconnectWatch
-from twinpool.transfer.planes.data_plane import PageWrite, RoomTarget, SentCounts, SlotWrite
-from twinpool.transfer.planes.launched_write import PostedWrite
+from twinpool.transfer.planes.data_plane import PageWrite, PostedWrite, RoomTarget, SentCounts, SlotWrite
 from twinpool.transfer.planes.tcp.bounce_buffers import Staging, StreamPart
 from twinpool.transfer.planes.tcp.page_stream import PoolStream, bytes_of
 

@@ -25,8 +25,7 @@ from twinpool.transfer.rooms.receiver import receiver_peers as events
 from twinpool.transfer.rooms.receiver.receiver_peers import ReceiverPeers
 from twinpool.transfer.rooms.receiver.receiver_room import ArrivalCheck
 from twinpool.transfer.rooms.receiver.receiver_rooms import ReceiverOutcome, ReceiverRooms
-from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt
-from twinpool.transfer.rooms.room_states import ReceiverEvent, ReceiverState, RoomProgress
+from twinpool.transfer.rooms.room_states import ExpectedPrompt, ReceiverEvent, ReceiverState, RoomProgress
 
 log = logging.getLogger("twinpool.transfer")
 _LOOK_AGAIN_S = 0.002

@@ -34,8 +34,7 @@ from twinpool.transfer.planes.data_plane import PageNumbers
 from twinpool.transfer.rooms import room_messages as m
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata, copy_out
 from twinpool.transfer.rooms.receiver.receiver_peers import ReceiverPeer
-from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt
-from twinpool.transfer.rooms.room_states import ReceiverState, RoomProgress
+from twinpool.transfer.rooms.room_states import ExpectedPrompt, ReceiverState, RoomProgress
 
 
 @dataclass(eq=False)

@@ -31,8 +31,16 @@ from twinpool.transfer.rooms.receiver.receiver_peers import (
     ReceiverPeers,
 )
 from twinpool.transfer.rooms.receiver.receiver_room import ArrivalCheck, Damage, Hole, PageCheck, ReceiverRoom
-from twinpool.transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptAnswered, PromptArrived
-from twinpool.transfer.rooms.room_states import RECEIVER, ReceiverEvent, ReceiverState, RoomTable
+from twinpool.transfer.rooms.room_states import (
+    RECEIVER,
+    ExpectedPrompt,
+    HandoverFailed,
+    PromptAnswered,
+    PromptArrived,
+    ReceiverEvent,
+    ReceiverState,
+    RoomTable,
+)
 
 log = logging.getLogger("twinpool.transfer")
 _WAITING = 4096

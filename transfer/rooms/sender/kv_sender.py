@@ -22,8 +22,7 @@ from twinpool.transfer.planes.data_plane import PageNumbers, PageWrite, SlotWrit
 from twinpool.transfer.rooms import room_messages as m
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata, pack
 from twinpool.transfer.rooms.peers import RoomEnd
-from twinpool.transfer.rooms.room_outcomes import LayeredPages, SendablePages
-from twinpool.transfer.rooms.room_states import SenderEvent, SenderState
+from twinpool.transfer.rooms.room_states import LayeredPages, SendablePages, SenderEvent, SenderState
 from twinpool.transfer.rooms.sender.sender_peers import (
     MessageHeard,
     PeerLost,

@@ -17,8 +17,15 @@ from twinpool.contracts.ids import RoomId, WorkerName, request_in
 from twinpool.contracts.messages.router_commands import PeerRef
 from twinpool.transfer.planes.data_plane import PageNumbers, RoomTarget
 from twinpool.transfer.rooms import room_messages as m
-from twinpool.transfer.rooms.room_outcomes import RoomGranted, RoomReleased
-from twinpool.transfer.rooms.room_states import SENDER, RoomProgress, RoomTable, SenderEvent, SenderState
+from twinpool.transfer.rooms.room_states import (
+    SENDER,
+    RoomGranted,
+    RoomProgress,
+    RoomReleased,
+    RoomTable,
+    SenderEvent,
+    SenderState,
+)
 from twinpool.transfer.rooms.sender.sender_peers import (
     PeerLost,
     ReaderMessage,

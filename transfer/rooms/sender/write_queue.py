@@ -23,8 +23,7 @@ from twinpool.cache.pool.page_allocator import Pin
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.ids import RoomId, WorkerName
-from twinpool.transfer.planes.data_plane import PageWrite, SlotWrite, WriteLink
-from twinpool.transfer.planes.launched_write import LaunchedWrite, lanes_of, launch_write
+from twinpool.transfer.planes.data_plane import LaunchedWrite, PageWrite, SlotWrite, WriteLink, lanes_of, launch_write
 from twinpool.transfer.rooms import room_messages as m
 
 _QUEUED = 4096
