@@ -27,7 +27,7 @@ from twinpool.cluster.controller.open_ledger import PASSWORD_VARIABLE
 from twinpool.cluster.controller.supervisor import ControllerAway, ControllerClient, Supervisor
 from twinpool.cluster.processes.process_ids import start_time
 from twinpool.cluster.processes.run_folder import START_REPORT, RunFiles, RunFolder, last_words
-from twinpool.cluster.ray_nodes.node_drains import NodeDrains, draining_ray_nodes
+from twinpool.cluster.ray_nodes.ray_facts import NodeDrains, draining_ray_nodes
 from twinpool.cluster.serve.changed_settings import SettingsChanger, digest_of
 from twinpool.cluster.serve.cluster_services import ClusterServices, with_kv_events
 from twinpool.cluster.serve.detached_state import DetachedState

@@ -35,7 +35,7 @@ from twinpool.router.openai.request_fields import (
 )
 from twinpool.router.text.chat_template import PicturePart, TextParts
 
-_OF_CHATS = ("n", "stream_options", "logprobs", "top_logprobs", "return_token_ids")
+_OF_CHATS = ("n", "stream_options", "logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids")
 """Fields whose answers have no place in the shape of this API."""
 REFUSED = {
     "mcp_servers": "tools of the server's are not supported",

@@ -177,8 +177,9 @@ TEXT_KINDS = {
     "/v1/responses": FrameKind.RESPONSES,
     "/v1/messages": FrameKind.MESSAGES,
     "/v1/embeddings": FrameKind.EMBEDDINGS,
+    "/inference/v1/generate": FrameKind.GENERATE,
 }
-"""The endpoints that generate text or embed it, by path: of each request that is refused it is kept why."""
+"""The endpoints that generate text or tokens, or embed, by path: of each request that is refused it is kept why."""
 COUNT_KINDS = {
     "/tokenize": FrameKind.TOKENIZE,
     "/detokenize": FrameKind.DETOKENIZE,

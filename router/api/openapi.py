@@ -30,6 +30,7 @@ from twinpool.router.openai.request_fields import (
     or_null,
 )
 from twinpool.router.openai.request_headers import KEY_HEADER, MAX_KEY_CHARS, SEEN_HEADER, SESSION_HEADER, SLO_HEADER
+from twinpool.router.openai.token_answers import GENERATE
 from twinpool.router.openai_responses import responses_request
 
 _NUMBER: Schema = {"type": "number"}
@@ -54,6 +55,12 @@ _USAGE = _object(
 _IDS: Schema = {"token_ids": TOKENS, "prompt_token_ids": TOKENS}
 _LOGPROB = _object(token=TEXT, logprob=_NUMBER, bytes=array_of(INTEGER))
 _CHAT_LOGPROBS = _object(content=array_of(_object(token=TEXT, logprob=_NUMBER, top_logprobs=array_of(_LOGPROB))))
+_RANKED = _object(logprob=_NUMBER, rank=or_null(INTEGER), decoded_token=or_null(TEXT))
+_PROMPT_LOGPROBS: Schema = {
+    "prompt_logprobs": or_null(array_of(or_null({"type": "object", "additionalProperties": _RANKED})))
+}
+_ID_LOGPROB = _object(token=TEXT, logprob=_NUMBER, bytes={"type": "null"})
+_ID_LOGPROBS = array_of(_object(token=TEXT, logprob=_NUMBER, top_logprobs=array_of(_ID_LOGPROB)))
 _TEXT_LOGPROBS = _object(
     tokens=array_of(TEXT),
     token_logprobs=array_of(or_null(_NUMBER)),
@@ -106,7 +113,9 @@ _ENDS = ["stop", "length"]
 
 def _completion(kind: str, optional: Schema, ends: list[str], **said: Schema) -> Schema:
     """The schema of an answer of OpenAI's; each choice has what is `said`, and one of `ends` for its end."""
-    choice = _object(_IDS, index=INTEGER, **said, finish_reason={"enum": ends}, stop_reason=_STOP_REASON)
+    choice = _object(
+        _IDS | _PROMPT_LOGPROBS, index=INTEGER, **said, finish_reason={"enum": ends}, stop_reason=_STOP_REASON
+    )
     return _object(
         {"twinpool": _TIMELINE, **optional},
         id=TEXT,
@@ -124,7 +133,7 @@ SCHEMAS: dict[str, Schema] = {
     "Completion": _completion("text_completion", {}, _ENDS, text=TEXT, logprobs=or_null(_TEXT_LOGPROBS)),
     "ChatCompletion": _completion(
         "chat.completion",
-        {"prompt_token_ids": TOKENS},
+        {"prompt_token_ids": TOKENS, **_PROMPT_LOGPROBS},
         [*_ENDS, "tool_calls"],
         message=_MESSAGE,
         logprobs=or_null(_CHAT_LOGPROBS),
@@ -194,6 +203,23 @@ SCHEMAS: dict[str, Schema] = {
             prompt_tokens=INTEGER, total_tokens=INTEGER, prompt_tokens_details=_object(cached_tokens=INTEGER)
         ),
     ),
+    "Generated": _object(
+        {"twinpool": _TIMELINE},
+        request_id=TEXT,
+        model=TEXT,
+        created=INTEGER,
+        choices=array_of(
+            _object(
+                index=INTEGER,
+                token_ids=TOKENS,
+                logprobs=or_null(_object(content=_ID_LOGPROBS)),
+                finish_reason={"enum": _ENDS},
+                stop_reason=or_null(INTEGER),
+            )
+        ),
+        usage=_USAGE,
+        **_PROMPT_LOGPROBS,
+    ),
     "ResponseTokens": _object(object={"const": "response.input_tokens"}, input_tokens=INTEGER),
     "MessageTokens": _object(input_tokens=INTEGER),
     "Tokens": _object({"token_strs": array_of(TEXT)}, count=INTEGER, max_model_len=INTEGER, tokens=TOKENS),
@@ -229,7 +255,15 @@ def _body(fields: Mapping[str, RequestField], *required: str) -> Schema:
     return object_of(" ".join(required), **properties) | _IGNORED_TOO
 
 
-_OTHERS = ["max_tokens", "max_completion_tokens", "n", "logprobs", "top_logprobs", "return_token_ids"]
+_OTHERS = [
+    "max_tokens",
+    "max_completion_tokens",
+    "n",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "return_token_ids",
+]
 _PLAIN = {name: field for name, field in PLAIN_OF_CHATS.items() if name not in _OTHERS}
 _SHAPED = {name: f for name, f in OF_TEXT.items() if name not in ("stream_options", "response_format", "model")}
 """With `_PLAIN`, the fields of chats that the other two APIs take as well."""
@@ -245,6 +279,7 @@ BODIES: dict[str, Schema] = {
     "/v1/responses": _body({**_PLAIN, **_LENGTH, **_RESPONSES}, "input"),
     "/v1/responses/input_tokens": _body({**_PLAIN, **_RESPONSES}, "input"),
     "/v1/embeddings": _body(EMBEDDINGS, "input"),
+    "/inference/v1/generate": _body(GENERATE, "token_ids"),
     "/tokenize": _body(TOKENIZE),
     "/detokenize": _body(DETOKENIZE, "tokens"),
     "/cluster/apply": OBJECT,
@@ -345,6 +380,7 @@ _ENDPOINTS = {
     "/v1/messages/count_tokens": _reads("Count the tokens of a body of /v1/messages", "MessageTokens", COUNTING),
     "/v1/responses/input_tokens": _reads("Count the tokens of a body of /v1/responses", "ResponseTokens", COUNTING),
     "/v1/embeddings": _reads("Embed texts", "Embeddings", EMBEDDING),
+    "/inference/v1/generate": _reads("Token ids to token ids", "Generated"),
     "/tokenize": _reads("Text or chat to token ids", "Tokens", COUNTING),
     "/detokenize": _reads("Token ids to text", "Text", COUNTING),
     "/v1/models": _Endpoint("The served model, under each of its names", "Models", LISTING),

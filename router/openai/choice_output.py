@@ -28,7 +28,7 @@ from twinpool.router.parsers.answer_parts import (
     made_whole,
 )
 from twinpool.router.state.routed_request import RoutedRequest
-from twinpool.router.text.detokenizer import StopMatcher
+from twinpool.router.text.detokenizer import Detokenizer, NoText, StopMatcher
 from twinpool.router.text.tokenizer import ModelTokenizer
 
 
@@ -121,11 +121,11 @@ class ChoiceOutput:
         self._mark_tokens = MarkTokens(self._mark_of.values())
         if self._parser is not None:
             self.parts = []
-        self._detokenizer = model_tokenizer.detokenizer(
-            request.prompt,
-            skip_special=generate_request.skip_special_tokens,
-            shown=marks,
-        )
+        self._detokenizer: Detokenizer = NoText()
+        if generate_request.shape != "tokens":
+            self._detokenizer = model_tokenizer.detokenizer(
+                request.prompt, skip_special=generate_request.skip_special_tokens, shown=marks
+            )
         self._matcher = StopMatcher(generate_request.stops, include=generate_request.include_stop)
         asks_for_calls = looked_for is not None and looked_for.tool_format
         self._asks_for_json = not asks_for_calls and '"json_schema"' in request.sampling.grammar

@@ -36,9 +36,9 @@ from twinpool.router.text.chat_template import PicturePart, TextParts
 
 Prompt = str | tuple[int, ...]
 ChatMessages = tuple[dict[str, Any], ...]
-AnswerShape = Literal["openai", "anthropic", "responses"]
-"""Whose answers an answer looks like: those of OpenAI's completions and chats, of Anthropic's Messages API, or of
-OpenAI's Responses API."""
+AnswerShape = Literal["openai", "anthropic", "responses", "tokens"]
+"""Whose answers an answer looks like: those of OpenAI's completions and chats, of Anthropic's Messages API, of OpenAI's
+Responses API, or those without text (`router.openai.token_answers`)."""
 
 
 Adapters = Mapping[str, AdapterRef]
@@ -108,6 +108,9 @@ class GenerateRequest:
     include_stop: bool = False
     max_tokens: int | None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    """How many of the likeliest tokens stand beside each of the prompt's, where log-probabilities are asked for by this
+    name; None: they aren't."""
     sampling: SamplingParams
     """The sampling parameters of all choices; `max_tokens` and `choice` are set for each choice at admission."""
     seeded: bool
@@ -137,7 +140,9 @@ class GenerateRequest:
     @property
     def prompt_field(self) -> str:
         """The field that has the prompt, for errors."""
-        return "messages" if self.chat else "prompt" if self.embedding is None else self.embedding.field
+        if self.embedding is not None:
+            return self.embedding.field
+        return "messages" if self.chat else "token_ids" if self.shape == "tokens" else "prompt"
 
 
 def read_completion(body: Mapping[str, Any], spec: ModelSpec, adapters: Adapters = NO_ADAPTERS) -> GenerateRequest:
@@ -148,7 +153,7 @@ def read_completion(body: Mapping[str, Any], spec: ModelSpec, adapters: Adapters
     adapter = check_model(body, spec, adapters)
     values, ignored = read_fields(body, COMPLETION)
     prompts = read_prompts(body.get("prompt"), spec, "prompt")
-    common = _read_common(body, values, spec, COMPLETION, ignored, values.get("logprobs"), adapter)
+    common = read_common(body, values, spec, COMPLETION, ignored, values.get("logprobs"), adapter)
     return GenerateRequest(chat=False, prompts=prompts, **common)
 
 
@@ -163,7 +168,7 @@ def read_chat(body: Mapping[str, Any], spec: ModelSpec, adapters: Adapters = NO_
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     logprobs = values.get("top_logprobs", 0) if values.get("logprobs") else None
     messages, template_args, tool_use = read_messages(body.get("messages")), _template_args(body), read_tools(body)
-    common = _read_common(body, values, spec, CHAT, ignored, logprobs, adapter)
+    common = read_common(body, values, spec, CHAT, ignored, logprobs, adapter)
     return GenerateRequest(
         chat=True,
         messages=messages,
@@ -194,7 +199,7 @@ def check_model(body: Mapping[str, Any], spec: ModelSpec, adapters: Adapters = N
     raise UnknownModel(message, param="model")
 
 
-def _read_common(
+def read_common(
     body: Mapping[str, Any],
     values: Mapping[str, Any],
     spec: ModelSpec,
@@ -203,7 +208,7 @@ def _read_common(
     logprobs: int | None,
     adapter: AdapterRef | None,
 ) -> dict[str, Any]:
-    """Return the fields of a `GenerateRequest` that chats and completions share."""
+    """Return the fields of a `GenerateRequest` that chats, completions and token ids share."""
     options = _read_stream_options(body.get("stream_options"), values["stream"])
     max_tokens, min_tokens = values.get("max_completion_tokens", values.get("max_tokens")), values["min_tokens"]
     if max_tokens is not None and min_tokens > max_tokens:
@@ -273,8 +278,17 @@ def _read_sampling(
         min_tokens=values["min_tokens"],
         stop_token_ids=tuple(dict.fromkeys((*stop_ids, *ends))),
         logprobs=logprobs,
-        prompt_logprobs=logprobs if values.get("echo") else None,
+        prompt_logprobs=_scored(values, logprobs),
     )
+
+
+def _scored(values: Mapping[str, Any], logprobs: int | None) -> int | None:
+    """How many of the likeliest tokens are listed at each position of a prompt; None: its tokens get no
+    log-probabilities."""
+    asked = [values.get("prompt_logprobs"), logprobs if values.get("echo") else None]
+    if asked[0] is not None and values["stream"]:
+        raise RequestError("prompt_logprobs come with a whole answer: leave stream out", param="prompt_logprobs")
+    return max((one for one in asked if one is not None), default=None)
 
 
 _PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0.0, "min_p": 0.0, "repetition_penalty": 1.0}

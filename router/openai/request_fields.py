@@ -211,10 +211,14 @@ _OF_PROMPTS: dict[str, RequestField] = {
     "tools": shaped(array_of(_TOOL, maxItems=MAX_TOOLS)),
 }
 
+_PROMPT_LOGPROBS = _integer(
+    "Log-probabilities of the prompt's tokens and of this many best ones; without stream.", 0, 20
+)
 COMPLETION: dict[str, RequestField] = {
     **SAMPLING,
     "echo": _flag("The prompt comes before the answer."),
     "logprobs": _integer("Log-probabilities of the tokens and of this many best ones.", 0, 20),
+    "prompt_logprobs": _PROMPT_LOGPROBS,
     **OF_TEXT,
     "prompt": shaped({"oneOf": [TEXT, TOKENS, array_of({"oneOf": [TEXT, TOKENS]}, minItems=1)]}),
 }
@@ -230,6 +234,7 @@ PLAIN_OF_CHATS: dict[str, RequestField] = {
 }
 CHAT: dict[str, RequestField] = {
     **PLAIN_OF_CHATS,
+    "prompt_logprobs": _PROMPT_LOGPROBS,
     **OF_TEXT,
     **_OF_PROMPTS,
     "tool_choice": shaped({"oneOf": [CHOICE_WORDS, _NAMED_TOOL, _ALLOWED_TOOLS]}),
@@ -331,11 +336,7 @@ REFUSED: dict[str, FieldRefusal] = {
     **_refuse("logits processors are not supported", "logits_processors", []),
     **_refuse("logits processors are not supported", "custom_logit_processor custom_params vllm_xargs", {}),
     **_refuse("the end of prompts is what is kept", "truncation_side", "left"),
-    **_refuse(
-        "prompt_logprobs is not supported; use /v1/completions with echo and logprobs",
-        "prompt_logprobs logprob_start_len return_prompt_logprobs",
-        False,
-    ),
+    **_refuse("use prompt_logprobs", "logprob_start_len return_prompt_logprobs", False),
     **_refuse(
         "use logprobs",
         "return_logprob top_logprobs_num token_ids_logprob logprob_token_ids return_text_in_logprobs",
@@ -356,7 +357,7 @@ REFUSED: dict[str, FieldRefusal] = {
     ),
     **_refuse(
         "prompts are text or token ids",
-        "prompt_embeds input_embeds image_data audio_data video_data multi_modal_data",
+        "prompt_embeds input_embeds image_data audio_data video_data multi_modal_data features",
         [],
         {},
     ),

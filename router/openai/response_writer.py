@@ -36,6 +36,7 @@ from twinpool.router.openai.parse_request import (
     read_prompts,
 )
 from twinpool.router.openai.request_fields import EMBEDDINGS, MAX_INPUTS, describe, read_fields
+from twinpool.router.openai.token_answers import finite, prompt_logprobs, usage_of
 from twinpool.router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, ReasoningPart
 from twinpool.router.text.detokenizer import Detokenizer
 from twinpool.router.text.tokenizer import ModelTokenizer
@@ -223,6 +224,8 @@ class ResponseWriter:
         if self._request.chat:
             parts += self._prompt_ids(self._choices[0])
         tree: dict[str, Any] = {"usage": self.usage()}
+        if self._request.chat and self._request.prompt_logprobs is not None:
+            tree["prompt_logprobs"] = _of_prompt(self._choices[0], self._request.prompt_logprobs, self._model_tokenizer)
         if twinpool is not None:
             tree["twinpool"] = twinpool
         parts.append(b"," + compact_json(tree)[1:].encode())
@@ -235,6 +238,10 @@ class ResponseWriter:
         shape |= {"logprobs": logprobs, "finish_reason": _finish(c, request), "stop_reason": c.stop}
         if request.return_token_ids:
             shape["token_ids"] = c.tokens
+        if not request.chat and request.prompt_logprobs is not None:
+            shape["prompt_logprobs"] = _of_prompt(
+                self._choices[c.index - c.index % request.n], request.prompt_logprobs, self._model_tokenizer
+            )
         text = "".join(c.text)
         shown = (f'"message":{self._message(c, text)}'.encode(),) if request.chat else self._text(c, text)
         return [*shown, b"," + compact_json(shape)[1:-1].encode(), *self._prompt_ids(c)]
@@ -249,15 +256,7 @@ class ResponseWriter:
 
     def usage(self) -> dict[str, Any]:
         """Return the token counts so far. A prompt counts once, however many choices it has."""
-        firsts = self._choices[:: self._request.n]
-        prompt = sum(len(c.request.prompt) for c in firsts)
-        completion = sum(len(c.tokens) for c in self._choices)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(c.cached_tokens for c in firsts)},
-        }
+        return usage_of(self._choices, self._request.n)
 
     # ------------------------------------------------------------ log-probabilities
 
@@ -278,7 +277,7 @@ class ResponseWriter:
         shape: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, scored in entries:
             shape["tokens"].append(self._name(token))
-            shape["token_logprobs"].append(None if scored is None else _finite(scored.logprob))
+            shape["token_logprobs"].append(None if scored is None else finite(scored.logprob))
             shape["top_logprobs"].append(None if scored is None else self._top(scored))
             shape["text_offset"].append(place.take(token))
         return shape
@@ -301,11 +300,11 @@ class ResponseWriter:
     def _top(self, scored: TokenLogprob) -> dict[str, float]:
         """The best tokens and the one that was drawn, by name. Of two tokens of one name the less likely is named by
         its id."""
-        values = dict((*scored.top, (scored.token, scored.logprob)))
+        values = dict((*scored.top[: self._request.logprobs], (scored.token, scored.logprob)))
         top: dict[str, float] = {}
         for token, value in values.items():
             name = self._name(token)
-            top[name if name not in top else f"token_id:{token}"] = _finite(value)
+            top[name if name not in top else f"token_id:{token}"] = finite(value)
         return top
 
     def _chat_logprob(self, scored: TokenLogprob) -> dict[str, Any]:
@@ -317,7 +316,12 @@ class ResponseWriter:
     def _chat_token(self, token: int, value: float) -> dict[str, Any]:
         raw = self._model_tokenizer.token_bytes(token)
         name = f"token_id:{token}" if self._request.tokens_as_ids else raw.decode("utf-8", "replace")
-        return {"token": name, "logprob": _finite(value), "bytes": list(raw)}
+        return {"token": name, "logprob": finite(value), "bytes": list(raw)}
+
+
+def _of_prompt(first: ChoiceOutput, best: int, tokenizer: ModelTokenizer) -> list[dict[str, Any] | None]:
+    """The log-probabilities of the prompt of its `first` choice, by `prompt_logprobs`."""
+    return prompt_logprobs(first, best, lambda token: tokenizer.token_bytes(token).decode("utf-8", "replace"))
 
 
 class _TextPlace:
@@ -337,11 +341,6 @@ def _finish(choice: ChoiceOutput, request: GenerateRequest) -> str | None:
     """Return why a choice ended, in OpenAI's words: what calls a tool that the request names ends with ``stop``."""
     calls = choice.finish == "stop" and choice.calls and not request.tool_named
     return "tool_calls" if calls else choice.finish
-
-
-def _finite(value: float) -> float:
-    """Return `value`, or -9999 as OpenAI does for an infinite one, which JSON can't write."""
-    return value if math.isfinite(value) else -9999.0
 
 
 # ---------------------------------------------------------------- embeddings

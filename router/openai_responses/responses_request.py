@@ -204,7 +204,7 @@ _PARAMS = {
 }
 """Names of chats' fields, and of those that they come from here."""
 _OF_CHATS = {name: f"use {ours}" for name, ours in _PARAMS.items()} | dict.fromkeys(
-    ("n", "logprobs", "return_token_ids"), "it belongs to /v1/chat/completions"
+    ("n", "logprobs", "prompt_logprobs", "return_token_ids"), "it belongs to /v1/chat/completions"
 )
 
 NESTED = {

@@ -299,6 +299,6 @@ class Admission:
             raise RequestError(
                 f"min_tokens {request.sampling.min_tokens} is more than the {left} left", param="min_tokens"
             )
-        if request.chat:
+        if request.chat or request.shape == "tokens":
             return left
         return min(left, max(self._config.default_max_tokens, request.sampling.min_tokens))

@@ -35,6 +35,7 @@ from twinpool.router.openai.parse_request import GenerateRequest
 from twinpool.router.openai.request_headers import NO_TRACE, TraceContext
 from twinpool.router.openai.response_stream import AnswerWriter, NumberedEvents, ResponseStream
 from twinpool.router.openai.response_writer import EmbeddingWriter, ResponseWriter
+from twinpool.router.openai.token_answers import TokenWriter
 from twinpool.router.openai_responses.responses_writer import ResponsesWriter
 from twinpool.router.service.admission import Admission
 from twinpool.router.service.idempotency_keys import AnswerClaims, KeyedRequest, request_ids
@@ -81,8 +82,9 @@ class OpenedRequest:
             sampling, number = request.sampling, index % request.n
             if (sampling.max_tokens, sampling.choice) != (limit, number):
                 sampling = replace(sampling, max_tokens=limit, choice=number)
-            if len(prompt.tokens) < 2 and sampling.prompt_logprobs is not None:
-                sampling = replace(sampling, prompt_logprobs=None)  # A prompt's first token has no log-probability.
+            if sampling.prompt_logprobs is not None and (len(prompt.tokens) < 2 or (number and not request.echo)):
+                # A prompt's first token has no log-probability; one choice tells those of the others.
+                sampling = replace(sampling, prompt_logprobs=None)
             routed = RoutedRequest(
                 RequestId(f"{self.id}-{index}") if self.keyed is None else request_ids(self.id, nonce, index),
                 prompt.tokens,
@@ -137,6 +139,8 @@ class OpenedRequest:
                 return MessagesWriter(self.id, model)
             case "responses":
                 return ResponsesWriter(self.request, self.id, created, model)
+            case "tokens":
+                return TokenWriter(self.request, self.id, created, model)
             case _:
                 return ResponseWriter(self.request, self.id, created, model, tokenizer)
 

@@ -45,6 +45,7 @@ from twinpool.router.openai.parse_request import (
 )
 from twinpool.router.openai.request_fields import DETOKENIZE, MAX_IGNORED, TOKENIZE, describe, read_fields
 from twinpool.router.openai.response_writer import read_embeddings
+from twinpool.router.openai.token_answers import read_generate
 from twinpool.router.openai.tools import ToolUse, read_tools
 from twinpool.router.openai_responses.responses_request import read_responses, renamed
 from twinpool.router.state.prefix_hashes import PAGE_TOKENS, PrefixHashes, prefix_hashes
@@ -136,6 +137,9 @@ class BodyReader:
     def embeddings(self, raw: bytes, tenant: str = "") -> PreparedRequest:
         return self.prepare(read_embeddings(self._tree(raw), self._spec, self._pooling, self.adapters), tenant)
 
+    def generate(self, raw: bytes, tenant: str = "") -> PreparedRequest:
+        return self.prepare(read_generate(self._tree(raw), self._spec, self.adapters), tenant)
+
     def chat(self, raw: bytes, tenant: str = "") -> PreparedRequest:
         return self.prepare(read_chat(self._tree(raw), self._spec, self.adapters), tenant)
 
@@ -209,7 +213,7 @@ class BodyReader:
                 raise RequestError(told, param=field)
             request = self._with_special_marks(request)
         prepared = PreparedRequest(request, tuple(self._one(request, p, placed) for p in prompts))
-        self._check_scores(prepared)
+        _check_scores(prepared, self._config.max_prompt_logprobs)
         return prepared
 
     @property
@@ -364,22 +368,25 @@ class BodyReader:
             most = max(1, self._spec.context - (request.max_tokens or 1))
         return tokens if most is None else tokens[-most:]
 
-    def _check_scores(self, prepared: PreparedRequest) -> None:
-        """Raise `RequestError` for prompt log-probabilities above `router.max_prompt_logprobs`.
 
-        They take hundreds of bytes for each position and choice, all of it in one answer.
-        """
-        wanted = prepared.request.sampling.prompt_logprobs
-        if wanted is None:
-            return
-        positions = prepared.request.n * sum(len(p.tokens) for p in prepared.prompts)
-        limit = self._config.max_prompt_logprobs
-        if positions * (wanted + 1) > limit:
-            raise RequestError(
-                f"echo with logprobs {wanted} over {positions} positions asks for {positions * (wanted + 1)} "
-                f"log-probabilities; the limit is {limit}: shorten the prompt or lower logprobs",
-                param="logprobs",
-            )
+def _check_scores(prepared: PreparedRequest, limit: int) -> None:
+    """Raise `RequestError` for prompt log-probabilities above `limit`, which is `router.max_prompt_logprobs`.
+
+    They take hundreds of bytes for each position and choice, all of it in one answer.
+    """
+    wanted = prepared.request.sampling.prompt_logprobs
+    if wanted is None:
+        return
+    named = prepared.request.prompt_logprobs is not None
+    times = prepared.request.n if not named or prepared.request.echo else 1
+    positions = times * sum(len(p.tokens) for p in prepared.prompts)
+    if positions * (wanted + 1) > limit:
+        field, asked = ("prompt_logprobs", "") if named else ("logprobs", "echo with ")
+        raise RequestError(
+            f"{asked}{field} {wanted} over {positions} positions asks for {positions * (wanted + 1)} "
+            f"log-probabilities; the limit is {limit}: shorten the prompt or lower {field}",
+            param=field,
+        )
 
 
 def _with_ignored(request: GenerateRequest, ignored: tuple[str, ...]) -> GenerateRequest:

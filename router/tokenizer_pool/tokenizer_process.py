@@ -95,6 +95,7 @@ class FrameKind(IntEnum):
     """The name of who sent the next frame's body; there is none where nobody needs a key."""
     ADAPTERS = 12
     """The adapters that are served from now on, each as its three texts; none before the first such frame."""
+    GENERATE = 13
     PREPARED = 20
     """A `PreparedRequest`."""
     TEXT = 21
@@ -111,6 +112,7 @@ REQUESTS: dict[FrameKind, Callable[[BodyReader, bytes, str], PreparedRequest]] =
     FrameKind.MESSAGES: BodyReader.messages,
     FrameKind.RESPONSES: BodyReader.responses,
     FrameKind.EMBEDDINGS: BodyReader.embeddings,
+    FrameKind.GENERATE: BodyReader.generate,
 }
 """What reads the bodies of endpoints that generate or embed."""
 TEXTS: dict[FrameKind, Callable[[BodyReader, bytes], TextAnswer]] = {

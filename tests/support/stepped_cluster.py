@@ -28,7 +28,7 @@ from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL
 from twinpool.contracts.messages.worker_events import Done, Event, Tokens
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
-from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
 from twinpool.decode.worker import DecodeWorker
 from twinpool.router.core.router_actions import DeliverEmbedding, DeliverTokens, EndRequest, NoteReplay, SendCommand
 from twinpool.router.core.router_core import RouterCore
@@ -44,6 +44,7 @@ class Told:
 
     request: RoutedRequest
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     done: Done | None = None
     replays: list[str] = field(default_factory=list)
     embedding: tuple[float, ...] = ()
@@ -144,9 +145,10 @@ class Company:
                         self.sent.append((worker[0], command))
                         if worker[0] in self.workers and worker == self.key(worker[0]):
                             self.workers[worker[0]].handle(SESSION, command)
-                    case DeliverTokens(rid, tokens, _):
+                    case DeliverTokens(rid, tokens, logprobs):
                         assert self.told[rid].done is None
                         self.told[rid].tokens += tokens
+                        self.told[rid].logprobs += logprobs
                     case DeliverEmbedding(rid, vector):
                         assert not self.told[rid].embedding
                         self.told[rid].embedding = vector

@@ -61,7 +61,7 @@ ROUTERS_OWN = {
     "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "n", "stream", "return_token_ids",
     "add_special_tokens", "user", "echo", "best_of", "logprobs", "top_logprobs", "add_generation_prompt",
     "max_completion_tokens", "timeout", "separate_reasoning", "continue_final_message", "truncate_prompt_tokens",
-    "return_tokens_as_token_ids",
+    "return_tokens_as_token_ids", "prompt_logprobs",
 }  # fmt: skip
 """Options that act in the router, or are worked into another one."""
 BODIES: dict[str, dict[str, Any]] = {
@@ -178,6 +178,10 @@ def test_log_probabilities_are_asked_of_the_workers_as_each_endpoint_has_them(ru
         (completions, {"logprobs": 0}, (0, None)),
         (completions, {"logprobs": 3}, (3, None)),
         (completions, {"logprobs": 3, "echo": True}, (3, 3)),
+        (completions, {"prompt_logprobs": 2}, (None, 2)),
+        (completions, {"logprobs": 3, "echo": True, "prompt_logprobs": 2}, (3, 3)),
+        (completions, {"logprobs": 1, "echo": True, "prompt_logprobs": 2}, (1, 2)),
+        (chat, {"prompt_logprobs": 0}, (None, 0)),
         (chat, {}, (None, None)),
         (chat, {"logprobs": True}, (0, None)),
         (chat, {"logprobs": True, "top_logprobs": 5}, (5, None)),

@@ -23,7 +23,7 @@ from twinpool.cli.operator.pool_commands import OrderedWorker, follow
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import OperatorNote, StartWorker
 from twinpool.cluster.controller.leadership import MemoryLedger
-from twinpool.cluster.ray_nodes.node_drains import NodeDrains
+from twinpool.cluster.ray_nodes.ray_facts import NodeDrains
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.errors import ConfigError

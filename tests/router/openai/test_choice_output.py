@@ -38,6 +38,7 @@ class Asked:
     skip_special_tokens: bool = True
     eos: frozenset[int] = frozenset()
     answer_format: AnswerFormat | None = None
+    shape: str = "openai"
 
 
 def choice_of(model_tokenizer: ModelTokenizer, asked: Asked, grammar: str = "") -> ChoiceOutput:

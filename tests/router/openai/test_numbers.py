@@ -42,6 +42,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "timeout": (0, 10**9),
     "logprobs": (0, 20),
     "top_logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
 }
 ABOVE = {"repetition_penalty", "timeout"}
 """Whose lower bound is excluded."""
@@ -56,8 +57,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses/input_tokens": RESPONSE,
 }
 NOT_THERE = {
-    "/v1/messages": {"n", "top_logprobs", "max_completion_tokens"},
-    "/v1/responses": {"n", "top_logprobs", "max_tokens", "max_completion_tokens"},
+    "/v1/messages": {"n", "top_logprobs", "prompt_logprobs", "max_completion_tokens"},
+    "/v1/responses": {"n", "top_logprobs", "prompt_logprobs", "max_tokens", "max_completion_tokens"},
 }
 """Fields of chats that these endpoints refuse by name, whatever their value."""
 LONG = "9" * 5000

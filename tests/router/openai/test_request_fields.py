@@ -63,7 +63,7 @@ ASKED: list[tuple[str, Any]] = [
     ("functions", [{"name": "f"}]), ("function_call", {"name": "f"}),
     ("stop_regex", "a"), ("lora_path", "x"),
     ("best_of", 2),
-    ("prompt_logprobs", 0), ("truncation_side", "right"), ("use_beam_search", True), ("bad_words", ["x"]),
+    ("truncation_side", "right"), ("use_beam_search", True), ("bad_words", ["x"]),
     ("detokenize", False), ("include_reasoning", False), ("no_stop_trim", True),
     ("modalities", ["text", "audio"]), ("documents", [{"a": 1}]),
     ("kv_transfer_params", {"a": 1}), ("extra_key", "x"), ("mirostat_mode", 2), ("sampling_params", {"n": 2}),

@@ -15,7 +15,7 @@ from twinpool.router.text.tokenizer import ModelTokenizer
 
 RID = RequestId("r")
 ASKED: Any = SimpleNamespace(
-    stops=(), include_stop=False, skip_special_tokens=True, eos=frozenset(), answer_format=None
+    stops=(), include_stop=False, skip_special_tokens=True, eos=frozenset(), answer_format=None, shape="openai"
 )
 
 

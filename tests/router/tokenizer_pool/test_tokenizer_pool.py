@@ -301,6 +301,7 @@ BODIES: dict[FrameKind, dict[str, Any]] = {
     FrameKind.MESSAGES: {"messages": [{"role": "user", "content": "hello " * 40}], "max_tokens": 5},
     FrameKind.RESPONSES: {"input": "hello " * 40},
     FrameKind.EMBEDDINGS: {"input": "hello " * 40},
+    FrameKind.GENERATE: {"token_ids": [5, 6, 7] * 40},
 }
 
 
@@ -377,7 +378,7 @@ def test_everything_that_was_asked_comes_out_of_a_reader(model_tokenizer: ModelT
         for f in dataclasses.fields(want.request)
         if getattr(want.request, f.name) == getattr(plain.request, f.name)
     ]
-    assert set(same) == {"chat", "embedding", "eos", "grammar_field", "repeated", *OF_CHATS}
+    assert set(same) == {"chat", "embedding", "eos", "grammar_field", "repeated", "prompt_logprobs", *OF_CHATS}
     got = prepared_of(prepared_frame(want))
     assert len(want.prompts[2].hashes.raw) > 8
     assert got.prompts == want.prompts
@@ -396,6 +397,16 @@ def test_how_vectors_are_to_be_answered_comes_out_of_a_reader(model_tokenizer: M
     assert dataclasses.replace(got.request, prompts=want.request.prompts) == want.request
     assert got.request.embedding == EmbeddingFormat("input", 3, True)
     assert (got.request.sampling.pooling, got.request.session, got.request.salt) == ("last", "me", "s")
+
+
+def test_a_request_in_token_ids_comes_out_of_a_reader(model_tokenizer: ModelTokenizer) -> None:
+    params = {"max_tokens": 3, "logprobs": 1, "prompt_logprobs": 2, "n": 2, "seed": 5}
+    body = {"token_ids": [5, 6, 7] * 9, "sampling_params": params, "cache_salt": "s", "priority": 3, "user": "me"}
+    want = intake(model_tokenizer).generate(json.dumps(body).encode(), "acme")
+    got = prepared_of(prepared_frame(want))
+    assert dataclasses.replace(got.request, prompts=want.request.prompts) == want.request
+    assert got.prompts == want.prompts
+    assert (got.request.shape, got.request.prompt_logprobs, got.request.salt) == ("tokens", 2, "acme\ns")
 
 
 OF_CHATS = {
