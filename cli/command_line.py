@@ -431,13 +431,14 @@ COMMANDS = command_table(
         flag("target", "folder to write, which must not be there", type=Path, metavar="TARGET"),
         flag(
             "--weights",
-            "bfloat16 (dequantised), float8 (e4m3 in blocks of 128 x 128), int8 or int4 (compressed-tensors)",
-            choices=("bfloat16", "float8", "int8", "int4"),
+            "bfloat16 (dequantised), float8 (e4m3 in blocks of 128 x 128), int8, int4, nvfp4, mxfp4 or mxfp8 "
+            "(compressed-tensors), awq, gptq4 or gptq8",
+            choices=("bfloat16", "float8", "int8", "int4", "nvfp4", "mxfp4", "mxfp8", "awq", "gptq4", "gptq8"),
             required=True,
         ),
         flag(
             "--group-size",
-            "columns that share a scale in int8 and int4 (128); layers that it doesn't divide stay dense",
+            "columns that share a scale in int8, int4, awq and gptq (128); layers that it doesn't divide stay dense",
             type=int,
             choices=(32, 64, 128),
             default=128,

@@ -1,9 +1,13 @@
 """Conversion of a checkpoint's weights: any folder or GGUF file that is served, to a folder of safetensors.
 
-    format      weights of the layers' products                                     layout
-    bfloat16    rounded to bfloat16                                                 a dense checkpoint
-    float8      e4m3 with a float32 scale for each 128 rows and columns             ``fp8``, as DeepSeek-V3
-    int8, int4  whole numbers with a bfloat16 scale for each `group` columns        compressed-tensors, pack-quantized
+    format         weights of the layers' products                                     layout
+    bfloat16       rounded to bfloat16                                                 a dense checkpoint
+    float8         e4m3 with a float32 scale for each 128 rows and columns             ``fp8``, as DeepSeek-V3
+    int8, int4     whole numbers with a bfloat16 scale for each `group` columns        compressed-tensors
+    nvfp4          four-bit floats with an e4m3 scale for each 16 columns              compressed-tensors
+    mxfp4, mxfp8   floats with a power of two for each 32 columns                      compressed-tensors
+    awq            whole numbers with a zero point for each `group` columns            AWQ, `gemm`
+    gptq4, gptq8   whole numbers with a float16 scale for each `group` columns         GPTQ, the first version
 
 A source in blocks is unpacked by its definition (`BlockWeight.unpack`) first. Everything else (embeddings, heads,
 routers, gates) is bfloat16; vectors, such as norms, keep their dtype (of a GGUF file: float32).
@@ -26,7 +30,6 @@ from math import prod
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from twinpool.contracts.checkpoint.gguf.gguf_header import GgufTensor, is_gguf
@@ -45,12 +48,10 @@ from twinpool.engine.tensors.shard import ShardAxis
 from twinpool.engine.tensors.weight_loader import Weights, is_product
 from twinpool.engine.weight_formats.block_formats import PARTS, quantised_layers
 from twinpool.engine.weight_formats.block_weight import dense
+from twinpool.engine.weight_formats.block_writers import LAYOUTS
 
 SHARD_BYTES = 5_000_000_000
 """Bytes of a safetensors file, about."""
-_BLOCK = 128
-_E4M3_MAX = 448.0
-_BITS = {"int8": 8, "int4": 4}
 _WIDTH = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2}
 """Bytes of a number of each dtype, by the format's name; of the others one."""
 _CPU = torch.device("cpu")
@@ -83,7 +84,8 @@ def _nbytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 class Conversion:
-    """The conversion of one checkpoint to one format. `group`: columns that share a scale in int8 and int4."""
+    """The conversion of one checkpoint to one format. `group`: columns that share a scale, where the format leaves it
+    open."""
 
     def __init__(self, spec: ModelSpec, form: str, group: int = 128) -> None:
         """Raises `CheckpointError` for a source whose experts can't be written in that format."""
@@ -154,32 +156,18 @@ class Conversion:
         yield self._weights.tensor(name, *shape, dtype=dtype)
 
     def _product(self, layer: str, shape: tuple[int, int]) -> Written:
-        """The weight of a layer: quantised where it is a product of a layer and the format has groups for it."""
-        (n, k), form = shape, self._form
-        bits = _BITS.get(form, 0)
-        if form == "bfloat16" or not is_product(canonical_name(layer)) or (bits and k % self._group):
+        """The weight of a layer: quantised where it is a product of a layer and the format can hold it."""
+        (n, k), form = shape, LAYOUTS.get(self._form)
+        if form is None or not is_product(canonical_name(layer)) or not form.fits(n, k, self._group):
             name = f"{layer}.weight"
             header = self._spec.headers.get(name)
             if header is not None and header.dtype == "BF16" and not isinstance(header, GgufTensor):
                 return Written({name: ("BF16", shape)}, lambda: _raw(header), layer)
             return Written({name: ("BF16", shape)}, lambda: self._read(name, shape, torch.bfloat16), layer)
-        if form == "float8":
-            scales = (-(-n // _BLOCK), -(-k // _BLOCK))
-            parts: dict[str, tuple[str, tuple[int, ...]]] = {
-                "weight": ("F8_E4M3", shape),
-                "weight_scale_inv": ("F32", scales),
-            }
-            make: Callable[[Tensor], Sequence[Tensor]] = float8_blocks
-        else:
-            parts = {
-                "weight_packed": ("I32", (n, k * bits // 32)),
-                "weight_scale": ("BF16", (n, k // self._group)),
-                "weight_shape": ("I64", (2,)),
-            }
-            make = lambda weight: packed_integers(weight, bits, self._group)  # noqa: E731
+        group = form.columns(self._group)
         return Written(
-            {f"{layer}.{part}": said for part, said in parts.items()},
-            lambda: iter(make(self._weights.tensor(f"{layer}.weight", n, k, dtype=torch.float32))),
+            {f"{layer}.{part}": said for part, said in form.shapes(n, k, group).items()},
+            lambda: iter(form.write(self._weights.tensor(f"{layer}.weight", n, k, dtype=torch.float32), group)),
         )
 
     def _mxfp4(self, name: str, header: TensorHeader) -> Written:
@@ -271,22 +259,8 @@ class Conversion:
     def _quantization_config(self) -> dict[str, object]:
         left = sorted(item.dense_layer for item in self._items if item.dense_layer)
         left += ["lm_head"] if "lm_head" not in left else []
-        if self._form == "float8":
-            return {
-                "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
-                "weight_block_size": [_BLOCK, _BLOCK], "modules_to_not_convert": left,
-            }  # fmt: skip
-        if self._form == "bfloat16":
-            return {}
-        weights = {
-            "num_bits": _BITS[self._form], "type": "int", "symmetric": True, "strategy": "group",
-            "group_size": self._group,
-        }  # fmt: skip
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-        return {
-            "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-            "config_groups": {"group_0": group}, "ignore": left,
-        }  # fmt: skip
+        form = LAYOUTS.get(self._form)
+        return {} if form is None else form.config(form.columns(self._group), left)
 
 
 def check_target(target: Path) -> None:
@@ -295,34 +269,6 @@ def check_target(target: Path) -> None:
         raise ConfigError(f"{target} is there already: give a folder that isn't")
     if not target.parent.is_dir():
         raise ConfigError(f"{target.parent} is no folder: make it first")
-
-
-def float8_blocks(weight_nk: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight as e4m3 [n, k], and a float32 scale for each 128 rows and columns: its largest number has the largest
-    code; 1 where all are zero."""
-    n, k = weight_nk.shape
-    padded = F.pad(weight_nk, (0, -k % _BLOCK, 0, -n % _BLOCK))
-    blocks = padded.view(padded.shape[0] // _BLOCK, _BLOCK, padded.shape[1] // _BLOCK, _BLOCK)
-    largest = blocks.abs().amax((1, 3))
-    scales = torch.where(largest > 0, largest / _E4M3_MAX, 1.0)
-    codes = (blocks / scales[:, None, :, None]).clamp_(-_E4M3_MAX, _E4M3_MAX)
-    return codes.view(padded.shape)[:n, :k].to(torch.float8_e4m3fn).contiguous(), scales
-
-
-def packed_integers(weight_nk: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A weight as compressed-tensors packs it: int32 [n, k * bits / 32], the first column in the lowest bits, each
-    number plus half the range; a bfloat16 scale for each `group` columns, [n, k / group]; and the shape.
-
-    Numbers are the nearest ones for scales as they are stored, without the lowest of the range."""
-    n, k = weight_nk.shape
-    top, each = 2 ** (bits - 1) - 1, 32 // bits
-    grouped = weight_nk.view(n, k // group, group)
-    largest = grouped.abs().amax(-1)
-    scales = torch.where(largest > 0, largest / top, 1.0).to(torch.bfloat16)
-    numbers = (grouped / scales.float().unsqueeze(-1)).round_().clamp_(-top, top).to(torch.int64).add_(top + 1)
-    shifts = torch.arange(0, 32, bits)
-    words = (numbers.view(n, k // each, each) << shifts).sum(-1)
-    return words.to(torch.int32), scales, torch.tensor([n, k])
 
 
 def _raw(header: TensorHeader) -> Iterator[bytes]:

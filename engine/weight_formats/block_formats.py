@@ -10,6 +10,7 @@ and what can't be seen in the tensors (`twinpool.contracts.checkpoint.quantizati
 | int8 (compressed-tensors) | ``weight`` int8 [n, k]; ``weight_scale`` as above; ``weight_zero_point`` |
 | packed integers (compressed-tensors) | ``weight_packed`` int32 [n, k * bits / 32]; ``weight_scale`` [n, groups]; ``weight_zero_point`` int32 [n * bits / 32, groups]; ``weight_g_idx`` [k] |
 | NVFP4 (compressed-tensors, ModelOpt) | ``weight_packed`` or ``weight`` uint8 [n, k / 2]; ``weight_scale`` float8 [n, k / 16]; ``weight_global_scale`` (a divisor) or ``weight_scale_2`` (a factor) |
+| MXFP4 and MXFP8 (compressed-tensors) | ``weight_packed`` uint8 [n, k / 2], or ``weight`` float8 [n, k]; ``weight_scale`` uint8 [n, k / 32], powers of two |
 | AWQ | ``qweight`` int32 [k, n * bits / 32], columns interleaved; ``qzeros`` [groups, n * bits / 32]; ``scales`` [groups, n] |
 | GPTQ | ``qweight`` int32 [k * bits / 32, n]; ``qzeros`` [groups, n * bits / 32]; ``scales`` [groups, n]; ``g_idx`` [k] |
 """  # noqa: E501
@@ -27,7 +28,7 @@ from twinpool.contracts.checkpoint.safetensors_headers import TensorHeader
 from twinpool.contracts.errors import CheckpointError
 from twinpool.engine.weight_formats.block_weight import BlockWeight, Code, pack_codes
 
-_AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
+AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place, in an int32 of AWQ, of the column that is the first, second, ... of eight."""
 _WORD_BITS = 32
 
@@ -117,8 +118,8 @@ def _reader(stored: StoredWeight) -> Callable[[StoredWeight], BlockWeight] | Non
     if "qweight" in dtypes:
         return _awq if stored.quantization.method == "awq" else _gptq
     if "weight_packed" in dtypes:
-        return _nvfp4 if dtypes["weight_packed"] == "U8" else _packed_integers
-    kinds = {"F8_E4M3": _fp8, "I8": _int8, "U8": _nvfp4}
+        return _four_bit_floats if dtypes["weight_packed"] == "U8" else _packed_integers
+    kinds = {"F8_E4M3": _fp8, "I8": _int8, "U8": _four_bit_floats}
     return kinds.get(dtypes.get("weight", ""))
 
 
@@ -189,9 +190,13 @@ def _packed_integers(stored: StoredWeight) -> BlockWeight:
     return stored.blocks(code, pack_codes(codes, code), scales, group, zeros=zeros, zero=zero, order_k=order)
 
 
-def _nvfp4(stored: StoredWeight) -> BlockWeight:
+def _four_bit_floats(stored: StoredWeight) -> BlockWeight:
+    """NVFP4; MXFP4 where scales are uint8, powers of two."""
     n, k = stored.shape
     part = "weight_packed" if "weight_packed" in stored.dtypes else "weight"
+    if stored.dtypes.get("weight_scale") in {"U8", "F8_E8M0"}:
+        scales = _as_scales(stored.shaped("weight_scale", (n, k // 32)))
+        return stored.blocks(Code.E2M1, stored.shaped(part, (n, k // 2)), scales, 32)
     codes, scales = stored.shaped(part, (n, k // 2)), stored.shaped("weight_scale", (n, k // 16))
     if "weight_scale_2" in stored.dtypes:
         factor = stored.take("weight_scale_2").float().reshape(1)
@@ -202,7 +207,7 @@ def _nvfp4(stored: StoredWeight) -> BlockWeight:
 
 def _awq(stored: StoredWeight) -> BlockWeight:
     n, k = stored.shape
-    columns = torch.tensor(_AWQ_COLUMNS)
+    columns = torch.tensor(AWQ_COLUMNS)
 
     def by_row(part: str, rows: int) -> Tensor:
         words = _unpacked(stored.shaped(part, (rows, n // 8)), 4).view(rows, n // 8, 8)

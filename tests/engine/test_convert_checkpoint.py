@@ -12,6 +12,7 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, FineGrainedFP8Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -24,13 +25,19 @@ from tests.support.model_families import FAMILIES
 from tests.support.quantised_checkpoints import quantise_folder
 from twinpool.cli import command_line
 from twinpool.cli import commands as cli
+from twinpool.contracts.checkpoint.json_fields import JsonFields
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.checkpoint.quantization import read_quantization
 from twinpool.contracts.checkpoint.safetensors_headers import read_headers
 from twinpool.contracts.errors import CheckpointError, ConfigError
 from twinpool.engine.tensors import convert_checkpoint
-from twinpool.engine.tensors.convert_checkpoint import Conversion, float8_blocks, packed_integers
+from twinpool.engine.tensors.convert_checkpoint import Conversion
+from twinpool.engine.weight_formats.block_formats import StoredWeight, read_blocks
+from twinpool.engine.weight_formats.block_writers import LAYOUTS, float8_blocks, packed_integers
 
-FORMATS = ("bfloat16", "float8", "int8", "int4")
+FORMATS = ("bfloat16", "float8", "int8", "int4", "nvfp4", "mxfp4", "mxfp8", "awq", "gptq4", "gptq8")
+OF_COMPRESSED_TENSORS = ("int8", "int4", "nvfp4", "mxfp4", "mxfp8")
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 LAYER = "model.layers.1.mlp.down_proj"
 PROMPTS = [[(7 * i + seed) % 290 for i in range(length)] for seed, length in ((1, 5), (2, 40))]
 
@@ -54,21 +61,49 @@ def dequantised(source: Path, form: str, to: Path) -> Path:
             tensors[name] = weight.to(torch.bfloat16).float()
         if ".layers." not in name or not name.endswith("_proj.weight") or form == "bfloat16":
             continue
-        rows, columns = (128, 128) if form == "float8" else (1, 32)
+        rows, columns = {"float8": (128, 128), "nvfp4": (1, 16)}.get(form, (1, 32))
         for i in range(0, weight.shape[0], rows):
             for j in range(0, weight.shape[1], columns):
                 part = weight[i : i + rows, j : j + columns]
-                if form == "float8":
-                    scale = part.abs().max() / 448
-                    numbers = (part / scale).to(torch.float8_e4m3fn).float()
-                else:
-                    top = {"int8": 127, "int4": 7}[form]
-                    scale = (part.abs().max() / top).to(torch.bfloat16).float()
-                    numbers = (part / scale).round().clamp(-top, top)
-                tensors[name][i : i + rows, j : j + columns] = numbers * scale
+                tensors[name][i : i + rows, j : j + columns] = nearest(part, form, weight)
     copy_of(source, to)
     rewrite_tensors(to, {name: tensor.float() for name, tensor in tensors.items()})
     return to
+
+
+def nearest(part: Tensor, form: str, weight: Tensor) -> Tensor:
+    """The numbers of a format that are nearest to those of one group of a weight."""
+    largest = float(part.abs().max())
+    if form in {"float8", "mxfp8"}:
+        scale = largest / 448 if form == "float8" else power_of_two(largest, 8)
+        return (part / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+    if form in {"nvfp4", "mxfp4"}:
+        whole = float(weight.abs().max()) / (6 * 448)
+        of_group = float(torch.tensor(largest / 6 / whole).to(torch.float8_e4m3fn)) * whole
+        scale = of_group if form == "nvfp4" else power_of_two(largest, 2)
+        codes = ((part / scale).abs().unsqueeze(-1) - E2M1).abs().argmin(-1)
+        return E2M1[codes] * part.sign() * scale
+    if form == "awq":
+        low, high = min(float(part.min()), 0), max(float(part.max()), 0)
+        step = torch.tensor((high - low) / 15).to(torch.float16).float()
+        zero = (-low / step).round()
+        return ((part / step).round() + zero).clamp(0, 15).sub(zero) * step
+    top, dtype = {
+        "int8": (127, torch.bfloat16), "int4": (7, torch.bfloat16), "gptq8": (127, torch.float16),
+        "gptq4": (7, torch.float16),
+    }[form]  # fmt: skip
+    step = torch.tensor(largest / top).to(dtype).float()
+    return (part / step).round().clamp(-top, top) * step
+
+
+def power_of_two(largest: float, power: int) -> float:
+    """The scale of a group: its largest number comes into [2 ** power, 1.75 * 2 ** power), or from half of the rest."""
+    exponent = 0
+    while largest / 2.0**exponent >= 1.75 * 2.0**power:
+        exponent += 1
+    while largest / 2.0**exponent < 0.875 * 2.0**power:
+        exponent -= 1
+    return 2.0**exponent
 
 
 def copy_of(source: Path, to: Path) -> None:
@@ -81,10 +116,12 @@ def copy_of(source: Path, to: Path) -> None:
 def test_converted_folders_are_answered_from_as_the_definition_says(plain: Path, tmp_path: Path, form: str) -> None:
     target = converted(plain, tmp_path / form, form)
     assert (target / "tokenizer.json").read_bytes() == (plain / "tokenizer.json").read_bytes()
-    kinds = {"bfloat16": "BF16", "float8": "F8_E4M3", "int8": "I32", "int4": "I32"}
-    part = "weight_packed" if form.startswith("int") else "weight"
+    words, halves, whole = ("weight_packed", "I32"), ("weight_packed", "U8"), ("weight", "F8_E4M3")
+    kinds = {"bfloat16": ("weight", "BF16"), "nvfp4": halves, "mxfp4": halves, "float8": whole, "mxfp8": whole}
+    kinds |= {"int4": words, "int8": words}
+    part, dtype = kinds.get(form, ("qweight", "I32"))
     headers = read_headers(target)
-    assert headers[f"{LAYER}.{part}"].dtype == kinds[form]
+    assert headers[f"{LAYER}.{part}"].dtype == dtype
     assert headers["model.embed_tokens.weight"].dtype == headers["lm_head.weight"].dtype == "BF16"
     assert headers["model.norm.weight"].dtype == "F32"
     bench, oracle = Bench(target, dtype="float32"), Oracle(dequantised(plain, form, tmp_path / "plain"))
@@ -94,13 +131,13 @@ def test_converted_folders_are_answered_from_as_the_definition_says(plain: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", [form for form in FORMATS if not form.startswith(("awq", "gptq"))])
 def test_transformers_loads_the_same_weights(plain: Path, tmp_path: Path, form: str) -> None:
     target = converted(plain, tmp_path / form, form)
     want = tensors_of(dequantised(plain, form, tmp_path / "plain"))
     options = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if form == "float8" else {}
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, **options)
-    if form.startswith("int"):
+    if form in OF_COMPRESSED_TENSORS:
         config = json.loads((target / "config.json").read_text())["quantization_config"]
         scheme = QuantizationScheme.model_validate(config["config_groups"]["group_0"])
         stored = tensors_of(target)
@@ -110,6 +147,13 @@ def test_transformers_loads_the_same_weights(plain: Path, tmp_path: Path, form: 
         ids = torch.tensor([PROMPTS[1]])
         plain_model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
         with torch.no_grad():
+            if not form.startswith("int"):
+                model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
+                model(ids)  # Unpacks floats of four and eight bits, to bfloat16.
+                for name, tensor in model.named_parameters():
+                    if name.endswith("_proj.weight"):
+                        torch.testing.assert_close(tensor.float(), want[name], rtol=5e-3, atol=0, msg=name)
+                return
             torch.testing.assert_close(model(ids).logits, plain_model(ids).logits, rtol=2e-2, atol=2e-2)
         return
     for name, tensor in model.state_dict().items():
@@ -117,7 +161,7 @@ def test_transformers_loads_the_same_weights(plain: Path, tmp_path: Path, form: 
 
 
 @pytest.mark.parametrize("layout", ["awq", "gptq-ordered", "nvfp4", "packed-int4-zeros", "packed-int8-channel",
-                                    "fp8-ue8m0", "int8", "nvfp4-modelopt"])  # fmt: skip
+                                    "fp8-ue8m0", "int8", "nvfp4-modelopt", "mxfp4", "mxfp8"])  # fmt: skip
 def test_quantised_sources_are_unpacked_to_the_numbers_that_they_stand_for(
     plain: Path, tmp_path: Path, layout: str
 ) -> None:
@@ -230,6 +274,46 @@ def test_zeros_have_a_scale_and_edges_are_blocks_of_their_own() -> None:
     assert (words.shape, shape.tolist()) == ((3, 8), [3, 64])
     assert bool((of_groups == 1).all())
     assert set(words.flatten().tolist()) == {torch.tensor(0x88888888).to(torch.int32).item()}
+
+
+@pytest.mark.parametrize("form", sorted(LAYOUTS))
+def test_groups_of_zeros_of_one_sign_and_of_tiny_numbers_are_read_as_they_were(form: str) -> None:
+    """A group whose scale would be zero, or no float16, must not make the whole weight one that is refused."""
+    layout = LAYOUTS[form]
+    weight = torch.randn(16, 128, generator=torch.Generator().manual_seed(5))
+    weight[:, :32] = 0
+    weight[:, 32:64] = weight[:, 32:64].abs() + 3
+    weight[3] = 0
+    weight[5] *= 1e-9
+    group = layout.columns(32)
+    shapes, parts = layout.shapes(16, 128, group), layout.write(weight, group)
+    stored = dict(zip(shapes, parts, strict=True))
+    dtypes = {part: dtype for part, (dtype, _) in shapes.items()}
+    assert {part: tuple(tensor.shape) for part, tensor in stored.items()} == {
+        part: shape for part, (_, shape) in shapes.items()
+    }
+    config = layout.config(group, [])
+    assert config.get("desc_act", False) is False
+    said = read_quantization(JsonFields(Path("config.json"), {"quantization_config": config}))
+    found = read_blocks(StoredWeight("layer", (16, 128), dtypes, stored.__getitem__, said, torch.float32))
+    assert found is not None
+    values = found.unpack()
+    assert bool((values[:, :32] == 0).all())
+    assert bool((values[3] == 0).all())
+    steps = {"float8": 1 / 16, "mxfp8": 1 / 16, "nvfp4": 1 / 4, "mxfp4": 1 / 4, "int4": 1 / 14, "gptq4": 1 / 14}
+    bound = {"awq": 1 / 14, "int8": 1 / 254, "gptq8": 1 / 254}.get(form) or steps[form]
+    for number in range(1, 4):
+        at = (slice(6, 16), slice(32 * number, 32 * number + 32))
+        near = bound * 1.05 * float(weight[at].abs().max())
+        torch.testing.assert_close(values[at], weight[at], rtol=0, atol=near)
+    assert float((values[5] - weight[5]).abs().max()) < (1e-7 if form in {"awq", "gptq4", "gptq8"} else 1e-8)
+
+
+def test_rows_that_fill_no_words_stay_dense() -> None:
+    assert [LAYOUTS[form].fits(12, 64, 32) for form in ("awq", "gptq4", "gptq8", "int4")] == [False, False, True, True]
+    assert [LAYOUTS[form].fits(16, 48, 32) for form in ("awq", "nvfp4", "mxfp4", "float8")] == [
+        False, True, False, True,
+    ]  # fmt: skip
 
 
 # ------------------------------------------------------------ what is refused

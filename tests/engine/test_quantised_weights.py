@@ -179,7 +179,8 @@ def test_products_of_every_mixer_stay_in_blocks(
 
 
 @pytest.mark.parametrize(
-    "layout", ["packed-int4", "packed-int4-zeros", "packed-int8-channel", "int8", "fp8-channel", "nvfp4"]
+    "layout",
+    ["packed-int4", "packed-int4-zeros", "packed-int8-channel", "int8", "fp8-channel", "nvfp4", "mxfp4", "mxfp8"],
 )
 def test_compressed_tensors_own_library_reads_the_same_numbers(written: Make, layout: str) -> None:
     both, said = written(layout), LAYOUTS[layout][0]
@@ -363,7 +364,8 @@ def test_a_part_that_is_missing_is_named_before_anything_is_read(
 
 @pytest.mark.parametrize(("layout", "part"), [
     ("fp8-blocks", "weight_scale_inv"), ("packed-int4", "weight_scale"), ("packed-int4", "weight_packed"),
-    ("awq", "qweight"), ("gptq", "scales"), ("gptq", "qzeros"), ("nvfp4", "weight_scale"),
+    ("awq", "qweight"), ("gptq", "scales"), ("gptq", "qzeros"), ("nvfp4", "weight_scale"), ("mxfp4", "weight_scale"),
+    ("mxfp8", "weight_scale"),
 ])  # fmt: skip
 def test_a_part_of_another_shape_is_named(written: Make, tmp_path: Path, layout: str, part: str) -> None:
     def change(tensors: dict[str, Tensor]) -> None:

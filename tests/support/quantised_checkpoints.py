@@ -167,6 +167,22 @@ def _nvfp4(weight: Tensor, *, modelopt: bool = False) -> tuple[dict[str, Tensor]
     }, plain  # fmt: skip
 
 
+def _powers_of_two(weight: Tensor, bits: int) -> tuple[dict[str, Tensor], Tensor]:
+    """MXFP4 and MXFP8: a power of two for each 32 columns."""
+    n, k = weight.shape
+    parts = weight.float().view(n, k // 32, 32)
+    exponents = torch.log2(parts.abs().amax(-1) / {4: 6, 8: 448}[bits]).ceil()
+    scale = torch.exp2(exponents).unsqueeze(-1)
+    stored = {"weight_scale": (exponents + 127).to(torch.uint8)}
+    if bits == 8:
+        codes = (parts / scale).to(torch.float8_e4m3fn)
+        return stored | {"weight": codes.view(n, k)}, (codes.float() * scale).view(n, k)
+    nearest = ((parts / scale).abs().unsqueeze(-1) - E2M1).abs().argmin(-1)
+    codes = (nearest + 8 * (parts < 0)).view(n, k)
+    stored["weight_packed"] = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    return stored, (E2M1[nearest] * parts.sign() * scale).view(n, k)
+
+
 def _compressed(form: str, **weights: object) -> dict[str, object]:
     scheme = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True, **weights}
     return {
@@ -211,6 +227,13 @@ LAYOUTS: dict[str, tuple[dict[str, object], Writer]] = {
         _compressed("float-quantized", type="float", **CHANNEL), lambda w: _float8(w, 1, 0, part="weight_scale"),
     ),
     "nvfp4": (_compressed("nvfp4-pack-quantized", type="float", group_size=16), _nvfp4),
+    "mxfp4": (
+        _compressed("mxfp4-pack-quantized", type="float", scale_dtype="torch.uint8"), lambda w: _powers_of_two(w, 4),
+    ),
+    "mxfp8": (
+        _compressed("mxfp8-quantized", type="float", num_bits=8, scale_dtype="torch.uint8"),
+        lambda w: _powers_of_two(w, 8),
+    ),
     "nvfp4-modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, lambda w: _nvfp4(w, modelopt=True)),
 }  # fmt: skip
 """What `config.json` says, and the writer of a weight, by layout."""
