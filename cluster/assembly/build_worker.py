@@ -172,7 +172,7 @@ def adapter_store(parts: WorkerParts, undo: ExitStack) -> AdapterStore | None:
     if not config.used or engine.ranks.size > 1:
         return None
     decoder, device = engine.decoder, engine.device.torch_device
-    engine.adapters = AdapterStore(config, decoder.adapted, decoder.dtype, device, parts.waiter.wake)
+    engine.adapters = AdapterStore(config, decoder.adapted, decoder.dtype, device, decoder.kernels, parts.waiter.wake)
     undo.callback(engine.adapters.close)
     return engine.adapters
 

@@ -41,6 +41,7 @@ from twinpool.engine.attention.triton_backend.attend_call import SCRATCH_BYTES
 from twinpool.engine.models.model_base import StateOptions
 from twinpool.engine.models.registry import unchecked_model
 from twinpool.engine.runner.kernel_choice import dtype_for
+from twinpool.engine.tensors.adapters import padded_numbers
 from twinpool.engine.tensors.weight_loader import Weights
 from twinpool.worker.step_commit import LAUNCHED
 
@@ -283,8 +284,7 @@ def adapter_bytes(spec: ModelSpec, config: Config) -> int:
         return 0
     weights = Weights.dry(spec, dtype_for(spec, config.engine))
     decoder = unchecked_model(spec, config.engine).build(weights)
-    sides = sum(layer.columns.whole + layer.rows[0].whole for layer in decoder.adapted.values())
-    each = config.adapters.max_rank * sides
+    each = sum(padded_numbers(layer, config.adapters.max_rank) for layer in decoder.adapted.values())
     return each * (config.adapters.max_loaded * weights.dtype.itemsize + 2 * torch.float32.itemsize)
 
 

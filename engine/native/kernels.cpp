@@ -26,9 +26,10 @@
     }
 
 #define FOR_ADAPTERS(T, name)                                                                                         \
-    void add_low_rank_##name(const LowRank<T> *table, long layers, const int32_t *numbers, const T *x, long x_stride, \
-                             long k, T *out, long out_stride, long m, float *scratch, long width) {                   \
-        add_low_rank(table, layers, numbers, x, x_stride, k, out, out_stride, m, scratch, width);                     \
+    void add_low_rank_##name(const LowRank<T> *table, long layers, long panels, const int32_t *order,                 \
+                             const AdaptedRows *groups, long count, const T *x, long x_stride, long k, T *out,        \
+                             long out_stride, float *scratch, long width) {                                           \
+        add_low_rank(table, layers, panels, order, groups, count, x, x_stride, k, out, out_stride, scratch, width);   \
     }
 
 #define FOR_BLOCKS(T, name, block_product)                                                                            \

@@ -54,7 +54,8 @@ class LowRank(ctypes.Structure):
     ]
 
 
-LOW_RANK_QUANTUM = 4  # `RANKS` of low_rank.h, of which `at` and `width` are multiples.
+LOW_RANK_RANKS, LOW_RANK_COLUMNS, LOW_RANK_OUTPUTS = 4, 32, 64
+"""`RANKS`, `COLUMNS` and `OUTPUTS` of low_rank.h, to multiples of which factors are padded."""
 
 
 class _Pages(ctypes.Structure):
@@ -99,7 +100,7 @@ _SIGNATURES = {
     "silu_product": "ppll",
     "rope_and_store": "pplpppppp" + "ppl",
     "attend": "plpppppppp",
-    "add_low_rank": "plppllpllpl",
+    "add_low_rank": "pllpplpllplpl",
     "packed_elements": "ll",
     "pack": "ppll",
     "product": "plpppllll",
@@ -196,19 +197,6 @@ class NativeKernels:
         out = torch.empty(rows, width, dtype=gate_up_mn.dtype)
         self.functions["silu_product", out.dtype](gate_up_mn.data_ptr(), out.data_ptr(), rows, width)
         return out
-
-    def add_low_rank(
-        self, table: ctypes.Array[LowRank], layers: int, numbers_m: Tensor, x_mk: Tensor, out_mn: Tensor, width: int
-    ) -> None:
-        """Add to rows of `out_mn` what their adapters' factors make of rows of `x_mk`. `table` has `layers` of each
-        adapter; `numbers_m`, int32: a row's adapter, or -1; `width`: of all down products of one adapter."""
-        rows, k = x_mk.shape
-        x_mk = x_mk if x_mk.stride(1) == 1 else x_mk.contiguous()
-        scratch = torch.empty(rows, width)
-        self.functions["add_low_rank", out_mn.dtype](
-            table, layers, numbers_m.data_ptr(), x_mk.data_ptr(), x_mk.stride(0), k, out_mn.data_ptr(),
-            out_mn.stride(0), rows, scratch.data_ptr(), width,
-        )  # fmt: skip
 
     def rope_and_store(
         self,
@@ -463,6 +451,16 @@ def _by_panel(rows: Tensor) -> Tensor:
     return packed.view(rows.dtype)
 
 
+def huge_pages(nbytes: int) -> tuple[mmap.mmap, int]:
+    """Map memory of so many bytes, on huge pages where the system grants them; returns it, and where they begin."""
+    mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE, _PRIVATE)
+    at = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+    begin, libc = -at % _HUGE_PAGE, ctypes.CDLL(None)
+    if hasattr(libc, "madvise"):
+        libc.madvise(ctypes.c_void_p(at + begin), ctypes.c_size_t(len(mapping) - begin), _MADV_HUGEPAGE)
+    return mapping, begin
+
+
 class _Mappings:
     """Memory of packed weights: neighbours share mappings, which lie on huge pages where the system grants them.
 
@@ -482,13 +480,8 @@ class _Mappings:
         with self._lock:
             mapping = self._last() if self._last is not None else None
             if mapping is None or self._free + nbytes > len(mapping):
-                mapping = mmap.mmap(-1, max(_MAPPING, nbytes) + _HUGE_PAGE, _PRIVATE)
-                at = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
-                self._last, self._free = weakref.ref(mapping), -at % _HUGE_PAGE
-                libc = ctypes.CDLL(None)
-                if hasattr(libc, "madvise"):
-                    size = ctypes.c_size_t(len(mapping) - self._free)
-                    libc.madvise(ctypes.c_void_p(at + self._free), size, _MADV_HUGEPAGE)
+                mapping, self._free = huge_pages(max(_MAPPING, nbytes))
+                self._last = weakref.ref(mapping)
             begin, self._free = self._free, self._free + nbytes
         return torch.frombuffer(mapping, dtype=dtype, count=elements, offset=begin)
 

@@ -75,12 +75,6 @@ class DenormalsAreZero {
 #endif
 };
 
-// Has `bytes` fetched from memory that are read some steps later: processors don't look beyond a page of it.
-inline void fetch_ahead(const void *reading, long bytes) {
-    constexpr long AHEAD = 4096;
-    for (long at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)reading + AHEAD + at);
-}
-
 // What the groups of a panel have.
 struct PanelGroup {
     f32x16 scale[2], zero[2], offset[2];

@@ -81,6 +81,12 @@ template <typename T> inline void store_some(T *p, f32x16 x, int count) {
     memcpy(p, padded, count * sizeof(T));
 }
 
+// Has `bytes` fetched from memory that are read some steps later: processors don't look beyond a page of it.
+inline void fetch_ahead(const void *reading, long bytes) {
+    constexpr long AHEAD = 4096;
+    for (long at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)reading + AHEAD + at);
+}
+
 // Lane with lane half the width away, down to one: a fixed order of additions.
 inline float sum_of(f32x16 x) {
     x += rotated<8>(x);

@@ -1,8 +1,9 @@
 """Adapters (LoRA) in a step: what the factors of a row's adapter add to the products that the row goes through.
 
 The model's product is computed as always, for all rows together. Then up·down·x is added to rows that have an adapter,
-element by element in one order that no neighbour changes: by a C++ kernel on a CPU, elsewhere by products that keep
-rows exact, adapter by adapter. A row without one keeps its bits.
+element by element in one order that no neighbour changes: on a CPU in one call of a C++ kernel for all layers of the
+product, grouped by adapter; elsewhere by products that keep rows exact, adapter by adapter. A row without one keeps its
+bits.
 
 A worker holds at most `adapters.max_loaded` of them (`AdapterStore`). One that requests need stays whole until the last
 of them has ended; a step keeps what it computes with, whatever is dropped meanwhile.
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
@@ -33,18 +35,29 @@ from twinpool.contracts.checkpoint.safetensors_headers import canonical_name
 from twinpool.contracts.config.worker_config import AdaptersConfig
 from twinpool.contracts.errors import CheckpointError
 from twinpool.contracts.sampling_params import AdapterRef
-from twinpool.engine.native.current_kernels import native_for
-from twinpool.engine.native.native_kernels import LOW_RANK_QUANTUM, LowRank
+from twinpool.engine.native.current_kernels import LayerKernels, native_for
+from twinpool.engine.native.native_kernels import (
+    LOW_RANK_COLUMNS,
+    LOW_RANK_OUTPUTS,
+    LOW_RANK_RANKS,
+    LowRank,
+    NativeKernels,
+    huge_pages,
+)
 from twinpool.engine.tensors.row_exact_linear import TILE_ROWS, AdaptedLayer, Numerics, RowExactLinear
+
+_GROUP_ROWS = 32
+"""Rows of one adapter that a thread computes at a time, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerFactors:
-    """One layer's factors, as one rank has them, in the dtype and on the device of the model."""
+    """One layer's factors, as one rank has them, in the dtype and on the device of the model: down [rank, k] and up
+    [rank, n], with the scale; for the C++ kernel both as low_rank.h has them."""
 
-    down_rk: Tensor
-    up_rn: Tensor
-    """B transposed, with the scale."""
+    rank: int
+    down: Tensor
+    up: Tensor
 
 
 class AdapterWeights:
@@ -52,15 +65,56 @@ class AdapterWeights:
 
     def __init__(self, layers: Mapping[str, LayerFactors]) -> None:
         self.layers = layers
-        self.nbytes = sum(one.down_rk.nbytes + one.up_rn.nbytes for one in layers.values())
+        self.nbytes = sum(one.down.nbytes + one.up.nbytes for one in layers.values())
         self._products: dict[str, tuple[RowExactLinear, RowExactLinear]] = {}
 
     def products(self, layer: str) -> tuple[RowExactLinear, RowExactLinear]:
         """The layer's two products where no kernel computes both: down, then up."""
         if layer not in self._products:
             factors = self.layers[layer]
-            self._products[layer] = RowExactLinear(factors.down_rk), RowExactLinear(factors.up_rn.T.contiguous())
+            self._products[layer] = RowExactLinear(factors.down), RowExactLinear(factors.up.T.contiguous())
         return self._products[layer]
+
+    def packed(self) -> AdapterWeights:
+        """The same as the C++ kernel reads it, in one mapping of huge pages."""
+        parts = {name: (_packed_down(one.down), _packed_up(one.up)) for name, one in self.layers.items()}
+        mapping, at = huge_pages(sum(part.nbytes for both in parts.values() for part in both))
+        layers: dict[str, LayerFactors] = {}
+        for name, both in parts.items():
+            placed = []
+            for part in both:
+                placed.append(torch.frombuffer(mapping, dtype=part.dtype, count=part.numel(), offset=at).copy_(part))
+                at += part.nbytes
+            layers[name] = LayerFactors(self.layers[name].rank, *placed)
+        return AdapterWeights(layers)
+
+
+def padded_numbers(layer: AdaptedLayer, rank: int) -> int:
+    """How many numbers a layer's factors of that rank have at most: with the zeros that the C++ kernel pads them by."""
+    down, up = layer.columns.whole, layer.rows[0].whole
+    ranks = rank + -rank % LOW_RANK_RANKS
+    return ranks * (down + -down % LOW_RANK_COLUMNS) + rank * (up + -up % LOW_RANK_OUTPUTS)
+
+
+def _packed_down(down_rk: Tensor) -> Tensor:
+    """[rank, k] as low_rank.h reads it, flat."""
+    rank, k = down_rk.shape
+    padded = F.pad(down_rk, (0, -k % LOW_RANK_COLUMNS, 0, -rank % LOW_RANK_RANKS))
+    parts = padded.view(-1, LOW_RANK_RANKS, padded.shape[1] // LOW_RANK_COLUMNS, LOW_RANK_COLUMNS)
+    return _in_words(parts.transpose(1, 2).flatten())
+
+
+def _packed_up(up_rn: Tensor) -> Tensor:
+    """[rank, n] as low_rank.h reads it, flat."""
+    padded = F.pad(up_rn, (0, -up_rn.shape[1] % LOW_RANK_OUTPUTS))
+    return _in_words(padded.view(len(up_rn), -1, LOW_RANK_OUTPUTS).transpose(0, 1).flatten())
+
+
+def _in_words(packed: Tensor) -> Tensor:
+    """Of values of two bytes each sixteen and the sixteen behind them in turns."""
+    if packed.dtype.itemsize != 2:
+        return packed
+    return packed.view(-1, 2, LOW_RANK_COLUMNS // 2).transpose(1, 2).flatten()
 
 
 def load_adapter(
@@ -111,7 +165,8 @@ def _part(
         run = up[axis.here].float()
         runs.append(run if order is None else run[order.to(run.device)])
     up_rn = (torch.cat(runs) * scale).to(dtype).T.contiguous()
-    return LayerFactors(down[:, layer.columns.here].to(dtype).contiguous().to(device), up_rn.to(device))
+    down_rk = down[:, layer.columns.here].to(dtype).contiguous()
+    return LayerFactors(len(down_rk), down_rk.to(device), up_rn.to(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +175,10 @@ class _Table:
 
     entries: ctypes.Array[LowRank]
     layers: int
+    panels: int
+    """Of all layers' outputs."""
     width: int
+    """Of all layers' down products; 0: no adapter of the set has any of the layers."""
 
 
 class AdapterSet:
@@ -148,17 +206,17 @@ class AdapterSet:
         for number, adapter in enumerate(self.adapters):
             at = 0
             for place, layer in enumerate(layers):
-                factors = adapter.layers.get(layer.name)
-                if factors is None:
-                    continue
-                down, up = factors.down_rk, factors.up_rn
-                rank, n = up.shape
-                entries[number * len(layers) + place] = LowRank(
-                    down.data_ptr(), up.data_ptr(), rank, n, layer.column, at
+                factors, column = adapter.layers.get(layer.name), layer.column
+                down, up, rank = (
+                    (None, None, 0)
+                    if factors is None
+                    else (factors.down.data_ptr(), factors.up.data_ptr(), factors.rank)
                 )
-                at += -(-rank // LOW_RANK_QUANTUM) * LOW_RANK_QUANTUM
+                entries[number * len(layers) + place] = LowRank(down, up, rank, layer.outputs, column, at)
+                at += -(-rank // LOW_RANK_RANKS) * LOW_RANK_RANKS
             width = max(width, at)
-        made = self._tables[id(linear)] = _Table(entries, len(layers), width)
+        panels = sum(-(-layer.outputs // LOW_RANK_OUTPUTS) for layer in layers)
+        made = self._tables[id(linear)] = _Table(entries, len(layers), panels, width)
         return made
 
 
@@ -172,9 +230,12 @@ class AdapterStore:
         adapted: Mapping[str, AdaptedLayer],
         dtype: torch.dtype,
         device: torch.device,
+        kernels: LayerKernels | None,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
+        """`kernels`: what the model is computed with; None: torch's operations."""
         self._config, self._adapted, self._dtype, self._device, self._wake = config, adapted, dtype, device, wake
+        self._packs = isinstance(kernels, NativeKernels) and dtype in kernels.dtypes
         self.loaded: dict[str, AdapterWeights] = {}
         """By digest; the one that was wanted least recently comes first."""
         self.needed: Callable[[], Collection[str]] = lambda: ()
@@ -247,7 +308,8 @@ class AdapterStore:
         if files.digest != ref.digest:
             raise CheckpointError(f"the files in {ref.path} are others than when it was loaded: load it again")
         try:
-            return load_adapter(files, self._adapted, self._dtype, self._device)
+            loaded = load_adapter(files, self._adapted, self._dtype, self._device)
+            return loaded.packed() if self._packs else loaded
         except (
             RuntimeError,
             MemoryError,
@@ -274,8 +336,17 @@ class StepAdapters:
         self.adapters = adapters
         numbers_t = np.repeat(np.array(numbers, dtype=np.int32), counts)
         self._numbers = np.concatenate((numbers_t, np.full(padded - len(numbers_t), -1, dtype=np.int32)))
-        self._numbers_m = torch.from_numpy(self._numbers)
         self._rows: dict[int, Tensor] = {}
+        order = np.argsort(self._numbers, kind="stable").astype(np.int32)
+        self._order = order[np.count_nonzero(self._numbers < 0) :]
+        """The rows with an adapter, those of one behind each other."""
+        groups: list[tuple[int, int, int]] = []
+        for number, rows in zip(*np.unique(self._numbers[self._order], return_counts=True), strict=True):
+            begin = sum(group[2] for group in groups)
+            groups += [(number, begin + at, min(_GROUP_ROWS, rows - at)) for at in range(0, rows, _GROUP_ROWS)]
+        self._groups = np.array(groups, dtype=np.int32)
+        """[groups, 3]: an adapter, the first of its rows in the order, and how many."""
+        self._scratch = torch.empty(0)
 
     def add(self, out_mn: Tensor, x_mk: Tensor, linear: RowExactLinear, numerics: Numerics) -> None:
         """Add to `out_mn`, a product of `x_mk` with `linear`, what each row's adapter makes of the row."""
@@ -283,13 +354,24 @@ class StepAdapters:
         if native is not None:
             table = self.adapters.table(linear)
             if table.width:
-                native.add_low_rank(table.entries, table.layers, self._numbers_m, x_mk, out_mn, table.width)
+                self._add_all(native, table, out_mn, x_mk)
             return
         for number in np.unique(self._numbers).tolist():
             if number >= 0:
                 self._add_one(
                     self.adapters.adapters[number], self._rows_of(number, out_mn.device), out_mn, x_mk, linear, numerics
                 )
+
+    def _add_all(self, native: NativeKernels, table: _Table, out_mn: Tensor, x_mk: Tensor) -> None:
+        """Both products of all rows, in one call."""
+        x_mk = x_mk if x_mk.stride(1) == 1 else x_mk.contiguous()
+        if self._scratch.numel() < (needed := len(self._order) * table.width):
+            self._scratch = torch.empty(needed)
+        native.functions["add_low_rank", out_mn.dtype](
+            table.entries, table.layers, table.panels, self._order.ctypes.data, self._groups.ctypes.data,
+            len(self._groups), x_mk.data_ptr(), x_mk.stride(0), x_mk.shape[1], out_mn.data_ptr(), out_mn.stride(0),
+            self._scratch.data_ptr(), table.width,
+        )  # fmt: skip
 
     def _rows_of(self, number: int, device: torch.device) -> Tensor:
         """The rows with this adapter, [g] int64; made once a step."""

@@ -43,7 +43,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def bench_with(folder: Path, root: Path, **options: Any) -> Bench:
     bench = Bench(folder, **options)
     decoder, settings = bench.engine.decoder, AdaptersConfig(roots=str(root))
-    bench.engine.adapters = AdapterStore(settings, decoder.adapted, decoder.dtype, torch.device("cpu"))
+    bench.engine.adapters = AdapterStore(settings, decoder.adapted, decoder.dtype, torch.device("cpu"), decoder.kernels)
     return bench
 
 
@@ -93,7 +93,7 @@ def test_neighbours_and_their_adapters_change_no_bit_of_a_row(
     paths = [make_adapter(tmp_path / f"a{rank}", made("llama"), rank, seed=rank) for rank in (4, 7, 32)]
     bench = bench_with(folder, tmp_path, **options)
     refs = [load(bench, path) for path in paths]
-    asked = list(zip(prompts(3, 17, 8, 30, 5, 12), [None, refs[0], refs[0], refs[1], None, refs[2]], strict=True))
+    asked = list(zip(prompts(3, 17, 8, 70, 5, 12), [None, refs[0], refs[0], refs[1], None, refs[2]], strict=True))
     together = answers(bench, asked, 5)
     for one, expected in zip(asked, together, strict=True):
         assert answers(bench, [one], 5) == [expected]
@@ -195,7 +195,7 @@ def test_a_load_that_nobody_waits_for_any_more_keeps_no_others_out(made: Callabl
     """Requests for two adapters are gone before these are read: a worker that may hold two loads a third one."""
     paths = [make_adapter(tmp_path / str(seed), made("llama"), 4, seed=seed) for seed in range(3)]
     decoder, settings = Bench(made("llama")).engine.decoder, AdaptersConfig(roots=str(tmp_path), max_loaded=2)
-    store = AdapterStore(settings, decoder.adapted, decoder.dtype, torch.device("cpu"))
+    store = AdapterStore(settings, decoder.adapted, decoder.dtype, torch.device("cpu"), decoder.kernels)
     refs = [adapter_ref("a", str(path), [str(tmp_path)], 64) for path in paths]
     assert [store.wants(ref) for ref in refs[:2]] == [False, False]
     until(lambda: store.wants(refs[2]), "the third one to be read")
@@ -209,7 +209,7 @@ def test_an_adapter_that_could_not_be_read_is_read_once_its_folder_is_mended(
     """What wants it is told each time, and it takes no place of others meanwhile."""
     path, other = (make_adapter(tmp_path / name, made("llama"), 4, seed=len(name)) for name in ("a", "other"))
     decoder, settings = Bench(made("llama")).engine.decoder, AdaptersConfig(roots=str(tmp_path), max_loaded=1)
-    store = AdapterStore(settings, decoder.adapted, decoder.dtype, torch.device("cpu"))
+    store = AdapterStore(settings, decoder.adapted, decoder.dtype, torch.device("cpu"), decoder.kernels)
     ref, another = (adapter_ref(one.name, str(one), [str(tmp_path)], 64) for one in (path, other))
 
     def ends(wanted: AdapterRef) -> str:
