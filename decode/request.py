@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
 from twinpool.cache.manager.swapped_requests import SwapInProgress
 from twinpool.cache.prefix_cache.token_prefix import TokenPrefix
@@ -33,7 +34,7 @@ from twinpool.contracts.messages.kept_answers import KeptAnswer
 from twinpool.contracts.messages.worker_events import Event, LegNote, LegReport, Tokens
 from twinpool.contracts.sampling_params import TokenLogprob
 from twinpool.contracts.state_table import StateTable
-from twinpool.engine.runner.batch import TokenFromStep
+from twinpool.engine.runner.batch import TokenFromStep, TurnedPlaces
 from twinpool.engine.runner.device_rows import TokenHistory
 from twinpool.engine.runner.sampling.logits_processors import TokenMask, needs_history
 from twinpool.transfer.rooms.metadata_slots import HandoverMetadata
@@ -148,6 +149,11 @@ class DecodeRequest(WorkerRequest):
     tells_first: bool = False
     """Whether its first token is to be told by this worker: its router has it from another one, to which prefill tells
     it."""
+
+    @cached_property
+    def turned(self) -> TurnedPlaces | None:
+        """How its pictures turn its positions."""
+        return TurnedPlaces.of(self.submit.tokens, self.submit.pictures)
 
     @property
     def generated(self) -> int:

@@ -121,9 +121,16 @@ class DecodeStepCommit(StepCommit[DecodeRequest, DecodeRequest]):
         draw = TokenDraw(submit.sampling, () if history is None else history, submit.prompt_len, end, request.mask)
         if at > request.committed and request.latest is not None:
             assert not drafts, "drafts follow from tokens that are known"
-            return BatchRow(request.latest, at, tables, draw, adapter=submit.sampling.adapter)
-        adapter = submit.sampling.adapter
-        return BatchRow([request.tokens[-1], *drafts], at, tables, draw, drafted=len(drafts), adapter=adapter)
+            return BatchRow(request.latest, at, tables, draw, adapter=submit.sampling.adapter, turned=request.turned)
+        return BatchRow(
+            [request.tokens[-1], *drafts],
+            at,
+            tables,
+            draw,
+            drafted=len(drafts),
+            adapter=submit.sampling.adapter,
+            turned=request.turned,
+        )
 
     # ------------------------------------------------------------ commit
 

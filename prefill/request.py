@@ -30,7 +30,7 @@ from twinpool.contracts.messages.worker_events import Embedding, Event, LegRepor
 from twinpool.contracts.sampling_params import TokenLogprob
 from twinpool.contracts.state_table import StateTable
 from twinpool.engine.layers.picture_tower import PlacedRows
-from twinpool.engine.runner.batch import DrawnToken, StepHandle
+from twinpool.engine.runner.batch import DrawnToken, StepHandle, TurnedPlaces
 from twinpool.worker.request_table import RequestPages, WorkerRequest
 
 
@@ -105,6 +105,19 @@ class PrefillRequest(WorkerRequest):
     def inputs(self) -> Sequence[int]:
         """Its tokens as the model takes them."""
         return self.submit.inputs
+
+    @cached_property
+    def turned(self) -> TurnedPlaces | None:
+        """How its pictures turn its positions."""
+        return TurnedPlaces.of(self.tokens, self.submit.pictures)
+
+    def whole_until(self, end: int, least: int) -> tuple[int, int]:
+        """Where a step that is to end at `end` may end, as no picture whose positions see each other is parted: before
+        such a picture and behind it. Before it is `least` at the least."""
+        for picture, _, _, at in self.pictures:
+            if picture.whole and at[0] < end <= at[-1]:
+                return max(at[0], least), at[-1] + 1
+        return end, end
 
     def pictured(self, start: int, end: int) -> list[PlacedRows]:
         """The parts of its pictures at positions `start .. end-1`, which are a row's."""
@@ -227,6 +240,9 @@ class PrefillPages(RequestPages):
             right = picture.count == self.sees.count(height, width) and len(picture.pixels) == height * width * 3
             if not (whole and right):
                 raise UnfitPictures("an image is not of the size that it is said to have")
+            right = right and (picture.across, picture.whole) == (self.sees.across(width), self.sees.whole)
+            if not right:
+                raise UnfitPictures("an image's positions are said to be others than this model has")
             digest, mine = self.sees.digest(height, width, picture.pixels), at[: picture.count]
             if [submit.tokens[place] for place in mine] != picture_keys(digest, picture.count):
                 raise UnfitPictures("an image is not the one that the prompt was made of")

@@ -388,7 +388,9 @@ class PrefillScheduler:
             return 0  # Less than a page is left to a step with the whole budget for it.
         if request.allocation is None or end <= planned:
             return 0
-        request.planned = max(planned, self._manager.running.extend(request.allocation, end))
+        before, behind = request.whole_until(end, planned)
+        reached = self._manager.running.extend(request.allocation, before if before > planned else behind)
+        request.planned = max(planned, request.whole_until(reached, planned)[0])
         return request.planned - planned
 
     def _row(self, request: PrefillRequest, count: int) -> BatchRow:
@@ -403,10 +405,17 @@ class PrefillScheduler:
         follow = tokens[start + 1 : end + 1] if request.wants_scores else ()
         tables = self._manager.running.block_tables(request.held, start, end)
         top = sampling.prompt_logprobs or 0
-        pictures = request.pictured(start, end) if request.pictures else ()
-        embed, adapter = bool(sampling.pooling) and end == len(tokens), sampling.adapter
         return BatchRow(
-            tokens[start:end], start, tables, draw, follow or None, top, pictures=pictures, adapter=adapter, embed=embed
+            tokens[start:end],
+            start,
+            tables,
+            draw,
+            follow or None,
+            top,
+            pictures=request.pictured(start, end) if request.pictures else (),
+            adapter=sampling.adapter,
+            embed=bool(sampling.pooling) and end == len(tokens),
+            turned=request.turned,
         )
 
 

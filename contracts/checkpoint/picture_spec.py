@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,11 @@ PICTURE_BYTES = 32 * 1024**2
 """Bytes of pixels, after they were resized, of all pictures of a request: they travel in one message."""
 _PIXTRAL = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
 _CLIP = {"image_mean": (0.48145466, 0.4578275, 0.40821073), "image_std": (0.26862954, 0.26130258, 0.27577711)}
-_BICUBIC = 3
-"""Pillow's number of the filter."""
+_HALVES = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
+_BILINEAR, _BICUBIC = 2, 3
+"""Pillow's numbers of filters."""
+_NARROWEST = 200
+"""How often a picture's shorter side goes into the longer one at most, by Qwen's processors."""
 
 
 class UnfitPicture(ValueError):
@@ -40,7 +44,7 @@ class PictureSpec:
     """Plain values, which a router's processes send each other."""
 
     family: str
-    """Which tower computes it: ``pixtral``."""
+    """Which tower computes it: ``pixtral``, ``siglip`` (Gemma 3), ``qwen2_5_vl`` or ``qwen3_vl``."""
     token: int
     """The id of the placeholder: a chat template writes one for a picture, a prompt has one for each of its
     positions."""
@@ -52,26 +56,64 @@ class PictureSpec:
     merge: int
     """Patches of the side of what becomes one position."""
     longest: int
-    """The most pixels of a side."""
+    """The most pixels of a side; of ``siglip`` those of every side, of Qwen's the most of a picture."""
     resample: int
     """Pillow's filter by its number."""
     rescale: float
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
+    least: int = 0
+    """Of Qwen's: the fewest pixels of a picture."""
+    marker: str = ""
+    """What a chat template writes for a picture, where the processor writes `written` in its place before the text is
+    tokenised; empty: it writes the placeholder."""
+    written: str = ""
 
     @property
     def unit(self) -> int:
         """Pixels of the side of what becomes one position."""
         return self.patch * self.merge
 
+    @property
+    def whole(self) -> bool:
+        """Whether a picture's positions see each other, those behind them too: one step computes all of them."""
+        return self.family == "siglip"
+
+    @property
+    def turned(self) -> bool:
+        """Whether positions are turned (by rope) by their row and column in the picture (M-RoPE, arXiv 2409.12191)."""
+        return self.family in ("qwen2_5_vl", "qwen3_vl")
+
+    def across(self, width: int) -> int:
+        """How many positions a row of a picture has that is turned by rows and columns; 0: it isn't."""
+        return width // self.unit if self.turned else 0
+
     def size(self, height: int, width: int) -> tuple[int, int]:
         """The height and width, in pixels, to which a picture is resized. Raises `UnfitPicture`."""
+        if self.family == "siglip":
+            return self.longest, self.longest
+        if self.turned:
+            return self._rounded(height, width)
         ratio = max(height, width) / self.longest
         if ratio > 1:
             height, width = math.floor(height / ratio), math.floor(width / ratio)
         if not height or not width:
             raise UnfitPicture(f"it is too long and narrow: its longer side may have {self.longest} pixels")
         return (-(-height // self.unit) * self.unit, -(-width // self.unit) * self.unit)
+
+    def _rounded(self, height: int, width: int) -> tuple[int, int]:
+        """Whole units near to the picture's own size, of no fewer pixels than `least` and no more than `longest`."""
+        unit = self.unit
+        if max(height, width) > _NARROWEST * min(height, width):
+            raise UnfitPicture(f"it is too long and narrow: a side may have {_NARROWEST} times the pixels of the other")
+        down, across = round(height / unit), round(width / unit)  # Of halves, to even ones.
+        if down * across * unit * unit > self.longest:
+            factor = math.sqrt(height * width / self.longest)
+            down, across = (max(1, math.floor(side / factor / unit)) for side in (height, width))
+        elif down * across * unit * unit < self.least:
+            factor = math.sqrt(self.least / (height * width))
+            down, across = (math.ceil(side * factor / unit) for side in (height, width))
+        return down * unit, across * unit
 
     def count(self, height: int, width: int) -> int:
         """How many positions a picture of a size that `size` gave has."""
@@ -88,17 +130,20 @@ class PictureSpec:
 
     def digest(self, height: int, width: int, pixels: bytes) -> bytes:
         """SHA-256 of a resized picture and of all that decides how its pixels become numbers."""
-        how = json.dumps([asdict(self), height, width], sort_keys=True).encode()
+        usual = {one.name: one.default for one in fields(self)}
+        known = {name: value for name, value in asdict(self).items() if value != usual[name]}
+        how = json.dumps([known, height, width], sort_keys=True).encode()
         return hashlib.sha256(len(how).to_bytes(4, "little") + how + pixels).digest()
 
 
 def read_picture_spec(folder: Path, architecture: str) -> tuple[PictureSpec | None, str]:
     """The picture spec of a checkpoint; None where it doesn't see, or isn't known well enough, and then why in words,
     if it sees. Raises `CheckpointError` for a file that can't be read."""
-    if architecture != "Mistral3ForConditionalGeneration" or not (folder / "config.json").is_file():
+    read = _READERS.get(architecture)
+    if read is None or not (folder / "config.json").is_file():
         return None, ""
     try:
-        return _pixtral(folder), ""
+        return read(folder), ""
     except CheckpointError as error:
         return None, f"images are refused, and the text alone is served: {error}"
 
@@ -114,9 +159,7 @@ def _pixtral(folder: Path) -> PictureSpec:
     config, vision = vision_fields(folder)
     whole, processor = _processor(folder)
     names = {key: whole.text(key, usual) for key, usual in _PIXTRAL.items()}
-    ids = _special_ids(folder)
-    if lacking := [name for name in names.values() if name not in ids]:
-        raise CheckpointError(f"{folder}: the tokenizer has no token {', '.join(lacking)}")
+    ids = _known_ids(folder, names.values())
     if config.peek("vision_feature_layer") not in (None, -1):
         raise config.refuse("vision_feature_layer is not the last one, which is not supported")
     patch, merge = vision.size("patch_size"), config.size("spatial_merge_size", 2)
@@ -129,7 +172,69 @@ def _pixtral(folder: Path) -> PictureSpec:
     first, second, third = (ids[name] for name in names.values())
     if first != config.size("image_token_index", config.size("image_token_id", first)):
         raise config.refuse(f"image_token_id is not the id {first} of {names['image_token']}")
-    return PictureSpec("pixtral", first, second, third, patch, merge, longest, *_numbers(processor))
+    return PictureSpec("pixtral", first, second, third, patch, merge, longest, *_numbers(processor, _CLIP, _BICUBIC))
+
+
+def _siglip(folder: Path) -> PictureSpec:
+    """Gemma 3: every picture is a square, and as many positions."""
+    config, vision = vision_fields(folder)
+    whole, processor = _processor(folder)
+    names = _token_names(folder, {"image": "<image_soft_token>", "boi": "<start_of_image>", "eoi": "<end_of_image>"})
+    ids = _known_ids(folder, names.values())
+    if processor.flag("do_pan_and_scan"):
+        raise processor.refuse("do_pan_and_scan is true, which is not supported")
+    side, patch = vision.size("image_size"), vision.size("patch_size")
+    tokens = config.size("mm_tokens_per_image", 256)
+    if processor.table("size") != {"height": side, "width": side}:
+        raise processor.refuse(f"size must be the {side} pixels of vision_config.image_size")
+    if whole.size("image_seq_length", tokens) != tokens:
+        raise whole.refuse(f"image_seq_length must be the {tokens} of mm_tokens_per_image")
+    patches, across = side // patch, math.isqrt(tokens)
+    if across * across != tokens or side % patch or patches % across:
+        raise config.refuse(f"mm_tokens_per_image {tokens} does not divide {patches} by {patches} patches")
+    token = ids[names["image"]]
+    if token != config.size("image_token_index", config.size("image_token_id", token)):
+        raise config.refuse(f"image_token_index is not the id {token} of {names['image']}")
+    written = f"\n\n{names['boi']}{names['image']}{names['eoi']}\n\n"
+    numbers = _numbers(processor, _HALVES, _BILINEAR)
+    merge, marker = patches // across, names["boi"]
+    return PictureSpec("siglip", token, NONE, NONE, patch, merge, side, *numbers, marker=marker, written=written)
+
+
+def _qwen(folder: Path, family: str) -> PictureSpec:
+    """Qwen2.5-VL and Qwen3-VL: pictures near to their own size."""
+    config, vision = vision_fields(folder)
+    _, processor = _processor(folder)
+    names = _token_names(folder, {"image": "<|image_pad|>"})
+    token = _known_ids(folder, names.values())[names["image"]]
+    if token != config.size("image_token_id", token):
+        raise config.refuse(f"image_token_id is not the id {token} of {names['image']}")
+    shape: list[int] = []
+    for key, of_model, usual in (("patch_size", "patch_size", 14), ("merge_size", "spatial_merge_size", 2)):
+        shape.append(vision.size(of_model, usual))
+        if processor.size(key, usual) != shape[-1]:
+            raise processor.refuse(f"{key} must be the {shape[-1]} of vision_config.{of_model}")
+    if (processor.size("temporal_patch_size", 2), vision.size("temporal_patch_size", 2)) != (2, 2):
+        raise processor.refuse("temporal_patch_size must be 2")
+    size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280} | dict(processor.table("size"))
+    for key, older in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
+        size[key] = processor.peek(older) or size[key]
+    least, most = size["shortest_edge"], size["longest_edge"]
+    if not isinstance(least, int) or not isinstance(most, int) or not 0 < least <= most < 2**31:
+        raise processor.refuse(f"size must have a shortest_edge and a longest_edge, got {size}")
+    numbers = _numbers(processor, _CLIP, _BICUBIC)
+    patch, merge = shape
+    return PictureSpec(family, token, NONE, NONE, patch, merge, most, *numbers, least=least)
+
+
+_READERS: dict[str, Callable[[Path], PictureSpec]] = {
+    "Mistral3ForConditionalGeneration": _pixtral,
+    "Gemma3ForConditionalGeneration": _siglip,
+    "Qwen2_5_VLForConditionalGeneration": partial(_qwen, family="qwen2_5_vl"),
+    "Qwen3VLForConditionalGeneration": partial(_qwen, family="qwen3_vl"),
+    "Qwen3VLMoeForConditionalGeneration": partial(_qwen, family="qwen3_vl"),
+}
+"""What reads the picture spec of a checkpoint, by its architecture."""
 
 
 def _processor(folder: Path) -> tuple[JsonFields, JsonFields]:
@@ -144,22 +249,34 @@ def _processor(folder: Path) -> tuple[JsonFields, JsonFields]:
     return JsonFields(outer, values), JsonFields(inner, read_json(inner))
 
 
-def _numbers(processor: JsonFields) -> tuple[int, float, tuple[float, float, float], tuple[float, float, float]]:
+def _numbers(
+    processor: JsonFields, usual_colours: Mapping[str, tuple[float, ...]], resample: int
+) -> tuple[int, float, tuple[float, float, float], tuple[float, float, float]]:
     """The filter, the factor, and the mean and the deviation of each colour."""
     for key in ("do_resize", "do_rescale", "do_normalize"):
         if not processor.flag(key, True):
             raise processor.refuse(f"{key} is false, which is not supported")
     colours: list[tuple[float, float, float]] = []
-    for key, usual in _CLIP.items():
+    for key, usual in usual_colours.items():
         given: Any = processor.values.get(key, usual)
         if not isinstance(given, list | tuple) or len(given) != 3 or not all(isinstance(n, int | float) for n in given):
             raise processor.refuse(f"{key} must be three numbers, got {given!r}")
         red, green, blue = map(float, given)
         colours.append((red, green, blue))
-    return processor.count("resample", _BICUBIC), processor.number("rescale_factor", 1 / 255), colours[0], colours[1]
+    return processor.count("resample", resample), processor.number("rescale_factor", 1 / 255), colours[0], colours[1]
 
 
-def _special_ids(folder: Path) -> dict[str, int]:
-    """The ids of added tokens by their names."""
+def _token_names(folder: Path, usual: Mapping[str, str]) -> dict[str, str]:
+    """The names of a picture's tokens, which `tokenizer_config.json` may say as ``image_token`` and so on."""
+    path = folder / "tokenizer_config.json"
+    said = JsonFields(path, read_json(path) if path.is_file() else {})
+    return {key: said.text(f"{key}_token", name) for key, name in usual.items()}
+
+
+def _known_ids(folder: Path, names: Collection[str]) -> dict[str, int]:
+    """The ids of added tokens of these names. Raises `CheckpointError` where one is missing."""
     added = read_tokenizer_files(folder).tree.get("added_tokens", ())
-    return {str(token["content"]): int(token["id"]) for token in added}
+    ids = {str(token["content"]): int(token["id"]) for token in added}
+    if lacking := [name for name in names if name not in ids]:
+        raise CheckpointError(f"{folder}: the tokenizer has no token {', '.join(lacking)}")
+    return {name: ids[name] for name in names}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from twinpool.contracts.checkpoint.json_fields import JsonFields
@@ -52,6 +52,9 @@ class RopeSpec:
     the positions of training, ``original_max_position_embeddings``, and those that it is for, ``context``."""
     partial: float = 1.0
     """The share of a head's dimensions that are rotated, from the first on; 1: all."""
+    axes: tuple[int, ...] = ()
+    """Of a model that sees pictures: by which of its positions each frequency turns, 0 the one in time, 1 the row, 2
+    the column; empty: there is but one position."""
 
     @property
     def factors_key(self) -> str:
@@ -61,6 +64,18 @@ class RopeSpec:
         assert isinstance(trained, int | float)
         assert isinstance(served, int)
         return "long_factor" if served > trained else "short_factor"
+
+
+def picture_axes(sections: Sequence[int], *, interleaved: bool) -> tuple[int, ...]:
+    """The `RopeSpec.axes` of sections as configurations have them (``mrope_section``): so many frequencies turn in
+    time, by row and by column, one section after the other, or `interleaved` in turn for as long as both have some."""
+    if not interleaved:
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    axes = [0] * sum(sections)
+    for axis in (1, 2):
+        for at in range(axis, min(3 * sections[axis], len(axes)), 3):
+            axes[at] = axis
+    return tuple(axes)
 
 
 @dataclass(frozen=True, slots=True)

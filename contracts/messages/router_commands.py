@@ -44,6 +44,10 @@ class Picture(Message, frozen=True):
     """How many positions it has."""
     pixels: bytes = b""
     """[height, width, 3] uint8, red, green, blue; empty for who computes no prompt."""
+    across: Uint32 = 0
+    """How many positions a row has, where positions are turned by rows and columns; 0: they aren't."""
+    whole: bool = False
+    """Whether its positions see each other, those behind them too, so that one step computes all of them."""
 
 
 class Submit(Message, frozen=True, tag="submit"):

@@ -44,6 +44,9 @@ class AttentionPlan:
     """[B, P] int32: the epoch of each page of `tables_bp` when it was leased. None: these pages are never freed."""
     muted_t: Tensor | None = None
     """[T] bool: queries of stale sequences. They write zeros into the null page. None: there are none."""
+    whole: bool = False
+    """Whether a query sees its sequence's queries behind it as well, as positions of a picture do; for the torch
+    backend alone."""
     scratch: dict[str, Any] = field(default_factory=dict, compare=False)
     """What a backend works out once a step, kept for its later layers."""
 

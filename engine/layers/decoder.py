@@ -35,7 +35,7 @@ from twinpool.engine.tensors.row_exact_linear import AdaptedLayer, Numerics, Row
 from twinpool.engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
 
 if TYPE_CHECKING:
-    from twinpool.engine.layers.picture_tower import PixtralTower
+    from twinpool.engine.layers.picture_tower import PictureTower, StepPictures
     from twinpool.engine.layers.rope import RopeTable
 
 
@@ -69,8 +69,11 @@ class ForwardContext:
     passed: Callable[[], None] | None = None
     """To be called, if any, after each layer of the model: what it writes of the state is written, or on its way
     there."""
-    pictured: tuple[Tensor, Tensor] | None = None
-    """Places among the step's rows, [n] int64, and what stands there in place of rows of the embedding, [n, hidden]."""
+    pictured: StepPictures | None = None
+    """What stands in place of rows of the embedding, and is added behind layers; None: the step has no pictures."""
+    turned_3m: Tensor | None = None
+    """[3, M] int64: by which position in time, by row and by column each token is turned where ropes have several;
+    None: all three are `positions_m`."""
     adapters: StepAdapters | None = None
     """The adapters of the step's rows; None: no row has one."""
     scratch: dict[Any, Any] = field(default_factory=dict)
@@ -95,7 +98,8 @@ class ForwardContext:
         """Return cos and signed sin of the step's positions, [M, 1, rope_dim] each; looked up once a step."""
         key = ("rope", id(table))
         if key not in self.scratch:
-            self.scratch[key] = table.at(self.positions_m, self.longest)
+            positions = self.positions_m if self.turned_3m is None or table.axes_d is None else self.turned_3m
+            self.scratch[key] = table.at(positions, self.longest)
         found: tuple[Tensor, Tensor] = self.scratch[key]
         return found
 
@@ -252,7 +256,7 @@ class Decoder:
     prepare: Callable[[Tensor, Tensor, ForwardContext], None] | None = None
     """Called first with tokens [M] and embeddings [M, hidden]; leaves further inputs of layers in the scratch."""
     draft: DraftLayer | None = None
-    tower: PixtralTower | None = None
+    tower: PictureTower | None = None
     """What computes pictures; None: it takes none."""
 
     @property
@@ -265,8 +269,10 @@ class Decoder:
             x_mh = self.embed_vh[tokens_m]
             if self.embed_scale is not None:
                 x_mh = x_mh * self.embed_scale
+            stacked: Sequence[Tensor] = ()
             if ctx.pictured is not None:
-                x_mh = x_mh.index_copy(0, *ctx.pictured)
+                shown_nh, *stacked = torch.split(ctx.pictured.rows_nh, x_mh.shape[1], dim=1)
+                x_mh = x_mh.index_copy(0, ctx.pictured.places_n, shown_nh)
             if self.prepare is not None:
                 self.prepare(tokens_m, x_mh, ctx)
             taps, tapped = self.draft.taps if self.draft is not None else (), list[Tensor]()
@@ -274,6 +280,8 @@ class Decoder:
                 if number in taps:
                     tapped.append(x_mh.clone())
                 x_mh = layer(x_mh, ctx)
+                if ctx.pictured is not None and number < len(stacked):
+                    x_mh = x_mh.index_add(0, ctx.pictured.places_n, stacked[number])
                 # Features are in the first layer, and known behind the last one.
                 if ctx.passed is not None and self.draft is None:
                     ctx.passed()

@@ -52,17 +52,24 @@ class RopeTable:
         self.dim = head_dim
         self._inv_freq, self._factor = inverse_frequencies(rope, head_dim)
         self._dtype, self._device = dtype, device
+        self.axes_d = torch.tensor(2 * rope.axes, device=device) if rope.axes else None
+        """[head_dim] int64: by which of three positions each dimension is turned; None: there is one."""
         self._cos_pd = torch.empty(0, head_dim, dtype=dtype, device=device)
         self._sin_pd = self._cos_pd
 
     def at(self, positions_t: Tensor, limit: int) -> tuple[Tensor, Tensor]:
-        """Look up cos and signed sin at `positions_t` ([T] int64, all below `limit`): [T, 1, head_dim] each.
+        """Look up cos and signed sin at `positions_t` ([T] int64, all below `limit`): [T, 1, head_dim] each. Positions
+        of three axes are [3, T]: each dimension is turned by its own.
 
         The first half of sin is negated, so that a rotation is ``x * cos + swap_halves(x) * sin``: the very products
         of ``rotate_half``, whose sign is exact.
         """
         while limit > len(self._cos_pd):
             self._grow()
+        if positions_t.dim() == 2:
+            assert self.axes_d is not None, "one position turns all dimensions"
+            places_td = positions_t.index_select(0, self.axes_d).T
+            return self._cos_pd.gather(0, places_td).unsqueeze(1), self._sin_pd.gather(0, places_td).unsqueeze(1)
         return self._cos_pd[positions_t].unsqueeze(1), self._sin_pd[positions_t].unsqueeze(1)
 
     def _grow(self) -> None:

@@ -27,6 +27,7 @@ from twinpool.contracts.checkpoint.rope_spec import read_rope
 from twinpool.engine.attention.attention_backend import ScoreOptions
 from twinpool.engine.attention.attention_plan import BLOCK_TOKENS
 from twinpool.engine.attention.kv_quantization import kv_scales, store
+from twinpool.engine.attention.torch_backend.torch_attention import attend_spans
 from twinpool.engine.layers.decoder import Decoder, ForwardContext, Layer, LayerPlace, Sublayer
 from twinpool.engine.layers.mlp import GatedMlp, MixtureOfExperts
 from twinpool.engine.layers.moe.experts import ExpertSizes, ScaledSoftmaxRouter, gated_gelu
@@ -148,7 +149,10 @@ class GemmaAttention:
             store(buffers, "k", k[: ctx.count], plan)
             store(buffers, "v", v[: ctx.count], plan)
         scales = kv_scales(buffers)
-        out = ctx.attention.attend(q[: ctx.count], buffers["k"], buffers["v"], plan, self._scores, scales)
+        q, pages = q[: ctx.count], (buffers["k"], buffers["v"])
+        out = ctx.attention.attend(q, *pages, plan, self._scores, scales)
+        if ctx.pictured is not None and ctx.pictured.spans:
+            attend_spans(ctx.pictured.spans, out, q, pages, plan, self._scores, scales)
         return ctx.linear(ctx.padded(out.reshape(ctx.count, -1)), self._out)
 
 

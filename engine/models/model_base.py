@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
 from twinpool.contracts.checkpoint.model_spec import MTP, ModelSpec
+from twinpool.contracts.checkpoint.picture_spec import PictureSpec
 from twinpool.engine.layers.decoder import (
     FEATURES,
     Decoder,
@@ -25,7 +26,8 @@ from twinpool.engine.layers.decoder import (
 )
 from twinpool.engine.layers.draft_layers import MtpLayer
 from twinpool.engine.layers.norm import rms_norm
-from twinpool.engine.layers.picture_tower import PixtralTower
+from twinpool.engine.layers.picture_tower import PictureTower, PixtralTower, SiglipTower
+from twinpool.engine.layers.qwen_towers import QwenTower
 from twinpool.engine.models.eagle3 import Eagle3
 from twinpool.engine.tensors.shard import WHOLE, Shard
 from twinpool.engine.tensors.weight_loader import Weights
@@ -34,6 +36,13 @@ FULL_POOL = "full"
 WINDOW_POOL = "window"
 STATE_POOL = "state"
 _SANDWICH = tuple(f"{place}_layernorm" for place in ("input", "post_attention", "pre_feedforward", "post_feedforward"))
+_TOWERS: dict[str, Callable[[Weights, PictureSpec, int, float], PictureTower | None]] = {
+    "pixtral": PixtralTower.read,
+    "siglip": SiglipTower.read,
+    "qwen2_5_vl": QwenTower.read,
+    "qwen3_vl": QwenTower.read,
+}
+"""What reads a checkpoint's tower, by the family of its `PictureSpec`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +150,10 @@ class Model(ABC):
             draft = self.eagle.build(weights.of(self.eagle.spec), FULL_POOL)
         elif self.drafts:
             draft = self.draft_layer(weights)
-        tower = None
+        tower: PictureTower | None = None
         if self.spec.pictures is not None and draft is None:  # A draft layer would take keys of pictures for tokens.
-            tower = PixtralTower.read(weights, self.spec.pictures, self.hidden, self.eps)
+            pictures = self.spec.pictures
+            tower = _TOWERS[pictures.family](weights, pictures, self.hidden, self.eps)
         return Decoder(embed, layers, norm, head, draft=draft, tower=tower, adapted=adapted)
 
     def draft_layer(self, whole: Weights) -> DraftLayer:

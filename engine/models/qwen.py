@@ -12,7 +12,7 @@ from torch import Tensor
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSpec
 from twinpool.contracts.checkpoint.json_fields import JsonFields
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
-from twinpool.contracts.checkpoint.rope_spec import read_rope
+from twinpool.contracts.checkpoint.rope_spec import RopeSpec, picture_axes, read_rope
 from twinpool.engine.layers.decoder import Layer, LayerPlace, Sublayer
 from twinpool.engine.layers.mixers.head_attention import GatedAttention, kv_buffers
 from twinpool.engine.layers.mixers.recurrences import (
@@ -42,6 +42,33 @@ class Qwen2(Llama):
         return qwen_windows(self.config, self.layers)
 
 
+class _Turned(Llama):
+    """A text in which positions of pictures are turned by three axes. Of text alone all three are one, so a checkpoint
+    whose pictures aren't taken needs none."""
+
+    sections: tuple[int, ...]
+    """How many frequencies turn in time, by row and by column, where `config.json` doesn't say."""
+    interleaved: bool
+
+    def read_rope(self) -> RopeSpec:
+        rope = super().read_rope()
+        if self.spec.pictures is None:
+            return rope
+        raw = self.config.table("rope_scaling") or self.config.table("rope_parameters")
+        given = raw.get("mrope_section", self.sections)
+        if not isinstance(given, list | tuple) or [type(one) for one in given] != [int] * 3 or min(given) < 0:
+            raise self.config.refuse(f"mrope_section must be three whole numbers, got {given!r}")
+        if sum(given) != self.head_dim // 2:
+            raise self.config.refuse(f"mrope_section {list(given)} must add up to half of head_dim {self.head_dim}")
+        return replace(rope, axes=picture_axes(given, interleaved=self.interleaved))
+
+
+class Qwen25VL(_Turned, Qwen2):
+    """The text of ``Qwen2_5_VLForConditionalGeneration``."""
+
+    sections, interleaved = (16, 24, 24), False
+
+
 class Qwen2Moe(Qwen2):
     """``Qwen2MoeForCausalLM``: each mixture has a shared expert behind a gate."""
 
@@ -64,8 +91,7 @@ class Qwen2Moe(Qwen2):
 
 
 class Qwen3(Llama):
-    """``Qwen3ForCausalLM``: Llama with norms of queries and keys by head. And the text of
-    ``Qwen3VLForConditionalGeneration``."""
+    """``Qwen3ForCausalLM``: Llama with norms of queries and keys by head."""
 
     qk_norm = True
 
@@ -75,6 +101,12 @@ class Qwen3(Llama):
 
     def layer_windows(self) -> list[int]:
         return qwen_windows(self.config, self.layers)
+
+
+class Qwen3VL(_Turned, Qwen3):
+    """The text of ``Qwen3VLForConditionalGeneration``."""
+
+    sections, interleaved = (24, 20, 20), True
 
 
 @dataclass(frozen=True)
@@ -124,9 +156,11 @@ class Qwen3Moe(Qwen3):
         return self.mixture.layer(weights) if number in self.mixture.layers else super().mlp(number, weights)
 
 
-class Qwen3VLMoe(Qwen3Moe):
+class Qwen3VLMoe(_Turned, Qwen3Moe):
     """The text of ``Qwen3VLMoeForConditionalGeneration``: the weights of chosen experts always add up to 1, and
     published experts are transposed."""
+
+    sections, interleaved = (24, 20, 20), True
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)

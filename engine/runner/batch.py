@@ -9,10 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from twinpool.cache.allocation import TableSlice
 from twinpool.cache.device.device_port import Completion
+from twinpool.contracts.block_hash import PICTURE_KEYS
+from twinpool.contracts.messages.router_commands import Picture
 from twinpool.contracts.sampling_params import AdapterRef, SamplingParams, TokenDifference, TokenLogprob
 from twinpool.engine.layers.picture_tower import PlacedRows
 from twinpool.engine.runner.device_rows import TokenHistory
@@ -81,6 +86,46 @@ class TokenFromStep:
         return 1
 
 
+@dataclass(frozen=True, slots=True)
+class TurnedPlaces:
+    """The pictures of a sequence whose positions are turned (by rope) by their row and column, as in Qwen's models.
+
+    All positions of a picture count as one moment, its rows and columns from that moment on; the text goes on behind
+    the longer of its sides. So a position behind pictures is turned by fewer than it has before it. All of it follows
+    from the tokens and from how many positions a picture's rows have: whoever has a request can tell.
+    """
+
+    pictures: tuple[tuple[int, int, int], ...]
+    """Of each, in order: its first position, how many it has, and how many of these a row has."""
+
+    @staticmethod
+    def of(tokens: Sequence[int], pictures: Sequence[Picture]) -> TurnedPlaces | None:
+        """Those of a prompt with these pictures; None where none is turned so."""
+        if not any(picture.across for picture in pictures):
+            return None
+        places = np.flatnonzero(np.asarray(tokens, dtype=np.int64) >= PICTURE_KEYS)
+        counts = [picture.count for picture in pictures]
+        firsts = [int(places[at]) for at in accumulate([0, *counts[:-1]])]
+        return TurnedPlaces(tuple(zip(firsts, counts, [picture.across for picture in pictures], strict=True)))
+
+    def at(self, start: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """By which moment, row and column the positions `start .. start+count-1` are turned, [3, count]."""
+        positions = np.arange(start, start + count)
+        turned = np.repeat(positions[None], 3, axis=0)
+        less = 0
+        for first, many, across in self.pictures:
+            if first >= start + count:
+                break
+            moment = first - less
+            inside = (positions >= first) & (positions < first + many)
+            row, column = np.divmod(positions[inside] - first, across)
+            turned[:, inside] = moment + np.stack((np.zeros_like(row), row, column))
+            less += many - max(many // across, across)
+            behind = positions >= first + many
+            turned[:, behind] = positions[behind] - less
+        return turned
+
+
 class BatchRow(NamedTuple):
     """One sequence's part of a step: compute `tokens` at positions `start .. start+len(tokens)`.
 
@@ -109,6 +154,8 @@ class BatchRow(NamedTuple):
     row with drafts draws `1 + drafted` tokens; those behind the first draft that wasn't drawn are worth nothing."""
     pictures: Sequence[PlacedRows] = ()
     """What stands at some of its places, where `tokens` has placeholders."""
+    turned: TurnedPlaces | None = None
+    """Where pictures before its end, or at any later place, turn its positions; None: there are none that do."""
     embed: bool = False
     """Whether the row ends a prompt whose embedding is asked for."""
 
@@ -119,6 +166,23 @@ class BatchRow(NamedTuple):
         if self.draw is None:
             return []
         return [*(self.draw.before(count) for count in range(self.drafted, 0, -1)), self.draw]
+
+
+def turned_positions(
+    rows: Sequence[BatchRow], positions: np.ndarray[Any, np.dtype[np.int64]], count: int
+) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+    """By which moment, row and column a step's tokens at `positions`, and padding behind them, are turned: [3, count];
+    None where no row has pictures that turn it."""
+    if all(row.turned is None for row in rows):
+        return None
+    turned = np.zeros((3, count), dtype=np.int64)
+    turned[:, : len(positions)] = positions
+    first = 0
+    for row in rows:
+        if row.turned is not None:
+            turned[:, first : first + len(row.tokens)] = row.turned.at(row.start, len(row.tokens))
+        first += len(row.tokens)
+    return turned
 
 
 class DraftRow(NamedTuple):

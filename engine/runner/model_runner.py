@@ -33,7 +33,7 @@ from twinpool.engine.attention.attention_plan import (
 from twinpool.engine.layers.decoder import Decoder, ForwardContext
 from twinpool.engine.layers.picture_tower import PictureEncoder
 from twinpool.engine.native.current_kernels import using
-from twinpool.engine.runner.batch import NO_MASKS, BatchRow, DraftRow, RowOutput, TokenDraw
+from twinpool.engine.runner.batch import NO_MASKS, BatchRow, DraftRow, RowOutput, TokenDraw, turned_positions
 from twinpool.engine.runner.device_rows import (
     DeviceBlockTables,
     DeviceTokenHistories,
@@ -262,6 +262,8 @@ class ModelRunner:
             placed = zip(planned.shape.offsets[:-1].tolist(), (row.pictures for row in rows), strict=True)
             with using(self.decoder.kernels):
                 ctx.pictured = self.pictures.placed(placed, self.numerics)
+            turned = turned_positions(rows, planned.shape.positions, len(tokens_m))
+            ctx.turned_3m = None if turned is None else to_device(turned, device)
         if planned.histories is not None:
             self._histories.update(planned.histories, tokens_m)
         x_mh = self._replayed(tokens_m, ctx, doors) if self.graphs is not None and marks is None else None
@@ -284,8 +286,8 @@ class ModelRunner:
 
     def _replayed(self, tokens_m: Tensor, ctx: ForwardContext, doors: Mapping[str, GatePass]) -> Tensor | None:
         """Replay a step that was captured: as `Decoder.forward`; None where the step has to be launched by kernels."""
-        if self.graphs is None or ctx.adapters is not None or ctx.pictured is not None:
-            return None  # A graph has no input for either.
+        if self.graphs is None or ctx.adapters is not None or ctx.pictured is not None or ctx.turned_3m is not None:
+            return None  # A graph has no input for these.
         if any(door.gates for door in doors.values()):
             return None
         return self.graphs.replay(tokens_m, ctx)

@@ -35,7 +35,7 @@ from twinpool.contracts.messages.request_record import (
     RefusedWorkers,
     WorkerCandidate,
 )
-from twinpool.contracts.messages.stream_frames import ADAPTERS_SINCE, EMBEDDINGS_SINCE, PICTURES_SINCE
+from twinpool.contracts.messages.stream_frames import ADAPTERS_SINCE, EMBEDDINGS_SINCE, PICTURES_SINCE, PLACES_SINCE
 from twinpool.router.core.routing_policies import LocalPrefill, LocalReason, RoutingAsk, RoutingPolicy
 from twinpool.router.kv_indexer.prefix_indexes import PrefixIndexes, PromptHits
 from twinpool.router.state.able_workers import AbleWorkers
@@ -135,6 +135,8 @@ def needed_of(r: RoutedRequest) -> tuple[int, str]:
         return EMBEDDINGS_SINCE, "embeddings"
     if r.sampling.adapter is not None:
         return ADAPTERS_SINCE, "adapters"
+    if any(picture.across or picture.whole for picture in r.pictures):
+        return PLACES_SINCE, "images of this model"
     return (PICTURES_SINCE, "images") if r.pictures else (0, "")
 
 

@@ -109,7 +109,8 @@ def _read(part: PicturePart, spec: PictureSpec, most: int) -> PlacedPicture:
         raise _refusal(part, f"the image can't be decoded: {error!s:.100}") from None
     pixels, count = resized.tobytes(), spec.count(height, width)
     keys = picture_keys(spec.digest(height, width, pixels), count)
-    return PlacedPicture(Picture(spec.token, height, width, count, pixels), spec.layout(height, width, keys))
+    picture = Picture(spec.token, height, width, count, pixels, spec.across(width), spec.whole)
+    return PlacedPicture(picture, spec.layout(height, width, keys))
 
 
 def _decoded(part: PicturePart) -> bytes:

@@ -230,6 +230,8 @@ class BodyReader:
         messages, guard = self._guarded(messages)
         told = self._chats.messages(messages, use)
         text = self._model_tokenizer.render(told, opens, args, self._chats.shown(use), continues=continues)
+        if (spec := self._spec.pictures) is not None and spec.marker and pictures_of(messages):
+            text = text.replace(spec.marker, spec.written)
         return GuardedText(text, guard) if guard else text
 
     def _guarded(self, messages: ChatMessages) -> tuple[ChatMessages, str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer
 from transformers.image_utils import load_image
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.support.checkpoints import VOCAB, write_tokenizer
 from tests.support.family_checkpoint import COMMON
@@ -44,23 +46,40 @@ PIXTRAL = {
 UNIT = 8
 """Pixels of the side of a position."""
 MARKS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
-TEMPLATE = (
+PARTS_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for part in m.content %}{% if part.type in ['image', 'image_url'] %}[IMG]{% else %}{{ part.text }}{% endif %}"
+    "{% for part in m.content %}{% if part.type in ['image', 'image_url'] %}MARK{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+"""A chat template, with the mark of a picture in place of MARK."""
+COLOURS = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.3, 0.2, 0.25], "rescale_factor": 1 / 255}
+TEMPLATE = PARTS_TEMPLATE.replace("MARK", MARKS[0])
+GEMMA_MARKS = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
+GEMMA_TOKENS, GEMMA_SIDE = 16, 32
+"""Positions of each picture, and pixels of its side."""
+QWEN_MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+QWEN_PIXELS = {"shortest_edge": 256, "longest_edge": 4096}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+QWEN_TOWER = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 64,
+}
 
 
 def write_mistral3(folder: Path, *, longest: int = 64, seed: int = 5, dtype: str = "float32") -> Path:
     """Write a Mistral 3 with a tower of two layers, whose pictures have `longest` pixels a side and 8 a position."""
-    size = VOCAB + len(MARKS)
     config = transformers.Mistral3Config(
         text_config=TEXT
         | {
             "model_type": "mistral",
             "head_dim": 16,
             "sliding_window": None,
-            "vocab_size": size,
+            "vocab_size": VOCAB + len(MARKS),
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
         vision_config=PIXTRAL,
@@ -69,57 +88,163 @@ def write_mistral3(folder: Path, *, longest: int = 64, seed: int = 5, dtype: str
         eos_token_id=0,
         initializer_range=0.3,
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = transformers.Mistral3ForConditionalGeneration(config)
-        for key, tensor in model.named_parameters():
-            if "norm" in key or "ln_pre" in key:
-                tensor.data.uniform_(0.5, 1.5)
-            else:
-                tensor.data.normal_(0.0, 0.2)
-    model.to(getattr(torch, dtype)).save_pretrained(folder)
-    write_tokenizer(folder, VOCAB, chat=True)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    assert tokenizer.get_vocab_size() <= VOCAB
-    for number in range(tokenizer.get_vocab_size(), VOCAB):
-        tokenizer.add_tokens([AddedToken(f"<unused {number}>", special=False)])
-    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": TEMPLATE})
-    )
+    _write_model(folder, transformers.Mistral3ForConditionalGeneration, config, seed, dtype)
+    _write_text(folder, MARKS, TEMPLATE)
     (folder / "processor_config.json").write_text(
         json.dumps({"processor_class": "PixtralProcessor", "patch_size": 4, "spatial_merge_size": 2})
     )
     (folder / "preprocessor_config.json").write_text(
         json.dumps({
             "image_processor_type": "PixtralImageProcessor", "patch_size": {"height": 4, "width": 4}, "resample": 3,
-            "size": {"longest_edge": longest}, "rescale_factor": 1 / 255, "do_convert_rgb": True,
-            "image_mean": [0.5, 0.4, 0.3], "image_std": [0.3, 0.2, 0.25],
+            "size": {"longest_edge": longest}, "do_convert_rgb": True, **COLOURS,
         })
     )  # fmt: skip
     return folder
 
 
+def write_gemma3(folder: Path, *, seed: int = 5, dtype: str = "float32") -> Path:
+    """Write a Gemma 3 whose pictures have 32 pixels a side and 16 positions, with windows of 40 positions."""
+    config = transformers.Gemma3Config(
+        text_config=TEXT
+        | {
+            "head_dim": 16, "sliding_window": 40, "query_pre_attn_scalar": 16, "vocab_size": VOCAB + len(GEMMA_MARKS),
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        vision_config={
+            "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "image_size": GEMMA_SIDE, "patch_size": 4, "vision_use_head": False,
+        },
+        mm_tokens_per_image=GEMMA_TOKENS,
+        boi_token_index=VOCAB,
+        eoi_token_index=VOCAB + 1,
+        image_token_index=VOCAB + 2,
+        eos_token_id=0,
+        initializer_range=0.3,
+    )  # fmt: skip
+    _write_model(folder, transformers.Gemma3ForConditionalGeneration, config, seed, dtype)
+    names = dict(zip(("boi_token", "eoi_token", "image_token"), GEMMA_MARKS, strict=True))
+    _write_text(folder, GEMMA_MARKS, PARTS_TEMPLATE.replace("MARK", GEMMA_MARKS[0]), **names)
+    (folder / "processor_config.json").write_text(
+        json.dumps({"processor_class": "Gemma3Processor", "image_seq_length": GEMMA_TOKENS})
+    )
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({
+            "image_processor_type": "Gemma3ImageProcessor", "do_pan_and_scan": None, "resample": 2,
+            "size": {"height": GEMMA_SIDE, "width": GEMMA_SIDE}, **COLOURS,
+        })
+    )  # fmt: skip
+    return folder
+
+
+def write_qwen25_vl(folder: Path, *, seed: int = 5, dtype: str = "float32") -> Path:
+    """Write a Qwen2.5-VL with 8 pixels a side of a position, and windows of 2 by 2 positions in its tower."""
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=TEXT | {"rope_parameters": MROPE, "vocab_size": VOCAB + len(QWEN_MARKS)},
+        vision_config=QWEN_TOWER | {"window_size": 16, "fullatt_block_indexes": [1]},
+        **_QWEN_IDS,
+    )
+    _write_model(folder, transformers.Qwen2_5_VLForConditionalGeneration, config, seed, dtype)
+    _write_qwens(folder, {"min_pixels": QWEN_PIXELS["shortest_edge"], "max_pixels": QWEN_PIXELS["longest_edge"]})
+    return folder
+
+
+def write_qwen3_vl(folder: Path, *, experts: bool = False, seed: int = 5, dtype: str = "float32") -> Path:
+    """Write a Qwen3-VL with 8 pixels a side of a position, of whose tower two layers are shown to the text."""
+    rope = {"rope_parameters": MROPE | {"mrope_interleaved": True}}
+    text = TEXT | rope | {"head_dim": 16, "vocab_size": VOCAB + len(QWEN_MARKS), "num_hidden_layers": 3}
+    name = "Qwen3VLMoe" if experts else "Qwen3VL"
+    if experts:
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text,
+        vision_config=QWEN_TOWER | {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]},
+        **_QWEN_IDS,
+    )
+    _write_model(folder, getattr(transformers, f"{name}ForConditionalGeneration"), config, seed, dtype)
+    _write_qwens(folder, {"size": QWEN_PIXELS})
+    return folder
+
+
+_QWEN_IDS = {
+    "vision_start_token_id": VOCAB,
+    "vision_end_token_id": VOCAB + 1,
+    "image_token_id": VOCAB + 2,
+    "video_token_id": VOCAB + 3,
+    "eos_token_id": 0,
+    "tie_word_embeddings": False,
+}
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    "mistral3": write_mistral3,
+    "gemma3": write_gemma3,
+    "qwen2.5-vl": write_qwen25_vl,
+    "qwen3-vl": write_qwen3_vl,
+}
+
+
+def _write_model(folder: Path, kind: Any, config: Any, seed: int, dtype: str) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = kind(config)
+        for key, tensor in model.named_parameters():
+            if key.endswith(("norm.weight", "norm1.weight", "norm2.weight", "ln_pre.weight", "ln_q.weight")):
+                tensor.data.uniform_(0.5, 1.5)
+            else:
+                tensor.data.normal_(0.0, 3.0 if "input_projection" in key else 0.2)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+
+
+def _write_text(folder: Path, marks: Sequence[str], template: str, **names: str) -> None:
+    """A tokenizer of the tokens below `VOCAB`, and `marks` above; what it says of itself further."""
+    write_tokenizer(folder, VOCAB, chat=True)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() <= VOCAB
+    for number in range(tokenizer.get_vocab_size(), VOCAB):
+        tokenizer.add_tokens([AddedToken(f"<unused {number}>", special=False)])
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+    said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": template, **names}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+
+
+def _write_qwens(folder: Path, sizes: Mapping[str, Any]) -> None:
+    start, end, pad, _ = QWEN_MARKS
+    _write_text(folder, QWEN_MARKS, PARTS_TEMPLATE.replace("MARK", start + pad + end), image_token=pad)
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({
+            "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "temporal_patch_size": 2, "merge_size": 2,
+            "resample": 3, **COLOURS, **sizes,
+        })
+    )  # fmt: skip
+
+
+_PROCESSORS: dict[str, Any] = {
+    "PixtralImageProcessor": PixtralImageProcessorPil,
+    "Gemma3ImageProcessor": Gemma3ImageProcessorPil,
+    "Qwen2VLImageProcessor": Qwen2VLImageProcessorPil,
+}
+"""transformers' image processors by Pillow; the others need torchvision."""
+
+
 class SeeingOracle:
-    """transformers' processor and whole model in float32."""
+    """transformers' image processor and whole model in float32."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.model = transformers.Mistral3ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+        name = json.loads((folder / "config.json").read_text())["architectures"][0]
+        self.model = getattr(transformers, name).from_pretrained(folder, dtype=torch.float32).eval()
+        self.model.generation_config.eos_token_id = None  # Nothing ends an answer but its length.
 
     @cached_property
-    def _parts(self) -> tuple[Any, Any]:
+    def parts(self) -> tuple[Any, Any]:
         """The tokenizer and the image processor; the class of both needs torchvision."""
         values = json.loads((self._folder / "preprocessor_config.json").read_text())
-        del values["image_processor_type"]
-        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(self._folder)
-        return tokenizer, PixtralImageProcessorPil(**values)
+        kind = _PROCESSORS[values.pop("image_processor_type")]
+        return transformers.PreTrainedTokenizerFast.from_pretrained(self._folder), kind(**values)
 
     def inputs(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What the model is given of a chat of OpenAI's API."""
-        tokenizer, processor = self._parts
+        tokenizer, processor = self.parts
         told, pictures = list[dict[str, Any]](), list[Any]()
         for message in messages:
             content = message["content"]
@@ -128,12 +253,35 @@ class SeeingOracle:
                 content = [{"type": "image"} if p["type"] == "image_url" else p for p in content]
             told.append({**message, "content": content})
         text = tokenizer.apply_chat_template(told, add_generation_prompt=True, tokenize=False)
+        if isinstance(processor, PixtralImageProcessorPil):
+            return self._pixtral(text, pictures)
+        seen = processor(pictures, return_tensors="pt") if pictures else {}
+        if isinstance(processor, Gemma3ImageProcessorPil):
+            begin, end, token = GEMMA_MARKS
+            text = text.replace(begin, f"\n\n{begin}{token * GEMMA_TOKENS}{end}\n\n")
+            seen.pop("num_crops", None)
+        else:
+            token = QWEN_MARKS[2]
+            first, *others = text.split(token)
+            for (_, down, across), after in zip(seen.get("image_grid_thw", ()), others, strict=True):
+                first += token * (int(down) * int(across) // 4) + after
+            text = first
+        found = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+        found.pop("token_type_ids", None)
+        types = (found["input_ids"] == tokenizer.convert_tokens_to_ids(token)).long()
+        key = "token_type_ids" if isinstance(processor, Gemma3ImageProcessorPil) else "mm_token_type_ids"
+        return {**found, **seen, key: types}
+
+    def _pixtral(self, text: str, pictures: Sequence[Any]) -> dict[str, Any]:
+        tokenizer, processor = self.parts
         seen = processor(pictures, patch_size=UNIT, return_tensors="pt") if pictures else {}
         first, *others = text.split(MARKS[0])
         for (height, width), after in zip(seen.get("image_sizes", ()), others, strict=True):
             row = MARKS[0] * (width // UNIT)
             first += (row + MARKS[1]) * (height // UNIT - 1) + row + MARKS[2] + after
-        return {**tokenizer(first, return_tensors="pt", add_special_tokens=False), **seen}
+        found = tokenizer(first, return_tensors="pt", add_special_tokens=False)
+        found.pop("token_type_ids", None)
+        return {**found, **seen}
 
     @torch.inference_mode()
     def generate(
@@ -141,10 +289,7 @@ class SeeingOracle:
     ) -> tuple[list[int], list[int]]:
         """The prompt's tokens, with placeholders, and the greedy answer."""
         inputs = self.inputs(messages)
-        inputs.pop("token_type_ids", None)
-        out = self.model.generate(
-            **inputs, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0, **options
-        )
+        out = self.model.generate(**inputs, max_new_tokens=count, do_sample=False, pad_token_id=0, **options)
         prompt = inputs["input_ids"][0].tolist()
         return prompt, out[0].tolist()[len(prompt) :]
 

@@ -25,7 +25,10 @@ once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +40,10 @@ from twinpool.engine.attention.kv_quantization import KVRows, KVScales
 from twinpool.engine.attention.torch_backend.torch_latent import TorchLatent
 from twinpool.engine.attention.torch_backend.torch_recurrence import TorchRecurrence
 from twinpool.engine.native.native_kernels import AttentionShape, NativeKernels
-from twinpool.engine.tensors.row_exact_linear import Numerics, tanh
+from twinpool.engine.tensors.row_exact_linear import TILE_ROWS, Numerics, tanh
+
+if TYPE_CHECKING:
+    from twinpool.engine.layers.picture_tower import PictureSpan
 
 _TILE_QUERIES = 128
 SCORE_ELEMENTS = 1 << 20
@@ -64,6 +70,8 @@ class QueryTile:
     count: int
     low: int
     """The first position that any of these queries sees."""
+    end: int
+    """The position behind the last one that any of them sees."""
 
     @property
     def first_block(self) -> int:
@@ -71,7 +79,7 @@ class QueryTile:
 
     @property
     def blocks(self) -> int:
-        return -(-(self.start + self.count) // BLOCK_TOKENS) - self.first_block
+        return -(-self.end // BLOCK_TOKENS) - self.first_block
 
 
 @dataclass(frozen=True)
@@ -145,6 +153,7 @@ def batch_tiles(
     count_u = torch.tensor([tile.count for tile in tiles], device=device)
     sequence_u = torch.tensor([tile.sequence for tile in tiles], device=device)
     low_u = torch.tensor([tile.low for tile in tiles], device=device)
+    end_u = torch.tensor([tile.end for tile in tiles], device=device)
 
     step_r = torch.arange(size, device=device)
     real_ur = step_r < count_u[:, None]
@@ -153,7 +162,7 @@ def batch_tiles(
 
     block_w = low_u[tile_w] // BLOCK_TOKENS + nth_w
     position_wn = block_w[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS, device=device)
-    visible_wn = (position_wn < (start_u + count_u)[tile_w][:, None]) & (position_wn >= low_u[tile_w][:, None])
+    visible_wn = (position_wn < end_u[tile_w][:, None]) & (position_wn >= low_u[tile_w][:, None])
     page_wn = position_wn // plan.page_tokens
     if plan.firsts_b is not None:
         page_wn = page_wn - plan.firsts_b[sequence_u[tile_w]][:, None]
@@ -164,7 +173,8 @@ def batch_tiles(
     slots = slot_wn[:, None] * kv_heads + torch.arange(kv_heads, device=device)[:, None]
 
     seen_wrn = position_ur[tile_w][:, :, None]
-    hidden_wrn = position_wn[:, None] > seen_wrn
+    last_wrn = (end_u[tile_w] - 1)[:, None, None].expand_as(seen_wrn) if plan.whole else seen_wrn
+    hidden_wrn = position_wn[:, None] > last_wrn
     if window:
         hidden_wrn |= position_wn[:, None] <= seen_wrn - window
     mask_wrn = torch.zeros(hidden_wrn.shape, device=device).masked_fill_(hidden_wrn, MASKED)
@@ -284,10 +294,11 @@ class TorchAttention:
         for sequence, start in enumerate(starts):
             row, end = offsets[sequence], offsets[sequence + 1]
             size = tile_queries(end - row, start + end - row, heads, window)
-            by_size.setdefault(size, []).extend(
-                QueryTile(at, sequence, start + at - row, min(size, end - at), lowest_seen(start + at - row, window))
-                for at in range(row, end, size)
-            )
+            made = by_size.setdefault(size, [])
+            for at in range(row, end, size):
+                count, first = min(size, end - at), start + at - row
+                stop = start + end - row if plan.whole else first + count
+                made.append(QueryTile(at, sequence, first, count, lowest_seen(first, window), stop))
         batches = []
         for size, tiles in by_size.items():
             tiles.sort(key=lambda tile: -tile.blocks)
@@ -329,6 +340,44 @@ def _sinks_of_rows(sinks_h: Tensor, kv_heads: int, queries: int, rows: int) -> T
     sink_kg = sinks_h.view(kv_heads, -1)
     sink_kr = sink_kg.repeat(1, queries)
     return F.pad(sink_kr, (0, rows - sink_kr.shape[1]))
+
+
+_OF_SPANS = TorchAttention(Numerics(TILE_ROWS, tiled=True))
+"""Its rows are exact whatever else is computed, so nothing has to be probed for it."""
+
+
+def attend_spans(
+    spans: Sequence[PictureSpan],
+    out_thd: Tensor,
+    q_thd: Tensor,
+    pages: tuple[Tensor, Tensor],
+    plan: AttentionPlan,
+    scores: ScoreOptions,
+    scales: KVScales | None = None,
+) -> None:
+    """Compute the results of positions that see each other again, those behind them included, into `out_thd`; all
+    other arguments are those of `AttentionBackend.attend`, `pages` of keys and of values."""
+    made: tuple[AttentionPlan, Tensor] | None = plan.scratch.get("spans")
+    if made is None:
+        device = plan.tables_bp.device
+        counts = [span.positions for span in spans]
+        rows = [row for span in spans for row in range(span.first, span.first + span.positions)]
+        rows_n, sequences_b = (torch.tensor(each, device=device) for each in (rows, [span.sequence for span in spans]))
+        starts_b = plan.starts_b[sequences_b] + torch.tensor([span.place for span in spans], device=device)
+        offsets = [0, *accumulate(counts)]
+        mine = AttentionPlan(
+            starts_b=starts_b.int(),
+            offsets_b=torch.tensor(offsets, dtype=torch.int32, device=device),
+            tables_bp=plan.tables_bp[sequences_b],
+            slots_t=plan.slots_t[rows_n],
+            page_tokens=plan.page_tokens,
+            max_queries=max(counts),
+            firsts_b=None if plan.firsts_b is None else plan.firsts_b[sequences_b],
+            whole=True,
+        )
+        made = plan.scratch["spans"] = mine, rows_n
+    of_spans, rows_n = made
+    out_thd[rows_n] = _OF_SPANS.attend(q_thd[rows_n], *pages, of_spans, scores, scales)
 
 
 class NativeAttention(TorchAttention):

@@ -1,0 +1,245 @@
+"""The towers of Qwen2.5-VL and Qwen3-VL.
+
+Both take patches in the order of what they are merged into: the four patches of the first position, then those of the
+second, and so on. Patches are turned by their row and column. Qwen2.5-VL's attend within windows of neighbouring
+positions, and in a few layers to all. Qwen3-VL's have a place of their own, between those that were trained, and some
+of its layers are shown to the text as well: what they give is added behind the text's first layers (DeepStack, arXiv
+2406.04334).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twinpool.contracts.checkpoint.json_fields import JsonFields
+from twinpool.contracts.checkpoint.picture_spec import PictureSpec, vision_fields
+from twinpool.engine.layers.decoder import Norm
+from twinpool.engine.layers.picture_tower import (
+    ACTIVATIONS,
+    PREFIXES,
+    Activation,
+    Colours,
+    Groups,
+    TowerLayer,
+    TowerMlp,
+    Turns,
+    layer_norm,
+    padded,
+    tower_norm,
+)
+from twinpool.engine.tensors.row_exact_linear import Numerics, RowExactLinear
+from twinpool.engine.tensors.weight_loader import Weights
+
+_EPS = 1e-6
+_FRAMES = 2
+"""A picture is a film of two equal frames."""
+_THETA = 10_000.0
+
+
+@dataclass(frozen=True)
+class QwenMerger:
+    """What makes one row of the text's hidden size of the patches of a position."""
+
+    norm: Norm
+    first: RowExactLinear
+    second: RowExactLinear
+    merged_first: bool
+    """Whether the norm is of a position's patches together."""
+
+    @classmethod
+    def read(
+        cls, weights: Weights, norm: Norm, names: tuple[str, str], wide: int, hidden: int, *, merged_first: bool
+    ) -> QwenMerger:
+        first, second = names
+        return cls(
+            norm,
+            weights.linear({first: wide}, wide, bias=True),
+            weights.linear({second: hidden}, wide, bias=True),
+            merged_first,
+        )
+
+    def __call__(self, x_th: Tensor, numerics: Numerics) -> Tensor:
+        wide = self.first.shape[1]
+        x_pk = self.norm(x_th.reshape(-1, wide)) if self.merged_first else self.norm(x_th).reshape(-1, wide)
+        inner = numerics.linear(padded(x_pk, numerics.padded(len(x_pk))), self.first)
+        return numerics.linear(F.gelu(inner.float()).to(inner.dtype), self.second)[: len(x_pk)]
+
+
+@dataclass
+class QwenTower:
+    """Qwen2.5-VL's tower, or Qwen3-VL's."""
+
+    spec: PictureSpec
+    colours: Colours
+    patches: RowExactLinear
+    """The convolution of patches as a product: [hidden, 3 * 2 * patch * patch]."""
+    layers: Sequence[TowerLayer]
+    frequencies: Tensor
+    """Angles a row of patches, and a column: [head_dim / 4] float32."""
+    merger: QwenMerger
+    window: int
+    """Positions of a window's side; 0: every layer attends to all patches."""
+    full: frozenset[int]
+    """The layers that attend to all patches, where others have windows."""
+    places_ssh: Tensor | None
+    """What is added at a patch, by its row and column, [side, side, hidden] float32: between these if there are more or
+    fewer patches; None: nothing is."""
+    stacked: Mapping[int, QwenMerger]
+    """By layer, what makes of its result the rows that are added in the text."""
+
+    @classmethod
+    def read(cls, weights: Weights, spec: PictureSpec, hidden: int, eps: float) -> QwenTower | None:
+        """As `PixtralTower.read`."""
+        scopes = [weights.scope(f"{prefix}visual.") for prefix in PREFIXES]
+        tower = next((one for one in scopes if one.has("patch_embed.proj.weight")), None)
+        if tower is None or weights.shard.size > 1:
+            return None
+        _, vision = vision_fields(weights.spec.path)
+        width, heads, patch = vision.size("hidden_size"), vision.size("num_heads"), spec.patch
+        later = spec.family == "qwen3_vl"
+        kernel = tower.tensor("patch_embed.proj.weight", width, 3, _FRAMES, patch, patch).flatten(1)
+        bias = tower.tensor("patch_embed.proj.bias", width) if later else None
+        quarter = width // heads // 4
+        wide = width * spec.merge**2
+        below = tower.scope("merger.")
+        if later:
+            names = ("linear_fc1", "linear_fc2")
+            merger = QwenMerger.read(
+                below, layer_norm(below, "norm", width, _EPS), names, wide, hidden, merged_first=False
+            )
+        else:
+            norm = tower_norm(below, "ln_q", width, _EPS)
+            merger = QwenMerger.read(below, norm, ("mlp.0", "mlp.2"), wide, hidden, merged_first=False)
+        window = 0 if later else vision.size("window_size", 112) // spec.unit
+        return cls(
+            spec,
+            Colours.of(spec, weights.device),
+            weights.made(kernel, bias_n=bias),
+            [_layer(tower.scope(f"blocks.{n}."), vision, later=later) for n in range(vision.size("depth"))],
+            (1.0 / (_THETA ** (torch.arange(quarter, dtype=torch.float32) / quarter))).to(weights.device),
+            merger,
+            window,
+            frozenset(_numbers(vision, "fullatt_block_indexes", (7, 15, 23, 31))) if window else frozenset(),
+            _places(tower, vision) if later else None,
+            _stacked(tower, vision, wide, hidden) if later else {},
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.frequencies.device
+
+    def __call__(self, pixels: Tensor, numerics: Numerics) -> Tensor:
+        x_tk, down, across = self.colours.patches(pixels)
+        order_t = self._order(down, across)
+        # [T, 3, patch * patch] to [T, 3, frames, patch * patch].
+        x_tk = x_tk[order_t].view(len(x_tk), 3, 1, -1).expand(-1, -1, _FRAMES, -1).reshape(len(x_tk), -1)
+        count = len(x_tk)
+        x_mh = numerics.linear(padded(x_tk.to(self.patches.dtype), numerics.padded(count)), self.patches)
+        if self.places_ssh is not None:
+            places_th = self._between(self.places_ssh, down, across)[order_t]
+            x_mh = x_mh + padded(places_th.to(x_mh.dtype), len(x_mh))
+        turns, groups = self._turns(down, across, order_t), self._windows(down, across)
+        stacked: list[Tensor] = []
+        for number, layer in enumerate(self.layers):
+            x_mh = layer(x_mh, count, numerics, turns, () if number in self.full else groups)
+            if number in self.stacked:
+                stacked.append(self.stacked[number](x_mh[:count], numerics))
+        return torch.cat((self.merger(x_mh[:count], numerics), *stacked), dim=1)
+
+    def _order(self, down: int, across: int) -> Tensor:
+        """[T] int64: of each patch in the tower's order, its number row by row."""
+        side = self.spec.merge
+        numbers = torch.arange(down * across, device=self.device).view(down // side, side, across // side, side)
+        return numbers.transpose(1, 2).flatten()
+
+    def _turns(self, down: int, across: int, order_t: Tensor) -> Turns:
+        """Cos and signed sin of each patch's row and column, [T, 1, head_dim] float32 each."""
+        rows_t, columns_t = order_t // across, order_t % across
+        angles = torch.cat([at_t[:, None] * self.frequencies for at_t in (rows_t.float(), columns_t.float())], dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
+
+    def _windows(self, down: int, across: int) -> Groups:
+        """The patches of each window, those of windows of one size together."""
+        if not self.window:
+            return ()
+        side, area = self.window, self.spec.merge**2
+        down, across = down // self.spec.merge, across // self.spec.merge
+        numbers = torch.arange(down * across * area, device=self.device).view(down, across, area)
+        found: defaultdict[int, list[Tensor]] = defaultdict(list)
+        for y in range(0, down, side):
+            for x in range(0, across, side):
+                members = numbers[y : y + side, x : x + side].flatten()
+                found[len(members)].append(members)
+        return [torch.stack(members) for members in found.values()]
+
+    @staticmethod
+    def _between(table_ssh: Tensor, down: int, across: int) -> Tensor:
+        """The table's values between its places, at so many in equal distances, the first and the last its own: row by
+        row, [down * across, hidden]."""
+        (below, rest_y), (right, rest_x) = (_steps(count, len(table_ssh), table_ssh.device) for count in (down, across))
+        last = len(table_ssh) - 1
+        corners = torch.zeros(down, across, table_ssh.shape[2], device=table_ssh.device)
+        for dy, weight_y in ((0, 1 - rest_y), (1, rest_y)):
+            for dx, weight_x in ((0, 1 - rest_x), (1, rest_x)):
+                at_y, at_x = (below + dy).clamp_max(last), (right + dx).clamp_max(last)
+                corners += table_ssh[at_y[:, None], at_x[None]] * (weight_y[:, None] * weight_x[None])[..., None]
+        return corners.flatten(0, 1)
+
+
+def _steps(count: int, side: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of `count` places in equal distances over `side` ones: the place before each, and how far behind that it is."""
+    at = torch.arange(count, dtype=torch.float32, device=device) * (side - 1) / max(1, count - 1)
+    before = at.floor()
+    return before.long(), at - before
+
+
+def _layer(weights: Weights, vision: JsonFields, *, later: bool) -> TowerLayer:
+    width, inner = vision.size("hidden_size"), vision.size("intermediate_size")
+    usual = "gelu_pytorch_tanh" if later else "silu"
+    activation: Activation = ACTIVATIONS[vision.text("hidden_act", usual, tuple(ACTIVATIONS))]
+    attention, mlp = weights.scope("attn."), weights.scope("mlp.")
+    read_norm = layer_norm if later else tower_norm
+    if later:
+        first, second = mlp.linear({"linear_fc1": inner}, width, bias=True), "linear_fc2"
+    else:
+        first, second = mlp.linear({"gate_proj": inner, "up_proj": inner}, width, bias=True), "down_proj"
+    return TowerLayer(
+        read_norm(weights, "norm1", width, _EPS),
+        attention.linear({"qkv": 3 * width}, width, bias=True),
+        attention.linear({"proj": width}, width, bias=True),
+        read_norm(weights, "norm2", width, _EPS),
+        TowerMlp(first, mlp.linear({second: width}, inner, bias=True), activation, gated=not later),
+        vision.size("num_heads"),
+    )
+
+
+def _places(tower: Weights, vision: JsonFields) -> Tensor:
+    count, width = vision.size("num_position_embeddings"), vision.size("hidden_size")
+    side = int(count**0.5)
+    if side * side != count:
+        raise vision.refuse(f"num_position_embeddings must be a square, got {count}")
+    return tower.tensor("pos_embed.weight", count, width, dtype=torch.float32).view(side, side, width)
+
+
+def _stacked(tower: Weights, vision: JsonFields, wide: int, hidden: int) -> dict[int, QwenMerger]:
+    found: dict[int, QwenMerger] = {}
+    for at, number in enumerate(_numbers(vision, "deepstack_visual_indexes", (8, 16, 24))):
+        weights = tower.scope(f"deepstack_merger_list.{at}.")
+        norm = layer_norm(weights, "norm", wide, _EPS)
+        found[number] = QwenMerger.read(weights, norm, ("linear_fc1", "linear_fc2"), wide, hidden, merged_first=True)
+    return found
+
+
+def _numbers(vision: JsonFields, key: str, usual: Sequence[int]) -> list[int]:
+    """Numbers of layers, in order."""
+    given = vision.values.get(key, list(usual))
+    if not isinstance(given, list) or any(type(one) is not int for one in given) or sorted(set(given)) != given:
+        raise vision.refuse(f"{key} must be numbers of layers in order, got {given!r}")
+    return [*given]
