@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -106,6 +108,23 @@ def test_no_worker_of_an_older_build_is_sent_a_picture(role: Role) -> None:
     decoder = on.cluster.workers["decode-1"]
     assert all(not picture.pixels for submit in decoder.submits for picture in submit.pictures)
     assert f"{role}-0" in {on.requests[on.submit()].workers[role] for _ in range(6)}
+
+
+@pytest.mark.parametrize("role", [PREFILL, DECODE])
+@pytest.mark.parametrize("places", [{"across": 1}, {"whole": True}])
+def test_a_picture_whose_positions_are_turned_goes_to_who_knows_of_that(role: Role, places: dict[str, Any]) -> None:
+    on = Stage(2, 2, worker_wait_s=5.0)
+    old = on.cluster.workers[f"{role}-0"]
+    for worker in on.cluster.workers.values():
+        worker.stream = "here:1"
+    old.stream_protocol = 5
+    on.view()
+    rids = []
+    for _ in range(6):
+        request = on.request()
+        request.pictures = (Picture(9, 8, 8, 1, bytes(192), **places),)
+        rids.append(on.take(request))
+    assert {on.requests[rid].workers[role] for rid in rids} == {f"{role}-1"}
 
 
 def test_a_pair_whose_hand_over_failed_is_not_tried_again_while_there_is_another() -> None:
