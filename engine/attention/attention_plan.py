@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,6 +49,19 @@ class AttentionPlan:
     backend alone."""
     scratch: dict[str, Any] = field(default_factory=dict, compare=False)
     """What a backend works out once a step, kept for its later layers."""
+
+
+class PictureSpan(NamedTuple):
+    """Positions of one picture in a step that see each other."""
+
+    sequence: int
+    """The number of the row of the step."""
+    first: int
+    """The place of the first of them among the step's tokens."""
+    place: int
+    """The same, counted from the row's first token."""
+    positions: int
+    """How many they are."""
 
 
 @dataclass(frozen=True)

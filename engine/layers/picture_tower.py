@@ -19,6 +19,7 @@ from torch import Tensor
 from twinpool.cache.memory.pinned_memory import to_device
 from twinpool.contracts.checkpoint.picture_spec import PictureSpec, vision_fields
 from twinpool.contracts.messages.router_commands import Picture
+from twinpool.engine.attention.attention_plan import PictureSpan
 from twinpool.engine.layers.decoder import Norm
 from twinpool.engine.layers.norm import LayerNorm, gelu_tanh, rms_norm, silu
 from twinpool.engine.layers.rope import rotate
@@ -44,19 +45,6 @@ class PlacedRows(NamedTuple):
     digest: bytes
     first: int
     at: Sequence[int]
-
-
-class PictureSpan(NamedTuple):
-    """Positions of one picture in a step that see each other."""
-
-    sequence: int
-    """The number of the row of the step."""
-    first: int
-    """The place of the first of them among the step's tokens."""
-    place: int
-    """The same, counted from the row's first token."""
-    positions: int
-    """How many they are."""
 
 
 class StepPictures(NamedTuple):

@@ -28,22 +28,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from twinpool.engine.attention.attention_backend import ScoreOptions
-from twinpool.engine.attention.attention_plan import BLOCK_TOKENS, AttentionPlan, BackendPlan
+from twinpool.engine.attention.attention_plan import BLOCK_TOKENS, AttentionPlan, BackendPlan, PictureSpan
 from twinpool.engine.attention.kv_quantization import KVRows, KVScales
 from twinpool.engine.attention.torch_backend.torch_latent import TorchLatent
 from twinpool.engine.attention.torch_backend.torch_recurrence import TorchRecurrence
 from twinpool.engine.native.native_kernels import AttentionShape, NativeKernels
 from twinpool.engine.tensors.row_exact_linear import TILE_ROWS, Numerics, tanh
-
-if TYPE_CHECKING:
-    from twinpool.engine.layers.picture_tower import PictureSpan
 
 _TILE_QUERIES = 128
 SCORE_ELEMENTS = 1 << 20
