@@ -41,7 +41,7 @@ from twinpool.router.records.make_record import RecordDraft, make_record
 from twinpool.router.service.router_service import RouterService
 from twinpool.sim.scale.cluster_model import ClusterModel
 from twinpool.sim.scale.cluster_plan import ClusterPlan, DecodePool, PrefillPool
-from twinpool.sim.scale.scale_command import MIDDLES_S, EndedRequest, GapHistogram
+from twinpool.sim.scale.scale_figures import MIDDLES_S, EndedRequest, GapHistogram
 from twinpool.sim.scale.traffic import TrafficBurst, TrafficShape, drawn
 
 MODEL = "simulated"
@@ -91,7 +91,7 @@ class _RouterTally:
 
 
 class SimulatedCluster:
-    """A run, and what its routers would tell the controller. Implements `sim.scale.scale_command.RunWatcher`."""
+    """A run, and what its routers would tell the controller. Implements `sim.scale.scale_figures.RunWatcher`."""
 
     def __init__(
         self, prefill: int, decode: int, *, routers: int = 2, seed: int = 1, wall: float = 0.0, grows: bool = True

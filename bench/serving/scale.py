@@ -32,7 +32,7 @@ from bench.common.bench_report import figure_table, flag_parser, headline, write
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.sim.scale.cluster_model import ClusterModel
 from twinpool.sim.scale.cluster_plan import AnswerTarget, ClusterPlan, DecodePool, PrefillPool
-from twinpool.sim.scale.scale_command import RunReport
+from twinpool.sim.scale.scale_figures import RunReport
 from twinpool.sim.scale.traffic import TrafficBurst, TrafficShape, drawn, read_trace, shape_of
 
 TRACE = Path("bench/traces/conversation_200.jsonl")

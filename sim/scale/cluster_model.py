@@ -38,7 +38,7 @@ from twinpool.router.state.worker_table import WorkerKey
 from twinpool.sim.scale.cluster_plan import ClusterPlan
 from twinpool.sim.scale.decode_model import DecodeModel, DecodeRow
 from twinpool.sim.scale.prefill_model import PULSE_S, PrefillModel, PromptJob, SimIndex
-from twinpool.sim.scale.scale_command import (
+from twinpool.sim.scale.scale_figures import (
     ANSWERED,
     FAILED,
     REFUSED,

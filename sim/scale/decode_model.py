@@ -20,7 +20,7 @@ from twinpool.decode.retraction.memory_pressure import OutputLengths
 from twinpool.decode.retraction.retraction_policy import RetractionCandidate, victims
 from twinpool.sim.fabric.step_costs import StepCosts, StepRun
 from twinpool.sim.scale.cluster_plan import DecodePool
-from twinpool.sim.scale.scale_command import GapHistogram
+from twinpool.sim.scale.scale_figures import GapHistogram
 
 
 class DecodeRow:

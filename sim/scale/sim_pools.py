@@ -25,7 +25,7 @@ from twinpool.router.state.worker_table import WorkerKey
 from twinpool.sim.scale.cluster_plan import ClusterPlan
 from twinpool.sim.scale.decode_model import DecodeModel
 from twinpool.sim.scale.prefill_model import PrefillModel
-from twinpool.sim.scale.scale_command import GapHistogram, RunFigures
+from twinpool.sim.scale.scale_figures import GapHistogram, RunFigures
 
 NODE = NodePlace("n" * 12, "node")
 MAX_POSITIONS = 1 << 20

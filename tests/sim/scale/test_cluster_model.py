@@ -16,7 +16,8 @@ from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.sim.fabric.step_costs import StepCosts
 from twinpool.sim.scale.cluster_model import ClusterModel
 from twinpool.sim.scale.cluster_plan import AnswerTarget, ClusterPlan, DecodePool, PrefillPool
-from twinpool.sim.scale.scale_command import RunReport, ScaleOptions, simulate_scale
+from twinpool.sim.scale.scale_command import ScaleOptions, simulate_scale
+from twinpool.sim.scale.scale_figures import RunReport
 from twinpool.sim.scale.traffic import SimRequest, TrafficShape, drawn, read_trace
 
 TRACE = Path(__file__).parents[3] / "bench" / "traces" / "conversation_200.jsonl"

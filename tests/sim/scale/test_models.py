@@ -13,7 +13,7 @@ from twinpool.sim.fabric.step_costs import StepCosts, StepRun, pairs_of
 from twinpool.sim.scale.cluster_plan import DecodePool, PrefillPool
 from twinpool.sim.scale.decode_model import DecodeModel, DecodeRow
 from twinpool.sim.scale.prefill_model import PrefillModel, PrefixCache, PromptJob
-from twinpool.sim.scale.scale_command import GapHistogram
+from twinpool.sim.scale.scale_figures import GapHistogram
 from twinpool.sim.scale.traffic import TrafficBurst, TrafficShape, drawn
 
 COSTS = StepCosts(prefill_pair_s=1e-7, decode_row_s=0.003, decode_context_s=2e-6)

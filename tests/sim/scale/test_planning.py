@@ -24,7 +24,8 @@ from twinpool.sim.scale.cluster_plan import (
     fit_costs,
     read_costs,
 )
-from twinpool.sim.scale.scale_command import PoolPrediction, PoolSearch, RunReport
+from twinpool.sim.scale.scale_command import PoolPrediction, PoolSearch
+from twinpool.sim.scale.scale_figures import RunReport
 from twinpool.sim.scale.traffic import SimRequest, read_trace, replayed, scaled_block
 
 SLICE = ROOT / "bench/traces/conversation_200.jsonl"

@@ -11,14 +11,14 @@ from tests.sim.scale.test_cluster_model import SHAPE, planned
 from twinpool.contracts.ids import Role
 from twinpool.router.state.request_journal import JournalKind
 from twinpool.sim.scale.cluster_model import ClusterModel
-from twinpool.sim.scale.scale_command import EndedRequest
+from twinpool.sim.scale.scale_figures import EndedRequest
 from twinpool.sim.scale.traffic import drawn
 
 POSITION_BYTES = 1000
 
 
 class Watcher:
-    """Implements `sim.scale.scale_command.RunWatcher`."""
+    """Implements `sim.scale.scale_figures.RunWatcher`."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
