@@ -12,6 +12,9 @@ from twinpool.contracts.message_types import POSITIONS, SOME, Finite, Int32, Mes
 
 POOLINGS = ("last",)
 """What the embedding of a prompt is: the hidden state, behind the final norm, of its last token."""
+JUDGED = "judged"
+"""The pooling that sends, in place of an embedding, the logits of `SamplingParams.allowed_token_ids` behind the last
+token."""
 ADAPTER_SALT = "lora:"
 """What the salt of a request with an adapter begins with; no other salt does."""
 
@@ -74,8 +77,9 @@ class SamplingParams(Message, frozen=True):
     version is below `contracts.messages.stream_frames.ADAPTERS_SINCE` would leave it out: it is given no such
     request."""
     pooling: Annotated[str, Meta(max_length=16)] = ""
-    """How the prompt's embedding is made, one of `POOLINGS`; nothing is drawn then, as `max_tokens` is 0. Empty: none
-    is asked for. Only workers of `contracts.messages.stream_frames.EMBEDDINGS_SINCE` or later know it."""
+    """How the prompt's embedding is made, one of `POOLINGS` or `JUDGED`; nothing is drawn then, as `max_tokens` is 0.
+    Empty: none is asked for. Only workers of `contracts.messages.stream_frames.EMBEDDINGS_SINCE` or later know it, and
+    of `JUDGED_SINCE` the latter."""
 
     @property
     def greedy(self) -> bool:

@@ -52,6 +52,8 @@ _NOISE = ("transformers_version", "use_cache", "architectures", "model_type", "b
 
 HIDDEN = "hidden_size"
 """The key of `config.json` that says how long an embedding is."""
+JUDGE = "classifier_from_token"
+"""The key of `config.json` with the two words of a reranker, as vLLM has it."""
 _WAYS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 
 
@@ -65,6 +67,9 @@ class Pooling:
     """Whether the vector is brought to length 1."""
     refusal: str = ""
     """Why no embeddings are made; empty where they are."""
+    judge: tuple[str, str] | None = None
+    """The two words, each a token, between which a reranker chooses for a pair of texts, that against it first; None:
+    it is no reranker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,11 +333,15 @@ def read_pooling(path: Path) -> Pooling:
     it say: `modules.json` lists what follows the model, a pooling, whose `config.json` names the way, and perhaps a
     normalisation. Without it: by the last token, normalised. Files that can't be read are a refusal: text is served
     all the same."""
-    modules = path / "modules.json"
+    modules, config = path / "modules.json", path / "config.json"
     try:
-        return _pooling(modules) if modules.exists() else Pooling()
+        words = read_json(config).get(JUDGE) if config.exists() else None
+        pooling = _pooling(modules) if modules.exists() else Pooling()
     except CheckpointError as error:
         return Pooling(refusal=str(error))
+    if isinstance(words, list) and len(words) == 2 and all(isinstance(word, str) for word in words):
+        return replace(pooling, judge=(words[0], words[1]))
+    return pooling
 
 
 def _pooling(modules: Path) -> Pooling:

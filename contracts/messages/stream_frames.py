@@ -8,8 +8,8 @@ side doesn't know are skipped (`contracts.wire.message_codec`). A change that ma
 it was asked raises `STREAM_PROTOCOL`; a build that can't talk to sides before a version raises `OLDEST`. Each side says
 its version when a stream is opened, and refuses one that is too old for it, before anything is asked. Version 1 was
 protobuf, 2 is msgpack, and 3 has pictures, which are sent to no worker of an older build;
-4 has adapters, 5 embeddings and 6 pictures whose positions are turned by axes or see each other, of which the same is
-so.
+4 has adapters, 5 embeddings, 6 pictures whose positions are turned by axes or see each other, and 7 judgements of
+pairs, of which the same is so.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class WorkerFrame(Message, Generic[MessageT], frozen=True):
     """Why the worker ends the stream; in its last frame alone."""
 
 
-STREAM_PROTOCOL = 6
-PICTURES_SINCE, ADAPTERS_SINCE, EMBEDDINGS_SINCE, PLACES_SINCE = 3, 4, 5, 6
-"""The versions from which on a worker sees pictures, computes with `SamplingParams.adapter`, makes embeddings, or heeds
-`Picture.across` and `Picture.whole`, or says that it can't. An older one skips the field, and would answer without
-it."""
+STREAM_PROTOCOL = 7
+PICTURES_SINCE, ADAPTERS_SINCE, EMBEDDINGS_SINCE, PLACES_SINCE, JUDGED_SINCE = 3, 4, 5, 6, 7
+"""The versions from which on a worker sees pictures, computes with `SamplingParams.adapter`, makes embeddings, heeds
+`Picture.across` and `Picture.whole`, or judges pairs, or says that it can't. An older one skips the field, and would
+answer without it."""
 OLDEST = 2
 """The oldest version that this build can talk with."""
 UNTOLD = 1

@@ -156,8 +156,9 @@ class BatchRow(NamedTuple):
     """What stands at some of its places, where `tokens` has placeholders."""
     turned: TurnedPlaces | None = None
     """Where pictures before its end, or at any later place, turn its positions; None: there are none that do."""
-    embed: bool = False
-    """Whether the row ends a prompt whose embedding is asked for."""
+    embed: Sequence[int] | None = None
+    """Where the row ends a prompt whose embedding is asked for, the tokens whose logits stand for it; empty: its last
+    hidden state is the embedding. None: none is asked for."""
 
     @property
     def draws(self) -> list[TokenDraw]:

@@ -281,7 +281,7 @@ class ModelRunner:
                 found = redraw(row, x_mh[first:], logits, at_once, triton=self._triton)
                 replays[at] = [part.to_host() for part in found]
         return ForwardResults(
-            logits_nv, scores, replays, _embeddings(self.decoder, rows, planned, x_mh), to_host(stale_b)
+            logits_nv, scores, replays, _embeddings(self.decoder, self.numerics, rows, planned, x_mh), to_host(stale_b)
         )
 
     def _replayed(self, tokens_m: Tensor, ctx: ForwardContext, doors: Mapping[str, GatePass]) -> Tensor | None:
@@ -444,14 +444,22 @@ class ModelRunner:
         return replace(op, reads=read, writes=written)
 
 
-def _embeddings(decoder: Decoder, rows: Sequence[BatchRow], planned: PlannedStep, x_mh: Tensor) -> Mapping[int, Tensor]:
-    """By row, the embeddings that are asked for, of its last token: [hidden] float32 each."""
-    wanted = [number for number, row in enumerate(rows) if row.embed]
-    if not wanted:
-        return {}
-    last = planned.shape.offsets[1:] - 1
-    at_n = to_device([int(last[number]) for number in wanted], x_mh.device)
-    return dict(zip(wanted, to_host(decoder.embeddings(x_mh.index_select(0, at_n))), strict=True))
+def _embeddings(
+    decoder: Decoder, numerics: Numerics, rows: Sequence[BatchRow], planned: PlannedStep, x_mh: Tensor
+) -> Mapping[int, Tensor]:
+    """By row, the embeddings that are asked for, of its last token: [hidden] float32 each, or the logits that stand for
+    one."""
+    last, found = planned.shape.offsets[1:] - 1, dict[int, Tensor]()
+    for judged in (False, True):
+        numbers = [at for at, row in enumerate(rows) if row.embed is not None and bool(row.embed) is judged]
+        if not numbers:
+            continue
+        x_nh = x_mh.index_select(0, to_device([int(last[number]) for number in numbers], x_mh.device))
+        rows_nx = decoder.logits(x_nh, numerics) if judged else decoder.embeddings(x_nh)
+        for number, row_x in zip(numbers, rows_nx, strict=True):
+            ids = rows[number].embed
+            found[number] = to_host(row_x.index_select(0, to_device(ids, x_mh.device)) if ids else row_x)
+    return found
 
 
 def compute_order(planned: PlannedStep) -> RunStep:

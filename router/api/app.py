@@ -178,6 +178,8 @@ TEXT_KINDS = {
     "/v1/messages": FrameKind.MESSAGES,
     "/v1/embeddings": FrameKind.EMBEDDINGS,
     "/inference/v1/generate": FrameKind.GENERATE,
+    **dict.fromkeys(("/v1/score", "/score"), FrameKind.SCORE),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), FrameKind.RERANK),
 }
 """The endpoints that generate text or tokens, or embed, by path: of each request that is refused it is kept why."""
 COUNT_KINDS = {

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from twinpool.contracts.build_id import package_version
 from twinpool.router.anthropic import messages_request
+from twinpool.router.openai.pooled_answers import RERANK, SCORE
 from twinpool.router.openai.request_fields import (
     BOOLEAN,
     CHAT,
@@ -51,6 +52,9 @@ _USAGE = _object(
     completion_tokens=INTEGER,
     total_tokens=INTEGER,
     prompt_tokens_details=_object(cached_tokens=INTEGER),
+)
+_PROMPT_USAGE = _object(
+    prompt_tokens=INTEGER, total_tokens=INTEGER, prompt_tokens_details=_object(cached_tokens=INTEGER)
 )
 _IDS: Schema = {"token_ids": TOKENS, "prompt_token_ids": TOKENS}
 _LOGPROB = _object(token=TEXT, logprob=_NUMBER, bytes=array_of(INTEGER))
@@ -199,9 +203,23 @@ SCHEMAS: dict[str, Schema] = {
             )
         ),
         model=TEXT,
-        usage=_object(
-            prompt_tokens=INTEGER, total_tokens=INTEGER, prompt_tokens_details=_object(cached_tokens=INTEGER)
-        ),
+        usage=_PROMPT_USAGE,
+    ),
+    "Scores": _object(
+        {"twinpool": _TIMELINE},
+        id=TEXT,
+        object={"const": "list"},
+        created=INTEGER,
+        model=TEXT,
+        data=array_of(_object(index=INTEGER, object={"const": "score"}, score=_NUMBER)),
+        usage=_PROMPT_USAGE,
+    ),
+    "Ranking": _object(
+        {"twinpool": _TIMELINE},
+        id=TEXT,
+        model=TEXT,
+        results=array_of(_object({"document": _object(text=TEXT)}, index=INTEGER, relevance_score=_NUMBER)),
+        usage=_PROMPT_USAGE,
     ),
     "Generated": _object(
         {"twinpool": _TIMELINE},
@@ -280,6 +298,8 @@ BODIES: dict[str, Schema] = {
     "/v1/responses/input_tokens": _body({**_PLAIN, **_RESPONSES}, "input"),
     "/v1/embeddings": _body(EMBEDDINGS, "input"),
     "/inference/v1/generate": _body(GENERATE, "token_ids"),
+    **dict.fromkeys(("/v1/score", "/score"), _body(SCORE)),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), _body(RERANK, "query", "documents")),
     "/tokenize": _body(TOKENIZE),
     "/detokenize": _body(DETOKENIZE, "tokens"),
     "/cluster/apply": OBJECT,
@@ -381,6 +401,10 @@ _ENDPOINTS = {
     "/v1/responses/input_tokens": _reads("Count the tokens of a body of /v1/responses", "ResponseTokens", COUNTING),
     "/v1/embeddings": _reads("Embed texts", "Embeddings", EMBEDDING),
     "/inference/v1/generate": _reads("Token ids to token ids", "Generated"),
+    **dict.fromkeys(("/v1/score", "/score"), _reads("Score pairs of texts", "Scores", EMBEDDING)),
+    **dict.fromkeys(
+        ("/v1/rerank", "/v2/rerank", "/rerank"), _reads("Rank documents for a query", "Ranking", EMBEDDING)
+    ),
     "/tokenize": _reads("Text or chat to token ids", "Tokens", COUNTING),
     "/detokenize": _reads("Token ids to text", "Text", COUNTING),
     "/v1/models": _Endpoint("The served model, under each of its names", "Models", LISTING),

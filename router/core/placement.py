@@ -35,7 +35,14 @@ from twinpool.contracts.messages.request_record import (
     RefusedWorkers,
     WorkerCandidate,
 )
-from twinpool.contracts.messages.stream_frames import ADAPTERS_SINCE, EMBEDDINGS_SINCE, PICTURES_SINCE, PLACES_SINCE
+from twinpool.contracts.messages.stream_frames import (
+    ADAPTERS_SINCE,
+    EMBEDDINGS_SINCE,
+    JUDGED_SINCE,
+    PICTURES_SINCE,
+    PLACES_SINCE,
+)
+from twinpool.contracts.sampling_params import JUDGED
 from twinpool.router.core.routing_policies import LocalPrefill, LocalReason, RoutingAsk, RoutingPolicy
 from twinpool.router.kv_indexer.prefix_indexes import PrefixIndexes, PromptHits
 from twinpool.router.state.able_workers import AbleWorkers
@@ -132,7 +139,7 @@ def needed_of(r: RoutedRequest) -> tuple[int, str]:
     """The version of streams from which on workers know all that a request asks for, and what that came with; 0 where
     every build does."""
     if r.sampling.pooling:
-        return EMBEDDINGS_SINCE, "embeddings"
+        return (JUDGED_SINCE, "rerankers") if r.sampling.pooling == JUDGED else (EMBEDDINGS_SINCE, "embeddings")
     if r.sampling.adapter is not None:
         return ADAPTERS_SINCE, "adapters"
     if any(picture.across or picture.whole for picture in r.pictures):

@@ -175,10 +175,7 @@ class ReaderEnded(ReaderFailed):
 
 _NOT_HERE = {
     "embeddings are at /v1/embeddings": ("/embeddings",),
-    "this server makes no scores or classes": (
-        "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/pooling",
-        "/classify", "/v1/moderations",
-    ),
+    "this server makes no classes": ("/pooling", "/classify", "/v1/moderations"),
     "adapters (LoRA) are loaded by /v1/load_lora_adapter": ("/load_lora_adapter", "/unload_lora_adapter"),
     "only text is taken and answered: there are no images and no audio": (
         "/v1/images", "/v1/audio", "/v1/videos", "/v1/realtime",

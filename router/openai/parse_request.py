@@ -49,6 +49,21 @@ MAX_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
+class PairFormat:
+    """What is made of vectors of which two make a score."""
+
+    kind: Literal["score", "rerank"]
+    places: tuple[tuple[int, int], ...] = ()
+    """By pair, its two prompts."""
+    yes_at: int | None = None
+    """Where a prompt's vector is two logits, which of them is for the pair; None: vectors are embeddings."""
+    top_n: int | None = None
+    """How many of the best are answered; None: all."""
+    documents: tuple[str, ...] = ()
+    """The texts, where they are answered."""
+
+
+@dataclass(frozen=True, slots=True)
 class EmbeddingFormat:
     """What is made of the embeddings of a request's prompts."""
 
@@ -60,6 +75,8 @@ class EmbeddingFormat:
     """Whether vectors are answered as the base64 of their float32s, else as numbers."""
     normalise: bool = True
     """Whether vectors have length 1."""
+    pairs: PairFormat | None = None
+    """Where scores are asked for instead."""
 
 
 class UnknownModel(RequestError):

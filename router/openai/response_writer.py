@@ -3,39 +3,21 @@
 Extensions: `stop_reason`, `token_ids` and `prompt_token_ids` as in vLLM (the stop token is among `token_ids`), and the
 field `twinpool` for requests with the header ``X-Twinpool-Timeline: 1``. `prompt_token_ids` is in each choice, in a
 stream in the first chunk of each choice; chat answers have it beside `choices` as well.
-
-A vector is cut to the dimensions that are asked for, brought to length 1 and written as soon as it comes, so that an
-answer with many of them never holds up the streams of others at its end. It is a function of the worker's float32s
-alone: sums are exact.
 """
 
 from __future__ import annotations
 
-import base64
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-import numpy as np
-from numpy.typing import NDArray
-
-from twinpool.contracts.checkpoint.model_spec import HIDDEN, ModelSpec, Pooling
 from twinpool.contracts.compact_json import DATA, DONE, END, compact_json, sse_event
-from twinpool.contracts.errors import RequestError
-from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
+from twinpool.contracts.sampling_params import TokenLogprob
 from twinpool.router.openai.api_errors import ApiError
 from twinpool.router.openai.choice_output import ChoiceOutput, OutputDelta
 from twinpool.router.openai.parse_request import (
-    NO_ADAPTERS,
-    Adapters,
-    EmbeddingFormat,
     GenerateRequest,
-    check_model,
-    read_prompts,
 )
-from twinpool.router.openai.request_fields import EMBEDDINGS, MAX_INPUTS, describe, read_fields
 from twinpool.router.openai.token_answers import finite, prompt_logprobs, usage_of
 from twinpool.router.parsers.answer_parts import AnswerPart, ArgumentsPart, CallPart, ContentPart, ReasoningPart
 from twinpool.router.text.detokenizer import Detokenizer
@@ -341,113 +323,3 @@ def _finish(choice: ChoiceOutput, request: GenerateRequest) -> str | None:
     """Return why a choice ended, in OpenAI's words: what calls a tool that the request names ends with ``stop``."""
     calls = choice.finish == "stop" and choice.calls and not request.tool_named
     return "tool_calls" if calls else choice.finish
-
-
-# ---------------------------------------------------------------- embeddings
-
-
-def read_embeddings(
-    body: Mapping[str, Any], spec: ModelSpec, pooling: Pooling, adapters: Adapters = NO_ADAPTERS
-) -> GenerateRequest:
-    """Read a body of `/v1/embeddings`. `pooling`: the checkpoint's. `adapters`: those that are served.
-
-    Raises `RequestError` naming the field that is wrong, `UnknownModel` for a model that isn't served.
-    """
-    adapter = check_model(body, spec, adapters)
-    if pooling.refusal:
-        raise RequestError(f"this model makes no embeddings here: {pooling.refusal}", param="model")
-    values, ignored = read_fields(body, EMBEDDINGS)
-    prompts = read_prompts(body.get("input"), spec, "input")
-    if len(prompts) > MAX_INPUTS:
-        raise RequestError(f"input has {len(prompts)} entries; a request takes at most {MAX_INPUTS}", param="input")
-    if "" in prompts or () in prompts:
-        raise RequestError("input has an entry that is empty", param="input")
-    if values.get("truncate_prompt_tokens") == 0:
-        raise RequestError("truncate_prompt_tokens is 1 or more, or -1", param="truncate_prompt_tokens")
-    return GenerateRequest(
-        chat=False,
-        embedding=_read_embedding_format(body, values.get("dimensions"), spec, pooling),
-        prompts=prompts,
-        truncate_prompt_tokens=values.get("truncate_prompt_tokens"),
-        n=1,
-        add_special_tokens=values["add_special_tokens"],
-        max_tokens=0,
-        sampling=SamplingParams(max_tokens=0, temperature=0.0, pooling=pooling.way, adapter=adapter),
-        seeded=True,
-        salt=values["cache_salt"],
-        session=values["user"],
-        priority=values["priority"],
-        timeout_s=values.get("timeout"),
-        ignored=ignored,
-    )
-
-
-def _read_embedding_format(
-    body: Mapping[str, Any], dimensions: int | None, spec: ModelSpec, pooling: Pooling
-) -> EmbeddingFormat:
-    encoding, hidden = body.get("encoding_format"), spec.config.peek(HIDDEN)
-    if encoding not in (None, "float", "base64"):
-        raise RequestError(
-            f"encoding_format must be float or base64; got {describe(encoding)}", param="encoding_format"
-        )
-    if dimensions is not None and isinstance(hidden, int) and dimensions > hidden:
-        raise RequestError(f"dimensions {dimensions} is above the {hidden} that the model has", param="dimensions")
-    return EmbeddingFormat("input", dimensions, encoding == "base64", pooling.normalise)
-
-
-def embedding_of(vector: Sequence[float], form: EmbeddingFormat) -> NDArray[np.float32]:
-    """The embedding that a client gets, [dimensions] float32, of a worker's vector ([hidden]): cut first, then
-    normalised."""
-    kept_d = np.array(vector[: form.dimensions], np.float64)
-    length = math.sqrt(math.fsum((kept_d * kept_d).tolist())) if form.normalise else 1.0
-    return (kept_d / length if length else kept_d).astype(np.float32)
-
-
-class EmbeddingWriter:
-    """The writer of one answer with embeddings, which is never streamed. Implements
-    `router.openai.response_stream.AnswerWriter`."""
-
-    def __init__(self, form: EmbeddingFormat, model: str) -> None:
-        self._form, self._model = form, model
-        self._choices: list[ChoiceOutput] = []
-        self._written: dict[int, bytes] = {}
-        """By choice, its embedding as JSON."""
-
-    def bind(self, choices: list[ChoiceOutput]) -> None:
-        """Set the choices; called once, before anything is written."""
-        self._choices = choices
-
-    def take(self, index: int, vector: Sequence[float]) -> None:
-        """Take the embedding of a choice's prompt, as its worker sent it."""
-        embedding_d = embedding_of(vector, self._form)
-        if self._form.base64:
-            self._written[index] = b'"' + base64.b64encode(embedding_d.astype("<f4", copy=False).tobytes()) + b'"'
-        else:
-            self._written[index] = msgspec.json.encode(embedding_d.tolist())
-
-    def chunk(self, piece: OutputDelta) -> bytes:
-        """Return nothing: no event tells of an embedding."""
-        return b""
-
-    def closing(self, twinpool: object | None) -> bytes:
-        """Return nothing, as `chunk` does."""
-        return b""
-
-    @staticmethod
-    def failed(failure: ApiError) -> bytes:
-        """Return the failure, as the rest of a body that was begun."""
-        return failure.to_json()
-
-    def whole(self, twinpool: object | None) -> list[bytes]:
-        """Return the body, in parts."""
-        parts = [b'{"object":"list","data":[']
-        for choice in self._choices:
-            head = f'{"," if choice.index else ""}{{"object":"embedding","index":{choice.index},"embedding":'
-            parts += (head.encode(), self._written[choice.index], b"}")
-        prompt = sum(len(choice.request.prompt) for choice in self._choices)
-        cached = sum(choice.cached_tokens for choice in self._choices)
-        usage = {"prompt_tokens": prompt, "total_tokens": prompt, "prompt_tokens_details": {"cached_tokens": cached}}
-        tree: dict[str, Any] = {"model": self._model, "usage": usage}
-        if twinpool is not None:
-            tree["twinpool"] = twinpool
-        return [*parts, b"]," + compact_json(tree)[1:].encode()]

@@ -32,9 +32,10 @@ from twinpool.router.core.router_core import RouterCore
 from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
 from twinpool.router.openai.choice_output import ChoiceOutput
 from twinpool.router.openai.parse_request import GenerateRequest
+from twinpool.router.openai.pooled_answers import EmbeddingWriter, PairWriter
 from twinpool.router.openai.request_headers import NO_TRACE, TraceContext
 from twinpool.router.openai.response_stream import AnswerWriter, NumberedEvents, ResponseStream
-from twinpool.router.openai.response_writer import EmbeddingWriter, ResponseWriter
+from twinpool.router.openai.response_writer import ResponseWriter
 from twinpool.router.openai.token_answers import TokenWriter
 from twinpool.router.openai_responses.responses_writer import ResponsesWriter
 from twinpool.router.service.admission import Admission
@@ -133,7 +134,10 @@ class OpenedRequest:
 
     def _writer(self, created: int, model: str, tokenizer: ModelTokenizer) -> AnswerWriter:
         if self.request.embedding is not None:
-            return EmbeddingWriter(self.request.embedding, model)
+            form = self.request.embedding
+            if form.pairs is not None:
+                return PairWriter(form, form.pairs, self.id, created, model)
+            return EmbeddingWriter(form, model)
         match self.request.shape:
             case "anthropic":
                 return MessagesWriter(self.id, model)

@@ -291,8 +291,10 @@ class RouterService:
         `ReaderFailed`, `ClientGone`, `KeyReused` and `Superseded`.
         """
         admission, tenant, headers = self.admission, asked.tenant, asked.headers
-        if (
-            asked.kind is FrameKind.EMBEDDINGS
+        if asked.kind in (
+            FrameKind.EMBEDDINGS,
+            FrameKind.SCORE,
+            FrameKind.RERANK,
         ):  # Nothing of it is kept: it comes out the same when it is computed again.
             headers = replace(headers, resume=None)
         self._check_open()

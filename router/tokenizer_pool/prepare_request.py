@@ -43,8 +43,8 @@ from twinpool.router.openai.parse_request import (
     read_template_args,
     read_tokens,
 )
+from twinpool.router.openai.pooled_answers import read_embeddings
 from twinpool.router.openai.request_fields import DETOKENIZE, MAX_IGNORED, TOKENIZE, describe, read_fields
-from twinpool.router.openai.response_writer import read_embeddings
 from twinpool.router.openai.token_answers import read_generate
 from twinpool.router.openai.tools import ToolUse, read_tools
 from twinpool.router.openai_responses.responses_request import read_responses, renamed
@@ -136,6 +136,12 @@ class BodyReader:
 
     def embeddings(self, raw: bytes, tenant: str = "") -> PreparedRequest:
         return self.prepare(read_embeddings(self._tree(raw), self._spec, self._pooling, self.adapters), tenant)
+
+    def pairs(self, read: Callable[..., GenerateRequest], raw: bytes, tenant: str = "") -> PreparedRequest:
+        """Prepare a body with pairs of texts; `read`: `read_score` or `read_rerank`."""
+        return self.prepare(
+            read(self._tree(raw), self._spec, self._pooling, self._model_tokenizer, self.adapters), tenant
+        )
 
     def generate(self, raw: bytes, tenant: str = "") -> PreparedRequest:
         return self.prepare(read_generate(self._tree(raw), self._spec, self.adapters), tenant)
@@ -351,7 +357,7 @@ class BodyReader:
                 raise RequestError("the prompt is empty, and this model has no token to begin with", param=param)
             tokens = (self._spec.bos_token_id,)
         if request.truncate_prompt_tokens is not None:
-            tokens = self._last(request, tokens)
+            tokens = _last(request, tokens, self._spec.context)
             if request.echo and self._model_tokenizer.has_text:
                 text = self._model_tokenizer.decode(tokens, skip_special=request.skip_special_tokens)
         if len(tokens) > self._spec.context:  # Refused here, before it is hashed and sent on.
@@ -363,12 +369,13 @@ class BodyReader:
             tuple(each.picture for each in placed),
         )
 
-    def _last(self, request: GenerateRequest, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """Return what `truncate_prompt_tokens` keeps of a prompt's tokens: its end."""
-        most = request.truncate_prompt_tokens
-        if most == -1:
-            most = max(1, self._spec.context - (request.max_tokens or 1))
-        return tokens if most is None else tokens[-most:]
+
+def _last(request: GenerateRequest, tokens: tuple[int, ...], context: int) -> tuple[int, ...]:
+    """Return what `truncate_prompt_tokens` keeps of a prompt's tokens: its end."""
+    most = request.truncate_prompt_tokens
+    if most == -1:
+        most = max(1, context - (request.max_tokens or 1))
+    return tokens if most is None else tokens[-most:]
 
 
 def _check_scores(prepared: PreparedRequest, limit: int) -> None:

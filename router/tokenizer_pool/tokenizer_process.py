@@ -41,7 +41,8 @@ from twinpool.contracts.errors import RequestError
 from twinpool.contracts.messages.router_commands import Picture
 from twinpool.contracts.sampling_params import AdapterRef, SamplingParams
 from twinpool.router.openai.chat_format import AnswerFormat
-from twinpool.router.openai.parse_request import EmbeddingFormat, GenerateRequest, UnknownModel
+from twinpool.router.openai.parse_request import EmbeddingFormat, GenerateRequest, PairFormat, UnknownModel
+from twinpool.router.openai.pooled_answers import read_rerank, read_score
 from twinpool.router.state.prefix_hashes import PAGE_TOKENS, PrefixHashes
 from twinpool.router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from twinpool.router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, PreparedRequest, TextAnswer
@@ -96,6 +97,8 @@ class FrameKind(IntEnum):
     ADAPTERS = 12
     """The adapters that are served from now on, each as its three texts; none before the first such frame."""
     GENERATE = 13
+    SCORE = 14
+    RERANK = 15
     PREPARED = 20
     """A `PreparedRequest`."""
     TEXT = 21
@@ -113,6 +116,8 @@ REQUESTS: dict[FrameKind, Callable[[BodyReader, bytes, str], PreparedRequest]] =
     FrameKind.RESPONSES: BodyReader.responses,
     FrameKind.EMBEDDINGS: BodyReader.embeddings,
     FrameKind.GENERATE: BodyReader.generate,
+    FrameKind.SCORE: lambda reader, raw, tenant: reader.pairs(read_score, raw, tenant),
+    FrameKind.RERANK: lambda reader, raw, tenant: reader.pairs(read_rerank, raw, tenant),
 }
 """What reads the bodies of endpoints that generate or embed."""
 TEXTS: dict[FrameKind, Callable[[BodyReader, bytes], TextAnswer]] = {
@@ -208,6 +213,8 @@ def prepared_of(frame: bytes) -> PreparedRequest:
     if (found := fields["answer_format"]) is not None:
         fields["answer_format"] = AnswerFormat(**found)
     if (embedding := fields["embedding"]) is not None:
+        if embedding["pairs"] is not None:
+            embedding["pairs"] = PairFormat(**embedding["pairs"])
         fields["embedding"] = EmbeddingFormat(**embedding)
     return PreparedRequest(
         GenerateRequest(**fields),

@@ -34,7 +34,7 @@ from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, 
 from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamEnd
 from twinpool.contracts.messages.worker_events import Audited, Done, Embedding, Event, LegReport, PromptScores, Tokens
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from twinpool.contracts.sampling_params import AdapterRef, SamplingParams, TokenLogprob
+from twinpool.contracts.sampling_params import JUDGED, AdapterRef, SamplingParams, TokenLogprob
 
 VOCAB = 1000
 FIRST = 300
@@ -94,7 +94,8 @@ def prefill_frames(submit: Submit, worker: WorkerName, cached: int = 0) -> Itera
         frame.append(PromptScores(*key, tuple(logprob(t, count) for t in tokens[1:])))
         cached = 0
     if submit.sampling.pooling:
-        frame.append(Embedding(*key, embedding(submit.tokens)))
+        vector = embedding(submit.tokens)
+        frame.append(Embedding(*key, vector[1:3] if submit.sampling.pooling == JUDGED else vector))
     if submit.sampling.max_tokens:
         tokens.append(draw(tokens, submit.sampling))
         frame.append(Tokens(*key, len(tokens) - 1, (tokens[-1],), scored(submit, tokens, len(tokens) - 1)))

@@ -15,7 +15,7 @@ from tests.workers.test_pair import prompts
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.messages.worker_events import Embedding
-from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.contracts.sampling_params import JUDGED, SamplingParams
 
 EMBED = SamplingParams(max_tokens=0, temperature=0.0, pooling="last")
 DRAW = SamplingParams(max_tokens=3, temperature=0.0)
@@ -88,6 +88,26 @@ def test_an_embedding_that_is_made_in_another_way_is_refused(model: Path) -> Non
     assert done is not None
     assert (done.error, done.message) == (ErrorKind.INVALID, "prefill-0 embeds by last, not by 'weighted'")
     assert rid == RequestId("r1")
+
+
+def test_a_judgement_is_the_logits_of_its_tokens_alone_in_a_batch_and_behind_a_prefix(
+    model: Path, oracle: Oracle
+) -> None:
+    ids = (7, 40)
+    judge = SamplingParams(max_tokens=0, temperature=0.0, pooling=JUDGED, allowed_token_ids=ids)
+    asked = prompts(26, 60, 33)
+    with pair(model, prefill={"chunk_tokens": 32}) as both:
+        answers = both.run(*[both.submit(prompt, judge) for prompt in asked], both.submit(asked[0], EMBED))
+        (again,) = both.run(both.submit(asked[0], judge))
+        assert again.progress[Role.PREFILL].cached_tokens >= 48, "the prefix is there"
+    with pair(model) as both:
+        (whole,) = both.run(both.submit(asked[0], judge))
+    assert again.embedding == answers[0].embedding == whole.embedding
+    assert len(answers[2].embedding) > 2, "an embedding in the same batch stays one"
+    for prompt, answer in zip(asked, answers, strict=False):
+        want = oracle.logits(prompt)[-1, list(ids)]
+        torch.testing.assert_close(torch.tensor(answer.embedding), want, rtol=1e-4, atol=1e-4)
+        assert Role.DECODE not in answer.progress
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -20,7 +20,7 @@ from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Role
 from twinpool.contracts.messages.worker_events import Done, Embedding, LegReport
 from twinpool.router.openai.parse_request import EmbeddingFormat
-from twinpool.router.openai.response_writer import embedding_of
+from twinpool.router.openai.pooled_answers import embedding_of
 
 PATH = "/v1/embeddings"
 TEXT = "how do pages get from one worker to the other"

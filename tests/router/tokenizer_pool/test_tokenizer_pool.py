@@ -21,7 +21,7 @@ from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
 from twinpool.router.openai.api_errors import ReaderEnded, ReaderFailed
 from twinpool.router.openai.chat_format import AnswerFormat
-from twinpool.router.openai.parse_request import EmbeddingFormat
+from twinpool.router.openai.parse_request import EmbeddingFormat, PairFormat
 from twinpool.router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from twinpool.router.tokenizer_pool import tokenizer_pool as module
 from twinpool.router.tokenizer_pool import tokenizer_process
@@ -302,6 +302,8 @@ BODIES: dict[FrameKind, dict[str, Any]] = {
     FrameKind.RESPONSES: {"input": "hello " * 40},
     FrameKind.EMBEDDINGS: {"input": "hello " * 40},
     FrameKind.GENERATE: {"token_ids": [5, 6, 7] * 40},
+    FrameKind.SCORE: {"text_1": "hello " * 40, "text_2": "there " * 40},
+    FrameKind.RERANK: {"query": "hello " * 40, "documents": ["there " * 40]},
 }
 
 
@@ -407,6 +409,17 @@ def test_a_request_in_token_ids_comes_out_of_a_reader(model_tokenizer: ModelToke
     assert dataclasses.replace(got.request, prompts=want.request.prompts) == want.request
     assert got.prompts == want.prompts
     assert (got.request.shape, got.request.prompt_logprobs, got.request.salt) == ("tokens", 2, "acme\ns")
+
+
+def test_pairs_of_texts_come_out_of_a_reader(model_tokenizer: ModelTokenizer) -> None:
+    body = {"query": "x", "documents": ["y", "z", "x"], "top_n": 2, "return_documents": True, "priority": 2}
+    want = answer(intake(model_tokenizer), FrameKind.RERANK, json.dumps(body).encode(), "acme")
+    assert want[0] is FrameKind.PREPARED
+    got = prepared_of(want[1]).request
+    assert got.embedding == EmbeddingFormat(
+        "documents", pairs=PairFormat("rerank", ((0, 1), (0, 2), (0, 0)), top_n=2, documents=("y", "z", "x"))
+    )
+    assert (len(got.prompts), got.priority, got.salt) == (3, 2, "acme\n")
 
 
 OF_CHATS = {
