@@ -58,6 +58,11 @@ class BufferSpec:
     heads: int = 0
     """0: not sliced by heads, every rank holds all of it."""
     first_head: int = 0
+    depths: tuple[int, ...] = ()
+    """The layers of the model, ascending, that keep their state in this buffer, on all ranks; empty: its layers can't
+    be divided into stages."""
+    first_layer: int = 0
+    """The first layer here, of those on all ranks: where ranks are stages, each has its own layers alone."""
 
     def __post_init__(self) -> None:
         if self.layers < 1 or not self.shape or min(self.shape) < 1:
@@ -67,6 +72,21 @@ class BufferSpec:
                 f"buffer {self.name}: heads {self.first_head}..{self.first_head + self.shape[0] - 1} aren't among "
                 f"{self.heads}"
             )
+        if self.depths and not 0 <= self.first_layer <= len(self.depths) - self.layers:
+            raise ValueError(
+                f"buffer {self.name}: layers {self.first_layer}..{self.first_layer + self.layers - 1} aren't among "
+                f"{len(self.depths)}"
+            )
+
+    @property
+    def here(self) -> range:
+        """The layers that are here, by their numbers on all ranks."""
+        return range(self.first_layer, self.first_layer + self.layers)
+
+    @property
+    def all_layers(self) -> int:
+        """The layers on all ranks."""
+        return len(self.depths) or self.layers
 
     @property
     def shape_bytes(self) -> int:
@@ -100,8 +120,8 @@ class PoolSpec:
 
     @property
     def layers(self) -> int:
-        """The largest number of layers of any of its buffers."""
-        return max(b.layers for b in self.buffers)
+        """The largest number of layers of any of its buffers, on all ranks."""
+        return max(b.all_layers for b in self.buffers)
 
 
 @dataclass(frozen=True)
@@ -110,6 +130,11 @@ class PoolSetSpec:
 
     page_tokens: int
     pools: tuple[PoolSpec, ...]
+    depth: int = 0
+    """Layers of the model, those without state too; 0: they can't be divided into stages."""
+    stages: int = 1
+    stage: int = 0
+    """Into how many stages a worker divides its layers, and which of them this is."""
 
     def __post_init__(self) -> None:
         names = [p.name for p in self.pools]
@@ -128,33 +153,61 @@ class PoolSetSpec:
 
     @cached_property
     def whole(self) -> PoolSetSpec:
-        """This spec with the heads of all ranks."""
+        """This spec with the heads and layers of all ranks."""
         pools = [
             replace(
                 pool,
                 buffers=tuple(
-                    replace(b, shape=(b.heads or b.shape[0], *b.shape[1:]), first_head=0) for b in pool.buffers
+                    replace(
+                        b, shape=(b.heads or b.shape[0], *b.shape[1:]), first_head=0, layers=b.all_layers, first_layer=0
+                    )
+                    for b in pool.buffers
                 ),
             )
             for pool in self.pools
         ]
-        return PoolSetSpec(self.page_tokens, tuple(pools))
+        return PoolSetSpec(self.page_tokens, tuple(pools), self.depth)
 
-    def shard(self, rank: int, size: int) -> PoolSetSpec:
-        """The spec of rank `rank` of `size`, with its share of the heads of every buffer that has any.
+    def shard(self, rank: int, size: int, stages: int = 1) -> PoolSetSpec:
+        """The spec of rank `rank` of `size`, which are in `stages`: the ranks of a stage, which follow each other, have
+        its layers, and each its share of the heads of every buffer that has any.
 
-        Where `size` divides the number of heads, each rank gets a slice; where that number divides `size`, each head
-        goes to several ranks. Raises `ConfigError` where neither is so.
+        Where the ranks of a stage divide the number of heads, each gets a slice; where that number divides theirs, each
+        head goes to several ranks. Raises `ConfigError` where neither is so, and where layers can't be divided.
         """
         assert 0 <= rank < size
-        pools = tuple(replace(p, buffers=tuple(_share(b, rank, size) for b in p.buffers)) for p in self.pools)
-        return PoolSetSpec(self.page_tokens, pools)
+        if stages < 1 or size % stages:
+            raise ConfigError(f"{size} ranks can't be in {stages} stages of as many each")
+        here, width = self.staged(rank * stages // size, stages), size // stages
+        pools = tuple(replace(p, buffers=tuple(_share(b, rank % width, width) for b in p.buffers)) for p in here.pools)
+        return replace(here, pools=pools)
+
+    def staged(self, stage: int, stages: int) -> PoolSetSpec:
+        """The spec of one of `stages` stages: the same pools, each with the layers of that stage alone. Raises
+        `ConfigError` where layers can't be divided so that every stage has some of every buffer."""
+        if stages == 1:
+            return self
+        if not self.depth:
+            raise ConfigError("the layers of this model can't be divided into stages")
+        layers = stage_layers(self.depth, stage, stages)
+        pools = []
+        for pool in self.pools:
+            buffers = []
+            for buffer in pool.buffers:
+                mine = [at for at, depth in enumerate(buffer.depths) if depth in layers]
+                if not mine:
+                    raise ConfigError(
+                        f"stage {stage} of {stages}, layers {layers.start} to {layers.stop - 1} of {self.depth}, would "
+                        f"have none of the {len(buffer.depths)} layers that keep {buffer.name} in pool {pool.name}"
+                    )
+                buffers.append(replace(buffer, layers=len(mine), first_layer=mine[0]))
+            pools.append(replace(pool, buffers=tuple(buffers)))
+        return replace(self, pools=tuple(pools), stages=stages, stage=stage)
 
     def unit_bytes(self, pool: str, layers: range | None = None) -> int:
-        """Bytes of one page (or slot) of `pool`, all its buffers; all layers of them, or those of `layers`."""
+        """Bytes of one page (or slot) of `pool`, all its buffers; all layers that are here, or those of `layers`."""
         return sum(
-            len(range(b.layers) if layers is None else range(b.layers)[layers.start : layers.stop])
-            * b.entry_bytes(self.page_tokens)
+            len(b.here if layers is None else overlap(b.here, layers)) * b.entry_bytes(self.page_tokens)
             for b in self.by_name[pool].buffers
         )
 
@@ -176,6 +229,21 @@ class PoolSetSpec:
     def even(self, count: int) -> dict[str, int]:
         """`count` indices for every pool, by name."""
         return {p.name: count for p in self.pools}
+
+
+def overlap(one: range, other: range) -> range:
+    """The numbers that two ranges have in common; an empty range where there are none."""
+    first = max(one.start, other.start)
+    return range(first, max(first, min(one.stop, other.stop)))
+
+
+def stage_layers(layers: int, stage: int, stages: int) -> range:
+    """The layers of a model of `layers` that stage `stage` of `stages` has: as equal parts as there can be, and the
+    later stages have those that are left over, as the first has the embedding and the head too. Raises `ConfigError`
+    where there are fewer layers than stages."""
+    if not 0 < stages <= layers:
+        raise ConfigError(f"{layers} layers can't be divided into {stages} stages")
+    return range(stage * layers // stages, (stage + 1) * layers // stages)
 
 
 def _share(buffer: BufferSpec, rank: int, size: int) -> BufferSpec:

@@ -240,10 +240,12 @@ def _joined(buffer: BufferLayout, following: BufferLayout) -> BufferLayout | Non
     stride = buffer.layer_stride if layers > 1 else following.base - buffer.base
     if following.spec.layers > 1 and following.layer_stride != stride:
         return None
-    alike = replace(following.spec, name=buffer.spec.name, layers=layers) == buffer.spec
+    one, other = (replace(b.spec, name="", layers=layers, first_layer=0, depths=()) for b in (buffer, following))
+    alike = one == other
     if not alike or following.index_stride != buffer.index_stride or following.base != buffer.base + layers * stride:
         return None
-    return replace(buffer, spec=replace(buffer.spec, layers=layers + following.spec.layers), layer_stride=stride)
+    both = replace(buffer.spec, layers=layers + following.spec.layers, first_layer=0, depths=())
+    return replace(buffer, spec=both, layer_stride=stride)
 
 
 def _word(buffer: BufferLayout) -> torch.dtype:
@@ -266,7 +268,7 @@ def _coefficients(pool: str, buffer: BufferLayout) -> torch.Tensor:
     width = spec.heads * head_words if spec.heads else words
     name = int.from_bytes(hashlib.blake2b(f"{pool}/{spec.name}".encode(), digest_size=7).digest())
     here = np.arange(words, dtype=np.uint64) + np.uint64(spec.first_head * head_words)
-    layers = np.arange(spec.layers, dtype=np.uint64)[:, None] * np.uint64(width)
+    layers = np.asarray(spec.here, dtype=np.uint64)[:, None] * np.uint64(width)
     return torch.from_numpy(_odd(layers + here + np.uint64(name)).view(np.int64))
 
 

@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
+from twinpool.cache.memory.kv_cache_spec import PoolSetSpec, overlap
 from twinpool.cache.memory.memory_layout import BufferLayout, PoolSetLayout, packed, word_dtype
 
 IntArray = npt.NDArray[np.int64]
@@ -115,8 +115,8 @@ def blocks(
     for source, target in zip(sources, targets, strict=True):
         first, rows = 0, source.spec.layers
         if layers is not None:
-            first = min(layers.start, rows)
-            rows = max(0, min(layers.stop, rows) - first)
+            here = overlap(source.spec.here, layers)
+            first, rows = here.start - source.spec.first_layer, len(here)
         if not rows:
             continue
         sides = (CopySide(b.offset(first, 0), b.layer_stride, b.index_stride) for b in (source, target))

@@ -116,8 +116,8 @@ class PoolSet:
     def _layers(self, pool: str) -> list[dict[str, torch.Tensor]]:
         layers: list[dict[str, torch.Tensor]] = [{} for _ in range(self.spec.by_name[pool].layers)]
         for buffer in self.layout.buffers[pool]:
-            for layer in range(buffer.spec.layers):
-                layers[layer][buffer.spec.name] = self.layout.view(self.region, pool, buffer, layer)
+            for at, layer in enumerate(buffer.spec.here):
+                layers[layer][buffer.spec.name] = self.layout.view(self.region, pool, buffer, at)
         return layers
 
     def pages_for(self, positions: int) -> int:

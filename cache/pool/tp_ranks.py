@@ -63,10 +63,10 @@ _ALL_BITS = 0xFFFFFFFFFFFFFFFF
 
 
 class TPDigester:
-    """Digests one rank's shares of pages, with a digest for each group of buffers (`groups`)."""
+    """Digests the shares of pages of one rank of `size`, with a digest for each group of buffers (`groups`)."""
 
     def __init__(self, layout: PoolSetLayout, device: torch.device, size: int) -> None:
-        self._layout, self._device, self._size = layout, device, size
+        self._layout, self._device, self._size = layout, device, size // layout.spec.stages
         self._digesters: dict[int, PageDigester] = {}
 
     def digest(
@@ -93,15 +93,16 @@ class TPDigester:
         return self._digesters[count]
 
 
-def merged(pool: PoolSpec, by_rank: Sequence[Sequence[Sequence[int]]]) -> list[int]:
-    """Merge digests of ranks' shares, [ranks][groups][pages], into digests of whole pages; see the module."""
-    size = len(by_rank)
+def merged(pool: PoolSpec, by_rank: Sequence[Sequence[Sequence[int]]], stages: int = 1) -> list[int]:
+    """Merge digests of ranks' shares, [ranks][groups][pages], into digests of whole pages; see the module. Layers of
+    different stages are different terms."""
     out = [0] * len(by_rank[0][0])
-    for group, count in enumerate(groups(pool, size)):
+    width = len(by_rank) // stages
+    for group, count in enumerate(groups(pool, width)):
         for rank, digests in enumerate(by_rank):
-            first = by_rank[rank - rank % count][group]
+            first = by_rank[rank - rank % width % count][group]
             for page, digest in enumerate(digests[group]):
-                out[page] += digest if rank % count == 0 else _ODD * (digest - first[page])
+                out[page] += digest if rank % width % count == 0 else _ODD * (digest - first[page])
     return [digest & _ALL_BITS for digest in out]
 
 
@@ -143,7 +144,7 @@ class TPPoolSet(PoolSet):
             return list
         answers = self._followers.ask(DigestPages(self.place, pool, tuple(indices), tuple(firsts), tuple(ends)))
         mine = self._groups.begin(self.region, pool, indices, firsts, ends)
-        return lambda: merged(self.spec.by_name[pool], [mine(), *answers.wait()])
+        return lambda: merged(self.spec.by_name[pool], [mine(), *answers.wait()], self.spec.stages)
 
     def check(self) -> list[str]:
         answers = self._followers.ask(CheckPages(self.place))

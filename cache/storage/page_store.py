@@ -24,7 +24,7 @@ from twinpool.cache.memory.kv_cache_spec import PoolSetSpec, groups
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.cache.pool.tp_ranks import TPPoolSet, merged
 from twinpool.cache.storage.io_queue import IoQueue, StorageTicket, WriteChain
-from twinpool.cache.storage.object_slices import SHARED, HeadPart, ObjectSlicer, PageObjects
+from twinpool.cache.storage.object_slices import HeadPart, ObjectSlicer, PageObjects
 from twinpool.cache.storage.storage_backend import KEPT, ObjectBuffer, ObjectName, ObjectOutcome, ObjectVerdict
 from twinpool.contracts.messages.rank_order_codec import OrderAnswers, OrderChannel
 from twinpool.contracts.messages.rank_orders import FetchPages, FindPages, PutPages, StoredPage
@@ -97,7 +97,8 @@ class RankPageStore:
 
     def __init__(self, queue: IoQueue, host: PoolSet, fingerprint: str, rank: int = 0, size: int = 1) -> None:
         self.queue, self.host = queue, host
-        self._fingerprint, self._rank, self._size = fingerprint, rank, size
+        width = size // host.spec.stages
+        self._fingerprint, self._rank, self._size = fingerprint, rank % width, width
         self.slicer = ObjectSlicer(host.spec)
         self.plans: OrderedDict[tuple[str, bytes], tuple[HeadPart, ...]] = OrderedDict()
         """By pool and block hash: the objects of pages that were found as workers of another number of ranks have
@@ -136,7 +137,8 @@ class RankPageStore:
     def name(self, pool: str, key: bytes, part: HeadPart) -> ObjectName:
         """Returns the object's name of one part of the page with block hash `key`."""
         # A page without sliced buffers has the same name, of a whole page, for any number of ranks.
-        whole = HeadPart(0, 1) if self.slicer.own(pool) == (SHARED,) else part
+        alone = not any(own.of for own in self.slicer.own(pool))
+        whole = HeadPart(0, 1, part.stage, part.stages) if alone else part
         return ObjectName(self._fingerprint, pool, key, str(whole))
 
     def memory(self, page: StoredPage) -> torch.Tensor:
@@ -311,7 +313,7 @@ class _PageFetch:
         if whole.damaged:
             return FetchedPages(ObjectVerdict.DAMAGED, (), "an object of it isn't what was stored")
         page_store.memory(page).copy_(whole.pages[0])
-        shared = sum(outcome.digest for part, outcome in zip(plan, outcomes, strict=True) if part == SHARED)
+        shared = sum(outcome.digest for part, outcome in zip(plan, outcomes, strict=True) if not part.of)
         return FetchedPages(ObjectVerdict.FOUND, page_store.grouped(page.pool, whole.digests[0], shared))
 
 
@@ -328,7 +330,8 @@ def merged_outcomes(
         if bad is not None:
             out.append(ObjectOutcome(bad.verdict, 0, bad.reason))
             continue
-        (digest,) = merged(spec.by_name[page.pool], [[[digest] for digest in part.digests] for part in parts])
+        shares = [[[digest] for digest in part.digests] for part in parts]
+        (digest,) = merged(spec.by_name[page.pool], shares, spec.stages)
         out.append(ObjectOutcome(ObjectVerdict.FOUND, digest))
     return out
 

@@ -60,7 +60,7 @@ class WeightMemory:
     stored: int
     """Bytes of all tensors of the checkpoint, those included that no model here reads."""
     held: int
-    """Bytes that the first rank holds as this version keeps weights."""
+    """Bytes that a rank holds as this version keeps weights: of stages the largest one."""
     packed: int
     """Bytes that it would hold with weights as they are stored."""
     kinds: str
@@ -68,8 +68,8 @@ class WeightMemory:
 
 
 def count_weights(spec: ModelSpec, config: Config, ranks: int, *, gpu: bool) -> WeightMemory:
-    """Count the weights of a model, whose `spec` may have no tensors. Raises `CheckpointError`, and `ConfigError` for
-    numbers of ranks that don't divide it."""
+    """Count the weights of a model, whose `spec` may have no tensors. Ranks are stages where a role's are. Raises
+    `CheckpointError`, and `ConfigError` for numbers of ranks that don't divide it."""
     from twinpool.engine.models.planned_headers import asked_of, planned_spec
     from twinpool.engine.models.registry import unchecked_model
     from twinpool.engine.runner.kernel_choice import dtype_for, inputs_of, weights_kept
@@ -77,13 +77,18 @@ def count_weights(spec: ModelSpec, config: Config, ranks: int, *, gpu: bool) -> 
     from twinpool.engine.tensors.weight_loader import Weights
 
     asked = asked_of(replace(spec, draft_model="", draft_head=None), config.engine)  # What drafts isn't of the model.
-    shard = Shard(0, ranks, ranks if max(config.ep_for(role) for role in Role) > 1 else 1)
+    shards = [Shard(0, ranks, ranks if max(config.ep_for(role) for role in Role) > 1 else 1)]
+    if ranks > 1 and _staged(config):
+        shards = [Shard(stage=stage, stages=ranks) for stage in range(ranks)]
     spec = spec if spec.headers else planned_spec(spec, asked)
 
     def held(keep: str) -> int:
-        weights = Weights.dry(spec, dtype_for(spec, config.engine), shard, keep, gpu=gpu)
-        unchecked_model(spec, config.engine).build(weights)
-        return weights.nbytes
+        found = []
+        for shard in shards:
+            weights = Weights.dry(spec, dtype_for(spec, config.engine), shard, keep, gpu=gpu)
+            unchecked_model(spec, config.engine).build(weights)
+            found.append(weights.nbytes)
+        return max(found)
 
     kinds = spec.quantization.method or gguf_types(spec.headers)
     keep = weights_kept(config.engine, gpu=gpu, gguf=is_gguf(spec.path))
@@ -92,6 +97,10 @@ def count_weights(spec: ModelSpec, config: Config, ranks: int, *, gpu: bool) -> 
     stored = sum(header.end - header.begin for header in spec.headers.values())
     packed = held("as_stored") if keep == "dense" and kinds else kept
     return WeightMemory(asked.parameters, stored, kept, packed, kinds)
+
+
+def _staged(config: Config) -> bool:
+    return max(config.pp_for(role) for role in Role) > 1
 
 
 def show_memory(
@@ -183,6 +192,9 @@ def _position_bytes(spec: ModelSpec, config: Config, ranks: int) -> float:
     from twinpool.cluster.assembly.memory_plan import unit_bytes
 
     pools = _pool_set(spec, config)
+    if ranks > 1 and _staged(config):
+        stages = [pools.staged(stage, ranks) for stage in range(ranks)]
+        return max(stage.page_bytes for stage in stages) / pools.page_tokens
     units = unit_bytes(pools, ranks)
     full = sum(units[pool.name] for pool in pools.pools if pool.kind is PoolKind.FULL)
     return full / ranks / pools.page_tokens

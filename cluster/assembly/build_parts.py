@@ -22,9 +22,9 @@ from twinpool.cache.device.device_choice import make_device
 from twinpool.cache.device.device_port import DEVICE, HOST, Device, DeviceStream
 from twinpool.cache.manager.kv_cache_manager import EventSource, KVCacheManager
 from twinpool.cache.manager.tier_set import LowerTiers
-from twinpool.cache.memory.memory_layout import PoolSetLayout
+from twinpool.cache.memory.memory_layout import LayoutOrder, PoolSetLayout
 from twinpool.cache.memory.page_moves import describe_spec
-from twinpool.cache.pool.pool_set import PoolSet, host_layout
+from twinpool.cache.pool.pool_set import PoolSet, host_counts, host_layout
 from twinpool.cache.pool.tp_ranks import TPDevice, TPPoolSet
 from twinpool.cache.storage.backends.backend_factory import make_backend
 from twinpool.cache.storage.io_queue import ThreadedIoQueue
@@ -89,8 +89,9 @@ def build_parts(
     """
     hold_to_class(config.engine)
     curve = curve_keys_for(host)
-    if (config.tp_for(role) > 1) != (group is not None):
-        raise ConfigError(f"{section_of(role)}.tp={config.tp_for(role)} needs a process for each rank")
+    if (config.ranks_for(role) > 1) != (group is not None):
+        key, count = ("pp", config.pp_for(role)) if config.pp_for(role) > 1 else ("tp", config.tp_for(role))
+        raise ConfigError(f"{section_of(role)}.{key}={count} needs a process for each rank")
     ranks, line = (ALONE, None) if group is None else (group.ranks, group.line)
     waiter = Waiter()
     undo.callback(waiter.close)
@@ -110,8 +111,9 @@ def build_parts(
     undo.callback(manager.close, 1.0)
     epochs = {pool: allocator.epochs for pool, allocator in pools.allocators.items()}
     engine = load_engine(
-        model, config.engine, layout.spec, pools.gates, epochs, device, ranks, line, kept, config.ep_for(role)
-    )
+        model, config.engine, layout.spec, pools.gates, epochs, device, ranks, line, kept, config.ep_for(role),
+        config.pp_for(role),
+    )  # fmt: skip
     if line is not None:
         line.ask(AwaitReady(), config.cluster.start_timeout_s).wait()
     take_over(manager, line)
@@ -147,19 +149,33 @@ def curve_keys_for(host: str) -> CurveKeys | None:
 def rank_layout(
     role: Role, spec: ModelSpec, config: Config, counts: Mapping[str, int], ranks: TensorParallelGroup
 ) -> tuple[Model, PoolSetLayout]:
-    """The model, and the pool set of one of its ranks: all ranks have the same pages, each with its own heads.
+    """The model, and the pool set of one of its ranks: all ranks have the same pages, each with its own heads and
+    layers.
 
     `counts`: pages and slots that each pool can lease; the null page or slot comes on top.
     """
     model = model_for(spec, config.engine)
-    options = replace(state_options(spec, config, role), shard=Shard(ranks.rank, ranks.size, config.ep_for(role)))
+    options = replace(state_options(spec, config, role), shard=shard_for(role, config, ranks))
     return model, PoolSetLayout(model.pool_set(options), {pool: 1 + count for pool, count in counts.items()})
 
 
+def shard_for(role: Role, config: Config, ranks: TensorParallelGroup) -> Shard:
+    """The shard of one of a worker's ranks."""
+    return Shard.of(ranks.rank, ranks.size, config.ep_for(role), config.pp_for(role))
+
+
 def host_tier(layout: PoolSetLayout, config: Config, role: Role, size: int) -> PoolSetLayout | None:
-    """The layout of one rank's part of the host tier, of `size` ranks; None where the role has no host tier."""
-    host_bytes = config.cache_for(role).host_bytes
-    return host_layout(layout.spec, host_bytes // size, layout.counts) if host_bytes else None
+    """The layout of one rank's part of the host tier, of `size` ranks; None where the role has no host tier. All ranks
+    have as many pages: those that the rank with the largest ones has room for."""
+    host_bytes, spec = config.cache_for(role).host_bytes, layout.spec
+    if not host_bytes:
+        return None
+    if spec.stages == 1:
+        return host_layout(spec, host_bytes // size, layout.counts)
+    shards = [spec.whole.shard(rank, size, spec.stages) for rank in range(size)]
+    largest = max(shards, key=lambda shard: sum(map(shard.unit_bytes, shard.by_name)))
+    counts = host_counts(largest, host_bytes // size, layout.counts)
+    return PoolSetLayout(spec, counts, LayoutOrder.PAGE_FIRST)
 
 
 def _manager(
@@ -245,9 +261,10 @@ def host_memory(
     """Memory for a rank's part of the host tier, uint8 [tier.nbytes], and the arena that it lies in.
 
     `fingerprint` is `worker_fingerprint`: all that state depends on besides its tokens. An arena with another one, or
-    of another rank or number of ranks, is not taken over. Without an arena, memory comes from `device`, and None.
+    of another rank or number of ranks or stages, is not taken over. Without an arena, memory comes from `device`, and
+    None.
     """
-    named = f"{fingerprint}/{rank}/{size}"
+    named = f"{fingerprint}/{rank}/{size}" + (f"/{tier.spec.stages}" if tier.spec.stages > 1 else "")
     memory = arenas.take(rank, arena_bytes(tier), named) if arenas is not None else None
     if memory is None:
         return device.allocate_host(tier.nbytes), None

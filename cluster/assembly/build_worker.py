@@ -248,8 +248,10 @@ def build_rank(
                 undo.callback(queue.close, 1.0)
                 storage = FollowerPageStore(RankPageStore(queue, mirror, named, ranks.rank, ranks.size))
         epochs = {pool: allocator.epochs for pool, allocator in pools.allocators.items()}
-        ep = config.ep_for(role)
-        engine = load_engine(model, config.engine, layout.spec, pools.gates, epochs, device, ranks, kept=kept, ep=ep)
+        ep, pp = config.ep_for(role), config.pp_for(role)
+        engine = load_engine(
+            model, config.engine, layout.spec, pools.gates, epochs, device, ranks, kept=kept, ep=ep, stages=pp
+        )
         undo.pop_all()
     for socket in plane.waitable:
         waiter.add(socket)

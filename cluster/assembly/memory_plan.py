@@ -35,6 +35,7 @@ from twinpool.cache.manager.running_pages import SNAPSHOTS
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.ids import Role
 from twinpool.engine.attention.kv_quantization import KV_DTYPES
 from twinpool.engine.attention.triton_backend.attend_call import SCRATCH_BYTES
@@ -42,6 +43,7 @@ from twinpool.engine.models.model_base import StateOptions
 from twinpool.engine.models.registry import unchecked_model
 from twinpool.engine.runner.kernel_choice import dtype_for
 from twinpool.engine.tensors.adapters import padded_numbers
+from twinpool.engine.tensors.shard import WHOLE, Shard
 from twinpool.engine.tensors.weight_loader import Weights
 from twinpool.worker.step_commit import LAUNCHED
 
@@ -134,7 +136,7 @@ def plan_memory(
     cache = config.cache_for(role)
     size = spec.page_tokens
     limit = max_requests(config, role)
-    units = unit_bytes(spec, config.tp_for(role))
+    units = unit_bytes(spec, config.ranks_for(role), config.pp_for(role))
 
     def sized(pages: int, requests: int) -> MemoryPlan:
         return _sized(spec, units, stride(config, role), pages, min(requests, pages))
@@ -158,10 +160,34 @@ def _largest(limit: int, good: Callable[[int], bool]) -> int:
     return bisect_right(range(1, limit + 1), False, key=lambda n: not good(n))
 
 
-def unit_bytes(spec: PoolSetSpec, ranks: int) -> dict[str, int]:
-    """Bytes of one page or slot of each pool, of all ranks of a worker together; `spec` is the whole model's."""
-    shards = [spec.shard(rank, ranks) for rank in range(ranks)]
+def unit_bytes(spec: PoolSetSpec, ranks: int, stages: int = 1) -> dict[str, int]:
+    """Bytes of one page or slot of each pool, of all ranks of a worker together, which are in `stages`; `spec` is the
+    whole model's."""
+    shards = [spec.shard(rank, ranks, stages) for rank in range(ranks)]
     return {pool: sum(shard.unit_bytes(pool) for shard in shards) for pool in spec.by_name}
+
+
+@dataclass(frozen=True, slots=True)
+class LargestStage:
+    """Which parts of a worker's weights, and of its pools, the stage has that has most of them."""
+
+    weights: float
+    pools: float
+
+
+def largest_stage(spec: ModelSpec, pool_set: PoolSetSpec, config: EngineConfig, stages: int) -> LargestStage:
+    """The largest parts of `stages` stages; they needn't be of one stage. `pool_set` is the whole model's."""
+    model, dtype = unchecked_model(spec, config), dtype_for(spec, config)
+
+    def held(shard: Shard) -> int:
+        weights = Weights.dry(spec, dtype, shard)
+        model.build(weights)
+        return weights.nbytes
+
+    weights = max(held(Shard(stage=stage, stages=stages)) for stage in range(stages)) / held(WHOLE)
+    shares = [pool_set.staged(stage, stages) for stage in range(stages)]
+    pools = max(share.unit_bytes(pool) / pool_set.unit_bytes(pool) for share in shares for pool in pool_set.by_name)
+    return LargestStage(weights, pools)
 
 
 def _sized(spec: PoolSetSpec, units: Mapping[str, int], steps: int, pages: int, requests: int) -> MemoryPlan:

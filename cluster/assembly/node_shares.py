@@ -34,7 +34,7 @@ from twinpool.contracts.python_command import module_command
 
 if TYPE_CHECKING:
     from twinpool.cache.device.device_choice import GpuView
-    from twinpool.cluster.assembly.memory_plan import MemoryPlan, StepMemory
+    from twinpool.cluster.assembly.memory_plan import LargestStage, MemoryPlan, StepMemory
 
 CGROUP = Path("/sys/fs/cgroup")
 MEMORY_FILES = (
@@ -218,34 +218,44 @@ class CardParts:
     free: int
     """Bytes of a card that each rank has for everything."""
     ranks: Mapping[Role, int]
-    """Tensor-parallel ranks of a worker."""
+    """Ranks of a worker."""
     shares: Mapping[Role, float]
     """`cache.device_share`."""
     weights: int
     """Bytes of a worker's weights."""
     steps: Mapping[Role, int]
     """Bytes that steps of a worker keep and compute in, on each rank."""
+    stages: Mapping[Role, LargestStage] = field(default_factory=dict)
+    """Of workers whose ranks are stages."""
 
     def budget(self, role: Role) -> int:
         """Bytes that the pools of a worker may take, all its ranks together; 0 where not even its weights fit."""
         left = self.free - self._besides(role)
-        return self.ranks[role] * max(0, int(self.shares[role] * left))
+        return int(max(0, int(self.shares[role] * left)) / self._pools_part(role))
 
     def short(self, plans: Mapping[Role, MemoryPlan]) -> str:
         """Why some worker's memory doesn't fit on its cards, in words; empty where all do."""
         for role, plan in plans.items():
-            size = self.ranks[role]
-            need = plan.nbytes // size + self._besides(role)
+            pools = int(plan.nbytes * self._pools_part(role))
+            need = pools + self._besides(role)
             if need > self.free:
                 return (
-                    f"each rank of a {role} worker needs about {_mib(need)} of a GPU ({_mib(self.weights // size)} of "
-                    f"weights, pools of {_mib(plan.nbytes // size)}, {_mib(self.steps[role])} for steps), and has "
+                    f"each rank of a {role} worker needs about {_mib(need)} of a GPU ({_mib(self._weights(role))} of "
+                    f"weights, pools of {_mib(pools)}, {_mib(self.steps[role])} for steps), and has "
                     f"{_mib(self.free)} there"
                 )
         return ""
 
     def _besides(self, role: Role) -> int:
-        return self.weights // self.ranks[role] + PROCESS_BYTES + self.steps[role]
+        return self._weights(role) + PROCESS_BYTES + self.steps[role]
+
+    def _weights(self, role: Role) -> int:
+        stage = self.stages.get(role)
+        return self.weights // self.ranks[role] if stage is None else int(stage.weights * self.weights)
+
+    def _pools_part(self, role: Role) -> float:
+        stage = self.stages.get(role)
+        return 1 / self.ranks[role] if stage is None else stage.pools
 
 
 Dealt = Mapping[WorkerName, tuple[int, ...]]

@@ -172,7 +172,7 @@ def check_memory(case: DoctorCase) -> Iterator[Finding]:
 
 
 def _facts(case: DoctorCase) -> NodeFacts:
-    places = {role: count * case.config.tp_for(role) for role, count in case.options.workers.items()}
+    places = {role: count * case.config.ranks_for(role) for role, count in case.options.workers.items()}
     group = case.host.cgroup
     return dataclasses.replace(measured(places), cards=case.cards, free=free_bytes(group), cores=cores(group))
 

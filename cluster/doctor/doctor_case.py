@@ -148,7 +148,7 @@ class DoctorCase:
     @property
     def ranks(self) -> int:
         """Processes of workers that compute."""
-        return sum(count * self.config.tp_for(role) for role, count in self.options.workers.items())
+        return sum(count * self.config.ranks_for(role) for role, count in self.options.workers.items())
 
 
 class Severity(StrEnum):

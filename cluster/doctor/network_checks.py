@@ -141,7 +141,7 @@ def _places(case: DoctorCase, facts: RayFacts) -> Iterator[Finding]:
         )
         return
     for role, count in case.options.workers.items():
-        wanted = count * case.config.tp_for(role)
+        wanted = count * case.config.ranks_for(role)
         there = sum(node.places.get(RESOURCES[role], 0) for node in facts.nodes)
         if there < wanted:
             yield warning(

@@ -90,8 +90,16 @@ def rank_resources(plan: WorkerPlan) -> dict[str, float]:
 def kept_key(plan: WorkerPlan) -> str:
     """Digest of all that the process of a rank keeps when it goes on as another worker: of two plans with the same key
     one can follow the other in a process."""
-    tp, kept_model = plan.config.tp_for(plan.role), (str(plan.model), repr(plan.config.engine))
-    keeps = [build_id(), *kept_model, tp, plan.host, list(plan.cards), plan.gpus_of_ray]
+    ranks = plan.config.ranks_for(plan.role), plan.config.pp_for(plan.role)
+    keeps = [
+        build_id(),
+        str(plan.model),
+        repr(plan.config.engine),
+        *ranks,
+        plan.host,
+        list(plan.cards),
+        plan.gpus_of_ray,
+    ]
     return hashlib.blake2b(json.dumps(keeps).encode(), digest_size=16).hexdigest()
 
 
@@ -128,7 +136,7 @@ class StartedRank(NamedTuple):
 
     @classmethod
     def of(cls, plan: WorkerPlan) -> StartedRank:
-        ranks = plan.config.tp_for(plan.role)
+        ranks = plan.config.ranks_for(plan.role)
         resources, kept = rank_resources(plan), kept_key(plan)
         return cls(plan.name, plan.incarnation, plan.rank, plan.logs, resources, kept=kept, ranks=ranks)
 

@@ -197,7 +197,7 @@ class RayLauncher:
     ) -> None:
         if successor_of and self._goes_on(plan, successor_of):
             return
-        size = plan.config.tp_for(plan.role)
+        size = plan.config.ranks_for(plan.role)
         group = None
         elsewhere = self._elsewhere(plan, avoid, only)
         if size > 1:

@@ -8,7 +8,15 @@ from typing import Any
 
 from twinpool.cache.arena.arena import max_index_bytes
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
-from twinpool.cluster.assembly.memory_plan import MemoryPlan, StepMemory, plan_memory, step_memory, unit_bytes
+from twinpool.cluster.assembly.memory_plan import (
+    LargestStage,
+    MemoryPlan,
+    StepMemory,
+    largest_stage,
+    plan_memory,
+    step_memory,
+    unit_bytes,
+)
 from twinpool.cluster.assembly.node_shares import (
     CardParts,
     Dealt,
@@ -97,13 +105,15 @@ class MemoryDemand:
     def _shared_weights(self) -> int:
         """Bytes of weights that the workers of the node share: they have them once for each layout of ranks, since each
         divides them in its own way."""
-        ways = {(self.config.tp_for(role), self.config.ep_for(role)) for role, count in self.workers.items() if count}
+        ways = {
+            (self.config.ranks_for(role), self.config.ep_for(role)) for role, count in self.workers.items() if count
+        }
         return self.weights * len(ways) if shares_weights(self.config) else 0
 
     def _processes(self, role: Role) -> int:
         """Bytes of the node's memory that the processes of a worker take, and its steps unless they are on cards."""
         each = WORKER_BYTES + self.steps[role].nbytes if self.cards is None else CUDA_WORKER_BYTES
-        return self.config.tp_for(role) * each
+        return self.config.ranks_for(role) * each
 
     def fits(self, plans: dict[Role, MemoryPlan]) -> bool:
         """Whether these plans fit into the node's memory, and onto its cards."""
@@ -130,23 +140,23 @@ class MemoryDemand:
             if taken <= budget:
                 break
             multiple *= 0.999 * budget / taken
-        least = {role: 2 * self.config.tp_for(role) * self._page_bytes(role) for role in self.workers}
+        least = {role: 2 * self.config.ranks_for(role) * self._page_bytes(role) for role in self.workers}
         return budget, {
             role: each[role] if each[role] >= least[role] and taken <= budget else 0 for role in self.workers
         }
 
     def _page_bytes(self, role: Role) -> int:
-        return sum(unit_bytes(self.pool_set, self.config.tp_for(role)).values())
+        return sum(unit_bytes(self.pool_set, self.config.ranks_for(role), self.config.pp_for(role)).values())
 
     def _host(self, role: Role) -> int:
         """Bytes of the host tier that the configuration gives a worker of `role`, with the index of its arenas."""
         return self._with_index(role, self.config.cache_for(role).host_bytes)
 
     def _with_index(self, role: Role, nbytes: int) -> int:
-        config, size = self.config, self.config.tp_for(role)
+        config, size = self.config, self.config.ranks_for(role)
         if not nbytes or config.cache.arena != "auto" or config.transfer.plane == "local":
             return nbytes
-        ranks = [self.pool_set.shard(rank, size) for rank in range(size)]
+        ranks = [self.pool_set.shard(rank, size, config.pp_for(role)) for rank in range(size)]
         return nbytes + sum(max_index_bytes(spec, nbytes // size) for spec in ranks)
 
     @property
@@ -226,7 +236,12 @@ def named(workers: Mapping[Role, int]) -> list[tuple[WorkerName, Role]]:
 
 
 def card_parts(
-    facts: NodeFacts, config: Config, weights: int, workers: Mapping[Role, int], steps: Mapping[Role, StepMemory]
+    facts: NodeFacts,
+    config: Config,
+    weights: int,
+    workers: Mapping[Role, int],
+    steps: Mapping[Role, StepMemory],
+    stages: Mapping[Role, LargestStage],
 ) -> tuple[Dealt, CardParts | None]:
     """The cards that a node's workers are dealt, and what they get of them; nothing where it has none that count.
 
@@ -235,13 +250,13 @@ def card_parts(
     """
     if not facts.cards:
         return {}, None
-    ranks = {role: config.tp_for(role) for role in workers}
+    ranks = {role: config.ranks_for(role) for role in workers}
     shares = {role: config.cache_for(role).device_share for role in workers}
     taken = {role: steps[role].nbytes for role in workers}
     if facts.node_id:
-        return {}, CardParts(min(card.free for card in facts.cards), ranks, shares, weights, taken)
+        return {}, CardParts(min(card.free for card in facts.cards), ranks, shares, weights, taken, stages)
     dealt = deal([(name, ranks[role]) for name, role in named(workers)], facts.cards)
-    return dealt, CardParts(min_part(dealt, facts.cards), ranks, shares, weights, taken)
+    return dealt, CardParts(min_part(dealt, facts.cards), ranks, shares, weights, taken, stages)
 
 
 def divide(
@@ -255,8 +270,8 @@ def divide(
     """
     if not on_gpus(config):
         facts = replace(facts, cards=())  # Of several nodes only some have GPUs, so that none of them is used.
-    workers = {role: min(wanted[role], facts.places.get(role, 0) // config.tp_for(role)) for role in wanted}
-    processes = sum(workers[role] * config.tp_for(role) for role in wanted)
+    workers = {role: min(wanted[role], facts.places.get(role, 0) // config.ranks_for(role)) for role in wanted}
+    processes = sum(workers[role] * config.ranks_for(role) for role in wanted)
     if on_gpus(config) and not facts.cards:
         raise MemoryShort(facts.no_cards or "engine.device=cuda, and it has no GPU that torch sees, or no Triton")
     for card in facts.cards:
@@ -264,7 +279,9 @@ def divide(
         if refused:
             raise MemoryShort(f"cuda:{card.index} ({card.name}): {refused}")
     steps = {role: step_memory(spec, pool_set, config, role, bool(facts.cards)) for role in workers}
-    dealt, cards = card_parts(facts, config, weights, workers, steps)
+    counts = {role: config.pp_for(role) for role in workers if config.pp_for(role) > 1 and facts.cards}
+    stages = {role: largest_stage(spec, pool_set, config.engine, count) for role, count in counts.items()}
+    dealt, cards = card_parts(facts, config, weights, workers, steps, stages)
     demand = MemoryDemand(config, pool_set, spec.context, weights, workers, facts.free, steps, cards)
     plans = demand.plans()
     if plans is None or not demand.fits(plans):
@@ -286,15 +303,20 @@ def max_bytes(share: NodeShare, config: Config, role: Role) -> int:
     """Bytes of a node's memory that a worker of `role` takes at most, its host tier filled; weights that it shares are
     left out."""
     if share.facts.cards:
-        return config.tp_for(role) * CUDA_WORKER_BYTES + share.host_bytes[role]
-    steps = config.tp_for(role) * (WORKER_BYTES + share.steps[role].nbytes)
+        return config.ranks_for(role) * CUDA_WORKER_BYTES + share.host_bytes[role]
+    steps = config.ranks_for(role) * (WORKER_BYTES + share.steps[role].nbytes)
     weights = 0 if shares_weights(config) else share.weights
     return share.plans[role].nbytes + weights + steps + share.host_bytes[role]
 
 
+def ways_of(config: Config, role: Role) -> tuple[int, int, int]:
+    """By what workers of `role` divide their weights among ranks."""
+    return config.tp_for(role), config.ep_for(role), config.pp_for(role)
+
+
 def shared_weights(share: NodeShare, config: Config) -> int:
     """Bytes of weights that the workers of a node have once, for each layout of ranks."""
-    ways = {(config.tp_for(role), config.ep_for(role)) for role in share.workers}
+    ways = {ways_of(config, role) for role in share.workers}
     return share.weights * len(ways) if shares_weights(config) and not share.facts.cards else 0
 
 

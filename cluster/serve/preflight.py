@@ -145,7 +145,7 @@ class ServePlan:
             return ()
         there = [card.index for card in self.here.facts.cards]
         first = there.index(dealt[0])
-        return tuple(there[(first + rank) % len(there)] for rank in range(self.config.tp_for(role)))
+        return tuple(there[(first + rank) % len(there)] for rank in range(self.config.ranks_for(role)))
 
     @property
     def workers(self) -> list[tuple[WorkerName, Role]]:
@@ -200,7 +200,7 @@ def prepare(
     port = free_port(options.host, options.port)
     prepared = ServePlan(options, config, spec, pool_set, port, {}, weights, given, found.name)
     if options.ray_address is None:
-        places = {role: count * config.tp_for(role) for role, count in prepared.wanted.items()}
+        places = {role: count * config.ranks_for(role) for role, count in prepared.wanted.items()}
         facts = dataclasses.replace(measured(places), cards=cards)
         if free_bytes is not None:
             facts = dataclasses.replace(facts, free=free_bytes)
@@ -276,6 +276,7 @@ def check_ranks(config: Config, spec: ModelSpec, roles: Iterable[Role] = PAIR) -
     """Check that the model can be divided into the configured numbers of ranks. Raises `ConfigError` naming numbers
     that would work."""
     for role in roles:
+        _check_stages(config, spec, role)
         size, key = config.tp_for(role), f"{section_of(role)}.tp"
         ep, ep_key = config.ep_for(role), f"{section_of(role)}.ep"
         if ep not in (1, size):
@@ -294,9 +295,33 @@ def check_ranks(config: Config, spec: ModelSpec, roles: Iterable[Role] = PAIR) -
         raise ConfigError(f"{key}={size}: {reason}; {key} can be {', '.join(good)}")
 
 
-def divides(config: Config, spec: ModelSpec, size: int, ep: int = 1) -> str:
-    """Why the model can't be divided among `size` ranks, with experts spread over `ep`, in words; empty where it
-    can."""
+MOST_STAGES = 64
+"""Most stages that an error suggests."""
+
+
+def _check_stages(config: Config, spec: ModelSpec, role: Role) -> None:
+    """Check that the model's layers can be divided into the configured number of stages. Raises `ConfigError` naming
+    numbers that would work."""
+    stages, key = config.pp_for(role), f"{section_of(role)}.pp"
+    if stages == 1:
+        return
+    if config.tp_for(role) > 1:
+        raise ConfigError(
+            f"{key}={stages} and {section_of(role)}.tp={config.tp_for(role)}: ranks of a stage that divide its heads "
+            "aren't there yet; set one of them to 1"
+        )
+    if config.transfer.plane == "local":
+        raise ConfigError(f"{key}={stages} needs a process for each rank: use transfer.plane=shm, nixl or zmq")
+    reason = divides(config, spec, stages, stages=stages)
+    if reason:
+        most = min(spec.layers, MOST_STAGES)
+        good = [str(n) for n in range(1, most + 1) if n == 1 or not divides(config, spec, n, stages=n)]
+        raise ConfigError(f"{key}={stages}: {reason}; {key} can be {', '.join(good)}")
+
+
+def divides(config: Config, spec: ModelSpec, size: int, ep: int = 1, stages: int = 1) -> str:
+    """Why the model can't be divided among `size` ranks, in `stages` and with experts spread over `ep`, in words; empty
+    where it can."""
     from twinpool.cluster.assembly.memory_plan import state_options
     from twinpool.engine.models.registry import model_for
     from twinpool.engine.runner.kernel_choice import dtype_for
@@ -306,10 +331,10 @@ def divides(config: Config, spec: ModelSpec, size: int, ep: int = 1) -> str:
     model = model_for(spec, config.engine)
     dtype, options = dtype_for(spec, config.engine), state_options(spec, config, Role.PREFILL)
     try:
-        for rank in (0, size - 1):
-            shard = Shard(rank, size, ep)
+        for rank in range(size) if stages > 1 else (0, size - 1):
+            shard = Shard.of(rank, size, ep, stages)
             mine = model.pool_set(dataclasses.replace(options, shard=shard))
-            if mine != mine.whole.shard(rank, size):
+            if mine != mine.whole.shard(rank, size, stages):
                 return "its state is not divided like its heads"
             weights = Weights.dry(spec, dtype, shard)
             model.build(weights)

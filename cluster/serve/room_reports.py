@@ -59,7 +59,7 @@ def node_room(share: NodeShare, config: Config, free: int | None = None) -> Node
     roles: dict[str, RoleRoom] = {
         role: RoleRoom(
             max_bytes(share, config, role),
-            config.tp_for(role),
+            config.ranks_for(role),
             planned,
             facts.places.get(role, 0) if facts.node_id else None,
         )

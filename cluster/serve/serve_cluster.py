@@ -228,7 +228,7 @@ class ServeCluster:
 
         options = self._prepared.options
         config = self._prepared.config
-        places = {role: count * config.tp_for(role) for role, count in options.workers.items()}
+        places = {role: count * config.ranks_for(role) for role, count in options.workers.items()}
         stack.callback(leave_ray)
         address = join_ray(options.ray_address or "auto", self._folder.temporary.name, self._python)
         if self._state is not None:

@@ -131,7 +131,7 @@ def serve_rank(plan: WorkerPlan, next_plan: Callable[[], WorkerPlan | None] = la
     follower = follow(
         plan.meeting,
         plan.rank,
-        config.tp_for(plan.role),
+        config.ranks_for(plan.role),
         config.engine,
         deadline_s=cluster.rank_timeout_s,
         start_s=cluster.start_timeout_s,

@@ -115,7 +115,7 @@ class PlannedWorkers:
         if plan.secret:
             os.environ[SECRET_VARIABLE] = plan.secret
         self._kept = self._kept or KeptModel(images_of(plan), run_low)
-        if plan.config.tp_for(plan.role) > 1 and self._group is None:
+        if plan.config.ranks_for(plan.role) > 1 and self._group is None:
             self._group = _meet(plan, self._end)
         self._arenas = arenas_of(plan)
         return build_worker(
@@ -182,7 +182,7 @@ def _meet(plan: WorkerPlan, end: Callable[[str], None]) -> RankGroup:
     cluster = plan.config.cluster
     group = lead(
         plan.meeting,
-        plan.config.tp_for(plan.role),
+        plan.config.ranks_for(plan.role),
         SystemClock(),
         plan.rank_config.engine,
         deadline_s=cluster.rank_timeout_s,

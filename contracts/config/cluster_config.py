@@ -203,6 +203,14 @@ class Config:
         """Expert-parallel ranks of a worker of `role`: 1, or as many as it has ranks."""
         return self._section(role).ep
 
+    def pp_for(self, role: Role) -> int:
+        """Pipeline-parallel ranks of a worker of `role`: its stages."""
+        return self._section(role).pp
+
+    def ranks_for(self, role: Role) -> int:
+        """All ranks of a worker of `role`, each a process."""
+        return self.tp_for(role) * self.pp_for(role)
+
     def _section(self, role: Role) -> PrefillConfig | DecodeConfig | ColocateConfig:
         match role:
             case Role.PREFILL:
@@ -235,11 +243,11 @@ class Config:
     def with_local_prompts(self, role: Role) -> Config:
         """Return the configuration as both halves of a worker of `role` go by it that computes its own prompts: ranks
         and cache are the worker's."""
-        tp, ep, cache = self.tp_for(role), self.ep_for(role), self.override_for(role)
+        tp, ep, pp, cache = self.tp_for(role), self.ep_for(role), self.pp_for(role), self.override_for(role)
         return dataclasses.replace(
             self,
-            prefill=dataclasses.replace(self.prefill, tp=tp, ep=ep, cache=cache),
-            decode=dataclasses.replace(self.decode, tp=tp, ep=ep, cache=cache),
+            prefill=dataclasses.replace(self.prefill, tp=tp, ep=ep, pp=pp, cache=cache),
+            decode=dataclasses.replace(self.decode, tp=tp, ep=ep, pp=pp, cache=cache),
         )
 
     def to_dict(self) -> dict[str, Any]:

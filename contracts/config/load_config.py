@@ -186,12 +186,13 @@ def _draft_conflicts(config: Config) -> Iterator[str]:
     if config.decode.speculation == "draft_model" and not config.engine.draft_model:
         yield "config key decode.speculation=draft_model needs engine.draft_model, which says what is to draft"
     for section in ("decode", "colocate"):
-        size = getattr(config, section).tp
-        if config.engine.draft_model and size > 1:
-            yield (
-                f"config key engine.draft_model={config.engine.draft_model} needs {section}.tp=1: what drafts runs on "
-                f"one rank; got {size}"
-            )
+        for key in ("tp", "pp"):
+            size = getattr(getattr(config, section), key)
+            if config.engine.draft_model and size > 1:
+                yield (
+                    f"config key engine.draft_model={config.engine.draft_model} needs {section}.{key}=1: what drafts "
+                    f"runs on one rank; got {size}"
+                )
 
 
 def _adapter_conflicts(config: Config) -> Iterator[str]:
@@ -208,8 +209,10 @@ def _adapter_conflicts(config: Config) -> Iterator[str]:
             yield f"config key adapters.roots takes absolute folders, several with commas; got {root!r:.200}"
     if adapters.used and config.engine.models != "native":
         yield "config key adapters needs engine.models=native: transformers' modules take no adapters"
-    if adapters.used and (several := [section_of(role) for role in Role if config.tp_for(role) > 1]):
-        yield f"config key adapters needs workers of one rank each: set {several[0]}.tp=1, or leave adapters out"
+    for key in ("tp", "pp"):
+        several = [section_of(role) for role in Role if getattr(config, f"{key}_for")(role) > 1]
+        if adapters.used and several:
+            yield f"config key adapters needs workers of one rank each: set {several[0]}.{key}=1, or leave adapters out"
 
 
 def _tracing_conflicts(tracing: TracingConfig) -> Iterator[str]:

@@ -123,6 +123,10 @@ class PrefillConfig:
     ep: int = 1
     """Expert-parallel ranks of a worker with a mixture of experts: as many as `tp`, and each rank holds its share of
     the experts whole; 1, and it holds its share of every expert."""
+    pp: int = 1
+    """Pipeline-parallel ranks of a worker, each a process with some of the layers, one stage behind the other: for
+    models larger than a card or a process may be. They have `tp` of 1. As many as layers at most, and each stage has
+    some of every kind of layer that keeps state."""
     cache: CacheOverride = field(default_factory=CacheOverride)
 
 
@@ -155,6 +159,8 @@ class DecodeConfig:
     """As `prefill.tp`; the two may differ."""
     ep: int = 1
     """As `prefill.ep`; the two may differ."""
+    pp: int = 1
+    """As `prefill.pp`; the two may differ."""
     retract: Literal["auto", "copy", "recompute"] = "auto"
     """What happens to the state of a retracted request: copied to host memory and back, or computed again by prefill;
     auto: the quicker one by the rates measured so far."""
@@ -189,7 +195,8 @@ class DecodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ColocateConfig:
-    """A colocated worker also goes by the keys of `prefill` and `decode`, but for their `tp`, `ep` and `cache`."""
+    """A colocated worker also goes by the keys of `prefill` and `decode`, but for their `tp`, `ep`, `pp` and
+    `cache`."""
 
     prompt_tokens: int = 64
     """The part of a step's token budget (`prefill.chunk_tokens`) that prompts keep, however many rows decode has in the
@@ -201,6 +208,8 @@ class ColocateConfig:
     """As `prefill.tp`."""
     ep: int = 1
     """As `prefill.ep`."""
+    pp: int = 1
+    """As `prefill.pp`."""
     cache: CacheOverride = field(default_factory=CacheOverride)
 
 

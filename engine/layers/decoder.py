@@ -234,16 +234,38 @@ class DraftLayer(ABC):
         return ctx.buffers(LayerPlace(self.pool, 0))
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One of the stages that a worker's layers are divided into. What the last one has computed goes back to the first,
+    which has the head: all that draws or scores is in one process, whatever the number of stages."""
+
+    number: int = 0
+    count: int = 1
+
+    def begin(self, like: Tensor, ctx: ForwardContext) -> Tensor:
+        """The residual stream before this stage's layers, from the stage before it; `like`: of its shape."""
+        return ctx.ranks.receive(like, self.number - 1)
+
+    def end(self, x_mh: Tensor, ctx: ForwardContext) -> Tensor:
+        """Send on the residual stream behind this stage's layers. The first stage returns that of the last one."""
+        if self.count == 1:
+            return x_mh
+        ctx.ranks.send(x_mh, (self.number + 1) % self.count)
+        return x_mh if self.number else ctx.ranks.receive(torch.empty_like(x_mh), self.count - 1)
+
+
 @dataclass
 class Decoder:
-    """A model's weights, and the computation of one step with them."""
+    """A model's weights, or those of one stage, and the computation of one step with them."""
 
     embed_vh: Tensor | RowExactLinear
-    """The embedding [vocab, hidden]; in blocks, a product of whose rows are unpacked when they are looked up."""
+    """The embedding [vocab, hidden]; in blocks, a product of whose rows are unpacked when they are looked up. Of stages
+    behind the first: of no token, [0, hidden]."""
     layers: Sequence[Layer]
     norm: Norm
     """The norm of the last layer's output, before the head."""
-    head: RowExactLinear
+    head: RowExactLinear | None
+    """None: of stages behind the first."""
     embed_scale: float | None = None
     """What rows of the embedding are multiplied with; the product is rounded to their dtype, the factor isn't."""
     logits_scale: float = 1.0
@@ -258,23 +280,17 @@ class Decoder:
     draft: DraftLayer | None = None
     tower: PictureTower | None = None
     """What computes pictures; None: it takes none."""
+    stage: Stage = Stage()
 
     @property
     def dtype(self) -> torch.dtype:
         return self.embed_vh.dtype
 
     def forward(self, tokens_m: Tensor, ctx: ForwardContext) -> Tensor:
-        """Compute a step's tokens ([M] int64) and write their state; returns the last layer's output, [M, hidden]."""
+        """Compute a step's tokens ([M] int64) and write their state; returns the last layer's output, [M, hidden]; on
+        stages behind the first that of their own last layer."""
         with using(self.kernels):
-            x_mh = self.embed_vh[tokens_m]
-            if self.embed_scale is not None:
-                x_mh = x_mh * self.embed_scale
-            stacked: Sequence[Tensor] = ()
-            if ctx.pictured is not None:
-                shown_nh, *stacked = torch.split(ctx.pictured.rows_nh, x_mh.shape[1], dim=1)
-                x_mh = x_mh.index_copy(0, ctx.pictured.places_n, shown_nh)
-            if self.prepare is not None:
-                self.prepare(tokens_m, x_mh, ctx)
+            x_mh, stacked = self._begun(tokens_m, ctx)
             taps, tapped = self.draft.taps if self.draft is not None else (), list[Tensor]()
             for number, layer in enumerate(self.layers):
                 if number in taps:
@@ -292,7 +308,24 @@ class Decoder:
                 self.draft(self._draft_embedded(tokens_m), self.draft.before(features_mh, ctx), ctx)
                 if ctx.passed is not None:
                     ctx.passed()
-        return x_mh
+            return self.stage.end(x_mh, ctx)
+
+    def _begun(self, tokens_m: Tensor, ctx: ForwardContext) -> tuple[Tensor, Sequence[Tensor]]:
+        """The residual stream before this stage's first layer, [M, hidden], and what pictures add behind the first
+        layers of the model, [n, hidden] each."""
+        if self.stage.number:
+            like_mh = torch.empty(len(tokens_m), self.embed_vh.shape[1], dtype=self.dtype, device=tokens_m.device)
+            return self.stage.begin(like_mh, ctx), ()
+        x_mh = self.embed_vh[tokens_m]
+        if self.embed_scale is not None:
+            x_mh = x_mh * self.embed_scale
+        stacked: Sequence[Tensor] = ()
+        if ctx.pictured is not None:
+            shown_nh, *stacked = torch.split(ctx.pictured.rows_nh, x_mh.shape[1], dim=1)
+            x_mh = x_mh.index_copy(0, ctx.pictured.places_n, shown_nh)
+        if self.prepare is not None:
+            self.prepare(tokens_m, x_mh, ctx)
+        return x_mh, stacked
 
     def draft_from(self, tokens_m: Tensor, features_mh: Tensor | None, ctx: ForwardContext) -> Tensor:
         """Compute the draft layer alone, one position a sequence ([M] int64), and write its keys and values; returns
@@ -310,10 +343,10 @@ class Decoder:
         draft = self.draft
         assert draft is not None, "the model has a draft layer"
         with using(self.kernels):
-            logits_nv = self._logits(draft.normed(features_nh), draft.head or self.head, numerics)
+            logits_nv = self._logits(draft.normed(features_nh), draft.head or self._own_head, numerics)
         if draft.vocab_v is None:
             return logits_nv
-        whole_nv = logits_nv.new_full((len(logits_nv), self.head.shape[0]), -torch.inf)
+        whole_nv = logits_nv.new_full((len(logits_nv), self._own_head.shape[0]), -torch.inf)
         return whole_nv.index_copy_(1, draft.vocab_v, logits_nv)
 
     def _draft_embedded(self, tokens_m: Tensor) -> Tensor:
@@ -323,7 +356,12 @@ class Decoder:
     def logits(self, x_nh: Tensor, numerics: Numerics) -> Tensor:
         """Compute the logits of some rows [n, hidden] of `forward`'s result: [n, vocab] float32."""
         with using(self.kernels):
-            return self._logits(self.norm(x_nh), self.head, numerics)
+            return self._logits(self.norm(x_nh), self._own_head, numerics)
+
+    @property
+    def _own_head(self) -> RowExactLinear:
+        assert self.head is not None, "the first stage has the head"
+        return self.head
 
     def embeddings(self, x_nh: Tensor) -> Tensor:
         """Compute the embeddings of prompts that end with some rows [n, hidden] of `forward`'s result: [n, hidden]

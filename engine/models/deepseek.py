@@ -97,6 +97,9 @@ class DeepseekV3(Model):
     def pools(self, options: StateOptions) -> tuple[PoolSpec, ...]:
         return (PoolSpec(FULL_POOL, latent_buffers(self.kept_layers, self.latent, options.dtype, options.kv_codes)),)
 
+    def places(self, number: int) -> tuple[LayerPlace, ...]:
+        return (LayerPlace(FULL_POOL, number),)
+
     def layer(self, number: int, weights: Weights) -> Layer:
         attention = self.attention(number, weights.scope("self_attn."))
         return self.pre_norm(weights, attention, self.mlp(number, weights.scope("mlp.")))
@@ -179,6 +182,15 @@ class DeepseekV32(DeepseekV3):
         )
         latents = latent_buffers(self.kept_layers, self.latent, options.dtype, options.kv_codes)
         return (PoolSpec(FULL_POOL, (*latents, *index)),)
+
+    def depths(self, pool: str, buffer: str) -> tuple[int, ...]:
+        layers = super().depths(pool, buffer)
+        return tuple(n for n in layers if self.chooses[n]) if buffer.startswith("index_") else layers
+
+    def undivided(self, stage: range) -> str:
+        if self.chooses[stage.start]:
+            return ""
+        return f"layer {stage.start} reads the selection of a layer before it, which would be in another stage"
 
     def selector(self, number: int, weights: Weights) -> SparseSelector:
         if not self.chooses[number]:

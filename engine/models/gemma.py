@@ -261,6 +261,11 @@ class Gemma4(Gemma):
     def layer(self, number: int, weights: Weights) -> Layer:
         return Gemma4Layer(self, number, weights)
 
+    def undivided(self, stage: range) -> str:
+        if self.input_size:
+            return "each layer reads inputs of its own for each token (hidden_size_per_layer_input), on the first stage"
+        return super().undivided(stage)
+
     def build(self, weights: Weights) -> Decoder:
         decoder = super().build(weights)
         if self.input_size:

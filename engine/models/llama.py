@@ -109,6 +109,9 @@ class Llama(Model):
             pools.append(PoolSpec(name, buffers, kind, max(self.windows) if name == WINDOW_POOL else 0))
         return tuple(pools)
 
+    def places(self, number: int) -> tuple[LayerPlace, ...]:
+        return (self.place(number),)
+
     def place(self, number: int) -> LayerPlace:
         """The place of the keys and values of layer `number`. Those of windows are in a pool of their own, but where
         all layers have one: a model has a full pool, which says which prefixes there are."""

@@ -55,6 +55,9 @@ class FalconH1(Llama):
         full = kv_buffers(self.layers, self.kv_heads, self.head_dim, options.dtype, options.shard, options.kv_codes)
         return PoolSpec(FULL_POOL, full), PoolSpec(STATE_POOL, state, PoolKind.STATE)
 
+    def places(self, number: int) -> tuple[LayerPlace, ...]:
+        return LayerPlace(FULL_POOL, number), LayerPlace(STATE_POOL, number)
+
     def layer(self, number: int, weights: Weights) -> Layer:
         return _HybridLayer(
             weights.tensor("input_layernorm.weight", self.hidden),
@@ -212,6 +215,11 @@ class NemotronH(Model):
         full = kv_buffers(layers, self.kv_heads, self.head_dim, options.dtype, options.shard, options.kv_codes)
         state = mamba_buffers(self.kinds.count("linear_attention"), self.mamba, options.dtype, options.shard)
         return PoolSpec(FULL_POOL, full), PoolSpec(STATE_POOL, state, PoolKind.STATE)
+
+    def places(self, number: int) -> tuple[LayerPlace, ...]:
+        kind = self.kinds[number]
+        pool = {"linear_attention": STATE_POOL, "full_attention": FULL_POOL}.get(kind)
+        return (LayerPlace(pool, self.kinds[:number].count(kind)),) if pool is not None else ()
 
     def layer(self, number: int, weights: Weights) -> Layer:
         norm_h = self.norm_weight(weights, "norm.weight", self.hidden)

@@ -13,14 +13,17 @@ from torch import Tensor
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
 from twinpool.contracts.checkpoint.model_spec import MTP, ModelSpec
 from twinpool.contracts.checkpoint.picture_spec import PictureSpec
+from twinpool.contracts.errors import ConfigError
 from twinpool.engine.layers.decoder import (
     FEATURES,
     Decoder,
     DraftLayer,
     Layer,
+    LayerPlace,
     Norm,
     NormedLayer,
     PreNormLayer,
+    Stage,
     Sublayer,
     unchanged,
 )
@@ -100,15 +103,42 @@ class Model(ABC):
         """How many layers keep state as those of the model do: all of these, and the draft layer if there is one."""
         return self.layers + self.drafts
 
+    def places(self, number: int) -> tuple[LayerPlace, ...]:
+        """Where layer `number` keeps its state. A model that doesn't say can't be divided into stages."""
+        return ()
+
+    def depths(self, pool: str, buffer: str) -> tuple[int, ...]:
+        """The layers, ascending, that keep their state in a buffer."""
+        return tuple(n for n in range(self.layers) if any(place.pool == pool for place in self.places(n)))
+
+    def undivided(self, stage: range) -> str:
+        """Why the layers of `stage` can't be computed apart from those before it, in words; empty where they can."""
+        return ""
+
+    def _divided(self, spec: PoolSetSpec, shard: Shard) -> PoolSetSpec:
+        """The pool set of the shard's stage. Raises `ConfigError` where there is no such stage."""
+        if any(self.places(number) for number in range(self.layers)):
+            pools = [
+                replace(p, buffers=tuple(replace(b, depths=self.depths(p.name, b.name)) for b in p.buffers))
+                for p in spec.pools
+            ]
+            spec = replace(spec, pools=tuple(pools), depth=self.layers)
+        reason = self.undivided(shard.layers(self.layers)) if shard.stages > 1 else ""
+        if reason:
+            raise ConfigError(reason)
+        return spec.staged(shard.stage, shard.stages)
+
     def pool_set(self, options: StateOptions) -> PoolSetSpec:
-        """The pool set of one rank."""
+        """The pool set of one rank. Raises `ConfigError` where the model can't be divided so."""
         spec = PoolSetSpec(options.page_tokens, self.pools(options))
+        if self.eagle is None and not self.drafts:
+            return self._divided(spec, options.shard)
+        if options.shard.stages > 1:
+            raise ConfigError("what drafts can't be divided into stages")
         if self.eagle is not None:
             more = self.eagle.buffers(options.dtype, options.shard, options.kv_codes)
-        elif self.drafts:
-            more = (BufferSpec(FEATURES, 1, (self.hidden,), options.dtype),)
         else:
-            return spec
+            more = (BufferSpec(FEATURES, 1, (self.hidden,), options.dtype),)
         full = replace(spec.full, buffers=(*spec.full.buffers, *more))
         return replace(spec, pools=tuple(full if pool is spec.full else pool for pool in spec.pools))
 
@@ -129,12 +159,18 @@ class Model(ABC):
         return NormedLayer(first, mixer, second, third, mlp, fourth)
 
     def build(self, weights: Weights) -> Decoder:
-        """Build the whole model. Raises `CheckpointError` for a tensor that is missing or misshapen."""
+        """Build the model, or the stage that `weights` are of. Raises `CheckpointError` for a tensor that is missing or
+        misshapen."""
+        shard = weights.shard
+        stage = Stage(shard.stage, shard.stages)
+        layers = [self.layer(i, weights.scope(f"model.layers.{i}.")) for i in shard.layers(self.layers)]
+        if stage.number:
+            embed_0h = torch.empty(0, self.hidden, dtype=weights.dtype, device=weights.device)
+            return Decoder(embed_0h, layers, unchanged, None, adapted=dict(weights.adapted), stage=stage)
         embed_name, head_name = f"model.{self.embed_name}.weight", "lm_head.weight"
         only_head = self.tied and weights.has(head_name) and not weights.has(embed_name)
         read = head_name if only_head else embed_name
         table = weights.weight(read.removesuffix(".weight"), self.spec.vocab_size, self.hidden)
-        layers = [self.layer(i, weights.scope(f"model.layers.{i}.")) for i in range(self.layers)]
         norm = self.norm(weights, f"model.{self.norm_name}")
         # A head of its own counts, whatever the configuration says, unless it is a copy.
         own = weights.has(head_name) and not only_head
@@ -154,7 +190,7 @@ class Model(ABC):
         if self.spec.pictures is not None and draft is None:  # A draft layer would take keys of pictures for tokens.
             pictures = self.spec.pictures
             tower = _TOWERS[pictures.family](weights, pictures, self.hidden, self.eps)
-        return Decoder(embed, layers, norm, head, draft=draft, tower=tower, adapted=adapted)
+        return Decoder(embed, layers, norm, head, draft=draft, tower=tower, adapted=adapted, stage=stage)
 
     def draft_layer(self, whole: Weights) -> DraftLayer:
         """Build the layer that predicts further tokens, by DeepSeek's names, from the `whole` checkpoint."""

@@ -223,6 +223,10 @@ class Qwen3Next(Model):
         state = delta_buffers(self._count("linear_attention"), self.delta, options.dtype, options.shard)
         return PoolSpec(FULL_POOL, full), PoolSpec(STATE_POOL, state, PoolKind.STATE)
 
+    def places(self, number: int) -> tuple[LayerPlace, ...]:
+        kind = self.kinds[number]
+        return (LayerPlace(STATE_POOL if kind == "linear_attention" else FULL_POOL, self._count(kind, number)),)
+
     def _count(self, kind: str, before: int | None = None) -> int:
         return self.kinds[:before].count(kind)
 

@@ -79,6 +79,16 @@ class WindowModel(Model):
         owner = number if number < self.owners else max(i for i in range(self.owners) if self.names[i] == name)
         return LayerPlace(self.kinds[name].pool, self.names[:owner].count(name))
 
+    def places(self, number: int) -> tuple[LayerPlace, ...]:
+        return (self.place(number),) if number < self.owners else ()
+
+    def undivided(self, stage: range) -> str:
+        for number in range(max(stage.start, self.owners), stage.stop):
+            owner = max(i for i in range(self.owners) if self.names[i] == self.names[number])
+            if owner < stage.start:
+                return f"layer {number} reads the keys of layer {owner}, which would be in another stage"
+        return ""
+
     def pools(self, options: StateOptions) -> tuple[PoolSpec, ...]:
         pools = []
         for name in (name for name in (FULL, SLIDING) if name in self.kinds):

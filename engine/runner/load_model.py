@@ -74,15 +74,21 @@ class KeptModel:
         """How often a model was loaded, or its image mapped."""
 
     def get(
-        self, model: Model, config: EngineConfig, device: torch.device, ranks: TensorParallelGroup, ep: int = 1
+        self,
+        model: Model,
+        config: EngineConfig,
+        device: torch.device,
+        ranks: TensorParallelGroup,
+        ep: int = 1,
+        stages: int = 1,
     ) -> LoadedModel:
         """The model that is kept, if it is the one asked for; else it is freed, and the other one loaded. Raises as
         `load_model`."""
-        key = model_key(model, config, device, Shard(ranks.rank, ranks.size, ep))
+        key = model_key(model, config, device, Shard.of(ranks.rank, ranks.size, ep, stages))
         if self._loaded is None or self._loaded.key != key:
             self._loaded = None  # First, as there may be no room for two.
             run = self._run if device.type == "cpu" and ranks.size == 1 else _here
-            self._loaded = run(lambda: load_model(model, config, device, ranks, self._images, ep))
+            self._loaded = run(lambda: load_model(model, config, device, ranks, self._images, ep, stages))
             self.loads += 1
         return self._loaded
 
@@ -112,17 +118,18 @@ def load_model(
     ranks: TensorParallelGroup = ALONE,
     images: ModelImages | None = None,
     ep: int = 1,
+    stages: int = 1,
 ) -> LoadedModel:
     """Load the checkpoint of `model`, or map what another process of this node has loaded.
 
-    Each of several `ranks` loads its part, and all must call this at the same time; `ep` of them spread the experts
-    (`Shard`). Sets torch's threads to `config.threads` unless that is 0. Raises `CheckpointError` for a checkpoint that
-    can't be read and `ConfigError` for kernels that can't be had on this device, or for weights that must be shared and
-    can't.
+    Each of several `ranks` loads its part, and all must call this at the same time; `ep` of them spread the experts, or
+    they are in `stages` (`Shard`). Sets torch's threads to `config.threads` unless that is 0. Raises `CheckpointError`
+    for a checkpoint that can't be read and `ConfigError` for kernels that can't be had on this device, or for weights
+    that must be shared and can't.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    shard = Shard(ranks.rank, ranks.size, ep)
+    shard = Shard.of(ranks.rank, ranks.size, ep, stages)
     key = model_key(model, config, device, shard)
     if images is not None and config.share_weights != "off" and device.type == "cpu":
         decoder, numerics = _shared(model, config, device, shard, key, images)
@@ -211,18 +218,19 @@ def load_engine(
     followers: OrderChannel | None = None,
     kept: KeptModel | None = None,
     ep: int = 1,
+    stages: int = 1,
 ) -> ModelRunner:
     """Load the checkpoint of `model`, or take the one that is `kept`, and bind it to `gates`, whose buffers are those
     of `spec`, its pool set.
 
-    All of several `ranks` must call this at the same time; the leader sends orders to its `followers`. `ep`: as
-    `load_model`. `epochs` are the epoch tables of the allocators that hand out the pools' pages and slots, by pool.
+    All of several `ranks` must call this at the same time; the leader sends orders to its `followers`. `ep`, `stages`:
+    as `load_model`. `epochs` are the epoch tables of the allocators that hand out the pools' pages and slots, by pool.
     Raises as `load_model`, and `ConfigError` for an attention backend, or state, that can't be had on this device.
     """
     torch_device = device.torch_device
     triton = wants_triton(config, torch_device)
     check_state(spec, torch_device, triton=triton)
-    loaded = (kept or KeptModel()).get(model, config, torch_device, ranks, ep)
+    loaded = (kept or KeptModel()).get(model, config, torch_device, ranks, ep, stages)
     decoder, numerics = loaded.decoder, loaded.numerics
     attention = attention_for(config, numerics, torch_device, decoder.kernels)
     return ModelRunner(

@@ -87,7 +87,7 @@ class ModelRunner:
         }
         self._histories = DeviceTokenHistories(device.torch_device)
         self._triton = triton
-        self._logits_at_once = _LOGIT_ELEMENTS // decoder.head.shape[0]
+        self._logits_at_once = _LOGIT_ELEMENTS // decoder.head.shape[0] if decoder.head is not None else 0
         self.pictures = PictureEncoder(decoder.tower, _PICTURE_BYTES) if decoder.tower is not None else None
         """What computes pictures, where the model takes any."""
         self.adapters: AdapterStore | None = None

@@ -1,8 +1,10 @@
-"""Shards: the part of a model that one tensor-parallel rank holds.
+"""Shards: the part of a model that one rank holds.
 
 Heads and the inner units of feed-forward layers are divided among the ranks; each rank has everything else whole. A
 product over a divided axis gives each rank a part of the sum, and the ranks add their parts up (`ForwardContext.sum`).
 Of a mixture either each expert's inner units are divided, or the experts are spread: each rank has some of them whole.
+
+Pipeline-parallel ranks are stages: each holds some of the layers, whole, and the first the embedding and the head too.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from twinpool.cache.memory.kv_cache_spec import stage_layers
 from twinpool.contracts.errors import ConfigError
 
 
@@ -38,6 +41,19 @@ class Shard:
     size: int = 1
     ep: int = 1
     """Expert-parallel ranks: `size`, or 1 for experts that are divided."""
+    stage: int = 0
+    stages: int = 1
+    """The stage that the rank is of, and of how many; `rank` and `size` count the ranks of a stage."""
+
+    @staticmethod
+    def of(rank: int, size: int, ep: int = 1, stages: int = 1) -> Shard:
+        """The shard of rank `rank` of all `size` ranks of a worker, which are in `stages`."""
+        width = size // stages
+        return Shard(rank % width, width, ep, rank // width, stages)
+
+    def layers(self, count: int) -> range:
+        """The layers of `count` that this rank holds. Raises `ConfigError` where there are fewer than stages."""
+        return stage_layers(count, self.stage, self.stages)
 
     def experts(self, count: int) -> range:
         """The experts of `count` that this rank holds, of those that are spread an equal part. Raises `ConfigError`

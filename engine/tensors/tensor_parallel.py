@@ -46,6 +46,12 @@ class TensorParallelGroup(Protocol):
     def first(self, x: Tensor) -> Tensor:
         """Return rank 0's `x` on every rank; the others pass a tensor of its shape and dtype."""
 
+    def send(self, x: Tensor, to: int) -> None:
+        """Send `x` to one rank, which is to `receive` it."""
+
+    def receive(self, like: Tensor, sender: int) -> Tensor:
+        """Return what rank `sender` sends next, of the shape and dtype of `like`, whose memory it may take."""
+
 
 class _SingleRank:
     """The group of a worker with one rank."""
@@ -61,6 +67,12 @@ class _SingleRank:
 
     def first(self, x: Tensor) -> Tensor:
         return x
+
+    def send(self, x: Tensor, to: int) -> None:
+        raise AssertionError("one rank has nobody to send to")
+
+    def receive(self, like: Tensor, sender: int) -> Tensor:
+        raise AssertionError("one rank has nobody to hear from")
 
 
 ALONE: TensorParallelGroup = _SingleRank()
@@ -133,6 +145,15 @@ class TorchDistributedGroup:
         self._run(lambda group: group.broadcast([raw]))
         return raw
 
+    def send(self, x: Tensor, to: int) -> None:
+        raw = x.contiguous().view(-1).view(torch.uint8)
+        self._run(lambda group: group.send([raw], to, _ACTIVATIONS))
+
+    def receive(self, like: Tensor, sender: int) -> Tensor:
+        raw = like.contiguous().view(-1).view(torch.uint8)
+        self._run(lambda group: group.recv([raw], sender, _ACTIVATIONS))
+        return raw.view(like.dtype).view(like.shape)
+
     def _run(self, collective: Any, within: timedelta | None = None) -> None:
         if self._group is None:
             raise PeerDead("this rank has left the group")
@@ -153,6 +174,8 @@ class TorchDistributedGroup:
         threading.Thread(target=held.clear, name="ranks-close", daemon=True).start()
 
 
+_ACTIVATIONS = 1
+"""The tag of what stages send each other."""
 NCCL_ON_ONE_HOST = {"NCCL_SOCKET_IFNAME": "=lo", "NCCL_IB_DISABLE": "1", "NCCL_RAS_ENABLE": "0"}
 """What NCCL reads of the environment: it meets on loopback alone, and opens neither InfiniBand nor its port for
 diagnoses. Its sockets authenticate nobody, and left to itself it listens on the first network interface. An operator's

@@ -23,7 +23,15 @@ import zmq
 
 from twinpool.cache.device.device_copies import CPU
 from twinpool.cache.device.device_port import DONE, Completion
-from twinpool.cache.memory.head_slices import HeadSlice, chosen, common, copy_common, packed_layouts
+from twinpool.cache.memory.head_slices import (
+    HeadSlice,
+    RankCount,
+    chosen,
+    common,
+    copy_common,
+    layer_pairs,
+    packed_layouts,
+)
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.cache.memory.memory_layout import BufferLayout
 from twinpool.cache.memory.page_moves import PageMove, PoolMove, copy_state, gather, scatter
@@ -36,7 +44,7 @@ from twinpool.sim.fabric.sim_network import SimNetwork
 from twinpool.sim.fabric.virtual_time import SimProcess
 from twinpool.transfer.planes.data_plane import SLOT_BYTES, PageWrite, RoomTarget, SentCounts, SlotWrite, WriteLink
 from twinpool.transfer.planes.notice_inbox import OrderedNotices
-from twinpool.transfer.planes.rank_fan import fan, rank_cut, writers
+from twinpool.transfer.planes.rank_fan import fan, packed_ranks, rank_cut, unpacked_ranks, writers
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +103,7 @@ class SimPlane:
         self._numbers = count(1)
         self._arrived: deque[WireItem] = deque()
         self._permitted: dict[RoomId, RoomTarget] = {}
-        self._held = OrderedNotices(size, lambda sources, at: writers(self.pools.spec.whole, sources, at, size))
+        self._held = OrderedNotices(size, lambda sources, at: writers(self.pools.spec, sources, at, size))
         self._due: list[bytes] = []
         self._settled: list[WriteArrived] = []
         planes[process.pid] = self
@@ -112,6 +120,10 @@ class SimPlane:
         access = self._access[peer]
         return {"ranks": [{"pid": self.process.pid, "node": self.process.node, "access": access}]}
 
+    @property
+    def packed_ranks(self) -> int:
+        return packed_ranks(RankCount(self.size, self.pools.spec.stages))
+
     def open_to(self, access: int) -> bool:
         """Whether access of this number, as a descriptor named it, has not been ended."""
         return access in self._access.values()
@@ -120,7 +132,7 @@ class SimPlane:
         self._access.pop(peer, None)
 
     def connect(self, descriptor: dict[str, Any]) -> WriteLink:
-        return fan(self.pools.spec.whole, self.rank, self.size, descriptor, self._link)
+        return fan(self.pools.spec, self.rank, self.size, descriptor, self._link)
 
     def _link(self, part: dict[str, Any], spec: PoolSetSpec, cut: HeadSlice | None) -> WriteLink:
         reader = self._planes[part["pid"]]
@@ -193,10 +205,11 @@ class SimPlane:
         if self.size == frames.sources == 1:
             scatter(packed, self.pools.region, layout, pool, indices)
             return
-        whole = self.pools.spec.whole
-        names = rank_cut(whole, (frames.source, frames.sources), (self.rank, self.size))[pool]
+        whole, writer = self.pools.spec.whole, unpacked_ranks(frames.sources)
+        reader = RankCount(self.size, self.pools.spec.stages)
+        names = rank_cut(whole, (frames.source, writer), (self.rank, reader))[pool]
         mine = chosen(layout.buffers[pool], names)
-        theirs = [b for b in whole.shard(frames.source, frames.sources).by_name[pool].buffers if b.name in names]
+        theirs = [b for b in whole.shard(frames.source, *writer).by_name[pool].buffers if b.name in names]
         lies = packed_layouts(theirs, [b.spec for b in mine], layout.spec.page_tokens)
         ends = (len(indices), range(len(indices))), (layout.counts[pool], indices)
         copy_common(lies, packed.view(-1), ends[0], mine, self.pools.region, ends[1], layout.spec.page_tokens)
@@ -262,7 +275,7 @@ class SentLink(_SimLink):
         parts = [(pool, run.numbers, self._packed(pool, run.indices)) for pool, run in runs.items()]
         for _, _, packed in parts:
             mine.damage.strike(packed.view(-1), 0)
-        self._send(_Frames(room, ticket, parts, None, mine.rank, mine.size, write.number))
+        self._send(_Frames(room, ticket, parts, None, mine.rank, mine.packed_ranks, write.number))
         return DONE
 
     def _packed(self, pool: str, indices: tuple[int, ...]) -> torch.Tensor:
@@ -278,7 +291,7 @@ class SentLink(_SimLink):
         return out
 
     def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
-        self._send(_Notice(room, self._struck("notice", data), writes, self._writer.size))
+        self._send(_Notice(room, self._struck("notice", data), writes, self._writer.packed_ranks))
 
 
 class StoredLink(_SimLink):
@@ -318,6 +331,7 @@ class StoredLink(_SimLink):
             if self._parts is not None:
                 ends = (ours.layout.counts[part.pool], part.sources), (theirs.layout.counts[part.pool], part.targets)
                 copy_common(mine, ours.region, ends[0], its, theirs.region, ends[1], ours.spec.page_tokens, some)
+            mine, its = layer_pairs(mine, its, some)
             if its:
                 self._writer.damage.strike(theirs.region, self._first_byte(mine[0], its[0], part.targets[0]))
 

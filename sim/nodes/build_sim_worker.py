@@ -131,7 +131,7 @@ def build(
 ) -> BuiltWorker:
     """Build a worker of production parts with a `HashEngine`, over simulated planes and storage."""
     shape, config, agenda = world.shape, world.config, world.agenda
-    cache, size = config.cache_for(role), config.tp_for(role)
+    cache, size = config.cache_for(role), config.ranks_for(role)
     device: Device = AdversarialDevice(world.rng.randrange(1 << 30)) if shape.adversarial else CpuDevice()
     spec = pool_set(shape.pools, shape.page_tokens)
     memory = plan_memory(spec, config, role, CONTEXT, 1 << 40)
@@ -188,7 +188,7 @@ def _manager(
 ) -> KVCacheManager:
     """The KV cache manager of the leader, with the tiers that the role's configuration and the plan have."""
     config, agenda = world.config, world.agenda
-    size = config.tp_for(role)
+    size = config.ranks_for(role)
     host, arena = _host_tier(world, process, role, layout, device, 0, size, followers)
     queue: InlineIoQueue | None = None
     page_store: TPPageStore | None = None

@@ -151,6 +151,12 @@ class Said:
 
     first = sum
 
+    def send(self, x: torch.Tensor, to: int) -> None:
+        raise NotImplementedError
+
+    def receive(self, like: torch.Tensor, sender: int) -> torch.Tensor:
+        raise NotImplementedError
+
 
 @pytest.mark.parametrize(
     ("mine", "other", "both"),

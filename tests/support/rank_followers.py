@@ -98,7 +98,7 @@ def group_of(
     processes: RankProcesses, folder: Path, role: Role, config: Config, counts: Mapping[str, int]
 ) -> Iterator[RankGroup | None]:
     """The other ranks of a worker that is built here; None where it has one."""
-    size = config.tp_for(role)
+    size = config.ranks_for(role)
     if size == 1:
         yield None
         return

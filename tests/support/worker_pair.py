@@ -291,7 +291,7 @@ def _crews(
     tokens: int | Mapping[Role, int],
 ) -> dict[Role, RankGroup | None]:
     """The other ranks of each worker, where it has several."""
-    if not any(config.tp_for(role) > 1 for role in PAIR):
+    if not any(config.ranks_for(role) > 1 for role in PAIR):
         return {}
     from tests.support.rank_followers import group_of, rank_processes
 

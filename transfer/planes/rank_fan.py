@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from twinpool.cache.device.device_port import DONE, Completion
-from twinpool.cache.memory.head_slices import HeadSlice, cuts
+from twinpool.cache.memory.head_slices import HeadSlice, RankCount, cuts
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.contracts.errors import ConfigError, LayoutMismatch
 from twinpool.contracts.ids import RoomId
@@ -17,6 +17,9 @@ from twinpool.transfer.planes.data_plane import PageWrite, RoomTarget, SentCount
 
 MAX_RANKS = 64
 """Most ranks of a worker: a peer that claims more is refused."""
+
+_STAGED = 1 << 8
+"""What one more stage adds to `packed_ranks`."""
 
 _cuts = lru_cache(maxsize=64)(cuts)
 
@@ -117,24 +120,23 @@ LinkOpener = Callable[[dict[str, Any], PoolSetSpec, HeadSlice | None], WriteLink
 holds, and what is written to it; None: all of every page, as both ranks hold the same."""
 
 
-def fan(whole: PoolSetSpec, rank: int, size: int, descriptor: Mapping[str, Any], open_link: LinkOpener) -> WriteLink:
-    """Open the links of rank `rank` of `size` to the reader with this descriptor. Raises `LayoutMismatch` for what is
-    no descriptor, and where workers of so many ranks can't share the model's state."""
-    ranks = descriptor.get("ranks")
-    if not isinstance(ranks, list | tuple) or not 0 < len(ranks) <= MAX_RANKS:
-        raise LayoutMismatch(f"the reader's descriptor must name 1 to {MAX_RANKS} ranks")
-    if size == len(ranks) == 1:
-        return open_link(ranks[0], whole, None)
+def fan(spec: PoolSetSpec, rank: int, size: int, descriptor: Mapping[str, Any], open_link: LinkOpener) -> WriteLink:
+    """Open the links of rank `rank` of `size`, whose pools are `spec`, to the reader with this descriptor. Raises
+    `LayoutMismatch` for what is no descriptor, and where workers of such ranks can't share the model's state."""
+    parts, readers = described_ranks(descriptor)
+    whole, mine = spec.whole, RankCount(size, spec.stages)
+    if size == readers.size == 1:
+        return open_link(parts[0], whole, None)
     links: dict[int, WriteLink] = {}
     try:
         try:
-            found = _cuts(whole, size, len(ranks))
+            found = _cuts(whole, mine, readers)
         except ConfigError as error:
-            raise LayoutMismatch(f"{len(ranks)} ranks can't share this model's state: {error}") from None
-        for target, part in enumerate(ranks):
+            raise LayoutMismatch(f"{_counted(readers)} can't share this model's state: {error}") from None
+        for target, part in enumerate(parts):
             cut = found.get((rank, target))
             if cut is not None or (rank == 0 and target == 0):
-                links[target] = open_link(part, whole.shard(target, len(ranks)), cut or {})
+                links[target] = open_link(part, whole.shard(target, *readers), cut or {})
     except BaseException:
         for link in links.values():
             link.close()
@@ -143,12 +145,50 @@ def fan(whole: PoolSetSpec, rank: int, size: int, descriptor: Mapping[str, Any],
     return RankFan(links[0] if rank == 0 else None, writing)
 
 
-def rank_cut(whole: PoolSetSpec, source: tuple[int, int], target: tuple[int, int]) -> HeadSlice:
-    """Return what one rank of a writer writes to one rank of a reader, each given as (rank, number of ranks). Raises
-    `LookupError` where it writes nothing, and `ConfigError` where so many ranks can't share the model's state."""
+def described_ranks(descriptor: Mapping[str, Any]) -> tuple[Sequence[dict[str, Any]], RankCount]:
+    """A reader's ranks, each as its part of the descriptor. Raises `LayoutMismatch` for what is no descriptor.
+
+    Ranks in stages are named by another key: a writer that knows no stages refuses the reader.
+    """
+    stages = descriptor.get("stages", 1)
+    ranks = descriptor.get("ranks" if stages == 1 else "staged")
+    if not isinstance(ranks, list | tuple) or not 0 < len(ranks) <= MAX_RANKS:
+        raise LayoutMismatch(f"the reader's descriptor must name 1 to {MAX_RANKS} ranks")
+    if type(stages) is not int or not 0 < stages <= len(ranks) or len(ranks) % stages:
+        raise LayoutMismatch(f"the reader's {len(ranks)} ranks can't be in {stages!r:.80} stages")
+    return ranks, RankCount(len(ranks), stages)
+
+
+def describe_ranks(parts: Sequence[dict[str, Any]], stages: int) -> dict[str, Any]:
+    """The inverse of `described_ranks`."""
+    return {"ranks": [*parts]} if stages == 1 else {"stages": stages, "staged": [*parts]}
+
+
+def packed_ranks(ranks: RankCount) -> int:
+    """How many ranks a writer has, as its messages say it: where there are no stages, as they always did."""
+    return ranks.size + _STAGED * (ranks.stages - 1)
+
+
+def unpacked_ranks(packed: int) -> RankCount:
+    """The inverse of `packed_ranks`. Raises `ValueError` for what it never gives."""
+    stages, size = divmod(packed, _STAGED)
+    if not (0 < size <= MAX_RANKS and 0 <= stages < size and size % (stages + 1) == 0):
+        raise ValueError(f"{packed} ranks")
+    return RankCount(size, stages + 1)
+
+
+def _counted(ranks: RankCount) -> str:
+    return f"{ranks.size} ranks" + (f" in {ranks.stages} stages" if ranks.stages > 1 else "")
+
+
+def rank_cut(whole: PoolSetSpec, source: tuple[int, RankCount], target: tuple[int, RankCount]) -> HeadSlice:
+    """Return what one rank of a writer writes to one rank of a reader, each given with how many there are. Raises
+    `LookupError` where it writes nothing, and `ConfigError` where such ranks can't share the model's state."""
     return _cuts(whole, source[1], target[1])[source[0], target[0]]
 
 
-def writers(whole: PoolSetSpec, sources: int, rank: int, size: int) -> frozenset[int]:
-    """Return the ranks of a writer with `sources` ranks that write to rank `rank` of a reader with `size` ranks."""
-    return frozenset(source for source, target in _cuts(whole, sources, size) if target == rank)
+def writers(spec: PoolSetSpec, sources: int, rank: int, size: int) -> frozenset[int]:
+    """Return the ranks of a writer, of as many as `sources` says (`packed_ranks`), that write to rank `rank` of a
+    reader with `size` ranks, whose pools are as `spec` says."""
+    found = _cuts(spec.whole, unpacked_ranks(sources), RankCount(size, spec.stages))
+    return frozenset(source for source, target in found if target == rank)

@@ -54,6 +54,7 @@ from twinpool.transfer.planes.data_plane import (
     lanes_of,
     launch_write,
 )
+from twinpool.transfer.planes.rank_fan import describe_ranks
 
 
 class TPDataPlane:
@@ -64,6 +65,7 @@ class TPDataPlane:
         self._plane = plane
         self.followers = followers
         self._numbers = count(1)
+        self._stages = 1
         self._links: dict[int, _TPLink] = {}
         """Open links, by the number that followers know them by."""
 
@@ -79,12 +81,13 @@ class TPDataPlane:
         return self._plane.allocate(name, nbytes, device)
 
     def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:
+        self._stages = pools.spec.stages
         self._plane.register(pools, slots)
 
     def describe(self, peer: str = "") -> dict[str, Any]:
         others = self.followers.ask(DescribeMemory(peer)).wait()
         mine = self._plane.describe(peer)["ranks"]
-        return {"ranks": [*mine, *(part for other in others for part in other["ranks"])]}
+        return describe_ranks([*mine, *(part for other in others for part in other["ranks"])], self._stages)
 
     def sever(self, peer: str) -> None:
         answers = self.followers.ask(SeverPeer(peer))

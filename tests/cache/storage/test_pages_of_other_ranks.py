@@ -11,7 +11,7 @@ import torch
 from twinpool.cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
 from twinpool.cache.memory.memory_layout import PoolSetLayout
 from twinpool.cache.memory.page_digest import PageDigester
-from twinpool.cache.storage.object_slices import SHARED, AssembledPage, HeadPart, ObjectSlicer, PageObjects
+from twinpool.cache.storage.object_slices import AssembledPage, HeadPart, ObjectSlicer, PageObjects
 
 PAGES = 3
 TOKENS = 4
@@ -120,7 +120,7 @@ def test_a_rank_reads_its_own_object_first_and_otherwise_what_covers_it() -> Non
         ["shared", "4of8", "5of8", "6of8", "7of8"],
         ["shared", "0of1"],
     ]
-    assert ObjectSlicer(whole()["nothing sliced"]).plans("full") == [(SHARED,)]
+    assert ObjectSlicer(whole()["nothing sliced"]).plans("full") == [(HeadPart(0, 0),)]
     assert ObjectSlicer(rank_spec(whole()["few heads"], 4, 3)).plans("full", (1, 2, 4)) == [
         (HeadPart(1, 2),),
         (HeadPart(0, 1),),

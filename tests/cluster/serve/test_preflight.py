@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -254,6 +255,10 @@ def test_a_bad_folder_fails_in_one_line_before_anything_large_is_imported(tmp_pa
         (("decode.tp=4", "decode.ep=2"), r"decode\.ep=2 must be 1 or decode\.tp, which is 4$"),
         (("prefill.ep=2",), r"must be 1 or prefill\.tp, which is 1; with prefill\.ep=2, prefill\.tp has to be 2, too$"),
         (("decode.tp=2", "decode.ep=2"), r"decode\.ep=2: this model has no experts; it can be 1$"),
+        (("decode.pp=9",), r"decode\.pp=9: \d layers can't be divided into \d stages; decode\.pp can be 1, 2"),
+        (("prefill.pp=2", "transfer.plane=local"), r"prefill\.pp=2 needs a process for each rank: .*shm, nixl or zmq$"),
+        (("prefill.pp=0",), r"prefill\.pp must be above 0"),
+        (("decode.pp=2", "decode.tp=2"), r"decode\.pp=2 and decode\.tp=2: .*set one of them to 1$"),
     ],
 )
 def test_ranks_that_cannot_share_the_model_are_refused_with_those_that_can(
@@ -274,6 +279,32 @@ def test_experts_that_can_not_be_divided_may_be_spread(tmp_path: Path) -> None:
     assert spread.config.ep_for(Role.DECODE) == 4
     with pytest.raises(ConfigError, match=r"^decode\.tp=3: .*decode\.tp can be 1, 2, 4$"):
         prepare(options(model=folder, assignments=("decode.tp=3", "decode.ep=3")), 8 * GIB)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("qwen3_next", {}, r"stage 0 of 2, layers 0 to 1 of 4, would have none of the 1 layers that keep k .*be 1$"),
+        ("gemma4", {}, r"decode\.pp=2: .*another stage|inputs of its own"),
+        (
+            "glm5",
+            {"indexer_types": ["full", "full", "shared", "full"]},
+            r"pp=2: layer 2 reads the selection of a layer",
+        ),
+    ],
+)
+def test_layers_that_need_each_other_are_not_divided(
+    tmp_path: Path, family: str, changes: dict[str, Any], words: str
+) -> None:
+    folder = str(FAMILIES[family](tmp_path / "model", **changes))
+    with pytest.raises(ConfigError, match=words):
+        prepare(options(model=folder, assignments=("decode.pp=2",)), 8 * GIB)
+
+
+def test_stages_have_the_pools_of_one_rank_between_them() -> None:
+    one, two = (prepare(options(assignments=(f"decode.pp={n}", "cache.device_tokens=4096")), 8 * GIB) for n in (1, 2))
+    assert two.here.plans[Role.DECODE].nbytes == one.here.plans[Role.DECODE].nbytes
 
 
 def test_ranks_have_threads_of_their_own_and_share_the_pools_memory() -> None:

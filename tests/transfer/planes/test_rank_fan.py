@@ -15,7 +15,7 @@ from tests.support.stand_in_ranks import headed_sets
 from tests.transfer.test_rooms_of_all_pools import some_held, write_in_chunks
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.device.device_port import DONE, Completion
-from twinpool.cache.memory.head_slices import common, cuts
+from twinpool.cache.memory.head_slices import RankCount, common, cuts
 from twinpool.contracts.errors import ErrorKind, LayoutMismatch
 from twinpool.contracts.ids import RoomId
 from twinpool.contracts.messages.rank_orders import PostWrite
@@ -74,7 +74,7 @@ def test_every_head_arrives_at_every_rank_that_holds_it(name: str, writers: int,
 @pytest.mark.parametrize("name", NAMES)
 def test_what_ranks_write_to_each_other_covers_every_head_once(name: str, writers: int, readers: int) -> None:
     whole = SETS[name]
-    plan = cuts(whole, writers, readers)
+    plan = cuts(whole, RankCount(writers), RankCount(readers))
     for pool in whole.pools:
         for at, buffer in enumerate(pool.buffers):
             for target in range(readers):
@@ -89,10 +89,10 @@ def test_what_ranks_write_to_each_other_covers_every_head_once(name: str, writer
 
 
 def test_writers_with_the_same_heads_share_the_readers_among_them() -> None:
-    plan = cuts(SETS["sparse"], 4, 4)
+    plan = cuts(SETS["sparse"], RankCount(4), RankCount(4))
     assert sorted(plan) == [(rank, rank) for rank in range(4)]
-    assert sorted(cuts(SETS["sparse"], 2, 4)) == [(0, 0), (0, 1), (1, 2), (1, 3)]
-    assert sorted(cuts(SETS["sparse"], 4, 1)) == [(0, 0)]
+    assert sorted(cuts(SETS["sparse"], RankCount(2), RankCount(4))) == [(0, 0), (0, 1), (1, 2), (1, 3)]
+    assert sorted(cuts(SETS["sparse"], RankCount(4), RankCount(1))) == [(0, 0)]
 
 
 @pytest.mark.parametrize("plane", PLANES)
@@ -105,7 +105,7 @@ def test_a_byte_that_went_wrong_in_any_buffer_on_any_rank_is_caught_by_its_tag(
             for pool, buffer in pools.layout.each():
                 prompt = both.prompt(23)
                 index = prompt.runs[pool.name].indices[-1]
-                sent_by = {s for (s, _), cut in cuts(SETS["all"], writers, readers).items()
+                sent_by = {s for (s, _), cut in cuts(SETS["all"], RankCount(writers), RankCount(readers)).items()
                            if buffer.spec.name in cut.get(pool.name, ())}  # fmt: skip
                 at = buffer.offset(buffer.spec.layers - 1, index)
                 both.open(prompt)

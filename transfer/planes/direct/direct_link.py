@@ -9,7 +9,7 @@ import torch
 
 from twinpool.cache.device.device_copies import device_copies
 from twinpool.cache.device.device_port import DONE, Completion
-from twinpool.cache.memory.head_slices import HeadSlice, chosen, common, copy_common, of_layers
+from twinpool.cache.memory.head_slices import HeadSlice, chosen, common, copy_common, layer_pairs
 from twinpool.cache.memory.memory_layout import BufferLayout, PoolSetLayout
 from twinpool.cache.memory.page_moves import PageMove, PoolMove, copy_state
 from twinpool.cache.pool.pool_set import PoolSet
@@ -77,8 +77,8 @@ class DirectLink:
         self._copies.begin(lambda: self._copy(rest, write.layers)).wait()
         self._faults.slow(write.nbytes(self._source.spec))
         for part in move.parts:
-            for buffer in self._chosen(self._layout, part.pool)[:1]:
-                self._faults.after_seal(self._region, buffer.offset(0, part.targets[0]) + self._first_byte(buffer))
+            for mine, its in [*self._written(write, part.pool)][:1]:
+                self._faults.after_seal(self._region, its.offset(0, part.targets[0]) + _first_byte(mine, its))
         took = time.monotonic() - start
         self.sent.writes += 1
         self.sent.nbytes += sum(
@@ -117,18 +117,8 @@ class DirectLink:
     def _written(self, write: PageWrite, pool: str) -> Iterator[tuple[BufferLayout, BufferLayout]]:
         """The buffers of `pool` that a write writes, ours and the reader's, of the layers that it writes."""
         mine, its = self._chosen(self._source.layout, pool), self._chosen(self._layout, pool)
-        if write.layers is not None:
-            mine, its = of_layers(mine, write.layers[pool]), of_layers(its, write.layers[pool])
-        return zip(mine, its, strict=True)
-
-    def _first_byte(self, buffer: BufferLayout) -> int:
-        """Return the offset, in bytes, at which this link writes first in an entry of the reader's buffer."""
-        spec = buffer.spec
-        if not spec.heads:
-            return 0
-        pool = next(p for p in self._layout.spec.pools if spec in p.buffers)
-        mine = next(b for b in self._source.spec.by_name[pool.name].buffers if b.name == spec.name)
-        return (common(mine, spec).start - spec.first_head) * (spec.shape_bytes // spec.shape[0])
+        layers = None if write.layers is None else write.layers[pool]
+        return zip(*layer_pairs(mine, its, layers), strict=True)
 
     def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
         self._notices.send(data)
@@ -147,6 +137,14 @@ class DirectLink:
 
     def close(self) -> None:
         self._notices.close()
+
+
+def _first_byte(mine: BufferLayout, its: BufferLayout) -> int:
+    """Return the offset, in bytes, at which a link writes first in an entry of the reader's buffer."""
+    spec = its.spec
+    if not spec.heads:
+        return 0
+    return (common(mine.spec, spec).start - spec.first_head) * (spec.shape_bytes // spec.shape[0])
 
 
 def _common_bytes(mine: BufferLayout, its: BufferLayout) -> int:

@@ -52,7 +52,7 @@ class LocalPlane(OneSidedPlane):
     def sever(self, peer: str) -> None: ...
 
     def connect(self, descriptor: dict[str, Any]) -> WriteLink:
-        return fan(self._pools.spec.whole, self._rank, self._size, descriptor, self._link)
+        return fan(self._pools.spec, self._rank, self._size, descriptor, self._link)
 
     def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: HeadSlice | None) -> WriteLink:
         reader = self._readers.get(said(descriptor, "token", str))

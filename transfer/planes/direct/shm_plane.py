@@ -37,7 +37,7 @@ from twinpool.transfer.planes.direct.cuda_ipc import DeviceSharing, MappedRegion
 from twinpool.transfer.planes.direct.direct_link import HEAD, DirectLink
 from twinpool.transfer.planes.notice_inbox import NoticeInbox
 from twinpool.transfer.planes.one_sided import NoticeLine, OneSidedPlane, described_layout
-from twinpool.transfer.planes.rank_fan import fan
+from twinpool.transfer.planes.rank_fan import described_ranks, fan
 
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s
 FRAME_BYTES = TransferConfig().control_frame_bytes
@@ -110,12 +110,11 @@ class ShmPlane(OneSidedPlane):
     def sever(self, peer: str) -> None: ...
 
     def connect(self, descriptor: dict[str, Any]) -> WriteLink:
-        ranks = descriptor.get("ranks")
-        if isinstance(ranks, list | tuple):
-            counts = [said(part, "counts", dict) for part in ranks]
-            if any(other != counts[0] for other in counts):
-                raise LayoutMismatch(f"plane {self.kind}: the reader's ranks have different counts: {counts!r:.200}")
-        return fan(self._pools.spec.whole, self._rank, self._size, descriptor, self._link)
+        parts, _ = described_ranks(descriptor)
+        counts = [said(part, "counts", dict) for part in parts]
+        if any(other != counts[0] for other in counts):
+            raise LayoutMismatch(f"plane {self.kind}: the reader's ranks have different counts: {counts!r:.200}")
+        return fan(self._pools.spec, self._rank, self._size, descriptor, self._link)
 
     def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: HeadSlice | None) -> WriteLink:
         here, there = process.namespace(), said(descriptor, "namespace", str)

@@ -15,7 +15,7 @@ import torch
 
 from twinpool.cache.device.device_copies import device_copies, zeroed
 from twinpool.cache.device.device_port import DONE, Completion
-from twinpool.cache.memory.head_slices import HeadSlice, chosen, copy_common, of_layers
+from twinpool.cache.memory.head_slices import HeadSlice, chosen, copy_common, layer_pairs
 from twinpool.cache.memory.memory_layout import BufferLayout, PoolSetLayout
 from twinpool.cache.memory.page_moves import PoolMove
 from twinpool.cache.pool.pool_set import PoolSet
@@ -197,8 +197,7 @@ class NixlLink:
         total = 0
         for part in write.move.parts:
             mine, its = self._chosen(self._source.layout, part.pool), self._chosen(self._reader.layout, part.pool)
-            if write.layers is not None:
-                mine, its = of_layers(mine, write.layers[part.pool]), of_layers(its, write.layers[part.pool])
+            mine, its = layer_pairs(mine, its, None if write.layers is None else write.layers[part.pool])
             if not mine:
                 continue
             loads = self._packed_loads if packs(mine, its) else self._plain_loads

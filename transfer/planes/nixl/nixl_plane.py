@@ -136,7 +136,7 @@ class NixlPlane(OneSidedPlane):
                 agent.close()
 
     def connect(self, descriptor: dict[str, Any]) -> WriteLink:
-        return fan(self._pools.spec.whole, self._rank, self._size, descriptor, self._link)
+        return fan(self._pools.spec, self._rank, self._size, descriptor, self._link)
 
     def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: HeadSlice | None) -> WriteLink:
         layout, metadata = described_layout(self.kind, descriptor, spec), said(descriptor, "agent", bytes)

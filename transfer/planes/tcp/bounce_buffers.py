@@ -72,8 +72,8 @@ def _cut(stream: PoolStream, pages: tuple[int, ...], most: int) -> Iterator[Stre
         one = replace(stream, mine=(mine,), sent=(spec,))
         row = len(pages) * entry
         layers, count = max(1, most // row), len(pages) if row <= most else most // entry
-        for layer in range(0, spec.layers, layers):
-            some = one.of_layers(range(layer, min(layer + layers, spec.layers)))
+        for layer in spec.here[::layers]:
+            some = one.of_layers(range(layer, min(layer + layers, spec.here.stop)))
             for at in range(0, len(pages), count):
                 yield some, pages[at : at + count]
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from twinpool.cache.memory.head_slices import common, copy_common, of_layers
-from twinpool.cache.memory.kv_cache_spec import BufferSpec
+from twinpool.cache.memory.head_slices import copy_common, of_layers, shared_spec
+from twinpool.cache.memory.kv_cache_spec import BufferSpec, overlap
 from twinpool.cache.memory.memory_layout import BufferLayout
 
 _ROW_BYTES = 4096
@@ -30,15 +30,15 @@ class PoolStream:
     count: int
     """Pages (or slots) of the pool in this rank's region."""
     mine: tuple[BufferLayout, ...]
-    """The buffers in this rank's region that travel."""
+    """The buffers in this rank's region that travel, of the layers that both ranks hold."""
     sent: tuple[BufferSpec, ...]
-    """The same buffers, of the heads that both ranks hold."""
+    """The same buffers, of the heads and layers that both ranks hold."""
     page_tokens: int
 
     def of_layers(self, layers: range) -> PoolStream:
         """The part of the stream that these layers of the pool take."""
-        sent = [(spec, len(range(spec.layers)[layers.start : layers.stop])) for spec in self.sent]
-        specs = tuple(replace(spec, layers=count) for spec, count in sent if count)
+        sent = [(spec, overlap(spec.here, layers)) for spec in self.sent]
+        specs = tuple(replace(spec, layers=len(here), first_layer=here.start) for spec, here in sent if here)
         return replace(self, mine=of_layers(self.mine, layers), sent=specs)
 
     @property
@@ -47,8 +47,8 @@ class PoolStream:
 
     @property
     def layers(self) -> int:
-        """The most layers that one of its buffers has."""
-        return max(spec.layers for spec in self.sent)
+        """The most layers that one of its buffers has, on all ranks."""
+        return max(spec.all_layers for spec in self.sent)
 
     @property
     def whole(self) -> bool:
@@ -59,6 +59,8 @@ class PoolStream:
         """Return the rows of these pages in the order in which they travel; None where they must be packed."""
         if not self.whole:
             return None
+        if not self.mine:
+            return []
         at = np.asarray(pages, dtype=np.int64)
         starts, lengths = [], []
         for buffer in self.mine:
@@ -92,13 +94,8 @@ class PoolStream:
 
 
 def shared(mine: Sequence[BufferLayout], theirs: Sequence[BufferSpec]) -> tuple[BufferSpec, ...]:
-    """Return the buffers as they travel between two ranks: of each, the heads that both hold."""
-    out = []
-    for buffer, its in zip(mine, theirs, strict=True):
-        heads = common(buffer.spec, its)
-        first = heads.start if buffer.spec.heads else 0
-        out.append(replace(buffer.spec, shape=(len(heads), *buffer.spec.shape[1:]), first_head=first))
-    return tuple(out)
+    """Return the buffers as they travel between two ranks: of each, the heads and layers that both hold."""
+    return tuple(shared_spec(buffer.spec, its) for buffer, its in zip(mine, theirs, strict=True))
 
 
 def bytes_of(memory: torch.Tensor) -> memoryview:

@@ -83,7 +83,8 @@ class ZmqLink:
         wake: Callable[[], None],
     ) -> None:
         """`socket`, `watch`: of notices and metadata slots. `streams`: what is written to the reader's rank, by pool.
-        `ranks`: this writer's rank, and the number of ranks of its worker. `wake` is called when a write has ended."""
+        `ranks`: this writer's rank, and how many its worker has (`rank_fan.packed_ranks`). `wake` is called when a
+        write has ended."""
         self.frame_bytes: int | None = pages.frame_bytes
         self.sent = SentCounts()
         self._ranks, self._streams, self._door, self._wake = ranks, streams, pages.door, wake
@@ -109,8 +110,10 @@ class ZmqLink:
         for pool, run in write.runs.items():
             if (stream := self._streams.get(pool)) is not None:
                 layers = () if write.layers is None else (write.layers[pool].start, write.layers[pool].stop)
-                parts.append((stream.of_layers(range(*layers)) if layers else stream, run.indices))
-                runs.append((pool, run.first, len(run), *layers))
+                part = stream.of_layers(range(*layers)) if layers else stream
+                if part.mine:  # Else these layers are other ranks'.
+                    parts.append((part, run.indices))
+                    runs.append((pool, run.first, len(run), *layers))
         head = msgpack.packb((target.room, target.ticket, runs, *self._ranks, write.number))
         nbytes = sum(len(pages) * stream.page_bytes for stream, pages in parts)
         posted = PostedWrite(self._wake)

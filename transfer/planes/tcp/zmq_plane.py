@@ -30,7 +30,7 @@ import torch
 import zmq
 
 from twinpool.cache.device.device_copies import CPU, zeroed
-from twinpool.cache.memory.head_slices import HeadSlice, chosen
+from twinpool.cache.memory.head_slices import HeadSlice, RankCount, chosen, of_layers
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
 from twinpool.cache.pool.pool_set import PoolSet
 from twinpool.contracts.config.cluster_config import FaultsConfig
@@ -50,7 +50,7 @@ from twinpool.transfer.planes.data_plane import (
     said,
 )
 from twinpool.transfer.planes.notice_inbox import AT_ONCE, OrderedNotices, pull_socket
-from twinpool.transfer.planes.rank_fan import MAX_RANKS, fan, rank_cut, writers
+from twinpool.transfer.planes.rank_fan import fan, packed_ranks, rank_cut, unpacked_ranks, writers
 from twinpool.transfer.planes.tcp.bounce_buffers import Staging, StreamPart, buffer_bytes, loads
 from twinpool.transfer.planes.tcp.data_listener import DataListener, Landing, LandingPart
 from twinpool.transfer.planes.tcp.page_stream import PoolStream, bytes_of, shared
@@ -90,7 +90,7 @@ class ZmqPlane:
         self._link_timeout_s, self._frame_bytes = transfer.link_timeout_s, transfer.frame_bytes
         self._lanes = transfer.connections
         self._host, self._endpoint, self._data_endpoint = host, "", ""
-        self._held = OrderedNotices(size, lambda sources, at: writers(self._pools.spec.whole, sources, at, size))
+        self._held = OrderedNotices(size, lambda sources, at: writers(self._pools.spec, sources, at, size))
         self._stored: deque[WriteArrived | None] = deque()
         """Writes that were stored, and a None for each that was dropped, until `poll` takes them in."""
         self._settled: list[WriteArrived] = []
@@ -135,7 +135,7 @@ class ZmqPlane:
     def sever(self, peer: str) -> None: ...
 
     def connect(self, descriptor: dict[str, Any]) -> WriteLink:
-        return fan(self._pools.spec.whole, self._rank, self._size, descriptor, self._link)
+        return fan(self._pools.spec, self._rank, self._size, descriptor, self._link)
 
     def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: HeadSlice | None) -> WriteLink:
         endpoint, frame_bytes = said(descriptor, "endpoint", str), said(descriptor, "frame_bytes", int)
@@ -155,7 +155,7 @@ class ZmqPlane:
         socket, watch = dial(self._context, endpoint, self._curve, self._link_timeout_s)
         door = DataDoor(address, secret, self._curve is not None, self._link_timeout_s)
         pages = PageWay(door, self._lanes, frame_bytes, self._staging)
-        ranks = self._rank, self._size
+        ranks = self._rank, packed_ranks(RankCount(self._size, self._pools.spec.stages))
         return ZmqLink(self._pools, socket, watch, pages, streams, ranks, self._faults, self._wake)
 
     def _stream(self, pool: str, names: Sequence[str], other: PoolSetSpec) -> PoolStream:
@@ -163,7 +163,9 @@ class ZmqPlane:
         layout = self._pools.layout
         mine = chosen(layout.buffers[pool], names)
         theirs = [b for b in other.by_name[pool].buffers if b.name in names]
-        return PoolStream(pool, layout.counts[pool], mine, shared(mine, theirs), layout.spec.page_tokens)
+        sent = shared(mine, theirs)
+        mine = tuple(of_layers([buffer], spec.here)[0] for buffer, spec in zip(mine, sent, strict=True))
+        return PoolStream(pool, layout.counts[pool], mine, sent, layout.spec.page_tokens)
 
     def permit(self, target: RoomTarget) -> None:
         self._granted[target.room] = _Granted(target)
@@ -213,8 +215,9 @@ class ZmqPlane:
         kind, about, data = frames
         if kind == NOTICE_FRAME:
             room, writes, sources = msgpack.unpackb(about)
-            if not (type(room) is str and type(writes) is type(sources) is int and 0 < sources <= MAX_RANKS):
+            if not (type(room) is str and type(writes) is type(sources) is int):
                 raise ValueError(f"{writes} writes of {sources} ranks")
+            unpacked_ranks(sources)
             return self._held.add(RoomId(room), data, writes, sources)
         if kind != SLOT_FRAME or self._slots is None or not 0 < len(data) <= SLOT_BYTES:
             raise ValueError(f"{kind!r:.80} of {len(data)} bytes")
@@ -235,7 +238,7 @@ class ZmqPlane:
 
     def _places(self, head: bytes, nbytes: int) -> Landing:
         room, ticket, runs, source, sources, number = msgpack.unpackb(head)
-        if not (type(source) is type(sources) is type(number) is int and 0 <= source < sources <= MAX_RANKS):
+        if not (type(source) is type(sources) is type(number) is int and 0 <= source < unpacked_ranks(sources).size):
             raise ValueError(f"rank {source} of {sources}")
         granted = self._granted_to(room, ticket)
         streams, parts, pools = self._streams(source, sources), list[StreamPart](), set[str]()
@@ -284,9 +287,9 @@ class ZmqPlane:
         """Return the byte streams from rank `source` of a writer of `sources` ranks, by pool; worked out once."""
         found = self._from.get((source, sources))
         if found is None:
-            whole = self._pools.spec.whole
-            theirs = whole.shard(source, sources)
-            cut = rank_cut(whole, (source, sources), (self._rank, self._size))
+            writer, reader = unpacked_ranks(sources), RankCount(self._size, self._pools.spec.stages)
+            theirs = self._pools.spec.whole.shard(source, *writer)
+            cut = rank_cut(self._pools.spec.whole, (source, writer), (self._rank, reader))
             found = {pool: self._stream(pool, names, theirs) for pool, names in cut.items()}
             self._from[source, sources] = found
         return found
