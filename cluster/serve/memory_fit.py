@@ -105,9 +105,7 @@ class MemoryDemand:
     def _shared_weights(self) -> int:
         """Bytes of weights that the workers of the node share: they have them once for each layout of ranks, since each
         divides them in its own way."""
-        ways = {
-            (self.config.ranks_for(role), self.config.ep_for(role)) for role, count in self.workers.items() if count
-        }
+        ways = {ways_of(self.config, role) for role, count in self.workers.items() if count}
         return self.weights * len(ways) if shares_weights(self.config) else 0
 
     def _processes(self, role: Role) -> int:
