@@ -212,6 +212,29 @@ def test_who_is_retracted_with_a_step_under_way_leaves_when_that_has_landed() ->
     assert list(parts.scheduler.running) == [request]
 
 
+def test_who_is_retracted_while_its_prompt_comes_from_the_host_leaves_when_that_has_come() -> None:
+    device = AdversarialDevice(1, stray=0.0, polled=0.0)
+    parts = DecodeParts(64, device, host_pages=12, decode={"retract": "copy"})
+    (before,) = parts.run("ab", prompt=9, most=20)
+    parts.pages.cache(before)
+    parts.leave(before)
+    for _ in range(3):
+        device.settle()
+        parts.manager.poll()
+    assert parts.manager.tree.eviction.evict(Tier.DEVICE, "full", 1 << 30)
+    (request,) = parts.run("ba", prompt=9, most=20)
+    parts.manager.launch()
+    assert request.held.cached.host
+    parts.scheduler.retract(request)
+    for _ in range(3):
+        assert parts.scheduler.retraction.advance() == []
+        assert request.swapped is None
+    device.settle()
+    parts.manager.poll()
+    assert parts.scheduler.retraction.advance() == []
+    assert request.swapped is not None
+
+
 def test_pages_of_one_that_ends_on_its_way_back_are_nobodys_before_its_state_has_been_written() -> None:
     device = AdversarialDevice(1, stray=0.0, polled=0.0)
     parts = DecodeParts(64, device, host_pages=9, decode={"retract": "copy"})

@@ -18,7 +18,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMo
 from twinpool.contracts.checkpoint.json_fields import JsonFields
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.checkpoint.safetensors_headers import read_headers
-from twinpool.contracts.errors import CheckpointError
+from twinpool.contracts.errors import CheckpointError, ConfigError
 from twinpool.engine.attention.torch_backend.torch_attention import TorchAttention
 from twinpool.engine.layers.decoder import ForwardContext
 from twinpool.engine.layers.mlp import GatedMlp, GatedShared, MixtureOfExperts
@@ -194,6 +194,18 @@ def routes(rows: int, count: int, top_k: int, seed: int = 0) -> ExpertRoutes:
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.stack([torch.randperm(count, generator=generator)[:top_k] for _ in range(rows)])
     return ExpertRoutes(chosen, torch.rand(rows, top_k, generator=generator))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_expert_is_some_ranks_or_they_cannot_be_spread(ranks: int) -> None:
+    for count in range(ranks, 13):
+        shards = [Shard(rank, ranks, ranks) for rank in range(ranks)]
+        if count % ranks:
+            for shard in shards:
+                with pytest.raises(ConfigError, match=f"doesn't divide the {count} experts"):
+                    shard.experts(count)
+        else:
+            assert sorted(expert for shard in shards for expert in shard.experts(count)) == [*range(count)]
 
 
 @torch.inference_mode()

@@ -242,6 +242,20 @@ def test_one_that_is_sent_away_makes_room_at_once_and_who_comes_waits_until_it_h
     assert cluster.tick() == ["prefill-1"]
 
 
+def test_a_drain_is_taken_back_only_where_nobody_has_its_room_by_then() -> None:
+    """It still runs, and whoever was added meanwhile is to have its room."""
+    cluster = Cluster(ClusterRoom((here(3),)), prefill=1, decode=2)
+    for _ in range(2):
+        cluster.tick()
+        cluster.up()
+    cluster.core.pools.drain("decode-1")
+    assert cluster.core.pools.add_some(Role.DECODE, 1) == ("decode-2",)
+    with pytest.raises(ConfigError, match="1 more decode worker would not fit"):
+        cluster.core.pools.undrain("decode-1")
+    cluster.core.pools.drain("decode-0")
+    assert cluster.core.pools.undrain("decode-1") == ()
+
+
 def test_on_a_ray_that_may_grow_who_has_no_room_asks_for_a_node_and_lands_on_none_that_is_full() -> None:
     full = here(1, node=HERE, roles={Role.PREFILL: RoleRoom(10, places=9), Role.DECODE: RoleRoom(10, places=9)})
     cluster = Cluster(ClusterRoom((full,), grows=True), prefill=1)

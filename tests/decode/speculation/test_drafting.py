@@ -21,6 +21,8 @@ from twinpool.contracts.messages.worker_events import Event, Tokens
 from twinpool.decode.drafting import StepTimes, WantedDraft, with_speculation
 from twinpool.decode.request import DecodeRequest, RequestFailed, RequestFinished
 from twinpool.engine.layers.decoder import FEATURES
+from twinpool.engine.runner.sampling.logits_processors import TokenMask
+from twinpool.engine.structured_output.grammar_engine import AnswerGrammar, StartedGrammar
 
 MANY = 40
 
@@ -115,6 +117,40 @@ def test_who_was_wrong_has_as_many_drafts_as_were_right() -> None:
         step(parts)
         limits.append(request.draft_limit)
     assert limits == [1, 2, 1], "one was right of two; that one alone is right, so two again"
+
+
+class OneAnswer:
+    """A grammar's matcher that allows one answer alone."""
+
+    def __init__(self, answer: Sequence[int]) -> None:
+        self._left = list(answer)
+
+    def consume(self, tokens: Sequence[int]) -> None:
+        assert self._left[: len(tokens)] == list(tokens)
+        del self._left[: len(tokens)]
+
+    def fitting(self, tokens: Sequence[int]) -> int:
+        return next((at for at, one in enumerate(tokens) if one != self._left[at]), len(tokens))
+
+    def forced(self) -> Sequence[int]:
+        return self._left
+
+
+def test_what_a_grammar_forces_is_no_draft_while_a_step_is_under_way() -> None:
+    """That step's token is the first of it, and has yet to come."""
+    parts, drafter = drafting()
+    drafter.silent = True
+    (request,) = parts.run("a", most=MANY)
+    answer = drafter.right(request)[request.submit.prompt_len :]
+    batch = parts.scheduler.next_batch()
+    parts.steps.launch(batch)
+    parts.scheduler.launched(batch)
+    request.grammar = AnswerGrammar(StartedGrammar(OneAnswer(answer), TokenMask.allowed([answer[0]])), emitted=0)
+    parts.drafting.plan([request], 0.0, 8)
+    assert (request.under_way, request.drafts) == (1, ())
+    list(parts.steps.landed(go_on=False))
+    parts.drafting.plan([request], 0.0, 8)
+    assert request.drafts == tuple(answer[2:4])
 
 
 def test_no_row_has_more_drafts_than_the_configuration_says() -> None:

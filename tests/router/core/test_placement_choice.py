@@ -14,6 +14,7 @@ from twinpool.contracts.ids import RequestId, Role, WorkerName
 from twinpool.contracts.messages.request_record import MAX_CANDIDATES, MAX_NAMED, PlacementChoice, RefusedWorkers
 from twinpool.contracts.messages.router_commands import Picture
 from twinpool.router.core.routing_policies import LocalPrefill
+from twinpool.router.kv_indexer.prefix_indexes import PromptHits
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 OLD, NEW = "invariant:x86-64-v3", "invariant:x86-64-v4"
@@ -196,3 +197,15 @@ def test_a_decode_worker_without_room_for_a_prompt_is_left_out_of_those_that_cou
     rid = on.submit(tuple(range(60_000, 60_010)))
     assert on.requests[rid].local == "earlier"
     assert refused(on, rid, DECODE) == reasons
+
+
+def test_pages_that_come_from_decodes_host_memory_take_room_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker is promised all that its device doesn't have."""
+    on = Stage(1, 1)
+    key = on.key("decode-0")
+    hits = PromptHits({key: 16}, {key: 48})
+    monkeypatch.setattr(on.core.indexes, "hits", lambda hashes, now: hits)
+    on.submit(tuple(range(64)), 6)
+    entry = on.core.workers.named("decode-0")
+    assert entry is not None
+    assert entry.promised == 64 + 6 - 16

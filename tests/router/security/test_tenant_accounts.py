@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.router.security.leasing_routers import LeasingRouter
 from twinpool.contracts.key_file import TenantLimits
-from twinpool.router.security.tenant_accounts import TenantAccounts, TenantLimited
+from twinpool.contracts.messages.quota import slice_of
+from twinpool.router.security.tenant_accounts import LeasedBudget, TenantAccounts, TenantLimited
 
 Kind = Callable[[], TenantAccounts | LeasingRouter]
 KINDS = pytest.mark.parametrize("kind", [TenantAccounts, LeasingRouter])
@@ -85,3 +86,15 @@ def test_what_is_refused_is_not_booked_and_tenants_dont_pay_for_each_other(kind:
     assert accounts.places.total() == 0
     assert not admitted(accounts, limits, 1, 0.0), "its tokens are spent"
     assert admitted(accounts, limits, 1, 6.1)
+
+
+def test_what_a_router_holds_beyond_a_slice_stays_its_own_while_the_controller_is_away() -> None:
+    """It was granted. Only what is filled up by the router itself ends at a slice."""
+    share = slice_of(80)
+    budget = LeasedBudget(level=3.0 * share, alone=True)
+    for minute in (1, 2):
+        budget.refill(80, 60.0 * minute)
+        assert budget.level == 3 * share
+    budget.spend(2.5 * share)
+    budget.refill(80, 150.0)
+    assert budget.level == pytest.approx(share)

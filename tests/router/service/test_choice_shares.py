@@ -46,15 +46,16 @@ class Turns:
             asyncio.get_running_loop().call_soon(self._next)
 
 
-def test_d7_a_large_request_is_placed_in_shares_and_a_small_one_between_them(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("count", [1, SHARE + 1])
+def test_d7_a_large_request_is_placed_in_shares_and_a_smaller_one_between_them(
+    server: Server, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     turns, found = Turns(server, monkeypatch), list[str]()
     service = server.service
     small: list[asyncio.Future[Any]] = []
 
     def ask() -> None:
-        raw = b'{"prompt": [8, 9], "max_tokens": 2, "seed": 2}'
+        raw = b'{"prompt": [8, 9], "max_tokens": 2, "seed": 2, "n": %d}' % count
         task = asyncio.ensure_future(service.open(ClientRequest(FrameKind.COMPLETION, raw, "small")))
         small.append(task)
 
@@ -66,8 +67,9 @@ def test_d7_a_large_request_is_placed_in_shares_and_a_small_one_between_them(
     large = Counter(turn for turn, stream in turns.placed if stream == turns.placed[0][1])
     assert max(large.values()) == SHARE
     assert len(large) == -(-MANY // SHARE)
-    ((when, _),) = [one for one in turns.placed if one[1] != turns.placed[0][1]]
-    assert when < max(large), "it waited for all of the large one"
+    smaller = [turn for turn, stream in turns.placed if stream != turns.placed[0][1]]
+    assert len(smaller) == count
+    assert max(smaller) < max(large), "it waited for all of the large one"
     server.wait_until(lambda: service.core.requests.in_flight == 0)
 
 
