@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -18,11 +19,22 @@ from twinpool.cache.storage import page_store
 from twinpool.cache.storage.backends.memory_backend import MemoryBackend
 from twinpool.cache.storage.io_queue import InlineIoQueue
 from twinpool.cache.storage.page_store import RankPageStore, merged_outcomes
-from twinpool.cache.storage.storage_backend import ObjectOutcome, ObjectVerdict
+from twinpool.cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome, ObjectVerdict
 from twinpool.contracts.messages.rank_orders import StoredPage
 
 SIZES = (1, 2, 4)
 KEYS = [bytes([n]) * 16 for n in range(3)]
+
+
+class Refusing(MemoryBackend):
+    """Writes all objects but one."""
+
+    refused: ObjectName | None = None
+
+    def write(self, items: Sequence[ObjectBuffer]) -> list[ObjectOutcome]:
+        written = super().write(items)
+        failed = ObjectOutcome(ObjectVerdict.FAILED, reason="the disk failed")
+        return [failed if item.name == self.refused else one for item, one in zip(items, written, strict=True)]
 
 
 @dataclass
@@ -123,6 +135,24 @@ def test_a9_a_page_of_which_any_one_object_is_gone_is_not_found(name: str) -> No
                 assert found(writer, pool) == [True, True, True]
                 backend.delete([gone])
                 assert found(writer, pool) == [True, False, True]
+
+
+@pytest.mark.parametrize("name", ["full", "full+state"])
+def test_a9_a_page_of_which_any_one_object_was_refused_is_not_told_as_stored(name: str) -> None:
+    """Whichever of its objects it is: the others may have been there before."""
+    whole = headed_sets()[name]
+    for pool in whole.by_name:
+        backend = Refusing(secrets.token_hex(8), 1 << 20)
+        writer = ranks(whole, 2, backend)
+        fill(writer.manager, 5)
+        put(writer, pool)
+        shelf = writer.shelves[0]
+        objects = [shelf.name(pool, KEYS[1], part) for part in shelf.slicer.own(pool)]
+        assert name == "full" or pool == "full" or len(objects) == 2
+        for backend.refused in objects:
+            pending = shelf.put_mine(writer.pages(pool))
+            writer.run()
+            assert [outcome.ok for outcome in pending.result()] == [True, False, True]
 
 
 def test_a_page_is_fetched_as_the_latest_lookup_has_found_it() -> None:

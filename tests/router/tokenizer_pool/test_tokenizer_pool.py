@@ -19,6 +19,7 @@ import pytest
 from tests.router.http_server import DEMO, demo_spec, eventually
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
+from twinpool.contracts.sampling_params import AdapterRef
 from twinpool.router.openai.api_errors import ReaderEnded, ReaderFailed
 from twinpool.router.openai.chat_format import AnswerFormat
 from twinpool.router.openai.parse_request import EmbeddingFormat, PairFormat
@@ -390,6 +391,19 @@ def test_everything_that_was_asked_comes_out_of_a_reader(model_tokenizer: ModelT
         type(getattr(got.request, f.name)) is type(getattr(want.request, f.name))
         for f in dataclasses.fields(want.request)
     )
+
+
+@pytest.mark.parametrize("tenant", ["", "acme"])
+def test_pages_of_the_model_and_of_each_adapter_are_apart_whoever_asks(
+    model_tokenizer: ModelTokenizer, tenant: str
+) -> None:
+    read = intake(model_tokenizer)
+    read.adapters = {name: AdapterRef(name, f"digest of {name}", f"/{name}") for name in ("one", "two")}
+    salts = set()
+    for body in ({}, {"model": "one"}, {"model": "two"}):
+        prepared = read.completion(json.dumps({"prompt": "x" * 300, "cache_salt": "s", **body}).encode(), tenant)
+        salts.add((prepared.request.salt, prepared.prompts[0].hashes.raw[:1]))
+    assert len({salt for salt, _ in salts}) == len({hashed for _, hashed in salts}) == 3
 
 
 def test_how_vectors_are_to_be_answered_comes_out_of_a_reader(model_tokenizer: ModelTokenizer) -> None:
