@@ -49,6 +49,8 @@ class SharedTable:
         self.writer: object = None
         self.term = 0
         self.leader, self.until = "", 0.0
+        self.waiting: dict[str, float] = {}
+        """Who stands by, each with its end."""
 
     def led_by(self) -> str:
         return self.leader if self.clock.now() < self.until else ""
@@ -102,10 +104,12 @@ class ModelLedger(MemoryLedger):
 
     def stand_by(self, endpoint: str, for_s: float) -> None:
         self.reach()
+        self.table.waiting[endpoint] = self.table.clock.now() + for_s
 
     def standbys(self) -> tuple[str, ...]:
         self.reach()
-        return ()
+        now = self.table.clock.now()
+        return tuple(sorted(endpoint for endpoint, until in self.table.waiting.items() if now < until))
 
     def forget(self) -> None:
         self.reach()
@@ -149,6 +153,19 @@ def test_a_leader_that_cant_renew_stops_before_another_can_begin() -> None:
     with pytest.raises(LedgerLost):
         first.renew(now=True)
     assert scene.holders() == [1]
+
+
+def test_who_stands_by_is_known_between_its_looks_and_not_for_long_when_it_is_gone() -> None:
+    scene = Rivals()
+    first, second = scene.sides
+    assert first.take()
+    for _ in range(8):
+        assert not second.take()
+        scene.clock.advance(1.5 * second.pause_s)  # A ledger that answers slowly, or a busy machine.
+        first.renew(now=True)
+        assert first.standbys == ("h:1",)
+    scene.clock.advance(LEASE_S)
+    assert scene.ledgers[1].standbys() == ()
 
 
 def test_a_ledger_that_is_back_in_time_costs_nothing_and_later_it_is_taken_again() -> None:

@@ -145,7 +145,7 @@ def test_what_a_grammar_forces_is_no_draft_while_a_step_is_under_way() -> None:
     batch = parts.scheduler.next_batch()
     parts.steps.launch(batch)
     parts.scheduler.launched(batch)
-    request.grammar = AnswerGrammar(StartedGrammar(OneAnswer(answer), TokenMask.allowed([answer[0]])), emitted=0)
+    request.grammar = AnswerGrammar(StartedGrammar(OneAnswer(answer), TokenMask.of([answer[0]])), emitted=0)
     parts.drafting.plan([request], 0.0, 8)
     assert (request.under_way, request.drafts) == (1, ())
     list(parts.steps.landed(go_on=False))

@@ -186,6 +186,16 @@ def test_complaints_about_one_who_died_are_no_longer_held_against_who_made_them(
         assert (breaker.state is CircuitState.OPEN) is (justified in ("", "nobody")), justified
 
 
+def test_complaints_that_are_not_held_against_a_worker_are_no_successes_of_it() -> None:
+    breaker = CircuitBreaker(RouterConfig(breaker_failures=3, breaker_rate=0.5))
+    for _ in range(9):
+        breaker.complained("the one prefill worker", 100.0)
+    for name in ("a", "b", "c"):
+        assert breaker.state is CircuitState.CLOSED
+        breaker.failed(RequestId(name), 100.0)
+    assert breaker.state is CircuitState.OPEN
+
+
 @pytest.mark.parametrize("decode", [1, 2])
 def test_workers_without_a_colleague_that_serves_are_tried_as_often_as_at_first(decode: int) -> None:
     stage = opened(decode)
