@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from twinpool.cluster.autoscaling.load_window import LatencyTotals, LoadWindow, PoolState, WorkerLoad
-from twinpool.cluster.autoscaling.sizing_rules import (
+from twinpool.cluster.autoscaling.pool_damping import (
     CancelStarts,
     ChangeRole,
     GrowPool,

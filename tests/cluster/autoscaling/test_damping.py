@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from twinpool.cluster.autoscaling.load_window import MeasuredLoad, Outcomes, PoolState
+from twinpool.cluster.autoscaling.pool_damping import ChangeRole, PoolDamping, RoleBalance, ShrinkPool, SizingRules
 from twinpool.cluster.autoscaling.pool_need import PoolNeed
-from twinpool.cluster.autoscaling.sizing_rules import ChangeRole, PoolDamping, RoleBalance, ShrinkPool, SizingRules
 from twinpool.contracts.config.autoscaling_config import AutoscalingConfig, PoolBounds
 from twinpool.contracts.ids import PAIR, Role
 

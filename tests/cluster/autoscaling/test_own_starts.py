@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from twinpool.cluster.autoscaling.sizing_rules import CancelStarts, ChangeRole, GrowPool, ShrinkPool, SizingChange
+from twinpool.cluster.autoscaling.pool_damping import CancelStarts, ChangeRole, GrowPool, ShrinkPool, SizingChange
 from twinpool.cluster.controller.autoscaler import Autoscaler
 from twinpool.cluster.controller.controller import PLACE_S, Controller
 from twinpool.cluster.controller.controller_actions import StartWorker
