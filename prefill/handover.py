@@ -157,11 +157,13 @@ class LayeredSends:
     def __init__(self, sender: KVSender, spec: PoolSetSpec, device: Device, config: TransferConfig) -> None:
         self._sender, self._spec, self._device, self._config = sender, spec, device, config
         self._layers = {pool.name: pool.layers for pool in spec.pools}
+        self._even = all(pool.even for pool in spec.pools)
         self.counters = {"layered_pages": 0.0}
 
     def plan(self, batch: Sequence[ScheduledChunk]) -> PlannedSends | None:
         """Plan the sends of the step that will compute `batch`; None where all of it may as well leave at its end."""
-        pages = self._pages(batch) if self._config.layers else {}
+        # A mark is of layers of a pool: it would say too much of a buffer whose layers come later than another's.
+        pages = self._pages(batch) if self._config.layers and self._even else {}
         spec = self._spec.whole
         nbytes = sum(len(run) * spec.unit_bytes(pool) for some in pages.values() for pool, run in some.runs.items())
         groups = group_count(self._config, nbytes, max(self._layers.values()), self._sender.bytes_per_s(pages))

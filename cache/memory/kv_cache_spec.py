@@ -123,6 +123,12 @@ class PoolSpec:
         """The largest number of layers of any of its buffers, on all ranks."""
         return max(b.all_layers for b in self.buffers)
 
+    @property
+    def even(self) -> bool:
+        """Whether each of its layers is of the same layer of the model in all buffers: GLM-5 keeps index keys in fewer
+        layers than latents."""
+        return len({b.depths for b in self.buffers if b.depths}) < 2
+
 
 @dataclass(frozen=True)
 class PoolSetSpec:

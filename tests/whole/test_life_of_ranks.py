@@ -1,4 +1,5 @@
-"""A cluster whose prefill worker has two tensor-parallel ranks under Ray, and what becomes of it when one dies."""
+"""A cluster whose prefill worker has two ranks, tensor-parallel ones or stages, under Ray, and what becomes of it when
+one dies."""
 
 from __future__ import annotations
 
@@ -26,11 +27,14 @@ def _ranks(cluster: Serving) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_a_worker_of_two_ranks_answers_as_the_oracle_and_comes_back_whole_when_a_rank_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["tp", "pp"])
+def test_a_worker_of_two_ranks_answers_as_the_oracle_and_comes_back_whole_when_a_rank_is_killed(
+    tmp_path: Path, layout: str
+) -> None:
     folder = make_checkpoint(tmp_path / "model", "llama", seed=31)
     oracle, rng = Oracle(folder), random.Random(7)
     prompts = [[rng.randrange(300) for _ in range(n)] for n in (1, 40, 150, 333)]
-    sections = {"cache": {"device_tokens": 4096}, "prefill": {"chunk_tokens": 128, "tp": 2}}
+    sections = {"cache": {"device_tokens": 4096}, "prefill": {"chunk_tokens": 128, layout: 2}}
     with serving(folder, tmp_path / "run", sections=sections) as cluster:
         for prompt, answer in zip(prompts, cluster.complete_all(prompts, max_tokens=12), strict=True):
             assert compare(oracle, prompt, answer.tokens).equal

@@ -61,6 +61,17 @@ def test_two_ranks_draw_an_answer_again_exactly_and_give_way_to_requests(model: 
         assert all(not report.violations for report in cell.rest())
 
 
+@pytest.mark.slow
+def test_stages_draw_an_answer_of_one_rank_again_to_the_bit(model: Path, warm: RankProcesses) -> None:
+    layers = {"prefill": {"chunk_tokens": 48, "pp": 2}, "decode": {}}
+    with pair(model, tokens=1024, ranks=warm, **{**sections(1, 1), **layers}) as both:
+        cell = Cell(both, audit=PATIENT)
+        for n, sampling in enumerate(SAMPLINGS):
+            cell.ask(words(n, 30 + 30 * n), sampling)
+        assert cell.audit_all() == {AuditResult.EXACT: 3}, cell.findings
+        assert all(not report.violations for report in cell.rest())
+
+
 @pytest.mark.soak
 def test_what_went_wrong_on_the_way_between_ranks_is_found_where_nobody_looks_at_tags(
     model: Path, warm: RankProcesses

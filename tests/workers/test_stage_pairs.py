@@ -11,8 +11,11 @@ import pytest
 from tests.support.checkpoints import Oracle
 from tests.support.model_families import EVERY
 from tests.support.rank_followers import RankProcesses, rank_processes
+from tests.support.stepped_cluster import company, generated
 from tests.support.worker_pair import pair, turns
 from tests.support.worker_parts import manager_of
+from tests.workers.test_migrations import prompts as running_prompts
+from tests.workers.test_migrations import seeded
 from tests.workers.test_pair import expect_equal, greedy, prompts
 from twinpool.contracts.ids import Role
 
@@ -132,3 +135,21 @@ def test_what_stages_have_stored_others_read_and_the_other_way_round(
                 both.step()
                 if number >= 49 and not manager_of(both.prefill).busy:
                     break
+
+
+@pytest.mark.slow
+def test_a_drained_worker_of_stages_hands_its_running_requests_on_with_all_layers(
+    model: Path, warm: RankProcesses
+) -> None:
+    with company(model) as c:
+        for number, prompt in enumerate(running_prompts(1, 8)):
+            c.submit(prompt, seeded(number))
+        undisturbed = c.run()
+    with company(model, ranks=warm, transfer={"plane": "shm"}, decode={"pp": 2}) as c:
+        rids = [c.submit(prompt, seeded(number)) for number, prompt in enumerate(running_prompts(1, 8))]
+        c.until(lambda: all(generated(c, rid, 6)() for rid in rids), "all to run", 1_000_000)
+        c.drain("decode-0")
+        c.until(lambda: c.decode("decode-0").drained, "decode-0 to be empty", 1_000_000)
+        assert c.run(*rids) == undisturbed
+        assert c.core.migrations.counts.migrated == 4
+        assert [c.told[rid].replays for rid in rids] == [[]] * 8, "nothing was computed again"

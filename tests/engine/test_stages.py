@@ -1,0 +1,70 @@
+"""Stages: which weights and pages each holds, and which cuts are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.model_families import EVERY
+from twinpool.cache.memory.kv_cache_spec import stage_layers
+from twinpool.cluster.assembly.memory_plan import largest_stage
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.config.worker_config import EngineConfig
+from twinpool.contracts.errors import ConfigError
+from twinpool.engine.models.model_base import StateOptions
+from twinpool.engine.models.registry import model_for
+from twinpool.engine.tensors.shard import Shard
+from twinpool.engine.tensors.weight_loader import Weights
+
+OPTIONS = StateOptions(torch.float32, 16)
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(5, 2), (61, 8), (4, 4), (7, 3)])
+def test_every_layer_is_of_one_stage_and_none_has_two_more_than_another(layers: int, stages: int) -> None:
+    cut = [stage_layers(layers, stage, stages) for stage in range(stages)]
+    assert [layer for stage in cut for layer in stage] == list(range(layers))
+    assert max(map(len, cut)) - min(map(len, cut)) <= 1
+    assert len(cut[0]) == min(map(len, cut)), "the first has the embedding and the head too"
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="4 layers can't be divided into 5 stages"):
+        stage_layers(4, 0, 5)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "stages"),
+    [
+        ("llama", {"layers": 5}, 2),
+        ("qwen3_moe", {}, 2),
+        ("deepseek_v32", {}, 3),
+        ("gpt_oss", {}, 2),
+        ("falcon_h1", {}, 3),
+    ],
+)
+def test_stages_hold_the_models_weights_and_pages_between_them_once(
+    tmp_path: Path, family: str, changes: dict[str, Any], stages: int
+) -> None:
+    spec = read_model_spec(EVERY[family](tmp_path / "model", **changes))
+    model = model_for(spec)
+    whole = Weights.dry(spec)
+    model.build(whole)
+    held, pools = [], []
+    for stage in range(stages):
+        shard = Shard(stage=stage, stages=stages)
+        weights = Weights.dry(spec, shard=shard)
+        assert len(model.build(weights).layers) == len(shard.layers(spec.layers))
+        held.append(weights.nbytes)
+        pools.append(model.pool_set(replace(OPTIONS, shard=shard)))
+    assert sum(held) == whole.nbytes
+    one = model.pool_set(OPTIONS)
+    for pool in one.by_name:
+        assert sum(stage.unit_bytes(pool) for stage in pools) == one.unit_bytes(pool)
+    assert {stage.whole for stage in pools} == {one}
+    largest = largest_stage(spec, one, EngineConfig(), stages)
+    assert largest.weights == max(held) / whole.nbytes
+    assert 1 / stages <= largest.pools < 1
