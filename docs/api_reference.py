@@ -25,6 +25,11 @@ class Face:
 
 FACES = (
     Face(
+        "twinpool.cluster.serve.offline_llm",
+        "A model in this process",
+        "`from twinpool import LLM` is the same class ([how to use it](using.md#without-a-server)).",
+    ),
+    Face(
         "twinpool.cache.storage",
         "Storage backends",
         "A package adds a backend by an entry point of the group `twinpool.storage`, a function from `StorageConfig` "

@@ -2,9 +2,8 @@
 
 The same router, worker threads and workers as in a cluster, joined by a directory in memory (`LocalDirectory`, which
 tests use too). Engine threads hand events to the event loop by `call_soon_threadsafe`, so a router sees the same order
-as between processes, without serialisation. Each worker has its engine
-thread; the router has the main thread and its event loop. Workers aren't restarted here: one that dies stays dead, the
-operator reads why, and /health fails.
+as between processes, without serialisation. Each worker has its engine thread; the router has the main thread and its
+event loop. Workers aren't restarted here: one that dies stays dead, the operator reads why, and /health fails.
 """
 
 from __future__ import annotations
@@ -374,6 +373,32 @@ class _Server(RouterServer):
             self._on_ready()
 
 
+def start_worker(
+    plan: ServePlan,
+    name: WorkerName,
+    role: Role,
+    stack: ExitStack,
+    on_end: Callable[[WorkerName, WorkerEnd, str], None],
+) -> tuple[WorkerRecord, WorkerThread]:
+    """Start a worker of `plan` on a thread of this process, which `stack` ends. `on_end` is called on it."""
+    sizes = plan.here.sizes(role)
+    config = sizes.applied_to(plan.config, role)
+    for card in plan.cards_of(name, role):
+        config = on_card(config, card)
+    worker = build_worker(role, name, Incarnation(1), plan.spec, config, host=HOST, counts=sizes.counts)
+    try:
+        host = WorkerThread(worker, on_end=lambda end, reason: on_end(name, end, reason))
+    except BaseException:
+        worker.close()
+        raise
+    here = os.getpid(), node_name(), ""
+    record = WorkerRecord(name, role, Incarnation(1), *here, host.control, host.fits, fingerprint=worker.fingerprint)
+    record = structs.replace(record, stream_protocol=STREAM_PROTOCOL)
+    host.start()
+    stack.callback(host.stop, FLUSH_S)
+    return record, host
+
+
 class ServeOneProcess:
     """One run of `twinpool serve` in one process."""
 
@@ -428,7 +453,8 @@ class ServeOneProcess:
         for name, role in prepared.workers:
             if self._stopping.asked:
                 return
-            workers.append(self._start_worker(stack, name, role))
+            workers.append(start_worker(prepared, name, role, stack, self._on_end))
+            self._terminal.step("worker", str(name))
         directory = self._directory = LocalDirectory(workers)
         directory.served = {one.name: one for one in adapters_of(prepared.config)}
         dashboard = LocalDashboard(directory, prepared.config.cluster.name, self._clock)
@@ -446,36 +472,6 @@ class ServeOneProcess:
             raise TwinpoolError(f"the router did not reach the workers; see {self._folder.logs}") from None
         finally:
             self._stopping.install()
-
-    def _start_worker(self, stack: ExitStack, name: WorkerName, role: Role) -> tuple[WorkerRecord, WorkerThread]:
-        prepared = self._prepared
-        sizes = prepared.here.sizes(role)
-        config = sizes.applied_to(prepared.config, role)
-        for card in prepared.cards_of(name, role):
-            config = on_card(config, card)
-        incarnation = Incarnation(1)
-        worker = build_worker(role, name, incarnation, prepared.spec, config, host=HOST, counts=sizes.counts)
-        try:
-            host = WorkerThread(worker, on_end=lambda end, reason: self._on_end(name, end, reason))
-        except BaseException:
-            worker.close()
-            raise
-        record = WorkerRecord(
-            name=name,
-            role=role,
-            incarnation=incarnation,
-            pid=os.getpid(),
-            node=node_name(),
-            endpoint="",
-            control=host.control,
-            fits=host.fits,
-            fingerprint=worker.fingerprint,
-            stream_protocol=STREAM_PROTOCOL,
-        )
-        host.start()
-        stack.callback(host.stop, FLUSH_S)
-        self._terminal.step("worker", str(name))
-        return record, host
 
     def _ready(self, directory: LocalDirectory) -> None:
         prepared, security, views = self._prepared, self._prepared.config.security, directory.views()

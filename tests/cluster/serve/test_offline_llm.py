@@ -1,0 +1,115 @@
+"""`twinpool.LLM`: the demo in this process, its answers beside those of the endpoint's own rules, and its ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.checkpoints import Oracle, compare
+from twinpool import LLM
+from twinpool.cluster.serve.offline_llm import AnswerFailed, Drawing
+from twinpool.contracts.errors import ConfigError, RequestError
+
+DEMO = Path(__file__).parents[3] / "cluster" / "demo"
+PROMPTS = [[300 + n, 7, 11 + n, 400, 17] for n in range(5)]
+GREEDY: Drawing = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(str(DEMO), settings={"router.max_queue": 4}) as made:
+        yield made
+        assert made.check() == []
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Oracle:
+    return Oracle(DEMO)
+
+
+def test_answers_are_the_oracles_in_order_though_more_than_the_queue_are_asked(llm: LLM, oracle: Oracle) -> None:
+    found = llm.generate(PROMPTS, {**GREEDY, "logprobs": 0})
+    assert [one.prompt_token_ids for one in found] == [tuple(prompt) for prompt in PROMPTS]
+    for prompt, one in zip(PROMPTS, found, strict=True):
+        (answer,) = one.answers
+        verdict = compare(oracle, prompt, list(answer.token_ids))
+        assert verdict.equal, verdict
+        assert (len(answer.token_ids), answer.finish_reason, answer.stop_reason) == (6, "length", None)
+        assert answer.logprobs is not None
+        assert len(answer.logprobs["token_logprobs"]) == 6
+        assert one.text == answer.text != ""
+
+
+def test_one_prompt_has_as_many_answers_as_asked_and_its_log_probabilities(llm: LLM) -> None:
+    asked: Drawing = {"max_tokens": 5, "seed": 3, "n": 2, "prompt_logprobs": 1}
+    (found,) = llm.generate("The old house", asked)
+    first, second = found.answers
+    assert first.token_ids != second.token_ids
+    assert found.prompt_logprobs is not None
+    assert len(found.prompt_logprobs) == len(found.prompt_token_ids)
+    (again,) = llm.generate(list(found.prompt_token_ids), asked)
+    assert again == found, "of the same seed, by its token ids"
+
+
+def test_chats_and_embeddings(llm: LLM, oracle: Oracle) -> None:
+    chat = [{"role": "user", "content": "The old house stood"}]
+    (one,) = llm.chat(chat, {"max_tokens": 4, "seed": 1})
+    both = llm.chat([chat, chat], {"max_tokens": 4, "seed": 1})
+    assert [answer.text for answer in both] == [one.text] * 2
+    assert one.answers[0].message == {"role": "assistant", "content": one.text}
+    (vector,) = llm.embed(PROMPTS[0])
+    want = torch.nn.functional.normalize(oracle.hidden(PROMPTS[0])[-1], dim=0)
+    torch.testing.assert_close(torch.tensor(vector), want, rtol=0, atol=5e-3)  # Of bfloat16.
+    assert [len(each) for each in llm.embed(["a", "b"], dimensions=8)] == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("drawing", "says"),
+    [({"temperature": -1}, "temperature must be"), ({"model": "other"}, "does not exist"), ({"best_of": 2}, "use n")],
+)
+def test_what_is_wrong_is_refused_as_the_endpoint_does_and_ends_the_call(llm: LLM, drawing: Drawing, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        llm.generate(PROMPTS, drawing)
+    assert llm.check() == []
+
+
+def test_a_call_that_takes_too_long_is_ended_and_leaves_nothing(llm: LLM) -> None:
+    with pytest.raises(TimeoutError):
+        llm.generate(["a"] * 9, {"max_tokens": 2000, "ignore_eos": True}, timeout_s=0.01)
+    assert len(llm.generate(PROMPTS[0], GREEDY)) == 1
+    assert llm.check() == []
+
+
+def test_its_end_leaves_no_thread_and_no_process_and_later_calls_say_so() -> None:
+    before, opened = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    with LLM(str(DEMO), prefill=1, decode=1) as made:
+        text = "It was a fine morning, and " * 200  # Read by a process of its own.
+        (answer,) = made.generate(text, {"max_tokens": 3})
+        assert len(answer.answers[0].token_ids) == 3
+        assert set(threading.enumerate()) > before
+    made.close()
+    for thread in set(threading.enumerate()) - before:  # Of a pool that was told to end.
+        thread.join(10)
+    assert set(threading.enumerate()) <= before
+    with pytest.raises(AnswerFailed, match="closed: make a new one"):
+        made.generate("x")
+    del made
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= opened + 2
+
+
+def test_what_can_not_be_loaded_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError):
+        LLM(str(DEMO), settings={"cache.page_tokens": -1})
+    with pytest.raises(Exception, match="nowhere"):
+        LLM(str(tmp_path / "nowhere"))
+    assert set(threading.enumerate()) == before
