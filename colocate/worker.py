@@ -73,7 +73,7 @@ class ColocatedWorker(DecodeWorker):
         super().__init__(setup, drafter)
         assert isinstance(self._prompts, LocalPrompts)
         self._local = local = self._prompts
-        if engine.pictures is not None:
+        if engine.pictures is not None and not config.no_images(engine.pictures.tower.spec.whole_positions):
             local.prompt_pages.sees = engine.pictures.tower.spec
             self.report.counted.append(engine.pictures)
         self._chunks = PrefillStepCommit(

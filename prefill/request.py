@@ -231,7 +231,7 @@ class PrefillPages(RequestPages):
         if not submit.pictures:
             return []
         if self.sees is None:
-            raise UnfitPictures("this worker takes no images: it has several ranks, or a draft model")
+            raise UnfitPictures("this worker takes no images, as it is configured")
         at = [place for place, token in enumerate(submit.tokens) if token >= PICTURE_KEYS]
         placed: list[PlacedRows] = []
         for picture in submit.pictures:

@@ -50,7 +50,7 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         most = min(self.fits.context, self.fits.max_positions)
         self._auditor = AuditRunner(config, engine, manager, requests.emit, fitness.nonfinite, most, self._gate)
         self._request_pages = PrefillPages(manager, reuse=config.cache_for(self.role).prefix_reuse)
-        if engine.pictures is not None:
+        if engine.pictures is not None and not config.no_images(engine.pictures.tower.spec.whole_positions):
             self._request_pages.sees = engine.pictures.tower.spec
             self.report.counted.append(engine.pictures)
         self._handover = PrefillHandover(sender, requests)

@@ -185,6 +185,8 @@ def prepare(
     spec = served_as(read, config.router.served_model_name)
     for warning in spec.warnings:
         say(warning)
+    if spec.pictures is not None and (why := config.no_images(spec.pictures.whole_positions)):
+        say(f"images are refused: {why}")
     adapters_of(config)  # What isn't one is refused before anything starts.
     if options.ray_address is not None:
         cards = ()

@@ -119,6 +119,11 @@ class PictureSpec:
         """How many positions a picture of a size that `size` gave has."""
         return height // self.unit * (width // self.unit)
 
+    @property
+    def whole_positions(self) -> int:
+        """How many positions a picture has that a step computes as a whole; 0: any step may end within one."""
+        return self.count(self.longest, self.longest) if self.whole else 0
+
     def layout(self, height: int, width: int, keys: list[int]) -> list[int]:
         """The tokens of a picture of such a size in a prompt, with `keys` at its positions."""
         if self.row_end == NONE:

@@ -240,6 +240,21 @@ class Config:
         """Whether a worker of `role` computes prompts, all or some."""
         return role is not Role.DECODE or self.conditional
 
+    def no_images(self, positions: int) -> str:
+        """Why workers of a model that sees take no images, as they are configured; empty where they do.
+
+        `positions`: how many an image has that a step computes as a whole; 0: any step may end within one."""
+        if self.engine.draft_model:
+            return "engine.draft_model is set, whose layer would take what stands for an image for text"
+        if self.engine.models != "native":
+            return f"engine.models={self.engine.models} computes no images"
+        for role in Role:
+            if self.computes_prompts(role) and self.tp_for(role) > 1:
+                return f"{section_of(role)}.tp={self.tp_for(role)}: several ranks compute none; set it to 1"
+        if (chunk := self.prefill.chunk_tokens) < positions:
+            return f"prefill.chunk_tokens={chunk} is less than the {positions} positions of an image"
+        return ""
+
     def with_local_prompts(self, role: Role) -> Config:
         """Return the configuration as both halves of a worker of `role` go by it that computes its own prompts: ranks
         and cache are the worker's."""

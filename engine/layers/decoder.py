@@ -103,6 +103,13 @@ class ForwardContext:
         found: tuple[Tensor, Tensor] = self.scratch[key]
         return found
 
+    def told(self, turned: bool) -> list[Tensor]:
+        """By which positions tokens are turned, axis by axis ([M] int64 each), which other ranks have to be told of a
+        model whose pictures turn them; nothing of others."""
+        if not turned:
+            return []
+        return [self.positions_m] * 3 if self.turned_3m is None else [*self.turned_3m]
+
     def padded(self, x_tn: Tensor) -> Tensor:
         """Append the padding rows (zeros) to the T rows of tokens again: [M, ...]."""
         lacking = len(self.positions_m) - len(x_tn)
@@ -280,6 +287,8 @@ class Decoder:
     draft: DraftLayer | None = None
     tower: PictureTower | None = None
     """What computes pictures; None: it takes none."""
+    turned: bool = False
+    """Whether pictures turn positions by three axes, so that ranks are told how."""
     stage: Stage = Stage()
 
     @property

@@ -190,7 +190,10 @@ class Model(ABC):
         if self.spec.pictures is not None and draft is None:  # A draft layer would take keys of pictures for tokens.
             pictures = self.spec.pictures
             tower = _TOWERS[pictures.family](weights, pictures, self.hidden, self.eps)
-        return Decoder(embed, layers, norm, head, draft=draft, tower=tower, adapted=adapted, stage=stage)
+        turned = self.spec.pictures is not None and self.spec.pictures.turned
+        return Decoder(
+            embed, layers, norm, head, draft=draft, tower=tower, turned=turned, adapted=adapted, stage=stage
+        )
 
     def draft_layer(self, whole: Weights) -> DraftLayer:
         """Build the layer that predicts further tokens, by DeepSeek's names, from the `whole` checkpoint."""

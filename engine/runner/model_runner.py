@@ -255,15 +255,15 @@ class ModelRunner:
             elif row.draw is not None:
                 drawn_at.append(end - 1)
         tokens_m, drawn_n = input_tokens(rows, len(ctx.positions_m) - ctx.count, device, drawn_at)
+        turned = turned_positions(rows, planned.shape.positions, len(tokens_m)) if self.decoder.turned else None
+        ctx.turned_3m = None if turned is None else to_device(turned, device)
         if self._followers is not None:
-            self.ranks.first(torch.cat((tokens_m, stale_b.long())))
+            self.ranks.first(torch.cat((tokens_m, stale_b.long(), *ctx.told(self.decoder.turned))))
         _mute(ctx, stale_b)
         if self.pictures is not None:
             placed = zip(planned.shape.offsets[:-1].tolist(), (row.pictures for row in rows), strict=True)
             with using(self.decoder.kernels):
                 ctx.pictured = self.pictures.placed(placed, self.numerics)
-            turned = turned_positions(rows, planned.shape.positions, len(tokens_m))
-            ctx.turned_3m = None if turned is None else to_device(turned, device)
         if planned.histories is not None:
             self._histories.update(planned.histories, tokens_m)
         x_mh = self._replayed(tokens_m, ctx, doors) if self.graphs is not None and marks is None else None
@@ -315,9 +315,11 @@ class ModelRunner:
         """Compute a follower's part of a step; the leader broadcasts tokens and stale rows."""
         doors = {pool.name: self._gates[pool.name].enter(pool.name) for pool in self.spec.pools}
         ctx = self._context(self._ordered(order), doors)
-        count = len(ctx.positions_m)
-        told = self.ranks.first(ctx.positions_m.new_zeros(count + len(order.rows)))
-        _mute(ctx, told[count:].bool())
+        count, rows = len(ctx.positions_m), len(order.rows)
+        told = self.ranks.first(ctx.positions_m.new_zeros(count + rows + sum(map(len, ctx.told(self.decoder.turned)))))
+        _mute(ctx, told[count : count + rows].bool())
+        if self.decoder.turned:
+            ctx.turned_3m = told[count + rows :].view(3, count)
         self.decoder.forward(told[:count], ctx)
 
     def _ordered(self, order: RunStep) -> PlannedStep:

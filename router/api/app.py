@@ -352,6 +352,7 @@ def _model(service: RouterService, name: str) -> dict[str, Any]:
         "parent": None if adapter is None else service.spec.name,
         "max_model_len": service.spec.context,
         "tools": service.intake.tools,
+        "images": service.spec.pictures is not None and service.config.max_images > 0,
         "sampling_defaults": sampling_defaults(service.spec),
     }
 

@@ -117,6 +117,8 @@ class RouterService:
         table of this host's KV index is; None: there is none. `name`: this router's, in its records. `span_sender`:
         takes traces in place of OpenTelemetry's exporter. `wall`: seconds since 1970."""
         defaults = read_sampling_defaults(config.router.sampling_defaults, spec.generation_defaults)
+        if spec.pictures is not None and config.no_images(spec.pictures.whole_positions):
+            spec = replace(spec, pictures=None)  # Whoever computes prompts would refuse them.
         self.spec = served_as(replace(spec, generation_defaults=defaults), config.router.served_model_name)
         self.config, self.security, self.adapter_settings = config.router, config.security, config.adapters
         self.started = int(time.time())

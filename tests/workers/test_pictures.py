@@ -13,6 +13,7 @@ import pytest
 from msgspec import structs
 from PIL import Image
 
+from tests.support.rank_followers import rank_processes
 from tests.support.seeing_models import WRITERS, SeeingOracle, asks, pattern, png
 from tests.support.stepped_cluster import company, generated
 from tests.support.worker_pair import Answer, Pair, pair
@@ -192,6 +193,18 @@ def test_an_answer_goes_on_elsewhere_with_its_pictures(seer: Seer, what: str) ->
         assert len(c.told[rid].replays) == (what != "drained")
         assert c.told[rid].request.migrations == (what == "drained")
     assert answer == seer.oracle.generate(messages, COUNT)[1]
+
+
+@pytest.mark.slow
+def test_decode_on_two_ranks_goes_on_behind_pictures(seer: Seer) -> None:
+    """The other rank sees none of them, and has to turn positions as the first one does."""
+    messages = [asks("see ", png(pattern(60, 40)), " it, and ", png(pattern(16, 63)), " too")]
+    with (
+        rank_processes() as warm,
+        pair(seer.folder, ranks=warm, decode={"tp": 2}, transfer={"plane": "shm"}) as both,
+    ):
+        (answer,) = both.run(seer.submit(both, messages))
+        seer.expect(messages, answer)
 
 
 @pytest.mark.slow
