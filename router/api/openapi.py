@@ -110,6 +110,7 @@ _MODEL = _object(
     root=TEXT,
     parent={"type": "null"},
     max_model_len=INTEGER,
+    images={"type": "boolean"},
 )
 
 _ENDS = ["stop", "length"]

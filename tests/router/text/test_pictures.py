@@ -15,12 +15,15 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from tests.support.seeing_models import MARKS, UNIT, asks, data_url, pattern, png, write_mistral3
+from tests.router.fake_worker import FakeCluster
+from tests.support.seeing_models import MARKS, UNIT, asks, data_url, pattern, png, write_gemma3, write_mistral3
 from twinpool.contracts.block_hash import PICTURE_KEYS, in_vocabulary
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec
 from twinpool.contracts.checkpoint.picture_spec import PictureSpec, read_picture_spec
+from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
+from twinpool.router.service.router_service import RouterService
 from twinpool.router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from twinpool.router.tokenizer_pool.prepare_request import BODY_BYTES_IMAGES, BodyReader, PreparedPrompt, body_limit
 from twinpool.router.tokenizer_pool.tokenizer_pool import read_inline
@@ -246,6 +249,36 @@ def test_a_reader_sees_where_the_model_does_and_images_may_be_sent(spec: ModelSp
     assert BodyReader(spec, tokenizer, RouterConfig()).sees
     assert not BodyReader(spec, tokenizer, RouterConfig(max_images=0)).sees
     assert not BodyReader(replace(spec, pictures=None), tokenizer, RouterConfig()).sees
+
+
+BLIND: dict[str, tuple[dict[str, Any], str]] = {
+    "drafts": ({"engine": {"draft_model": "mtp"}}, "engine.draft_model"),
+    "modules": ({"engine": {"models": "transformers"}}, "engine.models"),
+    "ranks": ({"prefill": {"tp": 2}}, "prefill.tp=2"),
+    "ranks of who computes prompts too": (
+        {"decode": {"tp": 2}, "disaggregation": {"mode": "conditional"}}, "decode.tp=2",
+    ),
+    "short steps": ({"prefill": {"chunk_tokens": 15}, "cache": {"page_tokens": 5}}, "chunk_tokens=15"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BLIND)
+def test_where_workers_would_refuse_images_the_router_does(tmp_path: Path, name: str) -> None:
+    sections, words = BLIND[name]
+    spec = read_model_spec(write_gemma3(tmp_path / "gemma3"))
+    assert spec.pictures is not None
+    config = replace_sections(sections)
+    assert words in config.no_images(spec.pictures.whole_positions)
+    service = RouterService(spec, config, FakeCluster())
+    assert service.spec.pictures is None
+    plain = Config()
+    assert not plain.no_images(spec.pictures.whole_positions)
+    assert RouterService(spec, plain, FakeCluster()).spec.pictures == spec.pictures
+
+
+def replace_sections(sections: dict[str, dict[str, Any]]) -> Config:
+    config = Config()
+    return replace(config, **{name: replace(getattr(config, name), **values) for name, values in sections.items()})
 
 
 def test_bodies_may_be_longer_where_the_model_sees(spec: ModelSpec) -> None:
