@@ -249,8 +249,9 @@ class Config:
         if self.engine.models != "native":
             return f"engine.models={self.engine.models} computes no images"
         for role in Role:
-            if self.computes_prompts(role) and self.tp_for(role) > 1:
-                return f"{section_of(role)}.tp={self.tp_for(role)}: several ranks compute none; set it to 1"
+            if self.computes_prompts(role) and self.ranks_for(role) > 1:
+                tp, pp = self.tp_for(role), self.pp_for(role)
+                return f"{section_of(role)}.tp={tp}, pp={pp}: several ranks compute none; set both to 1"
         if (chunk := self.prefill.chunk_tokens) < positions:
             return f"prefill.chunk_tokens={chunk} is less than the {positions} positions of an image"
         return ""

@@ -163,10 +163,12 @@ class Model(ABC):
         misshapen."""
         shard = weights.shard
         stage = Stage(shard.stage, shard.stages)
+        turned = self.spec.pictures is not None and self.spec.pictures.turned
         layers = [self.layer(i, weights.scope(f"model.layers.{i}.")) for i in shard.layers(self.layers)]
         if stage.number:
             embed_0h = torch.empty(0, self.hidden, dtype=weights.dtype, device=weights.device)
-            return Decoder(embed_0h, layers, unchanged, None, adapted=dict(weights.adapted), stage=stage)
+            adapted = dict(weights.adapted)
+            return Decoder(embed_0h, layers, unchanged, None, turned=turned, adapted=adapted, stage=stage)
         embed_name, head_name = f"model.{self.embed_name}.weight", "lm_head.weight"
         only_head = self.tied and weights.has(head_name) and not weights.has(embed_name)
         read = head_name if only_head else embed_name
@@ -190,10 +192,7 @@ class Model(ABC):
         if self.spec.pictures is not None and draft is None:  # A draft layer would take keys of pictures for tokens.
             pictures = self.spec.pictures
             tower = _TOWERS[pictures.family](weights, pictures, self.hidden, self.eps)
-        turned = self.spec.pictures is not None and self.spec.pictures.turned
-        return Decoder(
-            embed, layers, norm, head, draft=draft, tower=tower, turned=turned, adapted=adapted, stage=stage
-        )
+        return Decoder(embed, layers, norm, head, draft=draft, tower=tower, turned=turned, adapted=adapted, stage=stage)
 
     def draft_layer(self, whole: Weights) -> DraftLayer:
         """Build the layer that predicts further tokens, by DeepSeek's names, from the `whole` checkpoint."""

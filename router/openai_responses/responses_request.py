@@ -40,7 +40,7 @@ from twinpool.router.openai.request_fields import (
     shaped,
     text_or,
 )
-from twinpool.router.text.chat_template import TextParts
+from twinpool.router.text.chat_template import PicturePart, TextParts
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = ("input_text", "output_text", "text")
@@ -160,9 +160,13 @@ def _part(part: object, where: str) -> str:
             "refusal": str(text),
         }:
             return text
+        case {"type": "input_image", "image_url": str(url)}:
+            return PicturePart(url, where)
+        case {"type": "input_image"}:
+            raise RequestError(f"{where}: files aren't stored here: give image_url with the data", param="input")
     kind = part.get("type") if isinstance(part, dict) else part
     if isinstance(kind, str) and kind not in _TEXTS:
-        raise RequestError(f"{where}: only text is answered; {describe(kind)} is not supported", param="input")
+        raise RequestError(f"{where}: text and images are taken; {describe(kind)} is not supported", param="input")
     raise RequestError(f"{where} must be a part of type input_text with a text", param="input")
 
 
@@ -408,9 +412,12 @@ def _truncation(how: object) -> dict[str, Any]:
     return {}
 
 
+_IMAGE = object_of("type image_url", type={"const": "input_image"}, image_url=TEXT, detail=TEXT)
+_PARTS = (object_of("type text", type=one_of(*_TEXTS), text=TEXT), _IMAGE)
+_CONTENT: Schema = {"oneOf": [TEXT, array_of({"oneOf": list(_PARTS)})]}
 _TYPE_FUNCTION: Schema = {"type": {"const": "function"}}
 _ITEMS = (
-    object_of("role content", type={"const": "message"}, role=one_of(*_ROLES), content=text_or(*_TEXTS)),
+    object_of("role content", type={"const": "message"}, role=one_of(*_ROLES), content=_CONTENT),
     object_of(
         "type call_id name arguments",
         type={"const": "function_call"},

@@ -196,12 +196,13 @@ def test_an_answer_goes_on_elsewhere_with_its_pictures(seer: Seer, what: str) ->
 
 
 @pytest.mark.slow
-def test_decode_on_two_ranks_goes_on_behind_pictures(seer: Seer) -> None:
+@pytest.mark.parametrize("ranks", ["tp", "pp"])
+def test_decode_on_two_ranks_goes_on_behind_pictures(seer: Seer, ranks: str) -> None:
     """The other rank sees none of them, and has to turn positions as the first one does."""
     messages = [asks("see ", png(pattern(60, 40)), " it, and ", png(pattern(16, 63)), " too")]
     with (
         rank_processes() as warm,
-        pair(seer.folder, ranks=warm, decode={"tp": 2}, transfer={"plane": "shm"}) as both,
+        pair(seer.folder, ranks=warm, decode={ranks: 2}, transfer={"plane": "shm"}) as both,
     ):
         (answer,) = both.run(seer.submit(both, messages))
         seer.expect(messages, answer)

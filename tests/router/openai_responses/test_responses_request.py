@@ -159,7 +159,12 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [5]}, "input", r"input\[0\] must be an object"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input", "role"),
     ({"input": [{"role": "user", "content": 5}]}, "input", "content"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input", "input_image"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
+        "input",
+        "files aren't stored",
+    ),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": 5}]}]}, "input", "image_url"),
     ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, "input", "input_file"),
     ({"input": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "input", "input_audio"),
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input", "with a text"),

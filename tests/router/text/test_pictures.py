@@ -208,6 +208,17 @@ def test_anthropics_blocks_make_the_prompt_that_openais_parts_make(reader: BodyR
     assert json.loads(told) == {"input_tokens": len(prompt.tokens)}
 
 
+def test_a_responses_image_makes_the_prompt_of_the_same_chat(reader: BodyReader) -> None:
+    parts = [{"type": "input_text", "text": "see"}, {"type": "input_image", "image_url": data_url(PNG)}]
+    body = {"input": [{"role": "user", "content": parts}]}
+    (prompt,) = reader.responses(json.dumps(body).encode()).prompts
+    assert prompt == chat(reader, asks("see", PNG))
+    wrong = {"input": [{"role": "user", "content": [parts[0], {"type": "input_image", "image_url": data_url(b"x")}]}]}
+    with pytest.raises(RequestError, match=r"input\[0\]\.content\[1\]: it is no image") as found:
+        reader.responses(json.dumps(wrong).encode())
+    assert found.value.param == "input"
+
+
 def test_tokenize_counts_a_pictures_positions_and_shows_placeholders(reader: BodyReader, spec: ModelSpec) -> None:
     assert spec.pictures is not None
     told = json.loads(reader.tokenize(json.dumps({"messages": [asks("see", PNG)]}).encode()).body)
@@ -255,6 +266,7 @@ BLIND: dict[str, tuple[dict[str, Any], str]] = {
     "drafts": ({"engine": {"draft_model": "mtp"}}, "engine.draft_model"),
     "modules": ({"engine": {"models": "transformers"}}, "engine.models"),
     "ranks": ({"prefill": {"tp": 2}}, "prefill.tp=2"),
+    "stages": ({"prefill": {"pp": 2}}, "pp=2"),
     "ranks of who computes prompts too": (
         {"decode": {"tp": 2}, "disaggregation": {"mode": "conditional"}}, "decode.tp=2",
     ),
