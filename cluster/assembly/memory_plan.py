@@ -34,11 +34,13 @@ import torch
 from twinpool.cache.manager.running_pages import SNAPSHOTS
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
+from twinpool.contracts.checkpoint.picture_spec import PICTURE_BYTES, vision_fields
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.ids import Role
 from twinpool.engine.attention.kv_quantization import KV_DTYPES
 from twinpool.engine.attention.triton_backend.attend_call import SCRATCH_BYTES
+from twinpool.engine.layers.picture_tower import KEPT_BYTES
 from twinpool.engine.models.model_base import StateOptions
 from twinpool.engine.models.registry import unchecked_model
 from twinpool.engine.runner.kernel_choice import dtype_for
@@ -209,6 +211,8 @@ def _sized(spec: PoolSetSpec, units: Mapping[str, int], steps: int, pages: int, 
     return MemoryPlan(tuple(plans), requests, spec.page_tokens)
 
 
+_COLOUR_BYTES = 3 * (8 + 4)
+"""Of the numbers of a pixel while they are made."""
 _INT32 = 4
 _FIRST_ROWS, _FIRST_ENTRIES = 16, 64
 """What rows and entries are doubled from."""
@@ -246,11 +250,13 @@ class StepMemory:
     """Requests that a step has a row for."""
     adapters: int = 0
     """Of adapters, as many and as large as there may be, and of one that is being read."""
+    pictures: int = 0
+    """What a tower has computed that is kept, and what it computes the largest picture in."""
 
     @property
     def nbytes(self) -> int:
         computed = self.logits + self.activations + self.scratch + self.graphs
-        return self.block_tables + self.histories + computed + self.adapters
+        return self.block_tables + self.histories + computed + self.adapters + self.pictures
 
 
 def step_rows(config: Config, role: Role) -> int:
@@ -300,6 +306,7 @@ def step_memory(spec: ModelSpec, pool_set: PoolSetSpec, config: Config, role: Ro
         graphs,
         rows,
         adapter_bytes(spec, config),
+        picture_bytes(spec, config, role),
     )
 
 
@@ -312,6 +319,21 @@ def adapter_bytes(spec: ModelSpec, config: Config) -> int:
     decoder = unchecked_model(spec, config.engine).build(weights)
     each = sum(padded_numbers(layer, config.adapters.max_rank) for layer in decoder.adapted.values())
     return each * (config.adapters.max_loaded * weights.dtype.itemsize + 2 * torch.float32.itemsize)
+
+
+def picture_bytes(spec: ModelSpec, config: Config, role: Role) -> int:
+    """Bytes of the tower's results that are kept, and of what it computes the largest picture in; 0 where a worker of
+    `role` computes none."""
+    seen = spec.pictures
+    if seen is None or not config.computes_prompts(role) or config.no_images(seen.whole_positions):
+        return 0
+    _, vision = vision_fields(spec.path)
+    pixels = seen.longest if seen.turned else seen.longest**2
+    pixels = min(pixels, max(config.router.max_image_pixels, seen.least), PICTURE_BYTES // 3)
+    # A layer's stream before and behind it, normed rows, queries, keys, values, what they mix to, and inner units.
+    width = 8 * vision.size("hidden_size") + 4 * vision.size("intermediate_size")
+    a_patch = _COLOUR_BYTES * seen.patch**2 + width * dtype_for(spec, config.engine).itemsize
+    return KEPT_BYTES + pixels // seen.patch**2 * a_patch
 
 
 def widest_product(spec: ModelSpec) -> int:

@@ -29,6 +29,8 @@ from twinpool.engine.tensors.weight_loader import Weights
 PREFIXES = ("model.", "")
 """Under what published folders, and those that transformers writes, have towers and projectors."""
 _EPS = 1e-5
+KEPT_BYTES = 256 * 1024**2
+"""Of what a tower has computed, kept for chunks and prompts to come."""
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {"gelu": F.gelu, "gelu_pytorch_tanh": gelu_tanh, "silu": silu}
 """By their names in `config.json`; each takes and returns float32."""

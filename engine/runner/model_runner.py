@@ -31,7 +31,7 @@ from twinpool.engine.attention.attention_plan import (
     muted_slots,
 )
 from twinpool.engine.layers.decoder import Decoder, ForwardContext
-from twinpool.engine.layers.picture_tower import PictureEncoder
+from twinpool.engine.layers.picture_tower import KEPT_BYTES, PictureEncoder
 from twinpool.engine.native.current_kernels import using
 from twinpool.engine.runner.batch import NO_MASKS, BatchRow, DraftRow, RowOutput, TokenDraw, turned_positions
 from twinpool.engine.runner.device_rows import (
@@ -52,8 +52,6 @@ from twinpool.engine.tensors.row_exact_linear import Numerics
 from twinpool.engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
 
 _FORWARD, _DRAW, _PROPOSE = (DeviceOp(name, DeviceStream.COMPUTE) for name in ("forward", "draw", "propose"))
-_PICTURE_BYTES = 256 * 1024**2
-"""Of what towers have computed, kept for chunks and prompts to come."""
 _LOGIT_ELEMENTS = 1 << 23
 """Logits computed at once when prompts are scored: 32 MiB in float32."""
 
@@ -88,7 +86,7 @@ class ModelRunner:
         self._histories = DeviceTokenHistories(device.torch_device)
         self._triton = triton
         self._logits_at_once = _LOGIT_ELEMENTS // decoder.head.shape[0] if decoder.head is not None else 0
-        self.pictures = PictureEncoder(decoder.tower, _PICTURE_BYTES) if decoder.tower is not None else None
+        self.pictures = PictureEncoder(decoder.tower, KEPT_BYTES) if decoder.tower is not None else None
         """What computes pictures, where the model takes any."""
         self.adapters: AdapterStore | None = None
         """Where the adapters of rows are; None: no row may have one."""

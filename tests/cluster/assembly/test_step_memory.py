@@ -15,6 +15,7 @@ from tests.support.adapters import make_adapter
 from tests.support.bare_engine import Twinpool
 from tests.support.live_tensor_bytes import LiveBytes
 from tests.support.model_families import FAMILIES
+from tests.support.seeing_models import WRITERS
 from tests.support.worker_pair import pair
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.cache.memory.kv_cache_spec import PoolKind
@@ -33,6 +34,7 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import Role
 from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.layers.picture_tower import KEPT_BYTES
 from twinpool.engine.models.registry import read_model
 from twinpool.engine.runner.batch import TokenDraw
 from twinpool.engine.runner.graphs.graph_inputs import GraphInputs, GraphSize
@@ -61,6 +63,17 @@ def kept(engine: ModelRunner) -> tuple[int, int]:
 def test_all_parts_but_the_number_of_rows_are_bytes_of_the_whole(part: str) -> None:
     nothing = StepMemory(*[0] * len(fields(StepMemory)))
     assert replace(nothing, **{part: 7}).nbytes == (0 if part == "rows" else 7)
+
+
+@pytest.mark.parametrize("family", WRITERS)
+def test_a_tower_is_in_the_plan_of_who_computes_prompts(tmp_path: Path, family: str) -> None:
+    folder = WRITERS[family](tmp_path / "seer")
+    _, planned = of(folder, Role.PREFILL, Config())
+    assert KEPT_BYTES < planned.pictures < KEPT_BYTES + (64 << 20)
+    _, decodes = of(folder, Role.DECODE, Config())
+    assert decodes.pictures == 0
+    _, blind = of(folder, Role.PREFILL, config_from_dict({"engine": {"draft_model": "mtp"}}))
+    assert blind.pictures == 0
 
 
 @pytest.mark.slow
