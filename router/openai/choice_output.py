@@ -176,9 +176,7 @@ class ChoiceOutput:
             text = self._detokenizer.feed(token)
             if self._mark_of:
                 self._mark_tokens.note(text, self._mark_of.get(token))
-            if self._min_tokens and len(self.tokens) <= self._min_tokens:
-                text = self._matcher.skip(text)
-            elif text:
+            if text and len(self.tokens) > self._min_tokens:
                 text = self._matcher.feed(text)
             shown.append(text)
             self._look_at(text)

@@ -213,11 +213,6 @@ class StopMatcher:
         self._held = buffer[len(buffer) - keep :]
         return buffer[: len(buffer) - keep]
 
-    def skip(self, text: str) -> str:
-        """Take a piece that isn't searched for stop strings; returns the held text followed by it."""
-        held, self._held = self._held, ""
-        return held + text
-
     def finish(self) -> str:
         """Return the held text, after the last piece."""
         held, self._held = self._held, ""

@@ -243,11 +243,7 @@ def test_a_stream_put_together_is_the_whole_message(pieces: list[list[AnswerPart
     for index, text in written.items():
         blocks[index]["input"] = json.loads(text)
     assert sum(name == "content_block_stop" for name, _ in told) == len(blocks) == 4
-
-    def without_ids(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [{key: value for key, value in block.items() if key != "id"} for block in found]
-
-    assert without_ids(blocks) == without_ids(message["content"])
+    assert blocks == message["content"], "ids of calls too"
     assert message["stop_reason"] == "tool_use" == told[-2][1]["delta"]["stop_reason"]
     assert message["usage"] == told[-2][1]["usage"]
     assert message["usage"]["input_tokens"] + message["usage"]["cache_read_input_tokens"] == 10

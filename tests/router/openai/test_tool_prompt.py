@@ -150,6 +150,7 @@ def test_tools_are_described_in_the_system_message_behind_what_it_says(template:
         assert "tøwn" in system
         assert "several" in system
     assert "several" not in prompt(intake, parallel_tool_calls=False)
+    assert "several" not in prompt(intake, tool_choice={"type": "function", "function": {"name": "weather"}})
 
 
 def test_whom_a_template_drops_or_refuses_is_told_nothing() -> None:

@@ -248,10 +248,3 @@ def test_text_that_cannot_begin_a_stop_is_shown_at_once() -> None:
     assert matcher.feed("t") == ""
     assert matcher.feed("ay") == "stay"
     assert matcher.finish() == ""
-
-
-def test_text_before_min_tokens_is_not_looked_at() -> None:
-    matcher = StopMatcher(["ab"])
-    assert matcher.skip("ab") == "ab"
-    assert matcher.feed("xab") == "x"
-    assert matcher.matched == "ab"
