@@ -8,9 +8,12 @@ arithmetic: drafts change how fast an answer comes, and never a token of it.
 What was computed for a draft that is rejected lies behind the committed positions: nobody hashes, shares or sends it,
 and the next step writes over it. Recurrent states can't be had so, as every position is folded into them.
 
-While at most `decode.draft_requests` requests run, all of them may have drafts. In larger steps a draft costs more: a
-step of `n` positions takes about `a + b n` seconds, and one more pays where it is drawn more often than `b n` is a part
-of that. Both are measured, the one by worker, the other by request (`StepTimes`, `Drafting`).
+How many drafts a request has follows from what they gain. A step of `n` positions takes about `a + b n` seconds, and
+proposing `d` tokens `c d`; how often a draft of each place is drawn that follows drawn ones is counted by request. So
+the tokens a second of the next step are known for any choice, and the best one is taken (`Drafting.verdict`): none
+where all would lose, at one request as at many, looked up or made by a model. Every 32 steps, later 128, one request in
+eight has a draft even where none pays, and others have one less, to see what has changed. Before times are known, all
+may have drafts while at most `decode.draft_requests` run, and nobody while more do.
 
 Drafts follow from the tokens that the host knows. So the next step of a request for which there is a draft isn't
 launched before the one under way has landed, and a step with drafts is followed by none before its own landing: how far
@@ -19,9 +22,8 @@ it comes is known only then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from math import log
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -29,6 +31,7 @@ from msgspec import structs
 
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from twinpool.contracts.block_hash import PICTURE_KEYS
+from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.worker_config import DecodeConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.sampling_params import SamplingParams
@@ -46,9 +49,14 @@ _MIN_STEPS = 16
 _MAX_TIMES = 3.0
 """A step that took more than so many times what was expected counts as that."""
 _REMEMBERED_DRAFT = 0.9
-"""Weight of a draft after the next one, in a request's rate."""
-_LOOK_TOKENS = 32
-"""Tokens from one draft to the next of a request whose drafts don't pay."""
+"""Weight of a draft after the next one of its place, in a request's rate."""
+_UNKNOWN_RATE = 0.5
+"""How often a draft is drawn of a place of which nothing is known."""
+_LOOK_STEPS, _LOOK_LATER = 32, 128
+"""Steps from one in which requests have a draft though none pays to the next such step: twice as many each time, up to
+the second."""
+_LOOKING = 8
+"""Of so many requests one has a draft then."""
 NGRAM = 3
 """Tokens that must occur again."""
 _BITS = 21
@@ -219,72 +227,152 @@ class StepTimes:
         terms = (1.0, positions, positions * positions, seconds, positions * seconds)
         self._sums = [_REMEMBERED * old + new for old, new in zip(self._sums, terms, strict=True)]
 
+    @property
+    def alike(self) -> bool:
+        """Whether enough steps were seen, and all of one size, which doesn't tell what a position adds."""
+        weight, size, squares, *_ = self._sums
+        return self._steps >= _MIN_STEPS and weight * squares - size * size <= 1e-6 * weight * squares
+
     def seconds(self, positions: int) -> float | None:
         """The seconds of a step; None before anything is known."""
-        fit = self._fit()
+        fit = self.fit()
         return None if fit is None else fit[0] + fit[1] * positions
 
-    def share(self, positions: int) -> float | None:
-        """The part of the time of a step of so many positions that goes by their number; None before it is known."""
-        fit = self._fit()
-        if fit is None:
-            return None
-        by_position = fit[1] * positions
-        return by_position / (fit[0] + by_position)
-
-    def _fit(self) -> tuple[float, float] | None:
+    def fit(self) -> tuple[float, float] | None:
         """The seconds of a step and of a position, none negative; None while steps were few, or all of one size."""
         weight, size, squares, seconds, products = self._sums
         spread = weight * squares - size * size
-        if self._steps < _MIN_STEPS or spread <= 1e-6 * weight * squares:
+        if self._steps < _MIN_STEPS or self.alike:
             return None
         slope = max(0.0, (weight * products - size * seconds) / spread)
         base = (seconds - slope * size) / weight
         return (base, slope) if base > 0.0 else (0.0, seconds / size)
 
 
+class StepVerdict(NamedTuple):
+    """What drafts are worth in the next step."""
+
+    depth: int
+    """The places that a draft may have; 0: none pay."""
+    share: float | None = None
+    """How often a draft must be drawn, at least, counted from the row's own token, to pay; None: that isn't known yet,
+    and a request may have as many as were right of late."""
+    gain: float = 1.0
+    """Tokens a second that are expected, over those of the step without drafts."""
+    tried: frozenset[int] = frozenset()
+    """The ids of requests that have one draft even where none pays."""
+
+    def most(self, request: DecodeRequest) -> int:
+        """How many drafts a request may have."""
+        if self.share is None:
+            most = min(self.depth, request.draft_limit)
+        else:
+            most = sum(chance > self.share for chance in _chances(request.draft_rates[: self.depth]))
+        return most or int(id(request) in self.tried)
+
+
+def _chances(rates: Iterable[float]) -> Iterator[float]:
+    """By place, how often a draft is drawn, from how often one is that follows drawn ones."""
+    chance = 1.0
+    for rate in rates:
+        chance *= rate
+        yield chance
+
+
 class Drafting:
     """The drafts of one decode worker's requests; see the module's prose."""
 
     def __init__(
-        self, pages: DecodePages, config: DecodeConfig, engine: ModelRunner, drafter: Drafter | None = None
+        self,
+        pages: DecodePages,
+        config: DecodeConfig,
+        engine: ModelRunner,
+        clock: Clock,
+        drafter: Drafter | None = None,
     ) -> None:
         """`drafter`: None: the one that `config` asks for. Raises `ConfigError` where the model can't have drafts."""
         self._config = config = with_speculation(config, pages.manager.spec)
-        self._pages, self._drafter = pages, drafter or make_drafter(config, engine, pages)
+        self._pages, self._drafter, self._clock = pages, drafter or make_drafter(config, engine, pages), clock
         self.times = StepTimes()
-        self.counters = {"tokens_drafted": 0.0, "drafts_accepted": 0.0, "rows_drafted": 0.0}
+        self.propose_s = 0.0
+        """Seconds that a place of proposals takes, for all requests together."""
+        self.rates = [_UNKNOWN_RATE] * config.drafts
+        """By place, how often a draft was drawn that follows drawn ones: what is known of a request that is new."""
+        self._looked, self._steps, self._look_steps = 0, 0, _LOOK_STEPS
+        """How often requests had a draft though none paid, the steps since, and how many it takes to the next time."""
+        self.counters = {"tokens_drafted": 0.0, "drafts_accepted": 0.0, "rows_drafted": 0.0, "draft_gain": 1.0}
+        self.counters |= dict.fromkeys(("draft_steps_paying", "draft_steps_tried", "draft_steps_without"), 0.0)
         for place in range(1, config.drafts + 1):
             self.counters |= {f"drafted_at_{place}": 0.0, f"accepted_at_{place}": 0.0}
 
-    def share(self, running: int) -> float | None:
-        """The part of drafts that must be right for them to pay in the next step, while so many requests run: 0.0 while
-        they are few. None: there are no drafts, since none are configured or it isn't known yet whether they pay."""
-        if not self._config.drafts:
+    def verdict(self, running: Sequence[DecodeRequest]) -> StepVerdict | None:
+        """Return what drafts are worth in the next step, while these requests run; None: there are none."""
+        if not self._config.drafts or not running:
             return None
-        return 0.0 if running <= self._config.draft_requests else self.times.share(running)
+        for request in running:
+            if not request.draft_rates:
+                request.draft_rates = list(self.rates)
+        fit = self.times.fit()
+        if fit is None:
+            draft = len(running) <= self._config.draft_requests and not self.times.alike
+            found = StepVerdict(self._config.drafts if draft else 0)
+        else:
+            found = self._best(running, *fit)
+        if self._steps < self._look_steps:
+            return found
+        count = -(-len(running) // _LOOKING)
+        turn = [running[(self._looked * count + at) % len(running)] for at in range(count)]
+        # Steps of another size than the others, so that what a position takes is still known.
+        return found._replace(depth=max(0, found.depth - 1), tried=frozenset(map(id, turn)))
 
-    def waits(self, request: DecodeRequest, share: float | None) -> bool:
+    def _best(self, running: Sequence[DecodeRequest], step_s: float, position_s: float) -> StepVerdict:
+        """The choice of most tokens a second: to a depth, the drafts that are likeliest to be drawn, one by one as long
+        as each brings more than the step's time for it would."""
+        count, found = len(running), StepVerdict(0, 1.0)
+        without = count / (step_s + position_s * count)
+        if max(request.draft_rates[0] for request in running) <= position_s * without:
+            return found
+        chances = sorted(
+            ((chance, at) for request in running for at, chance in enumerate(_chances(request.draft_rates))),
+            reverse=True,
+        )
+        best = without
+        for depth in range(1, self._config.drafts + 1):
+            tokens, seconds = float(count), step_s + position_s * count + self.propose_s * depth
+            for chance, at in chances:
+                if chance * seconds <= position_s * tokens:
+                    break
+                if at < depth:
+                    tokens, seconds = tokens + chance, seconds + position_s
+            if tokens / seconds > best:
+                best = tokens / seconds
+                found = StepVerdict(depth, position_s * best, best / without)
+        return found
+
+    def waits(self, request: DecodeRequest, verdict: StepVerdict | None) -> bool:
         """Whether the next step of a request waits for the one that is under way: to know how far its drafts came, or
-        because there is a draft for the next one that is likely to pay. `share`: of that step."""
+        because there is a draft for the next one that is likely to pay. `verdict`: of that step."""
         if request.drafts:
             return True
-        return share is not None and _paying(request, share) > 0 and self._drafter.ready(request)
+        return verdict is not None and verdict.most(request) > 0 and self._drafter.ready(request)
 
     def saw(self, positions: int, seconds: float) -> None:
         """Take in that a step of so many positions took so long: only where drafts are on does anybody ask."""
         if self._config.drafts:
             self.times.saw(positions, seconds)
 
-    def plan(self, batch: Sequence[DecodeRequest], share: float | None, budget: int) -> None:
-        """Give drafts to the requests of a step, in order: as many as are likely to pay by the step's `share`, up to
+    def plan(self, batch: Sequence[DecodeRequest], verdict: StepVerdict | None, budget: int) -> None:
+        """Give drafts to the requests of a step, in order: as many as are likely to pay by the step's `verdict`, up to
         `budget` tokens in all, where there are pages for them."""
-        if share is None:
+        if verdict is None or not batch:
             return
+        self._took(verdict)
         wanted: list[WantedDraft] = []
         for request in batch:
             # The last token of the longest answer is computed by no step.
-            most = min(budget, self._config.drafts, _paying(request, share), request.positions - request.planned - 1)
+            pays = verdict.most(request)
+            most = min(budget, self._config.drafts, pays, request.positions - request.planned - 1)
+            request.undrafted += not pays
             if request.under_way or most <= 0:
                 continue
             forced = self._forced(request)
@@ -299,8 +387,29 @@ class Drafting:
             else:
                 wanted.append(WantedDraft(request, most))
             budget -= most
-        for (request, most), draft in zip(wanted, self._drafter.propose(wanted) if wanted else (), strict=True):
+        for (request, most), draft in zip(wanted, self._proposed(wanted) if wanted else (), strict=True):
             request.drafts = self._fitting(request, tuple(draft[:most]))
+
+    def _took(self, verdict: StepVerdict) -> None:
+        """Count a step by its verdict."""
+        kind = "paying" if verdict.depth else "tried" if verdict.tried else "without"
+        self.counters[f"draft_steps_{kind}"] += 1
+        self.counters["draft_gain"] = verdict.gain
+        self._steps += 1
+        if verdict.tried:
+            self._looked, self._steps = self._looked + 1, 0
+            self._look_steps = _LOOK_STEPS if verdict.gain > 1.0 else min(2 * self._look_steps, _LOOK_LATER)
+
+    def _proposed(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
+        """The drafter's proposals, whose time is measured."""
+        began, depth = self._clock.now(), max(most for _, most in wanted)
+        drafts = self._drafter.propose(wanted)
+        place_s = (self._clock.now() - began) / depth
+        if self.propose_s:
+            place_s = min(place_s, _MAX_TIMES * self.propose_s)
+            place_s = _REMEMBERED_DRAFT * self.propose_s + (1.0 - _REMEMBERED_DRAFT) * place_s
+        self.propose_s = place_s
+        return drafts
 
     def _forced(self, request: DecodeRequest) -> Sequence[int]:
         """The next tokens of which the request's grammar allows no others."""
@@ -341,16 +450,8 @@ class Drafting:
             counters[f"drafted_at_{place}"] += 1
             counters[f"accepted_at_{place}"] += place <= accepted
         judged = min(drafted, accepted + 1)
-        request.draft_rate += (1.0 - _REMEMBERED_DRAFT**judged) * (accepted / judged - request.draft_rate)
+        for rates, remembered in ((request.draft_rates, _REMEMBERED_DRAFT), (self.rates, _REMEMBERED)):
+            for place, rate in enumerate(rates[:judged]):
+                rates[place] = remembered * rate + (1.0 - remembered) * (place < accepted)
         request.drafted += drafted
         request.accepted += accepted
-
-
-def _paying(request: DecodeRequest, share: float) -> int:
-    """How many drafts of a request are likely to save more than they cost: so many that the last is drawn more often
-    than `share`. One now and then where none is, to see whether that has changed."""
-    rate = request.draft_rate
-    if share == 0.0 or rate >= 1.0:
-        return request.draft_limit
-    depth = int(log(share) / log(rate)) if rate > 0.0 and share < 1.0 else 0
-    return min(request.draft_limit, depth or int(len(request.tokens) % _LOOK_TOKENS == 0))

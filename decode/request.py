@@ -122,12 +122,14 @@ class DecodeRequest(WorkerRequest):
     """The drafts of its next step, or of the one under way (`decode.drafting`)."""
     draft_limit: int = 2
     """How many drafts its next step may have; it follows how many of the last ones were right."""
-    draft_rate: float = 0.5
-    """How often a draft of it is drawn that follows drawn ones; the latest ones count."""
+    draft_rates: list[float] = field(default_factory=list)
+    """By place, how often a draft of it is drawn that follows drawn ones; the latest ones count."""
     drafted: int = 0
     """Drafts that its steps had on this worker."""
     accepted: int = 0
     """Those of them that were drawn."""
+    undrafted: int = 0
+    """Its steps that had no draft since none paid."""
     latest: TokenFromStep | None = None
     """The row of a launched step that draws its latest token."""
     settled: bool = False
@@ -234,8 +236,12 @@ class DecodeRequest(WorkerRequest):
         """Return the leg's report for its router: marks, prompt tokens that were `held` here or `computed` here, bytes
         `received`, and the notes since the last report."""
         submit, marks, notes = self.submit, dict(self.marks), tuple(self.notes)
-        if self.drafted and "done" in marks:
+        if (self.drafted or self.undrafted) and "done" in marks:
             told = f"{self.accepted} of {self.drafted} drafts were drawn"
+            if self.drafted:
+                told += f" (of late, by place: {', '.join(f'{rate:.0%}' for rate in self.draft_rates)})"
+            if self.undrafted:
+                told += f"; {self.undrafted} steps had none, as none was known to pay"
             notes = (*notes, LegNote("drafted", marks["done"], text=told))
         self.notes.clear()
         return LegReport(

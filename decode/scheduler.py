@@ -18,7 +18,7 @@ from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.messages.worker_events import LegNote
-from twinpool.decode.drafting import Drafting
+from twinpool.decode.drafting import Drafting, StepVerdict
 from twinpool.decode.request import OFF_DEVICE, DecodeEvent, DecodePhase, DecodeRequest, RequestFailed
 from twinpool.decode.request_pages import DecodePages
 from twinpool.decode.retraction.memory_pressure import MemoryPressure, OutputLengths
@@ -139,27 +139,28 @@ class DecodeScheduler:
 
         There are at most `decode.max_batch_tokens`. Where a request lacks pages for its step, others are retracted.
         """
-        share = self._drafting.share(len(self.running))
-        batch, short = self._able(share)
+        verdict = self._drafting.verdict(self.running)
+        batch, short = self._able(verdict)
         if short:
             short = self._make_way(short)
             for victim in self.pressure.choose_victims(short, self.running):
                 self.retract(victim)
             batch = [request for request in batch if request.phase is DecodePhase.RUNNING]
         if not short:
-            self._drafting.plan(batch, share, self._config.max_batch_tokens - len(batch))
+            self._drafting.plan(batch, verdict, self._config.max_batch_tokens - len(batch))
         for request in batch:
             request.planned += 1 + len(request.drafts)
             if self.waiting:
                 self._charge(request, 1)
         return batch
 
-    def _able(self, share: float | None) -> tuple[list[DecodeRequest], list[DecodeRequest]]:
+    def _able(self, verdict: StepVerdict | None) -> tuple[list[DecodeRequest], list[DecodeRequest]]:
         """Return, in turn, the requests that can take a step and have pages for it, and those that are short of pages.
 
         A request waits while it is to be migrated, while it comes to `max_tokens` with the steps under way, while those
         have to say how far its drafts came, and while state that was loaded for it hasn't arrived. One with steps under
-        way isn't short: they may free a page of a window, or end it. `share`: `Drafting.share` of the step.
+        way isn't short: they may free a page of a window, or end it. `verdict`: what drafts are
+        worth in the step.
         """
         batch: list[DecodeRequest] = []
         short: list[DecodeRequest] = []
@@ -173,7 +174,7 @@ class DecodeScheduler:
                 continue
             if not request.settled and not self._pages.settled(request):
                 continue
-            if under_way and self._drafting.waits(request, share):
+            if under_way and self._drafting.waits(request, verdict):
                 continue
             if request.planned < request.reach or self._pages.grow(request):
                 batch.append(request)

@@ -88,7 +88,7 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         self._lengths = OutputLengths(config.decode.output_length_quantile, config.decode.first_answer_tokens)
         self._request_pages = pages = DecodePages(manager, config.cache_for(self.role))
         self._prompts = self.prompts(receiver, requests, pages, engine.device, config, clock)
-        drafting = Drafting(pages, config.decode, engine, drafter)
+        drafting = Drafting(pages, config.decode, engine, clock, drafter)
         self._scheduler = DecodeScheduler(requests, pages, self._prompts, self._lengths, drafting, config, clock)
         self._steps = DecodeStepCommit(requests, pages, engine, fitness, config, pause, drafting, self._gate)
         self._advisor = advisor = DrainAdvisor(requests, manager.spec, MigrationCosts(self._lengths), clock)

@@ -174,7 +174,7 @@ NOTES = {
     ),
     "twinpool_generated_tokens": Note(R, ""),
     "twinpool_draft_tokens": Note(
-        C, "much above `draft_tokens_accepted`: turn `decode.speculation` off for such prompts"
+        C, "much above `draft_tokens_accepted`: drafts are often wrong, and still pay while `draft_gain` is above 1"
     ),
     "twinpool_draft_tokens_accepted": Note(C, "over `draft_rows`: the tokens that a step with drafts saved"),
     "twinpool_draft_rows": Note(C, ""),
@@ -182,6 +182,10 @@ NOTES = {
         C, "those of a place seldom accepted: drafts so long cost more than they save: lower `decode.draft_tokens`"
     ),
     "twinpool_draft_place_tokens_accepted": Note(C, ""),
+    "twinpool_draft_steps": Note(
+        C, "nearly all `without`: `decode.speculation` and `engine.draft_model` bring nothing"
+    ),
+    "twinpool_draft_gain": Note(C, "1 for long: as `draft_steps`"),
     "twinpool_workers_serving": Note(R, "0: this router can answer nothing: `twinpool status`"),
     "twinpool_workers": Note(C, "`dead` or `starting` for long: `last_end` and `waits` of `twinpool status`"),
     "twinpool_worker_state": Note(C, "`draining` for long: `twinpool status` says what it still has"),

@@ -142,8 +142,8 @@ class DecodeConfig:
     draft_tokens: int = 4
     """Drafts that a row carries, at most."""
     draft_requests: int = 4
-    """While so many requests run, at most, all of them have drafts. While more do, those have as many as pay, by how
-    often their drafts are right and what a position adds to a step, both as measured so far."""
+    """While so many requests run, at most, all of them have drafts before it is known what these cost. From then on
+    requests have as many as pay, however many run: by how often drafts are right and what a position adds to a step."""
     metadata_slots: int = 128
     """Hand-overs that can be under way at once."""
     migration_pause_s: float = 5.0

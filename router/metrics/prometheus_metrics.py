@@ -233,11 +233,17 @@ _FAMILIES = {
         "Rows of steps that had drafts: each brought one token more than were drawn",
     ),
 }
-_BY_PLACE = {
-    "drafted_at_": ("twinpool_draft_place_tokens", "Tokens that were drafted, by their place in a draft"),
+_BY_KIND = {
+    "draft_steps_": (
+        "twinpool_draft_steps",
+        "Steps by what drafts were worth in them: `paying`, `without` where none paid, `tried` where some had one",
+        "kind",
+    ),
+    "drafted_at_": ("twinpool_draft_place_tokens", "Tokens that were drafted, by their place in a draft", "place"),
     "accepted_at_": (
         "twinpool_draft_place_tokens_accepted",
         "Drafted tokens that were drawn, by their place in a draft",
+        "place",
     ),
 }
 
@@ -245,16 +251,25 @@ _BY_PLACE = {
 def draft_metrics(workers: Iterable[WorkerEntry]) -> Iterator[Metric]:
     """Yield the families, with samples for each worker that runs decode."""
     families = {key: CounterMetricFamily(*named, labels=["worker"]) for key, named in _FAMILIES.items()}
-    places = {key: CounterMetricFamily(*named, labels=["worker", "place"]) for key, named in _BY_PLACE.items()}
+    kinds = {
+        key: CounterMetricFamily(name, text, labels=["worker", label]) for key, (name, text, label) in _BY_KIND.items()
+    }
+    gain = GaugeMetricFamily(
+        "twinpool_draft_gain",
+        "Tokens a second that are expected of the latest step with drafts, over those without; 1: none",
+        labels=["worker"],
+    )
     for entry in workers:
         for key, family in families.items():
             if key in entry.status.counters:
                 family.add_metric([str(entry.record.name)], entry.status.counters[key])
         for counter, value in entry.status.counters.items():
-            key, place = counter.rstrip("0123456789"), counter.removeprefix(counter.rstrip("0123456789"))
-            if key in places and place:
-                places[key].add_metric([str(entry.record.name), place], value)
-    yield from (*families.values(), *places.values())
+            at = counter.rfind("_") + 1
+            if counter[:at] in kinds:
+                kinds[counter[:at]].add_metric([str(entry.record.name), counter[at:]], value)
+        if "draft_gain" in entry.status.counters:
+            gain.add_metric([str(entry.record.name)], entry.status.counters["draft_gain"])
+    yield from (*families.values(), *kinds.values(), gain)
 
 
 class PrometheusMetrics:

@@ -111,7 +111,7 @@ class DecodeParts:
         receiver = cast(KVReceiver, self.receiver)
         self.transfers = TransferQueue(receiver, self.requests, self.pages, device, config, self.clock)
         engine = cast(ModelRunner, HashEngine(pools, device))
-        self.drafting = drafting = Drafting(self.pages, config.decode, engine, drafter)
+        self.drafting = drafting = Drafting(self.pages, config.decode, engine, self.clock, drafter)
         self.scheduler = DecodeScheduler(
             self.requests, self.pages, self.transfers, self.lengths, drafting, config, self.clock
         )

@@ -12,6 +12,7 @@ def test_workers_that_draft_have_a_sample_for_what_was_made_and_what_was_accepte
     decode = SimpleNamespace(
         counters={"tokens_drafted": 7.0, "drafts_accepted": 5.0, "tokens_generated": 9.0, "rows_drafted": 4.0}
         | {"drafted_at_1": 4.0, "drafted_at_12": 3.0, "accepted_at_1": 3.0, "accepted_at_12": 2.0}
+        | {"draft_steps_paying": 8.0, "draft_steps_without": 6.0, "draft_gain": 1.5}
     )
     workers = [
         SimpleNamespace(record=SimpleNamespace(name="decode-0"), status=decode),
@@ -26,4 +27,7 @@ def test_workers_that_draft_have_a_sample_for_what_was_made_and_what_was_accepte
         ("twinpool_draft_place_tokens_total", "decode-0", "12"): 3.0,
         ("twinpool_draft_place_tokens_accepted_total", "decode-0", "1"): 3.0,
         ("twinpool_draft_place_tokens_accepted_total", "decode-0", "12"): 2.0,
+        ("twinpool_draft_steps_total", "decode-0", "paying"): 8.0,
+        ("twinpool_draft_steps_total", "decode-0", "without"): 6.0,
+        ("twinpool_draft_gain", "decode-0"): 1.5,
     }
