@@ -4,13 +4,13 @@ Checks first (`tests/support/kernel_checks.py`). Then decode and extend are time
 over keys that lie contiguously, which is what paging gives up; products beside the vendor's library; the other kernels
 by row, of experts, and of latent and sparse attention and the indexer at GLM-5's shapes (64 heads over latents of 512 +
 64, 32 index heads of 128, 2,048 positions selected) beside their torch twins. Needs torch 2.11, triton 3.6 and an
-NVIDIA GPU. With ``TRITON_INTERPRET=1`` the checks run on a CPU in small shapes and nothing is timed: that shows that
-this script works, and says nothing about a GPU.
+NVIDIA GPU. With ``TRITON_INTERPRET=1`` the checks run on a CPU in small shapes, and nothing is timed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,14 +33,14 @@ from tests.support.kernel_checks import (
     latent_checks,
     row_checks,
 )
-from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.engine.attention.attention_backend import LatentBackend, ScoreOptions, SparseSelection
 from twinpool.engine.attention.attention_plan import AttentionPlan
 from twinpool.engine.attention.triton_backend.triton_attention import TritonAttention
-from twinpool.engine.gpu.gpu_kernels import GpuKernels
+from twinpool.engine.gpu.gpu_kernels import BlockProducts, GpuKernels
 from twinpool.engine.runner.sampling import sampler as sampling
 from twinpool.engine.runner.sampling import triton_draw
 from twinpool.engine.tensors.row_exact_linear import FAST
+from twinpool.engine.weight_formats.block_weight import quantise
 
 
 @dataclass(frozen=True)
@@ -134,13 +134,14 @@ def _layer_timings(device: torch.device) -> Iterator[KernelTiming]:
     kernels, dtype = GpuKernels(), torch.bfloat16
     for width, inner in ((24576, 4096), (4096, 12288)):
         weight = torch.randn(width, inner, device=device).mul_(inner**-0.5).to(dtype)
-        ours = kernels.packed(weight, None)
-        for rows in (1, 16, 64, 256, 2048):
+        sides: dict[str, Callable[[Tensor], Tensor]] = {"": kernels.packed(weight, None)}
+        sides["4-bit "] = BlockProducts(kernels, [quantise(weight, 4, 128)], None)
+        for (kind, ours), rows in itertools.product(sides.items(), (1, 16, 64, 256, 2048)):
             x = torch.randn(rows, inner, device=device).to(dtype)
             triton_us = median_us(lambda: ours(x))  # noqa: B023
             torch_us = median_us(lambda: torch.nn.functional.linear(x, weight))  # noqa: B023
-            read, work = weight.nbytes if rows <= 64 else 0, 2 * rows * width * inner
-            what = f"product {inner} x {width}, {rows} rows"
+            read = weight.nbytes // (4 if kind else 1) if rows <= 64 else 0
+            what, work = f"{kind}product {inner} x {width}, {rows} rows", 2 * rows * width * inner
             yield KernelTiming.of(what, triton_us, torch_us, read=read, work=work)
     x, norm = torch.randn(2048, 4096, device=device).to(dtype), torch.rand(4096, device=device).to(dtype)
     ours_us = median_us(lambda: kernels.rms_norm(x, norm, 1e-6))
@@ -149,7 +150,7 @@ def _layer_timings(device: torch.device) -> Iterator[KernelTiming]:
 
 
 def row_timings(device: torch.device) -> Iterator[KernelTiming]:
-    """At the shapes of Qwen3-8B, and of a model of 30 B parameters with 128 experts, 8 of them a token, in bfloat16."""
+    """At the shapes of Qwen3-8B, and of 30 B parameters with 128 experts, 8 of them a token, in bfloat16."""
     yield from _layer_timings(device)
     mixture = Mixture(128, 2048, 768, torch.bfloat16, device)
     for tokens in (1, 8, 64, 4096):
@@ -165,8 +166,7 @@ def row_timings(device: torch.device) -> Iterator[KernelTiming]:
         yield KernelTiming.of(f"norm, rope, store, {tokens} tokens", ours, torchs, read=heads.qkv.nbytes * 2)
     for rows in (1, 32):
         logits = 3 * torch.randn(rows, 151936, device=device)
-        many: Sequence[SamplingParams] = [PARAMS] * rows
-        uniforms = [0.5] * rows
+        many, uniforms = [PARAMS] * rows, [0.5] * rows
         ours = median_us(lambda: triton_draw.sample(logits, many, uniforms))  # noqa: B023
         torchs = median_us(lambda: sampling._sample(logits, many, uniforms))  # noqa: B023
         yield KernelTiming.of(f"top-k/top-p draw, {rows} rows of 151,936", ours, torchs, read=logits.nbytes)

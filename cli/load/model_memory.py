@@ -181,8 +181,8 @@ def _rows(found: WeightMemory) -> Iterator[tuple[str, int]]:
     if found.packed == found.held:
         yield "held on a GPU", found.held
         return
-    yield "expanded, as a GPU holds them today", found.held
-    yield f"as stored ({found.kinds}): no kernel of GPUs reads blocks yet", found.packed
+    yield "expanded (engine.weights=dense)", found.held
+    yield f"as stored ({found.kinds})", found.packed
 
 
 def _position_bytes(spec: ModelSpec, config: Config, ranks: int) -> float:

@@ -18,7 +18,7 @@ class EngineConfig:
     file, on one rank and a CPU, from dense weights in a folder; slower."""
     weights: Literal["as_stored", "dense", "int8", "int4"] = "as_stored"
     """How a worker keeps its weights. as_stored: as the checkpoint has them, quantised ones in their blocks. dense:
-    expanded to `engine.dtype`, as they always are on a GPU. int8, int4: dense ones of the products in attention and
+    expanded to `engine.dtype`. int8, int4: dense ones of the products in attention and
     feed-forward layers (``…_proj``, experts) are quantised when they are loaded, with a scale for each 32 columns;
     embeddings, heads, routers of experts, gates of recurrent layers, indexers and the product of latent attention that
     is absorbed into others (``kv_b_proj``) stay dense."""

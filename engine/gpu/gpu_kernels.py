@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from twinpool.cache.device.device_choice import device_capability
-from twinpool.engine.gpu import product_kernels
+from twinpool.engine.gpu import block_kernels, product_kernels
+from twinpool.engine.gpu.gpu_blocks import GpuBlocks
+from twinpool.engine.weight_formats.block_weight import BlockStack, BlockWeight
 
 FEW_ROWS, MANY_ROWS = 64, 128
 """Rows of a tile. With at most `FEW_ROWS` rows, a narrow weight's parts have programs of their own."""
 BLOCK_N, BLOCK_K = 128, 64
 """Columns of a tile, and terms of one dot product. Other sizes change last bits."""
+UNPACKED_N = 64
+"""Columns of a tile whose weight is in blocks: unpacking has no registers for more."""
 PART = 1024
 """Terms of a part of the inner axis; parts are added up one after the other. Another size changes last bits."""
 _FEW_TILES = 256
@@ -52,6 +58,14 @@ class GpuKernels:
         weight_hnk = weight_nk.unsqueeze(0)
         return lambda x_mk: self.product(x_mk.unsqueeze(0), weight_hnk, bias_n)[0]
 
+    def packed_blocks(self, weight: BlockWeight | BlockStack, bias_n: Tensor | None) -> BlockProducts | None:
+        """Return the product with a weight in blocks: its bits are those of the weight expanded. None where rows are to
+        be quantised first."""
+        parts = weight.parts if isinstance(weight, BlockStack) else (weight,)
+        if any(part.inputs != "float" for part in parts):
+            return None
+        return BlockProducts(self, parts, bias_n)
+
     def packed_heads(self, weight_hkn: Tensor) -> Callable[[Tensor], Tensor]:
         """Return the product with one matrix [k, n] a head: [m, heads * k] gives [m, heads * n]; rows are exact."""
         heads, _, width = weight_hkn.shape
@@ -72,24 +86,45 @@ class GpuKernels:
         out = torch.empty(heads, rows, width, dtype=x_hmk.dtype, device=x_hmk.device)
         if not out.numel():
             return out
-        tile_rows, warps = tiling(rows, x_hmk.dtype)
-        tiles, parts = triton.cdiv(rows, tile_rows) * triton.cdiv(width, BLOCK_N), triton.cdiv(inner, self._part)
-        whole = parts == 1 or rows > FEW_ROWS or heads * tiles >= _FEW_TILES
-        into = out if whole else torch.empty(parts, *out.shape, dtype=torch.float32, device=out.device)
+        launch = _Launch(self._part, rows, width, inner, x_hmk.dtype, heads)
+        into = launch.into(out)
         bias = weight_hnk if bias_n is None else bias_n
-        product_kernels.product_kernel[(tiles, heads, 1 if whole else parts)](
+        product_kernels.product_kernel[launch.grid](
             x_hmk, weight_hnk, bias, into, rows, width, inner, x_hmk.stride(0), x_hmk.stride(1), *weight_hnk.stride(),
-            0 if whole else into.stride(0), into.stride(-3), into.stride(-2),
-            ROWS=tile_rows, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, PART=self._part, GROUP=_GROUP, WHOLE=whole,
-            EVEN=inner % BLOCK_K == 0, BIAS=bias_n is not None,
-            UPCAST=self._interpreted and x_hmk.dtype != torch.float32,
-            num_warps=warps, num_stages=stages(tile_rows, x_hmk.dtype, device_capability()),
+            0 if launch.whole else into.stride(0), into.stride(-3), into.stride(-2),
+            GROUP=_GROUP, BIAS=bias_n is not None, UPCAST=self._interpreted and x_hmk.dtype != torch.float32,
+            **launch.constants,
         )  # fmt: skip
-        if not whole:
-            product_kernels.sum_parts_kernel[(triton.cdiv(out.numel(), _SUM_BLOCK),)](
-                into, bias, out, parts, out.numel(), width, into.stride(0), BLOCK=_SUM_BLOCK, BIAS=bias_n is not None
-            )
+        self._sum_parts(launch, into, bias_n, out)
         return out
+
+    def block_product(self, x_mk: Tensor, blocks: GpuBlocks, bias_n: Tensor | None) -> Tensor:
+        """Multiply rows with a weight in blocks: [m, n], in the dtype of x."""
+        if x_mk.stride(1) != 1:
+            x_mk = x_mk.contiguous()
+        rows, inner = x_mk.shape
+        out = torch.empty(rows, blocks.width, dtype=x_mk.dtype, device=x_mk.device)
+        if not out.numel():
+            return out
+        launch = _Launch(self._part, rows, blocks.width, inner, x_mk.dtype, block_n=UNPACKED_N)
+        into = launch.into(out)
+        block_kernels.block_product_kernel[launch.grid](
+            x_mk, out if bias_n is None else bias_n, into, *blocks.tensors, rows, blocks.width, inner,
+            *blocks.row_sizes, x_mk.stride(0), 0 if launch.whole else into.stride(0), into.stride(-2),
+            GROUP_M=_GROUP, BIAS=bias_n is not None, UPCAST=self._interpreted and x_mk.dtype != torch.float32,
+            **blocks.constants, **launch.constants,
+        )  # fmt: skip
+        self._sum_parts(launch, into, bias_n, out)
+        return out
+
+    def _sum_parts(self, launch: _Launch, into: Tensor, bias_n: Tensor | None, out: Tensor) -> None:
+        """Add up the parts of the inner axis, where each had a program of its own."""
+        if launch.whole:
+            return
+        product_kernels.sum_parts_kernel[(triton.cdiv(out.numel(), _SUM_BLOCK),)](
+            into, out if bias_n is None else bias_n, out, launch.parts, out.numel(), out.shape[-1], into.stride(0),
+            BLOCK=_SUM_BLOCK, BIAS=bias_n is not None,
+        )  # fmt: skip
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm over the last axis, [..., n]; `weight` is [n], or [rows, n] where x is [..., rows, n].
@@ -138,6 +173,57 @@ class GpuKernels:
                 gate_up_mn, out, width, BLOCK=_SUM_BLOCK
             )
         return out
+
+
+class BlockProducts:
+    """``x @ weight.T + bias`` with weights in blocks, one below the other, each of one layout."""
+
+    def __init__(self, kernels: GpuKernels, parts: Sequence[BlockWeight], bias_n: Tensor | None) -> None:
+        self._kernels, self._bias = kernels, bias_n
+        self._orders = [part.order_k for part in parts]
+        self._parts = [GpuBlocks.of([replace(part, order_k=None)]) for part in parts]
+        self._weight = parts[0] if len(parts) == 1 else None
+
+    def __call__(self, x_mk: Tensor) -> Tensor:
+        """[m, k] to [m, n], in the dtype of x. Columns that were reordered are added up in the order of the weight."""
+        bias = self._bias
+        if len(self._parts) == 1:
+            return self._product(x_mk, 0, bias)
+        widths = [blocks.width for blocks in self._parts]
+        biases: Sequence[Tensor | None] = [None] * len(widths) if bias is None else torch.split(bias, widths)
+        return torch.cat([self._product(x_mk, number, each) for number, each in enumerate(biases)], dim=-1)
+
+    def _product(self, x_mk: Tensor, number: int, bias_n: Tensor | None) -> Tensor:
+        order = self._orders[number]
+        x_mk = x_mk if order is None else x_mk.index_select(1, order)
+        return self._kernels.block_product(x_mk, self._parts[number], bias_n)
+
+    def rows(self, rows_m: Tensor) -> Tensor:
+        """Rows of the weight, [m, k] in the dtype to compute in, where it has one layout."""
+        assert self._weight is not None, "one layout"
+        return self._weight.rows(rows_m).unpack(dtype=self._weight.dtype)
+
+
+class _Launch:
+    """How a product is launched: its tiles, and whether a program adds up all parts of the inner axis."""
+
+    def __init__(
+        self, part: int, rows: int, width: int, inner: int, dtype: torch.dtype, heads: int = 1, block_n: int = BLOCK_N
+    ) -> None:
+        tile_rows, warps = tiling(rows, dtype)
+        tiles = triton.cdiv(rows, tile_rows) * triton.cdiv(width, block_n)
+        self.parts = triton.cdiv(inner, part)
+        self.whole = self.parts == 1 or rows > FEW_ROWS or heads * tiles >= _FEW_TILES
+        self.grid = (tiles, heads, 1 if self.whole else self.parts)
+        self.constants: dict[str, Any] = {
+            "ROWS": tile_rows, "BLOCK_N": block_n, "BLOCK_K": BLOCK_K, "PART": part, "WHOLE": self.whole,
+            "EVEN": inner % BLOCK_K == 0, "num_warps": warps,
+            "num_stages": stages(tile_rows, dtype, device_capability()),
+        }  # fmt: skip
+
+    def into(self, out: Tensor) -> Tensor:
+        """Where programs write: the result, or float32 [parts, ...] of its shape."""
+        return out if self.whole else torch.empty(self.parts, *out.shape, dtype=torch.float32, device=out.device)
 
 
 def tiling(rows: int, dtype: torch.dtype) -> tuple[int, int]:

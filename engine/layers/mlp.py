@@ -35,7 +35,6 @@ from twinpool.engine.native.current_kernels import kernels_for
 from twinpool.engine.tensors.row_exact_linear import Numerics
 from twinpool.engine.tensors.shard import ShardAxis
 from twinpool.engine.tensors.weight_loader import Weights
-from twinpool.engine.weight_formats.block_weight import dense
 
 
 class PlainMlp:
@@ -145,10 +144,8 @@ def _torch(weights: Weights, experts: Sequence[ExpertWeights], activation: Activ
 def _triton(weights: Weights, experts: Sequence[ExpertWeights], activation: Activation) -> RoutedExperts:
     from twinpool.engine.layers.moe.triton_experts import StackedProducts, TritonExperts
 
-    ups = StackedProducts.of([dense(expert.up_nh) for expert in experts], [expert.up_bias_n for expert in experts])
-    downs = StackedProducts.of(
-        [dense(expert.down_hi) for expert in experts], [expert.down_bias_h for expert in experts]
-    )
+    ups = StackedProducts.of([expert.up_nh for expert in experts], [expert.up_bias_n for expert in experts])
+    downs = StackedProducts.of([expert.down_hi for expert in experts], [expert.down_bias_h for expert in experts])
     return TritonExperts(ups, downs, activation)
 
 

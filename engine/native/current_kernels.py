@@ -12,16 +12,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from twinpool.engine.native.compile_kernels import MACHINE, load_library
 from twinpool.engine.native.native_kernels import NativeKernels
+from twinpool.engine.weight_formats.block_weight import BlockStack, BlockWeight
 
 Product = Callable[[Tensor], Tensor]
 """``x @ weight.T + bias`` with a weight that was packed: [m, k] gives [m, n], in the dtype of x. Rows are exact."""
+
+
+@runtime_checkable
+class BlockRows(Protocol):
+    """A product with a weight in blocks, of which rows can be looked up."""
+
+    def rows(self, rows_m: Tensor) -> Tensor:
+        """Rows of the weight, [m] int64, unpacked: [m, k]."""
 
 
 class LayerKernels(Protocol):
@@ -46,6 +55,10 @@ class LayerKernels(Protocol):
 
     def packed(self, weight_nk: Tensor, bias_n: Tensor | None) -> Product:
         """Return the product with a weight and bias."""
+
+    def packed_blocks(self, weight: BlockWeight | BlockStack, bias_n: Tensor | None) -> Product | None:
+        """Return the product with a weight in blocks; None where there is none. Of a weight of one layout it can look
+        up rows (`BlockRows`)."""
 
     def packed_heads(self, weight_hkn: Tensor) -> Product | None:
         """Return the product with one matrix a head ([m, heads * k] gives [m, heads * n]); None where there is none."""

@@ -85,22 +85,26 @@ def kernels_name(config: EngineConfig, device: torch.device) -> str:
 
 
 def weights_kept(config: EngineConfig, *, gpu: bool, gguf: bool = False, torch_alone: bool | None = None) -> str:
-    """How weights are kept: `engine.weights`; on a GPU expanded, since no kernel there reads blocks. Raises
-    `ConfigError`.
+    """How weights are kept: `engine.weights`, or expanded where torch alone computes on a GPU. Raises `ConfigError`.
 
-    Those of a GGUF file are expanded too where torch alone computes, whether by configuration or because the C++
-    kernels can't be compiled or loaded in this process: unpacked in torch's operations, a step would take many times as
-    long as in bfloat16. `torch_alone` says so; None: it is found out, and the kernels are compiled where they haven't
-    been on this machine.
+    Those of a GGUF file are expanded too where torch alone computes on a CPU, whether by configuration or because the
+    C++ kernels can't be compiled or loaded in this process: unpacked in torch's operations, a step would take many
+    times as long as in bfloat16. `torch_alone` says so; None: it is found out, and the kernels are compiled where they
+    haven't been on this machine.
     """
-    if not gpu and gguf and config.weights == "as_stored":
+    if gpu:
+        if config.attention != "torch" or config.weights == "dense":
+            return config.weights
+        if config.weights != "as_stored":
+            raise ConfigError(
+                f"engine.weights={config.weights} and engine.attention=torch are for CPUs together: set "
+                "engine.weights=as_stored, or engine.attention=auto"
+            )
+        return "dense"
+    if gguf and config.weights == "as_stored":
         alone = kernels_name(config, _CPU) == "torch" if torch_alone is None else torch_alone
         return "dense" if alone else "as_stored"
-    if not gpu or config.weights == "dense":
-        return config.weights
-    if config.weights != "as_stored":
-        raise ConfigError(f"engine.weights={config.weights} is for CPUs: set engine.weights=as_stored")
-    return "dense"
+    return config.weights
 
 
 def inputs_of(config: EngineConfig, quantization: Quantization, *, gpu: bool) -> Inputs:
@@ -124,11 +128,10 @@ def check_inputs(config: EngineConfig, linears: Iterable[RowExactLinear], name: 
 @cache
 def class_of(config: EngineConfig, dtype: torch.dtype, device: torch.device, gguf: bool = False) -> str:
     """The numerics class of an engine of this process that computes in `dtype`: of machine and libraries
-    (`engine.runner.numerics_class`), of Triton where it computes, of this build's code, and of how a CPU keeps
-    weights (`weights_kept`; `gguf`: the checkpoint is a GGUF file), since expanded ones are rounded, and multiplies
+    (`engine.runner.numerics_class`), of Triton where it computes, of this build's code, and of how weights
+    are kept (`weights_kept`; `gguf`: the checkpoint is a GGUF file), since expanded ones are rounded, and multiplies
     them."""
-    # On a GPU all are expanded, and the class tells GPUs from CPUs.
-    kept = weights_kept(config, gpu=False, gguf=gguf) if device.type == "cpu" else "as_stored"
+    kept = weights_kept(config, gpu=device.type != "cpu", gguf=gguf)
     suffix = "" if kept == "as_stored" else f"/weights-{kept}"
     suffix += f"/transformers-{metadata.version('transformers')}" if config.models == "transformers" else ""
     suffix += "" if config.activations == "as_stored" else f"/activations-{config.activations}"

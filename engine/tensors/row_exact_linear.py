@@ -33,8 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twinpool.contracts.checkpoint.safetensors_headers import canonical_name
-from twinpool.engine.native.current_kernels import Product, kernels_for, native_for
-from twinpool.engine.native.native_kernels import PackedBlocks
+from twinpool.engine.native.current_kernels import BlockRows, Product, kernels_for
 from twinpool.engine.tensors.shard import ShardAxis
 from twinpool.engine.weight_formats.block_weight import BlockProduct, BlockStack, Weight
 
@@ -216,14 +215,14 @@ class RowExactLinear:
 
     def __getitem__(self, rows_m: Tensor) -> Tensor:
         """Rows of a weight that is kept in blocks, [m] int64, unpacked: [m, k], as an embedding is looked up."""
-        assert isinstance(self.product, PackedBlocks | BlockProduct), "a weight in blocks of one layout"
+        assert isinstance(self.product, BlockRows), "a weight in blocks of one layout"
         return self.product.rows(rows_m)
 
 
 def _native(weight_nk: Weight, bias_n: Tensor | None) -> Product | None:
     if not isinstance(weight_nk, Tensor):
-        native = native_for(torch.empty(0, dtype=weight_nk.dtype, device=weight_nk.device))
-        return None if native is None else native.packed_blocks(weight_nk, bias_n)
+        of_blocks = kernels_for(torch.empty(0, dtype=weight_nk.dtype, device=weight_nk.device))
+        return None if of_blocks is None else of_blocks.packed_blocks(weight_nk, bias_n)
     kernels = kernels_for(weight_nk)
     if kernels is None or not kernels.multiplies(weight_nk.dtype):
         return None

@@ -495,11 +495,14 @@ def test_dense_products_are_quantised_when_they_are_loaded(
         assert verdict.equal, verdict
 
 
-def test_a_gpu_has_its_weights_expanded_and_none_quantised() -> None:
-    assert weights_kept(EngineConfig(), gpu=True) == weights_kept(EngineConfig(weights="dense"), gpu=True) == "dense"
-    assert weights_kept(EngineConfig(weights="int4"), gpu=False) == "int4"
-    with pytest.raises(ConfigError, match=r"engine\.weights=int4 is for CPUs: set engine\.weights=as_stored"):
-        weights_kept(EngineConfig(weights="int4"), gpu=True)
+def test_a_gpu_keeps_weights_as_a_cpu_does_but_where_torch_alone_computes() -> None:
+    for kept in ("as_stored", "dense", "int8", "int4"):
+        assert weights_kept(EngineConfig(weights=kept), gpu=True) == kept
+        assert weights_kept(EngineConfig(weights=kept), gpu=False) == kept
+    assert weights_kept(EngineConfig(attention="torch"), gpu=True) == "dense"
+    assert weights_kept(EngineConfig(attention="torch", weights="dense"), gpu=True) == "dense"
+    with pytest.raises(ConfigError, match=r"engine\.weights=int4 and engine\.attention=torch are for CPUs together"):
+        weights_kept(EngineConfig(weights="int4", attention="torch"), gpu=True)
 
 
 def test_state_of_weights_quantised_when_loaded_is_that_of_other_weights(written: Make) -> None:
@@ -527,7 +530,9 @@ def test_memory_is_planned_for_weights_as_they_are_kept(written: Make, layout: s
         assert nbytes == weights.nbytes
     assert planned["as_stored"] < 0.6 * planned["dense"]
     on_gpu = config_from_dict({"engine": {"device": "cuda"}})
-    assert weight_bytes(spec, on_gpu) == planned["dense"]
+    assert weight_bytes(spec, on_gpu) == planned["as_stored"]
+    alone = config_from_dict({"engine": {"device": "cuda", "attention": "torch"}})
+    assert weight_bytes(spec, alone) == planned["dense"]
 
 
 @pytest.mark.parametrize(("folder", "engine", "words"), [

@@ -10,7 +10,7 @@ shapes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from twinpool.engine.attention.attention_backend import IndexKeys, LatentBackend
 from twinpool.engine.attention.attention_plan import AttentionPlan
 from twinpool.engine.attention.torch_backend.torch_attention import TorchAttention
 from twinpool.engine.attention.triton_backend.triton_attention import TritonAttention
-from twinpool.engine.gpu.gpu_kernels import GpuKernels
+from twinpool.engine.gpu.gpu_kernels import BlockProducts, GpuKernels
 from twinpool.engine.layers.mixers import triton_store_heads
 from twinpool.engine.layers.moe.experts import ExpertRoutes, TorchExperts, gated_silu
 from twinpool.engine.layers.moe.triton_experts import StackedProducts, TritonExperts
@@ -32,6 +32,7 @@ from twinpool.engine.layers.rope import RopeTable, rotate
 from twinpool.engine.runner.sampling import sampler as sampling
 from twinpool.engine.runner.sampling import triton_draw
 from twinpool.engine.tensors.row_exact_linear import FAST, RowExactLinear
+from twinpool.engine.weight_formats.block_weight import BlockWeight, Code, quantise
 
 PAGE_TOKENS = 16
 LATENT_PAGE_TOKENS = 64
@@ -248,9 +249,18 @@ class Mixture:
 
         ups, downs = draw(2 * inner, hidden), draw(hidden, inner)
         self.experts, self.hidden, self.dtype, self.device = experts, hidden, dtype, device
+        self.weights = ups, downs
         self.kernels = TritonExperts(StackedProducts(ups, None), StackedProducts(downs, None), gated_silu)
         self.torchs = TorchExperts([RowExactLinear(w) for w in ups], [RowExactLinear(w) for w in downs], gated_silu)
         self.expert_elements = 3 * hidden * inner
+
+    def quantised(self) -> tuple[TritonExperts, TritonExperts]:
+        """The experts in blocks of four bits, and these expanded."""
+        none = [None] * self.experts
+        ups, downs = ([quantise(weight, 4, 32) for weight in weights] for weights in self.weights)
+        blocks = StackedProducts.of(ups, none), StackedProducts.of(downs, none)
+        up, down = (StackedProducts(torch.stack([w.dense() for w in weights]), None) for weights in (ups, downs))
+        return TritonExperts(*blocks, gated_silu), TritonExperts(up, down, gated_silu)
 
     def step(self, tokens: int, top_k: int) -> tuple[Tensor, ExpertRoutes]:
         source = torch.Generator(self.device).manual_seed(tokens)
@@ -302,6 +312,7 @@ def row_checks(dtype: torch.dtype, device: torch.device, small: bool) -> Iterato
         alone = mixture.kernels(x[:1], ExpertRoutes(routes.experts_mk[:1], routes.weights_mk[:1]))
         yield check(f"experts of a row are bitwise the same alone as among {tokens}", alone, got[:1])
     yield from _layer_checks(dtype, device, small, check)
+    yield from _block_checks(dtype, device, small, check)
     heads = StoredHeads(20, 4, 2, 48, dtype, device)
     want_q = heads.by_torch()
     want_pages = [pages.clone() for pages in heads.pages]
@@ -343,3 +354,40 @@ def _layer_checks(
     gate, up = x.double().chunk(2, dim=-1)
     want = torch.nn.functional.silu(gate) * up
     yield check("gated activations are float64's", kernels.silu_product(x), want, 4 * TOLERANCE[dtype])
+
+
+def _block_checks(
+    dtype: torch.dtype, device: torch.device, small: bool, check: Callable[..., KernelCheck]
+) -> Iterator[KernelCheck]:
+    """Products and experts with weights in blocks, against float64 and the same weights expanded."""
+    source, kernels = torch.Generator(device).manual_seed(11), GpuKernels()
+    rows, inner, width = (5, 96, 40) if small else (200, 2944, 1000)
+    weight, x = torch.randn(2, width, inner, generator=source, device=device), torch.randn(
+        rows, inner, generator=source, device=device
+    ).to(dtype)  # fmt: skip
+    codes = torch.randint(0, 120, (width, inner), generator=source, device=device, dtype=torch.uint8)
+    scales = torch.full((width, inner // 32), 118, dtype=torch.uint8, device=device)
+    kinds = {
+        "4 bits": quantise(weight[0] * inner**-0.5, 4, 32),
+        "8 bits": quantise(weight[1] * inner**-0.5, 8, 128),
+        "float8": BlockWeight(Code.E4M3, codes, scales, 32, dtype),
+        "four-bit floats": BlockWeight(Code.E2M1, codes[:, ::2].contiguous(), scales + 4, 32, dtype),
+    }
+    for name, found in kinds.items():
+        blocks = replace(found, dtype=dtype)
+        product = BlockProducts(kernels, [blocks], None)
+        out, expanded = product(x), blocks.dense()
+        tolerance = TOLERANCE[dtype] * max(1.0, float(out.abs().max()))
+        yield check(f"products in {name} are float64's", out, x.double() @ expanded.double().T, tolerance)
+        for count in (1, 3) if small else (1, 3, 64, 65, 129):
+            yield check(
+                f"products in {name}: {count} rows are bitwise those of {rows}", product(x[:count]), out[:count]
+            )
+    mixture = Mixture(4, 64, 32, dtype, device) if small else Mixture(16, 1024, 384, dtype, device)
+    of_blocks, plain = mixture.quantised()
+    for tokens in (1, 7) if small else (1, 7, 300):
+        h, routes = mixture.step(tokens, 2)
+        got, want = of_blocks(h, routes), plain(h, routes)
+        yield check(f"experts of {tokens} tokens in 4 bits are those expanded", got, want, TOLERANCE[dtype])
+        alone = of_blocks(h[:1], ExpertRoutes(routes.experts_mk[:1], routes.weights_mk[:1]))
+        yield check(f"experts of a row in 4 bits are bitwise the same alone as among {tokens}", alone, got[:1])

@@ -21,6 +21,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from twinpool.engine.gpu.block_kernels import unpacked_tile
+
 
 @triton.jit
 def grouped_product_kernel(
@@ -53,6 +55,49 @@ def grouped_product_kernel(
             acc = tl.dot(x, w, acc, input_precision="ieee")
         if BIAS:
             acc += tl.load(bias_ptr + expert.to(tl.int64) * width + n, mask=n < width, other=0.0).to(tl.float32)[
+                None, :
+            ]
+        pointers = out_ptr + pair.to(tl.int64)[:, None] * out_stride + n[None, :]
+        tl.store(pointers, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (n < width)[None, :])
+
+
+@triton.jit
+def grouped_block_kernel(
+    x_ptr, bias_ptr, out_ptr, row_ptr, expert_ptr, first_ptr, count_ptr,
+    codes_ptr, scales_ptr, zeros_ptr, factors_ptr, offsets_ptr, offset_factors_ptr, table_ptr,
+    x_stride, out_stride, experts, inner, width, code_bytes, groups, spans,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr, UPCAST: tl.constexpr,
+    CODE: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr, ZERO: tl.constexpr, ZEROS: tl.constexpr,
+    FACTORS: tl.constexpr, OFFSETS: tl.constexpr, OFFSET_FACTORS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """`grouped_product_kernel` with weights in blocks [experts, width, inner], as `unpacked_tile` has each."""
+    block = tl.program_id(0)
+    expert = tl.load(expert_ptr + block)
+    if expert < experts:
+        pair = tl.load(first_ptr + block) + tl.arange(0, ROWS)
+        live = tl.arange(0, ROWS) < tl.load(count_ptr + block)
+        row = tl.load(row_ptr + pair, mask=live, other=0).to(tl.int64)
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        first_n = tl.program_id(1) * BLOCK_N
+        rows_before = expert.to(tl.int64) * width + first_n
+        of_codes, of_groups, of_spans = rows_before * code_bytes, rows_before * groups, rows_before * spans
+        acc = tl.zeros([ROWS, BLOCK_N], tl.float32)
+        for begin in range(0, inner, BLOCK_K):
+            k = begin + tl.arange(0, BLOCK_K)
+            inside = live[:, None] & (k < inner)[None, :]
+            x = tl.load(x_ptr + row[:, None] * x_stride + k[None, :], mask=inside, other=0.0)
+            w = unpacked_tile(
+                codes_ptr + of_codes, scales_ptr + of_groups, zeros_ptr + of_groups, factors_ptr + of_spans,
+                offsets_ptr + of_groups, offset_factors_ptr + of_spans, table_ptr,
+                tl.arange(0, BLOCK_N), begin, inner, width - first_n, code_bytes, groups, spans,
+                BLOCK_K, CODE, BITS, SCALES, ZERO, ZEROS, FACTORS, OFFSETS, OFFSET_FACTORS, GROUP, SPAN,
+            ).to(x.dtype)  # fmt: skip
+            if UPCAST:
+                x = x.to(tl.float32)
+                w = w.to(tl.float32)
+            acc = tl.dot(x, w, acc, input_precision="ieee")
+        if BIAS:
+            acc += tl.load(bias_ptr + rows_before + tl.arange(0, BLOCK_N), mask=n < width, other=0.0).to(tl.float32)[
                 None, :
             ]
         pointers = out_ptr + pair.to(tl.int64)[:, None] * out_stride + n[None, :]

@@ -9,10 +9,12 @@ import torch
 import triton
 from torch import Tensor
 
+from twinpool.engine.gpu.gpu_blocks import GpuBlocks, fit
 from twinpool.engine.layers.moe import expert_kernels as kernels
 from twinpool.engine.layers.moe.experts import ExpertRoutes
 from twinpool.engine.tensors.launch_configs import launch_options
 from twinpool.engine.tensors.row_exact_linear import FAST, Numerics
+from twinpool.engine.weight_formats.block_weight import Weight, dense
 
 ROWS, BLOCK_N, BLOCK_K = 64, 64, 64
 """The tile of a product: rows of a block, columns, and steps of the inner axis. Other sizes change last bits."""
@@ -23,14 +25,24 @@ _SUM_COLUMNS = 512
 class StackedProducts:
     """One of the products of all experts, with weights one after the other in memory."""
 
-    weight_enk: Tensor
-    """[experts, width, inner]"""
+    weight_enk: Tensor | GpuBlocks
+    """[experts, width, inner], dense or in blocks"""
     bias_en: Tensor | None
 
     @classmethod
-    def of(cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> StackedProducts:
+    def of(cls, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> StackedProducts:
+        """Experts of unlike layouts are expanded."""
         given = [bias for bias in biases if bias is not None]
-        return cls(torch.stack(list(weights)), torch.stack(given) if given else None)
+        stacked = GpuBlocks.of(weights) if fit(weights) else torch.stack([dense(weight) for weight in weights])
+        return cls(stacked, torch.stack(given) if given else None)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Experts, width and inner axis."""
+        if isinstance(self.weight_enk, GpuBlocks):
+            return self.weight_enk.count, self.weight_enk.width, self.weight_enk.inner
+        experts, width, inner = self.weight_enk.shape
+        return experts, width, inner
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +77,11 @@ class TritonExperts:
             return sum_th
         experts_tk, turn = routes.experts_mk.sort(-1)
         weights_tk = routes.weights_mk.gather(1, turn)
-        groups = _grouped(experts_tk.flatten(), len(self._ups.weight_enk), self._rows)
+        experts = self._ups.shape[0]
+        groups = _grouped(experts_tk.flatten(), experts, self._rows)
         places_s = torch.arange(len(groups.order_s), device=h_th.device)
         place_tk = torch.empty_like(groups.order_s).index_copy_(0, groups.order_s, places_s)
-        place_tk.masked_fill_(experts_tk.flatten() >= len(self._ups.weight_enk), -1)
+        place_tk.masked_fill_(experts_tk.flatten() >= experts, -1)
         up_sn = self._product(h_th, groups.order_s // top_k, self._ups, groups)
         down_sh = self._product(self._activation(up_sn), places_s, self._downs, groups)
         kernels.weighted_sum_kernel[(tokens, triton.cdiv(sum_th.shape[1], _SUM_COLUMNS))](
@@ -80,15 +93,25 @@ class TritonExperts:
     def _product(self, x_rk: Tensor, row_s: Tensor, stacked: StackedProducts, groups: _Groups) -> Tensor:
         """Multiply row `row_s[s]` of x with the weight of place s's expert: [S, width] in the dtype of x."""
         weight, bias = stacked.weight_enk, stacked.bias_en
-        experts, width, inner = weight.shape
+        experts, width, inner = stacked.shape
         x_rk = x_rk.contiguous()
         out_sn = torch.empty(len(row_s), width, dtype=x_rk.dtype, device=x_rk.device)
         tile = {"ROWS": self._rows, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K}
-        kernels.grouped_product_kernel[(len(groups.expert_b), triton.cdiv(width, BLOCK_N))](
-            x_rk, weight, weight if bias is None else bias, out_sn, row_s,
-            groups.expert_b, groups.first_b, groups.count_b,
+        grid = (len(groups.expert_b), triton.cdiv(width, BLOCK_N))
+        routed = (out_sn, row_s, groups.expert_b, groups.first_b, groups.count_b)
+        upcast = self._interpreted and x_rk.dtype == torch.bfloat16
+        if isinstance(weight, GpuBlocks):
+            kernels.grouped_block_kernel[grid](
+                x_rk, out_sn if bias is None else bias, *routed, *weight.tensors,
+                x_rk.stride(0), out_sn.stride(0), experts, inner, width, *weight.row_sizes,
+                **tile, **weight.constants, BIAS=bias is not None, UPCAST=upcast,
+                **launch_options(kernels.grouped_block_kernel, x_rk.dtype, tile, warps=4, stages=3),
+            )  # fmt: skip
+            return out_sn
+        kernels.grouped_product_kernel[grid](
+            x_rk, weight, weight if bias is None else bias, *routed,
             x_rk.stride(0), weight.stride(0), weight.stride(1), out_sn.stride(0), experts, inner, width,
-            **tile, BIAS=bias is not None, UPCAST=self._interpreted and x_rk.dtype == torch.bfloat16,
+            **tile, BIAS=bias is not None, UPCAST=upcast,
             **launch_options(kernels.grouped_product_kernel, x_rk.dtype, tile, warps=4, stages=3),
         )  # fmt: skip
         return out_sn

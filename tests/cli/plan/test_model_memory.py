@@ -64,11 +64,16 @@ def test_a_cpu_holds_the_bytes_of_the_files_within_five_percent(tmp_path: Path, 
     spec = spec_with(tmp_path, name, **small, **kinds)
     planned = planned_spec(spec, asked_of(spec))
     assert weight_bytes(planned, ON_CPU) == pytest.approx(stored(spec), rel=0.05)
-    expanded = weight_bytes(planned, config_from_dict({"engine": {"device": "cuda"}}))
+    on_gpu = {"engine": {"device": "cuda"}}
+    assert weight_bytes(planned, config_from_dict(on_gpu)) == pytest.approx(stored(spec), rel=0.05)
+    dense = config_from_dict({"engine": {"device": "cuda", "weights": "dense"}})
+    expanded = weight_bytes(planned, dense)
     assert expanded == pytest.approx(2 * asked_of(spec).parameters, rel=0.01)
-    of_a_card = count_weights(spec, ON_CPU, 8, gpu=True)
+    of_a_card = count_weights(spec, dense, 8, gpu=True)
     assert of_a_card.stored == stored(spec)
-    assert of_a_card.packed < of_a_card.held < 0.65 * expanded, "embeddings, half of such a small model, are on each"
+    assert count_weights(spec, ON_CPU, 8, gpu=True).held == of_a_card.packed < of_a_card.held < 0.65 * expanded, (
+        "embeddings, half of such a small model, are on each"
+    )
 
 
 def test_headers_that_are_planned_are_those_of_the_checkpoint(tmp_path: Path) -> None:
@@ -142,8 +147,12 @@ def test_the_command_says_what_is_stored_and_what_is_held(tmp_path: Path, capsys
     assert run("--model", model, "--cards", "8x5GiB") == 0
     said = capsys.readouterr().out
     assert "DeepseekV32ForCausalLM, fp8: 4.6 billion parameters, 6.0 GiB as stored" in said
-    assert "expanded, as a GPU holds them today" in said
+    assert "held on a GPU" in said
     assert "GiB a card left" in said
+    assert run("--model", model, "--cards", "8x5GiB", "--set", "engine.weights=dense") == 0
+    said = capsys.readouterr().out
+    assert "expanded (engine.weights=dense)" in said
+    assert "as stored (fp8)" in said
     assert run("--model", model, "--cards", "2x2GiB") == 1, "more than a card has"
     assert "GiB a card too much" in capsys.readouterr().out
     assert run("--model", model, "--cards", "8x5GiB", "--set", "cache.kv_dtype=fp8") == 2, "serve refuses it, too"
@@ -157,10 +166,10 @@ def test_a_gguf_files_types_are_named_and_counted_as_stored_beside_a_gpus(
 ) -> None:
     folder = make_checkpoint(tmp_path / "made", hidden=256, head_dim=64)
     file = str(write_gguf(folder, tmp_path / "Q8_0.gguf", "llama", "Q8_0"))
-    assert run("--model", file, "--cards", "1x1GiB") == 0
+    assert run("--model", file, "--cards", "1x1GiB", "--set", "engine.weights=dense") == 0
     said = capsys.readouterr().out
     assert "LlamaForCausalLM, GGUF Q8_0: " in said
-    assert "as stored (GGUF Q8_0): no kernel of GPUs reads blocks yet" in said
+    assert "as stored (GGUF Q8_0)" in said
     torch_alone = config_from_dict({"engine": {"attention": "torch"}})
     expanded = count_weights(read_model_spec(Path(file)), torch_alone, 1, gpu=False)
     assert expanded.held > 1.8 * expanded.packed
@@ -169,6 +178,9 @@ def test_a_gguf_files_types_are_named_and_counted_as_stored_beside_a_gpus(
 def test_without_cards_the_device_is_the_configured_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec_with(tmp_path, "deepseek-v3.2", num_hidden_layers=4, n_routed_experts=16)
     assert run("--model", str(tmp_path / "config.json"), "--set", "engine.device=cuda") == 0
+    assert "on a GPU a worker holds 6." in capsys.readouterr().out
+    on_gpu = ("--set", "engine.device=cuda", "--set", "engine.weights=dense")
+    assert run("--model", str(tmp_path / "config.json"), *on_gpu) == 0
     assert "on a GPU a worker holds 8." in capsys.readouterr().out, "two bytes for each of 4.6 billion"
 
 

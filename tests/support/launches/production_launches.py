@@ -23,6 +23,7 @@ from twinpool.engine.layers.mixers.triton_store_heads import store_heads
 from twinpool.engine.layers.moe.experts import ExpertRoutes, gated_silu
 from twinpool.engine.layers.moe.triton_experts import StackedProducts, TritonExperts
 from twinpool.engine.runner.sampling import triton_draw
+from twinpool.engine.weight_formats.block_weight import BlockWeight, Code
 
 META = torch.device("meta")
 LATENT_PAGE = 64
@@ -145,6 +146,8 @@ def scenes(capability: int, rig: Rig | None = None) -> Iterator[Scene]:
         yield Scene(f"convolution in {dtype}", partial(_conv, rig, dtype))
         yield Scene(f"Qwen3-30B: experts in {dtype}", partial(_experts, rig, 128, 2048, 768, dtype, bias=False))
     yield Scene("gpt-oss: experts", partial(_experts, rig, 32, 2880, 2880, torch.bfloat16, bias=True))
+    for what, kind in BLOCKS.items():
+        yield Scene(f"experts in {what}", partial(_block_experts, rig, 8, 2048, 768, kind))
     for limits in (False, True):
         yield Scene(f"draw{', top-k and top-p' if limits else ''}", partial(_draw, rig, limits))
     for words in (torch.int64, torch.int32, torch.uint8):
@@ -153,6 +156,9 @@ def scenes(capability: int, rig: Rig | None = None) -> Iterator[Scene]:
     for dtype in (torch.bfloat16, torch.float32):
         for what, rows, width, inner in PRODUCTS:
             yield Scene(f"product in {dtype}, {what}", partial(_product, rig, rows, width, inner, dtype))
+    for kind_name, kind in BLOCKS.items():
+        for what, rows, width, inner in PRODUCTS[::2]:
+            yield Scene(f"product in {kind_name}, {what}", partial(_block_product, rig, rows, width, inner, kind))
         yield Scene(f"norms and activation in {dtype}", partial(_rows, rig, dtype))
         yield Scene(f"sum over four ranks in {dtype}", partial(_rank_sum, rig, dtype))
     yield Scene("DeepSeek-V3.2: products by head", partial(_by_head, rig, LATENTS[0]))
@@ -290,6 +296,23 @@ def _draw(rig: Rig, limits: bool) -> object:
     return triton_draw.sample(rig.empty(4, 151936, dtype=torch.float32), [params] * 4, [0.5] * 4)
 
 
+@dataclass(frozen=True)
+class BlockKind:
+    """A layout of quantised weights."""
+
+    code: Code
+    scales: torch.dtype
+    group: int
+    zeros: bool = False
+    paired: bool = False
+
+
+BLOCKS = {
+    "AWQ": BlockKind(Code.UINT4, torch.float16, 128, zeros=True),
+    "float8 by 128": BlockKind(Code.E4M3, torch.float32, 128),
+    "MXFP4": BlockKind(Code.E2M1, torch.uint8, 32),
+    "Q4_K": BlockKind(Code.UINT4, torch.uint8, 32, paired=True),
+}
 PRODUCTS = (
     ("few rows", 8, 4096, 4096), ("few rows, wide", 8, 151936, 4096), ("many rows", 512, 12288, 4096),
     ("many rows, narrow", 512, 1024, 12288),
@@ -300,6 +323,34 @@ PRODUCTS = (
 def _product(rig: Rig, rows: int, width: int, inner: int, dtype: torch.dtype) -> object:
     weight_nk, bias_n = rig.empty(width, inner, dtype=dtype), rig.empty(width, dtype=dtype)
     return GpuKernels().packed(weight_nk, bias_n)(rig.empty(rows, inner, dtype=dtype))
+
+
+def _blocks(rig: Rig, kind: BlockKind, width: int, inner: int) -> BlockWeight:
+    groups = inner // kind.group
+    codes = rig.integers(torch.randint(0, 120, (width, inner * kind.code.bits // 8)), torch.uint8)
+    scales = rig.empty(width, groups, dtype=torch.float32).abs()
+    scales = (scales * 20 + 110 if kind.scales == torch.uint8 else scales).to(kind.scales)
+    zeros = rig.integers(torch.randint(0, 16, (width, groups)), torch.uint8) if kind.zeros else None
+    halves = [rig.empty(width, inner // 256, dtype=torch.float16) if kind.paired else None for _ in range(2)]
+    return BlockWeight(
+        kind.code, codes, scales, kind.group, torch.bfloat16, zeros, 0, halves[0], 256 if kind.paired else 0,
+        offset_factors=halves[1], paired=kind.paired,
+    )  # fmt: skip
+
+
+def _block_product(rig: Rig, rows: int, width: int, inner: int, kind: BlockKind) -> object:
+    product = GpuKernels().packed_blocks(_blocks(rig, kind, width, inner), rig.empty(width))
+    assert product is not None
+    return product(rig.empty(rows, inner))
+
+
+def _block_experts(rig: Rig, experts: int, hidden: int, inner: int, kind: BlockKind) -> object:
+    ups = StackedProducts.of([_blocks(rig, kind, 2 * inner, hidden)] * experts, [None] * experts)
+    downs = StackedProducts.of([_blocks(rig, kind, hidden, inner)] * experts, [None] * experts)
+    routes = ExpertRoutes(
+        rig.integers(torch.arange(4096).view(512, 8) % experts, torch.int64), rig.empty(512, 8, dtype=torch.float32)
+    )
+    return TritonExperts(ups, downs, gated_silu)(rig.empty(512, hidden), routes)
 
 
 def _by_head(rig: Rig, shape: LatentShape) -> object:
