@@ -71,7 +71,7 @@ class ForwardContext:
     there."""
     pictured: StepPictures | None = None
     """What stands in place of rows of the embedding, and is added behind layers; None: the step has no pictures."""
-    turned_3m: Tensor | None = None
+    turned_cm: Tensor | None = None
     """[3, M] int64: by which position in time, by row and by column each token is turned where ropes have several;
     None: all three are `positions_m`."""
     adapters: StepAdapters | None = None
@@ -98,7 +98,7 @@ class ForwardContext:
         """Return cos and signed sin of the step's positions, [M, 1, rope_dim] each; looked up once a step."""
         key = ("rope", id(table))
         if key not in self.scratch:
-            positions = self.positions_m if self.turned_3m is None or table.axes_d is None else self.turned_3m
+            positions = self.positions_m if self.turned_cm is None or table.axes_d is None else self.turned_cm
             self.scratch[key] = table.at(positions, self.longest)
         found: tuple[Tensor, Tensor] = self.scratch[key]
         return found
@@ -108,7 +108,7 @@ class ForwardContext:
         model whose pictures turn them; nothing of others."""
         if not turned:
             return []
-        return [self.positions_m] * 3 if self.turned_3m is None else [*self.turned_3m]
+        return [self.positions_m] * 3 if self.turned_cm is None else [*self.turned_cm]
 
     def padded(self, x_tn: Tensor) -> Tensor:
         """Append the padding rows (zeros) to the T rows of tokens again: [M, ...]."""

@@ -254,7 +254,7 @@ class ModelRunner:
                 drawn_at.append(end - 1)
         tokens_m, drawn_n = input_tokens(rows, len(ctx.positions_m) - ctx.count, device, drawn_at)
         turned = turned_positions(rows, planned.shape.positions, len(tokens_m)) if self.decoder.turned else None
-        ctx.turned_3m = None if turned is None else to_device(turned, device)
+        ctx.turned_cm = None if turned is None else to_device(turned, device)
         if self._followers is not None:
             self.ranks.first(torch.cat((tokens_m, stale_b.long(), *ctx.told(self.decoder.turned))))
         _mute(ctx, stale_b)
@@ -284,7 +284,7 @@ class ModelRunner:
 
     def _replayed(self, tokens_m: Tensor, ctx: ForwardContext, doors: Mapping[str, GatePass]) -> Tensor | None:
         """Replay a step that was captured: as `Decoder.forward`; None where the step has to be launched by kernels."""
-        if self.graphs is None or ctx.adapters is not None or ctx.pictured is not None or ctx.turned_3m is not None:
+        if self.graphs is None or ctx.adapters is not None or ctx.pictured is not None or ctx.turned_cm is not None:
             return None  # A graph has no input for these.
         if any(door.gates for door in doors.values()):
             return None
@@ -317,7 +317,7 @@ class ModelRunner:
         told = self.ranks.first(ctx.positions_m.new_zeros(count + rows + sum(map(len, ctx.told(self.decoder.turned)))))
         _mute(ctx, told[count : count + rows].bool())
         if self.decoder.turned:
-            ctx.turned_3m = told[count + rows :].view(3, count)
+            ctx.turned_cm = told[count + rows :].view(3, count)
         self.decoder.forward(told[:count], ctx)
 
     def _ordered(self, order: RunStep) -> PlannedStep:

@@ -121,6 +121,7 @@ OWN = {
     "cluster/ray_nodes/ray_facts.py": "a process of ours and Ray wrote it",
     "cli/load/demo_command.py": "a router that this command started wrote it",
     "cli/load/replay_command.py": "it was read before",
+    "cluster/serve/offline_llm.py": "the router of this process wrote it",
     "contracts/outside_data.py": "the reader itself",
     "engine/tensors/launch_configs.py": "it is a file of this repository",
     "router/openai/chat_format.py": "this program wrote it, of a body that was read",
