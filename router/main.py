@@ -30,8 +30,13 @@ from twinpool.contracts.messages.router_report import RouterIdentity
 from twinpool.contracts.wire.socket_acceptor import listening
 from twinpool.router.api.app import create_admin_app, create_app
 from twinpool.router.api.http_protocol import raise_descriptor_limit
-from twinpool.router.api.listeners import Predecessor
-from twinpool.router.api.router_server import LIVE_CONNECTIONS, AdminListener, RouterListeners, RouterServer
+from twinpool.router.api.router_server import (
+    LIVE_CONNECTIONS,
+    AdminListener,
+    Predecessor,
+    RouterListeners,
+    RouterServer,
+)
 from twinpool.router.links.controller_directory import ControllerDirectory
 from twinpool.router.links.controller_port import ControllerPorts
 from twinpool.router.service.router_service import RouterService

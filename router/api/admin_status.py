@@ -52,7 +52,7 @@ from twinpool.contracts.messages.worker_status import CheckReport, WorkerStatus,
 from twinpool.contracts.outside_data import read_json
 from twinpool.router.api.http_exchange import HttpExchange
 from twinpool.router.openai.api_errors import ApiError, ClientGone
-from twinpool.router.service.dashboard_relay import NoViewer
+from twinpool.router.service.controller_calls import NoViewer
 from twinpool.router.service.router_service import RouterService
 from twinpool.router.state.worker_table import GONE
 

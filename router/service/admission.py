@@ -28,8 +28,7 @@ from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
 from twinpool.router.openai.api_errors import BufferFull, QueueFull
 from twinpool.router.openai.parse_request import GenerateRequest, UnknownModel
 from twinpool.router.openai.request_headers import SLO_HEADER
-from twinpool.router.security.api_keys import ApiKeys
-from twinpool.router.security.tenant_accounts import TenantAccounts
+from twinpool.router.security.tenant_accounts import ApiKeys, TenantAccounts
 from twinpool.router.state.worker_table import WorkerTable
 from twinpool.router.tokenizer_pool.prepare_request import too_long
 

@@ -47,8 +47,7 @@ from twinpool.router.openai.request_headers import NO_HEADERS, RequestHeaders, R
 from twinpool.router.openai.response_stream import ResponseStream
 from twinpool.router.openai_responses.responses_request import renamed
 from twinpool.router.records.kept_records import RefusedRequest
-from twinpool.router.security.api_keys import ApiKeys
-from twinpool.router.security.tenant_accounts import TenantAccounts
+from twinpool.router.security.tenant_accounts import ApiKeys, TenantAccounts
 from twinpool.router.service.admission import Admission, BodyBuffer
 from twinpool.router.service.controller_calls import ControllerCalls
 from twinpool.router.service.idempotency_keys import (

@@ -24,7 +24,7 @@ from twinpool.contracts.credentials.certificate_files import (
     read_curve_public,
 )
 from twinpool.contracts.key_file import read_key_file
-from twinpool.router.security.api_keys import ApiKeys
+from twinpool.router.security.tenant_accounts import ApiKeys
 
 
 def twinpool(*arguments: str) -> int:

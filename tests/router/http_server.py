@@ -24,8 +24,7 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import PAIR
 from twinpool.router.api.app import create_admin_app, create_app
-from twinpool.router.api.listeners import Predecessor
-from twinpool.router.api.router_server import AdminListener, RouterListeners, RouterServer
+from twinpool.router.api.router_server import AdminListener, Predecessor, RouterListeners, RouterServer
 from twinpool.router.links.controller_port import (
     ControllerPorts,
     DashboardSource,

@@ -19,7 +19,7 @@ from twinpool.cli.credential_commands import new_key
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.security_config import SecurityConfig
 from twinpool.router.api.admin_status import FOLDER, TOKEN_VARIABLE, page_files
-from twinpool.router.service.dashboard_relay import MAX_VIEWERS
+from twinpool.router.service.controller_calls import MAX_VIEWERS
 
 EVENTS = "/cluster/dashboard"
 

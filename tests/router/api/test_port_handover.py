@@ -23,8 +23,8 @@ from twinpool.contracts.config.security_config import SecurityConfig
 from twinpool.contracts.messages.stream_frames import StreamEnd
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import WorkerRecord
-from twinpool.router.api import listeners, router_server
-from twinpool.router.api.listeners import Predecessor
+from twinpool.router.api import router_server
+from twinpool.router.api.router_server import Predecessor
 from twinpool.router.main import listen, listen_at
 
 BODY = {"prompt": [5, 6, 7], "seed": 1, "max_tokens": 12}
@@ -192,7 +192,7 @@ def test_who_has_the_sockets_and_does_not_say_that_it_serves_is_no_successor(
     word: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is waited for so long, then the next one may have them."""
-    monkeypatch.setattr(listeners, "TAKE_S", 0.05)
+    monkeypatch.setattr(router_server, "TAKE_S", 0.05)
     path = tmp_path / "handover"
     with serving(FakeCluster(), handover=path) as old:
         first = Predecessor.reach(path)

@@ -29,8 +29,8 @@ from twinpool.contracts.ids import RequestId
 from twinpool.contracts.key_file import ApiKey, KeyFile, TenantLimits, digest_of, read_key_file, write_key_file
 from twinpool.contracts.messages.kept_answers import Attached, KeptAnswer
 from twinpool.router.api.app import WITHOUT_KEY
-from twinpool.router.security import api_keys
-from twinpool.router.security.api_keys import ApiKeys
+from twinpool.router.security import tenant_accounts
+from twinpool.router.security.tenant_accounts import ApiKeys
 
 COMPLETIONS = "/v1/completions"
 ASK = {"prompt": [5, 6, 7], "max_tokens": 4, "seed": 1}
@@ -427,7 +427,7 @@ def test_keys_that_are_written_while_the_file_is_read_are_read_next(
         revoke_key(keys, read_key_file(keys).keys[0].id)
         return content
 
-    monkeypatch.setattr(api_keys, "read_key_file", read_and_revoke)
+    monkeypatch.setattr(tenant_accounts, "read_key_file", read_and_revoke)
     known.refresh()
     monkeypatch.undo()
     assert known.tenant_of(secret) == "acme"

@@ -20,7 +20,7 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.config.security_config import SecurityConfig
 from twinpool.contracts.errors import ConfigError
-from twinpool.router.api.listeners import HttpsCertificate, TlsListener
+from twinpool.router.api.router_server import HttpsCertificate, TlsListener
 
 ASK = {"prompt": [5, 6, 7], "max_tokens": 4, "seed": 1}
 

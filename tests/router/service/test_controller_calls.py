@@ -20,8 +20,7 @@ from twinpool.router.core.router_core import RouterCore
 from twinpool.router.links.controller_port import ControllerPorts, ReportCalls
 from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
 from twinpool.router.security.tenant_accounts import TenantAccounts
-from twinpool.router.service.controller_calls import ControllerCalls
-from twinpool.router.service.dashboard_relay import NoViewer
+from twinpool.router.service.controller_calls import ControllerCalls, NoViewer
 
 
 class Hanging(FakeDashboard):

@@ -10,8 +10,8 @@ import pytest
 from tests.router.http_server import eventually
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.messages.router_report import RouterReport
-from twinpool.router.service import dashboard_relay
-from twinpool.router.service.dashboard_relay import BEAT, MAX_VIEWERS, DashboardRelay, DashboardViewer, NoViewer
+from twinpool.router.service import controller_calls
+from twinpool.router.service.controller_calls import BEAT, MAX_VIEWERS, DashboardRelay, DashboardViewer, NoViewer
 
 
 class FakeSource:
@@ -54,7 +54,7 @@ class FakeSource:
 
 class Scene:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(dashboard_relay, "RETRY_S", 0.0)
+        monkeypatch.setattr(controller_calls, "RETRY_S", 0.0)
         self.source, self.clock, self.viewers = FakeSource(), ManualClock(), [0]
         self.relay = DashboardRelay(self.source, self.clock, self.viewers.append)
 
@@ -164,7 +164,7 @@ async def test_frames_that_begin_anew_while_a_viewer_waits_for_the_past_have_a_p
 
 @pytest.mark.asyncio
 async def test_a_controller_that_sends_nothing_counts_as_away(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dashboard_relay, "SILENCE_S", 0.0)
+    monkeypatch.setattr(controller_calls, "SILENCE_S", 0.0)
     viewer = scene.relay.open()
     assert b"has sent nothing" in (await reads(viewer, lambda one: b"away" in one))[-1]
     viewer.close()
@@ -172,7 +172,7 @@ async def test_a_controller_that_sends_nothing_counts_as_away(scene: Scene, monk
 
 @pytest.mark.asyncio
 async def test_without_events_a_viewer_gets_a_beat(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dashboard_relay, "BEAT_S", 0.0)
+    monkeypatch.setattr(controller_calls, "BEAT_S", 0.0)
     viewer = scene.relay.open()
     assert (await reads(viewer, lambda one: one == BEAT))[-1] == BEAT
     viewer.close()
