@@ -8,7 +8,7 @@ from typing import Any
 
 from twinpool.contracts.config.autoscaling_config import AutoscalingConfig
 from twinpool.contracts.config.cache_config import CacheConfig, CacheOverride
-from twinpool.contracts.config.router_config import AuditConfig, RouterConfig, WatchConfig
+from twinpool.contracts.config.router_config import AuditConfig, BatchConfig, RouterConfig, WatchConfig
 from twinpool.contracts.config.security_config import SecurityConfig
 from twinpool.contracts.config.worker_config import (
     AdaptersConfig,
@@ -176,6 +176,7 @@ class Config:
     disaggregation: DisaggregationConfig = field(default_factory=DisaggregationConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)

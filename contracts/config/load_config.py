@@ -145,6 +145,8 @@ def _conflicts(config: Config) -> Iterator[str]:
             f"config key router.body_buffer_bytes={router.body_buffer_bytes} is below router.max_body_bytes="
             f"{router.max_body_bytes}: the largest body could never be received"
         )
+    if config.batch.folder and not config.batch.folder.startswith("/"):
+        yield f"config key batch.folder takes an absolute folder; got {config.batch.folder!r:.200}"
     if router.breaker_rate > 1:
         yield f"config key router.breaker_rate is a share of 1; got {router.breaker_rate:g}"
     if config.prefill.short_share >= 1:
@@ -367,6 +369,7 @@ _MAY_BE_ZERO = {
     "watch.repetition_tokens", "watch.rare_factor", "cluster.host_memory_share", "cluster.host_memory_bytes",
     "autoscaling.max_workers", "autoscaling.tolerance", "autoscaling.hold_s",
     "pools.prefill", "pools.decode", "pools.colocated", "cluster.workers_per_core", "cluster.starts_at_once",
+    "batch.free_bytes", "decode.background_rows",
     "router.kept_records", "router.kept_refusals", "router.reported_records", "tracing.ratio",
 }  # fmt: skip
 

@@ -154,6 +154,35 @@ class RouterConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchConfig:
+    folder: str = ""
+    """Absolute folder in which files and batches are kept; all routers must see the same. Empty: there are none."""
+    file_bytes: int = 200 * 1024**2
+    """The largest file that may be uploaded."""
+    tenant_bytes: int = 2 * 1024**3
+    """What one tenant's files may take, outputs included."""
+    disk_bytes: int = 10 * 1024**3
+    """What all files may take."""
+    free_bytes: int = 1024**3
+    """Uploads are refused, and batches wait, while the disk has less room than this."""
+    max_files: int = 500
+    """Files of one tenant."""
+    max_lines: int = 50_000
+    """Requests of one batch."""
+    max_batches: int = 50
+    """Batches of one tenant that have not ended."""
+    concurrency: int = 16
+    """Requests of batches that one router has under way."""
+    line_tries: int = 5
+    """Tries of a request that fails by the server's fault, before the failure is its answer. What finds no room isn't
+    counted: it waits."""
+    sync_s: float = 0.5
+    """Answers are synced to the disk so often: what a crash of the machine loses is asked again."""
+    keep_s: int = 30 * 24 * 3600
+    """Seconds after which files go, and batches that have ended."""
+
+
+@dataclass(frozen=True, slots=True)
 class AuditConfig:
     fraction: float = 0.01
     """Share of finished answers that idle prefill workers compute again from their tokens alone; 0: none."""

@@ -67,6 +67,7 @@ _SOCKETS = _new("both ends of a connection must have it, and open connections ha
 _EVENTS = _new("who follows KV events was told where when the cluster started")
 _ADAPTERS = _new("routers and workers must have the same; twinpool adapters loads and drops adapters while they serve")
 _STORAGE = _new("it says where pages of prompts are kept and who may read them, which only the starter may")
+_BATCHES = _new("it says where clients' files are kept, which only the starter may")
 _RANKS = _new("cards and places of a node are dealt by it when the cluster starts")
 _LAUNCH = _new("the cluster was launched with it")
 
@@ -123,6 +124,8 @@ EFFECTS: Mapping[str, SettingEffect] = {
     "router": _ROUTERS,
     "router.served_model_name": _WHERE,
     "router.kv_index": _SERVICES,
+    "batch": _ROUTERS,
+    "batch.folder": _BATCHES,
     "security": _SOCKETS,
     "audit": _ROUTERS,
     "audit.chunk_tokens": _PREFILL,

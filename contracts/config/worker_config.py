@@ -141,6 +141,9 @@ class DecodeConfig:
     prompt_lookup; but off for models with recurrent states, which can have no drafts."""
     draft_tokens: int = 4
     """Drafts that a row carries, at most."""
+    background_rows: int = 0
+    """Background requests (of batches, or of a priority of -1000000 or less) that take steps beside others. 0: none:
+    they take steps while no other request runs here, so that others' tokens don't wait for theirs."""
     draft_requests: int = 4
     """While so many requests run, at most, all of them have drafts before it is known what these cost. From then on
     requests have as many as pay, however many run: by how often drafts are right and what a position adds to a step."""

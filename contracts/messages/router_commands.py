@@ -50,6 +50,10 @@ class Picture(Message, frozen=True):
     """Whether its positions see each other, those behind them too, so that one step computes all of them."""
 
 
+BACKGROUND = -1_000_000
+"""Requests of this priority and below are background: they take what others leave."""
+
+
 class Submit(Message, frozen=True, tag="submit"):
     """One leg of one attempt at one request."""
 
@@ -90,6 +94,11 @@ class Submit(Message, frozen=True, tag="submit"):
     def begin_by(self, now: float) -> float:
         """When the prompt of a request that arrives `now` isn't begun any more; infinite: it may always be."""
         return now + self.first_token_s if self.first_token_s else math.inf
+
+    @property
+    def background(self) -> bool:
+        """Whether it gives way to every request that isn't."""
+        return self.priority <= BACKGROUND
 
     @property
     def late(self) -> str:

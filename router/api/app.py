@@ -14,11 +14,14 @@ from twinpool.contracts.errors import TwinpoolError
 from twinpool.contracts.json_logs import log
 from twinpool.router.api import admin_changes as changes
 from twinpool.router.api import admin_status as admin
+from twinpool.router.api.batch_endpoints import PATHS, BatchEndpoints
 from twinpool.router.api.front_page import PATH as FRONT
 from twinpool.router.api.front_page import answer_front
 from twinpool.router.api.http_exchange import AsgiReceive, AsgiScope, AsgiSend, HttpExchange
 from twinpool.router.api.http_protocol import OPEN_PATHS
 from twinpool.router.api.openapi import openapi_document
+from twinpool.router.batch.batch_runner import BatchRunner
+from twinpool.router.batch.batch_store import BatchStore
 from twinpool.router.openai.api_errors import (
     ApiError,
     BodyTooLarge,
@@ -36,7 +39,8 @@ from twinpool.router.openai.request_headers import NO_TRACE, read_request_header
 from twinpool.router.openai.response_stream import WRITE_BYTES, ResponseStream, StreamHeartbeat
 from twinpool.router.records.kept_records import RefusedRequest
 from twinpool.router.security.tenant_accounts import TenantLimited
-from twinpool.router.service.router_service import ClientRequest, RouterService
+from twinpool.router.service.open_answers import ClientRequest
+from twinpool.router.service.router_service import RouterService
 from twinpool.router.tokenizer_pool.tokenizer_process import FrameKind
 
 ERROR_WRITE_TIMEOUT_S = 5.0
@@ -44,6 +48,8 @@ ERROR_WRITE_TIMEOUT_S = 5.0
 CLIENT_GRACE_S = 30.0
 """How long after its deadline a request may end before the handler itself gives up on it."""
 
+BATCHES = "twinpool.batches"
+"""The endpoints of files and batches, in the scope of a request."""
 App = Callable[[AsgiScope, AsgiReceive, AsgiSend], Awaitable[None]]
 Handler = Callable[[RouterService, HttpExchange], Awaitable[None]]
 Routes = dict[str, dict[str, Handler]]
@@ -53,19 +59,23 @@ Routes = dict[str, dict[str, Handler]]
 def create_app(service: RouterService) -> App:
     """Return the ASGI application of one router; its lifespan events start and close `service`.
 
-    Where operators have a port of their own, it has no `OPERATORS` paths.
+    Where operators have a port of their own, it has no `OPERATORS` paths. Raises `ConfigError` where `batch.folder`
+    can't be used.
     """
     routes = (CLIENT_ROUTES if service.security.admin_port else {**ROUTES, **PAGE_ROUTES}) | FRONT_ROUTES
     prefixes = CLIENT_PREFIX_ROUTES if service.security.admin_port else PREFIX_ROUTES
     origins = service.security.origins
+    runner = BatchRunner(service, BatchStore(service.batch)) if service.batch.folder else None
+    batches = BatchEndpoints(runner)
 
     async def app(scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         if scope["type"] == "http":
+            scope[BATCHES] = batches
             exchange = HttpExchange(scope, receive, send)
             exchange.allow_origin(origins)
             await _serve(service, exchange, _find(exchange, routes, prefixes), _refusal)
         elif scope["type"] == "lifespan":
-            await _lifespan(service, receive, send)
+            await _lifespan(service, runner, receive, send)
 
     return app
 
@@ -80,13 +90,17 @@ def create_admin_app(service: RouterService) -> App:
     return app
 
 
-async def _lifespan(service: RouterService, receive: AsgiReceive, send: AsgiSend) -> None:
+async def _lifespan(service: RouterService, runner: BatchRunner | None, receive: AsgiReceive, send: AsgiSend) -> None:
     while True:
         message = await receive()
         if message["type"] == "lifespan.startup":
             await service.start()
+            if runner is not None:
+                runner.start()
             await send({"type": "lifespan.startup.complete"})
         else:
+            if runner is not None:
+                await runner.close()
             await service.close()
             await send({"type": "lifespan.shutdown.complete"})
             return
@@ -311,6 +325,13 @@ async def _give_up(exchange: HttpExchange, stream: ResponseStream, failure: ApiE
                 await exchange.fail(failure)
 
 
+async def _batches(service: RouterService, exchange: HttpExchange) -> None:
+    if service.draining and exchange.method == "POST":
+        raise ShuttingDown
+    endpoints: BatchEndpoints = exchange.scope[BATCHES]
+    await endpoints.answer(exchange)
+
+
 async def _stored_response(service: RouterService, exchange: HttpExchange) -> None:
     await exchange.fail(
         ApiError(404, "responses aren't stored here: keep what was answered", "invalid_request_error", "not_stored")
@@ -424,6 +445,7 @@ ROUTES: Routes = {
     **{path: {"POST": _generate} for path in TEXT_KINDS},
     **{path: {"POST": _count} for path in COUNT_KINDS},
     "/v1/models": {"GET": _models},
+    **{path: {"POST": _batches, "GET": _batches} for path in PATHS},
     "/health": {"GET": _health},
     "/live": {"GET": _live},
     "/ping": {"GET": _health, "POST": _health},
@@ -442,6 +464,8 @@ ROUTES: Routes = {
 }
 PREFIX_ROUTES: Routes = {
     "/v1/models/": {"GET": _one_model},
+    "/v1/files/": {"GET": _batches, "DELETE": _batches},
+    "/v1/batches/": {"GET": _batches, "POST": _batches},
     "/v1/responses/": {"GET": _stored_response, "DELETE": _stored_response, "POST": _stored_response},
     "/cluster/drain/": {"POST": changes.drain},
     "/cluster/undrain/": {"POST": changes.undrain},

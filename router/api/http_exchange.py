@@ -10,7 +10,7 @@ import asyncio
 import json
 import re
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from twinpool.router.anthropic.messages_writer import error_body
@@ -35,6 +35,7 @@ ON_GONE = "twinpool.on_gone"
 """The ASGI extension that has a function called when the client leaves before its answer is complete."""
 JOINED_BYTES = 16 * 1024
 JSON_KIND = b"application/json"
+BYTES_KIND = b"application/octet-stream"
 JSON_KINDS = frozenset({"", "application/json", "text/json", "text/plain", "application/x-www-form-urlencoded"})
 EVENT_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -42,7 +43,7 @@ EVENT_HEADERS = (
     (b"x-accel-buffering", b"no"),  # A proxy such as nginx passes events on as they come.
 )
 PREFLIGHT_HEADERS = (
-    (b"access-control-allow-methods", b"GET, POST"),
+    (b"access-control-allow-methods", b"GET, POST, DELETE"),
     (b"access-control-max-age", b"600"),
     (b"vary", b"access-control-request-headers"),
 )
@@ -173,6 +174,23 @@ class HttpExchange:
                 self.body_done = True
                 return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    async def pieces(self, limit: int) -> AsyncIterator[bytes]:
+        """Yield the body as it comes, for who keeps none of it. Raises `BodyTooLarge` and `ClientGone` as `body`."""
+        length = self.headers.get(b"content-length", b"")
+        if length.isdigit() and (len(length) > 18 or int(length) > limit):
+            raise BodyTooLarge(f"the body has {length[:24].decode()} bytes; the limit is {limit}")
+        size = 0
+        while not self.body_done:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone("the client left while it was sending")
+            part = message.get("body", b"")
+            size += len(part)
+            if size > limit:
+                raise BodyTooLarge(f"the body is above the limit of {limit} bytes")
+            self.body_done = not message.get("more_body", False)
+            yield part
+
     def forget_body(self) -> None:
         """Give the body's bytes back to the `BodyBuffer`. Idempotent."""
         if self._buffer is not None:
@@ -231,6 +249,17 @@ class HttpExchange:
             await self._send({"type": "http.response.body", "body": part, "more_body": True})
             if len(part) >= JOINED_BYTES:  # Others needn't wait for all of it.
                 await asyncio.sleep(0)
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def answer_pieces(self, size: int, read: Callable[[], Awaitable[bytes]]) -> None:
+        """Send `size` bytes that `read` gives one after the other; it is asked for the next once the last is sent."""
+        await self._begin(200, [(b"content-type", BYTES_KIND), (b"content-length", b"%d" % size)])
+        while size:
+            part = (await read())[:size]
+            if not part:
+                raise ClientGone("the file has become shorter")  # The client sees that bytes are missing.
+            size -= len(part)
+            await self._send({"type": "http.response.body", "body": part, "more_body": True})
         await self._send({"type": "http.response.body", "body": b""})
 
     async def answer_json(self, status: int, tree: object) -> None:

@@ -132,6 +132,36 @@ def _completion(kind: str, optional: Schema, ends: list[str], **said: Schema) ->
     )
 
 
+_FILE = _object(
+    id=TEXT,
+    object={"const": "file"},
+    bytes=INTEGER,
+    created_at=INTEGER,
+    expires_at=or_null(INTEGER),
+    filename=TEXT,
+    purpose=TEXT,
+    status=TEXT,
+)
+_BATCH = _object(
+    id=TEXT,
+    object={"const": "batch"},
+    endpoint=TEXT,
+    errors=or_null(OBJECT),
+    input_file_id=TEXT,
+    completion_window=TEXT,
+    status=TEXT,
+    output_file_id=or_null(TEXT),
+    error_file_id=or_null(TEXT),
+    created_at=INTEGER,
+    request_counts=_object(total=INTEGER, completed=INTEGER, failed=INTEGER),
+    metadata=or_null(OBJECT),
+)
+
+
+def _listed(of: Schema) -> Schema:
+    return _object(object={"const": "list"}, data=array_of(of), has_more=BOOLEAN)
+
+
 SCHEMAS: dict[str, Schema] = {
     "Error": _object(error=_object(message=TEXT, type=TEXT, param=or_null(TEXT), code=or_null(TEXT))),
     "MessagesError": _object(type={"const": "error"}, error=_object(type=TEXT, message=TEXT)),
@@ -258,6 +288,11 @@ SCHEMAS: dict[str, Schema] = {
     "Workers": _object(workers=array_of(OBJECT)),
     "Records": _object(records=array_of(OBJECT)),
     "Check": _object(ok=BOOLEAN, workers=array_of(OBJECT)),
+    "File": _FILE,
+    "Files": _listed(_FILE),
+    "Deleted": _object(id=TEXT, object={"const": "file"}, deleted={"const": True}),
+    "Batch": _BATCH,
+    "Batches": _listed(_BATCH),
     "Operation": OBJECT,
 }
 """Answers by name."""
@@ -324,6 +359,7 @@ _ERRORS = {
     500: "The router failed inside",
     503: "No worker can serve, or the router is at a limit",
     504: "The request's timeout is over",
+    507: "The disk, or the share of it that files may take, is full",
 }
 _EVERY = (408, 431, 500, 503)
 """Statuses of every endpoint: of its connection, or of a fault."""
@@ -332,6 +368,7 @@ _OF_BODY = (400, 404, 413, 415)
 GENERATION = (*_EVERY, *_KEYED, *_OF_BODY, 409, 422, 429, 504)
 EMBEDDING = (*_EVERY, *_KEYED, *_OF_BODY, 429, 504)
 COUNTING = (*_EVERY, *_KEYED, *_OF_BODY, 429)
+STORING = (*_EVERY, *_KEYED, 400, 404, 409, 413, 415, 507)
 LISTING = (*_EVERY, *_KEYED, 404)
 OPEN = _EVERY
 OPERATION = (*_EVERY, 403, 404, 409)
@@ -410,6 +447,10 @@ _ENDPOINTS = {
     "/detokenize": _reads("Token ids to text", "Text", COUNTING),
     "/v1/models": _Endpoint("The served model, under each of its names", "Models", LISTING),
     "/v1/models/{model}": _Endpoint("One model", "Model", LISTING),
+    "/v1/files": _Endpoint("Your files, and upload of one", "Files", STORING, "get post", "purpose limit after order"),
+    "/v1/files/{file}": _Endpoint("A file, its content below it, and its end", "File", STORING, "get delete"),
+    "/v1/batches": _Endpoint("Your batches, and a new one", "Batches", STORING, "get post", "limit after"),
+    "/v1/batches/{batch}": _Endpoint("A batch; below it, its end", "Batch", STORING, "get post"),
     "/v1/load_lora_adapter": _operates("Serve an adapter from a folder below adapters.roots", errors=_SMALL),
     "/v1/unload_lora_adapter": _operates("Serve an adapter no more", errors=_SMALL),
     "/v1/responses/{response}": _Endpoint("404: responses aren't stored", "Error", LISTING, "get delete", ok=()),

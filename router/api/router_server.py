@@ -370,7 +370,7 @@ class RouterServer(uvicorn.Server):
         """
         within_s = self._service.config.max_timeout_s + 2 * KEEP_ALIVE_S
         log("leaving: another process has the port", connections=len(self.server_state.connections), within_s=within_s)
-        self._leaving = True
+        self._leaving = self._service.leaving = True
         if self._service.controller.dashboard is not None:
             self._service.controller.dashboard.close()  # Its streams would go on for ever.
         for server in cast(list[Any], self.servers):

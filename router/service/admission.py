@@ -13,7 +13,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+
+from msgspec import structs
 
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.clock import Clock
@@ -23,6 +26,7 @@ from twinpool.contracts.ids import Role
 from twinpool.contracts.json_logs import log
 from twinpool.contracts.key_file import TenantLimits
 from twinpool.contracts.messages.quota import QuotaClaim
+from twinpool.contracts.messages.router_commands import BACKGROUND
 from twinpool.router.links.controller_port import QuotaLessor
 from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
 from twinpool.router.openai.api_errors import BufferFull, QueueFull
@@ -230,8 +234,8 @@ class Admission:
 
     def book(self, tenant: str, choices: int, prompt_tokens: int) -> None:
         """Book the choices of an answer that begins, and what it takes of its tenant's limits. Raises `TenantLimited`,
-        having booked nothing."""
-        if self.keys is not None:
+        having booked nothing. Without a tenant only places are."""
+        if self.keys is not None and tenant:
             self.tenants.admit(tenant, self.allowed(tenant), choices, prompt_tokens, self._clock.now())
         self.choices += choices
 
@@ -242,6 +246,13 @@ class Admission:
             self.tenants.ended(tenant)
 
     # ------------------------------------------------------------ one request
+
+    def as_background(self, request: GenerateRequest, seed: int) -> GenerateRequest:
+        """Return a request of a batch as it is asked: background, with all the time that requests may have, and with
+        `seed` where it names none."""
+        seeded = request.sampling if request.seeded else structs.replace(request.sampling, seed=seed)
+        time_s = self._config.max_timeout_s
+        return replace(request, priority=BACKGROUND, timeout_s=time_s, sampling=seeded)
 
     def timeout_s(self, request: GenerateRequest) -> float:
         """Return the seconds from arrival to deadline. Raises `RequestError` above `router.max_timeout_s`."""

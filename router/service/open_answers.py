@@ -33,7 +33,7 @@ from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
 from twinpool.router.openai.choice_output import ChoiceOutput
 from twinpool.router.openai.parse_request import GenerateRequest
 from twinpool.router.openai.pooled_answers import EmbeddingWriter, PairWriter
-from twinpool.router.openai.request_headers import NO_TRACE, TraceContext
+from twinpool.router.openai.request_headers import NO_HEADERS, NO_TRACE, RequestHeaders, TraceContext
 from twinpool.router.openai.response_stream import AnswerWriter, NumberedEvents, ResponseStream
 from twinpool.router.openai.response_writer import ResponseWriter
 from twinpool.router.openai.token_answers import TokenWriter
@@ -44,7 +44,25 @@ from twinpool.router.state.routed_request import RoutedRequest
 from twinpool.router.state.ttft_prediction import TenantWeight
 from twinpool.router.text.tokenizer import ModelTokenizer
 from twinpool.router.tokenizer_pool.prepare_request import PreparedPrompt
+from twinpool.router.tokenizer_pool.tokenizer_process import FrameKind
 from twinpool.router.verification.stream_watch import StreamWatch, log_flag
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """A request for text as it came: its body, whose it is, and its headers."""
+
+    kind: FrameKind
+    """One of `REQUESTS`."""
+    raw: bytes
+    client_id: str
+    tenant: str = ""
+    headers: RequestHeaders = NO_HEADERS
+    on_gone: Callable[[Callable[[], object]], None] | None = None
+    """Called with functions that the caller must call when the client leaves, so that a waiting body isn't read."""
+    background: int | None = None
+    """The seed, where it names none, of a request of a batch: it takes what others leave, and nothing of its tenant's
+    limits. None: it is a client's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +91,8 @@ class OpenedRequest:
     keyed: KeyedRequest | None
     """What is known of its answer, where its client may come back; else None."""
     trace: TraceContext = NO_TRACE
+    metered: bool = True
+    """Whether it counts in its tenant's limits."""
 
     def routed(self, now: float, nonce: str) -> list[RoutedRequest]:
         """The choices, of which nothing is booked yet, as far as workers have kept those of a request with a key.
@@ -119,7 +139,7 @@ class OpenedRequest:
             buffered_events,
             self.client_id,
             self.times.timeout_s,
-            self.share.tenant,
+            self.share.tenant if self.metered else "",
             numbered,
             key,
             self.trace,

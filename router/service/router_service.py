@@ -13,7 +13,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from msgspec import structs
@@ -43,7 +43,7 @@ from twinpool.router.metrics.worker_metrics import index_metrics
 from twinpool.router.openai.api_errors import ApiError, ReaderFailed, SloUnreachable
 from twinpool.router.openai.choice_output import ChoiceOutput
 from twinpool.router.openai.parse_request import GenerateRequest
-from twinpool.router.openai.request_headers import NO_HEADERS, RequestHeaders, ResumeHeaders
+from twinpool.router.openai.request_headers import ResumeHeaders
 from twinpool.router.openai.response_stream import ResponseStream
 from twinpool.router.openai_responses.responses_request import renamed
 from twinpool.router.records.kept_records import RefusedRequest
@@ -60,7 +60,7 @@ from twinpool.router.service.idempotency_keys import (
     identity_of,
     usable,
 )
-from twinpool.router.service.open_answers import OpenAnswers, OpenedRequest, RequestTimes
+from twinpool.router.service.open_answers import ClientRequest, OpenAnswers, OpenedRequest, RequestTimes
 from twinpool.router.service.record_keeping import RecordKeeping
 from twinpool.router.state.ttft_prediction import TenantWeight
 from twinpool.router.state.worker_table import WorkerKey
@@ -74,20 +74,6 @@ from twinpool.router.verification.stream_watch import StreamWatch, log_finding
 
 TICK_S = 0.1
 SHUTTING_DOWN = "the server is shutting down"
-
-
-@dataclass(frozen=True, slots=True)
-class ClientRequest:
-    """A request for text as it came: its body, whose it is, and its headers."""
-
-    kind: FrameKind
-    """One of `REQUESTS`."""
-    raw: bytes
-    client_id: str
-    tenant: str = ""
-    headers: RequestHeaders = NO_HEADERS
-    on_gone: Callable[[Callable[[], object]], None] | None = None
-    """Called with functions that the caller must call when the client leaves, so that a waiting body isn't read."""
 
 
 class RouterService:
@@ -120,10 +106,14 @@ class RouterService:
             spec = replace(spec, pictures=None)  # Whoever computes prompts would refuse them.
         self.spec = served_as(replace(spec, generation_defaults=defaults), config.router.served_model_name)
         self.config, self.security, self.adapter_settings = config.router, config.security, config.adapters
+        self.batch = config.batch
         self.started = int(time.time())
         self.stop_timeout_s = config.cluster.stop_timeout_s
         self.draining = False
         """Whether new requests are refused, because this router is to end."""
+        self.leaving = False
+        """Whether another process has the port, so that this one finishes what it has and ends."""
+        self.background_rows = config.decode.background_rows
         self.answering = 0
         """Requests for text that are read, run or written."""
         self.clock = clock if clock is not None else SystemClock()
@@ -303,12 +293,16 @@ class RouterService:
         turn = self.claims.next_turn()
         with admission.hold():
             identity = await self._identity(asked, headers.resume, turn) if headers.resume is not None else None
-            began, slo_ms = self.clock.now(), admission.first_token_ms(headers.slo, tenant)
+            metered = asked.background is None
+            began, slo_ms = self.clock.now(), admission.first_token_ms(headers.slo, tenant) if metered else 0
             prepared = await self.readers.prepare(self.intake, asked.kind, asked.raw, tenant, asked.on_gone)
             request, prompts = prepared.request, prepared.prompts
             admission.check_model(tenant, request)
             prompt_tokens = sum([len(prompt.tokens) for prompt in prompts])
-            await admission.lease(tenant, request.choices, prompt_tokens)
+            if asked.background is None:
+                await admission.lease(tenant, request.choices, prompt_tokens)
+            else:
+                request = admission.as_background(request, asked.background)
         self._check_open()
         # From here on what was looked at holds until it is booked: only `_claim` waits, holding the places.
         if identity is not None:  # Another connection may have begun this answer while this one waited.
@@ -319,7 +313,8 @@ class RouterService:
             limits = [admission.answer_tokens(request, len(prompt.tokens)) for prompt in prompts]
         except RequestError as error:
             raise (renamed(error) if request.shape == "responses" else error) from None
-        admission.check_tenant(tenant, request.choices, prompt_tokens)
+        if metered:
+            admission.check_tenant(tenant, request.choices, prompt_tokens)
         if headers.session:
             request = replace(request, session=headers.session)
         if request.priority > allowed.priority and admission.keys is not None:
@@ -340,6 +335,7 @@ class RouterService:
                 asked.client_id,
                 keyed,
                 self.records.traced(headers.trace),
+                metered,
             )
             return self._begin(opened, slo_ms, prompt_tokens)
         except BaseException:

@@ -28,7 +28,8 @@ from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.contracts.wire.message_codec import FRAME_BYTES, FrameWriter, decode_commands
 from twinpool.router.links.controller_directory import ControllerDirectory
 from twinpool.router.links.worker_links import GrpcWorkerClient
-from twinpool.router.service.router_service import ClientRequest, RouterService
+from twinpool.router.service.open_answers import ClientRequest
+from twinpool.router.service.router_service import RouterService
 from twinpool.router.tokenizer_pool.tokenizer_process import FrameKind
 
 pytestmark = pytest.mark.asyncio

@@ -12,8 +12,7 @@ import httpx
 import pytest
 
 from tests.router.http_server import Server
-from twinpool.router.service.open_answers import SHARE
-from twinpool.router.service.router_service import ClientRequest
+from twinpool.router.service.open_answers import SHARE, ClientRequest
 from twinpool.router.state.routed_request import RoutedRequest
 from twinpool.router.tokenizer_pool.tokenizer_process import FrameKind
 

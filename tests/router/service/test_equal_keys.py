@@ -35,7 +35,8 @@ from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.router.openai.api_errors import Superseded
 from twinpool.router.openai.request_headers import RequestHeaders, ResumeHeaders
 from twinpool.router.service.idempotency_keys import AnswerClaim, AnswerClaims, AnswerIdentity
-from twinpool.router.service.router_service import ClientRequest, RouterService
+from twinpool.router.service.open_answers import ClientRequest
+from twinpool.router.service.router_service import RouterService
 from twinpool.router.state.routed_request import RoutedRequest
 from twinpool.router.tokenizer_pool.tokenizer_pool import INLINE_BYTES
 from twinpool.router.tokenizer_pool.tokenizer_process import REQUESTS, FrameKind, prepared_frame
