@@ -19,6 +19,7 @@ from twinpool.cli.command_parser import (
     flag,
     switch,
 )
+from twinpool.cli.load import batch_command
 from twinpool.cli.operator import (
     apply_command,
     drain_command,
@@ -168,11 +169,7 @@ COMMANDS = command_table(
         "down",
         "shut down a detached cluster",
         launch_commands.down,
-        flag(
-            "--url",
-            "URL of the cluster's router (default: TWINPOOL_URL, else the only cluster on this machine)",
-            default="",
-        ),
+        _CLUSTER[0],
     ),
     command(
         "status",
@@ -443,6 +440,15 @@ COMMANDS = command_table(
             choices=(32, 64, 128),
             default=128,
         ),
+    ),
+    command(
+        "batch",
+        "submit a file of requests as a batch, wait for it, and write the answers (1: not all are answered)",
+        batch_command.batch,
+        file_flag("file", "JSON lines with custom_id, method, url and body"),
+        file_flag("--output", "where the answers go (FILE.answers.jsonl); failed ones to OUTPUT.errors"),
+        flag("--window", "how long the batch may take (24h)", default="24h"),
+        *_CLUSTER,
     ),
     command(
         "demo",

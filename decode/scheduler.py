@@ -5,13 +5,17 @@ New requests are admitted by priority; among those of one tenants have fair shar
 pages for and have drawn while anybody waited (`worker.fair_shares`), and each tenant's are first come, first served.
 Running answers aren't cut short for that. Where memory is short, running requests are retracted (`decode.retraction`).
 All queues of requests are here and, for retracted ones, there.
+
+**Background requests** (`Submit.background`) have what others leave: while any other is here they get no pages, and at
+most `decode.background_rows` of them take steps. Where another lacks room one that runs is retracted, and comes back
+when no other waits.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from twinpool.contracts.clock import Clock
@@ -72,13 +76,14 @@ class DecodeScheduler:
 
         A migrating request that gets none now fails at once: its stream stands still elsewhere.
         """
+        ordinary = any(not request.submit.background for request in self.waiting)
         if len(self.retraction):
             yield from self.retraction.advance()
-            yield from self.retraction.resume(self.pressure.has_room_for)
+            yield from self.retraction.resume(self.pressure.has_room_for, background=not ordinary)
         self._shares.follow({r.submit.tenant: r.submit.weight for r in self.waiting})
         if not self.waiting:
             return
-        if not self.retraction.first_in_line:
+        if not self.retraction.first_in_line(background=not ordinary):
             self._grant()
         for request in [r for r in self.waiting if r.submit.migrating]:
             yield RequestFailed(request, ErrorKind.OVERLOADED, "there is no room for it now")
@@ -97,10 +102,13 @@ class DecodeScheduler:
         A request that waits for another one's prompt holds up no other.
         """
         for request in self._in_turn():
+            if request.submit.background and self._background_rests():
+                return
             if self._prompts.waits(request):
                 continue
             while not (self.pressure.has_room_for(request) and self._prompts.preallocate(request)):
                 if (preempted := self._prompts.make_way(request)) is None:
+                    self._background_leaves(request)
                     return
                 self.requeue(preempted)
             self.waiting.remove(request)
@@ -111,6 +119,20 @@ class DecodeScheduler:
             request.marks["grant"] = at_s = self._clock.now() - request.arrived
             if request.behind_since is not None:
                 request.notes.append(LegNote("waited", at_s, text="for another request's prompt, which begins alike"))
+
+    def _background_rests(self) -> bool:
+        """Whether background requests get no pages now: others are here, and as many as may run beside them."""
+        here = [request.submit.background for request in self._requests]
+        holding = sum(r.submit.background and r.allocation is not None for r in self._requests)
+        return not all(here) and holding >= self._config.background_rows
+
+    def _background_leaves(self, request: DecodeRequest) -> None:
+        """Retract a background request that runs, where another one lacks room; one at a time."""
+        if request.submit.background or self.retraction.leaving:
+            return
+        able = [one for one in self.running if one.submit.background and not one.stopping]
+        if able:
+            self.retract(min(able, key=lambda one: one.generated))
 
     def _in_turn(self) -> Iterator[DecodeRequest]:
         """Yield the waiting requests in the order in which they get pages."""
@@ -139,8 +161,9 @@ class DecodeScheduler:
 
         There are at most `decode.max_batch_tokens`. Where a request lacks pages for its step, others are retracted.
         """
-        verdict = self._drafting.verdict(self.running)
-        batch, short = self._able(verdict)
+        taking = self._taking()
+        verdict = self._drafting.verdict(taking)
+        batch, short = self._able(taking, verdict)
         if short:
             short = self._make_way(short)
             for victim in self.pressure.choose_victims(short, self.running):
@@ -154,8 +177,25 @@ class DecodeScheduler:
                 self._charge(request, 1)
         return batch
 
-    def _able(self, verdict: StepVerdict | None) -> tuple[list[DecodeRequest], list[DecodeRequest]]:
-        """Return, in turn, the requests that can take a step and have pages for it, and those that are short of pages.
+    def _taking(self) -> list[DecodeRequest]:
+        """Return the requests of the batch, in turn, that may take a step: of background ones beside others the first
+        `decode.background_rows`."""
+        left = self._config.background_rows
+        if all(request.submit.background for request in self.running):
+            return list(self.running)
+        taking = []
+        for request in self.running:
+            if not request.submit.background:
+                taking.append(request)
+            elif left:
+                taking.append(request)
+                left -= 1
+        return taking
+
+    def _able(
+        self, taking: Sequence[DecodeRequest], verdict: StepVerdict | None
+    ) -> tuple[list[DecodeRequest], list[DecodeRequest]]:
+        """Return, in turn, the requests of `taking` that can take a step and have pages for it, and those without.
 
         A request waits while it is to be migrated, while it comes to `max_tokens` with the steps under way, while those
         have to say how far its drafts came, and while state that was loaded for it hasn't arrived. One with steps under
@@ -164,7 +204,7 @@ class DecodeScheduler:
         """
         batch: list[DecodeRequest] = []
         short: list[DecodeRequest] = []
-        for request in self.running:
+        for request in taking:
             if len(batch) == self._config.max_batch_tokens:
                 break
             if request.stopping:

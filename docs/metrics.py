@@ -16,6 +16,7 @@ from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.messages.cluster_view import ControlPlane
 from twinpool.router.api.http_protocol import ClientConnections
+from twinpool.router.batch.batch_runner import BatchRunner
 from twinpool.router.links.controller_port import ControllerPorts
 from twinpool.router.metrics.worker_metrics import index_metrics
 from twinpool.router.service.router_service import RouterService
@@ -44,6 +45,7 @@ SECTIONS = {
         "reader_",
     ),
     "Requests": ("requests_in", "requests_wait", "requests_", "ignored_", "answers", "client_", "slow_", "tenant_"),
+    "Batches": ("batch",),
     "Records and traces": ("request_records", "record", "traces"),
     "Times and lengths": ("time_to", "time_per", "inter_token", "request_", "first_tokens", "gaps"),
     "Tokens": ("prompt_tokens", "generated_tokens", "draft_"),
@@ -113,6 +115,12 @@ NOTES = {
     ),
     "twinpool_reader_processes": Note(R, ""),
     "twinpool_bodies_waiting": Note(R, "above 0 for long: raise `router.reader_processes`, or more routers"),
+    "twinpool_batch_lines": Note(R, "`failed` grows: the error file of the batch says why"),
+    "twinpool_batch_lines_running": Note(R, "0 while a batch is in progress: no decode worker is idle"),
+    "twinpool_batches": Note(R, "in progress for long: more workers, or a larger `decode.background_rows`"),
+    "twinpool_batches_without_disk": Note(
+        R, "above 0: make room below `batch.folder`, or raise `batch.tenant_bytes` or `batch.disk_bytes`"
+    ),
     "twinpool_requests_in_flight": Note(
         R, "near `requests_limit`: clients get 429 next: more workers, or a smaller share for somebody"
     ),
@@ -331,6 +339,7 @@ def families() -> dict[str, Metric]:
     exporter = TraceExporter(cast(Any, SimpleNamespace()), config.tracing, random.Random)
     service.metrics.sources.append(exporter.families)
     service.metrics.sources.append(ClientConnections(config.router, 1024).metrics)
+    BatchRunner(service, cast(Any, None))
     found = (*service.metrics.collect(), *service.metrics.seen())
     return {family.name: family for family in found if not family.name.startswith("process_")}
 

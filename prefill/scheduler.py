@@ -211,8 +211,11 @@ class PrefillScheduler:
         A tenant with none there may take the place of one of no higher priority, the youngest, of the tenant that has
         most left there by its weight and keeps at least one. So places go from who has several to who has none, never
         back, and how often that happens is bounded by how many tenants there are. What yields finds its finished pages
-        in the tree.
+        in the tree. A background prompt yields to every other that decode has granted.
         """
+        resting = [one for one in running if one.submit.background and one.launched < len(one.tokens)]
+        if resting and not request.submit.background and self._entitled(request):
+            return resting[-1]
         several = Counter(one.submit.tenant for one in running)
         if several[request.submit.tenant] or not self._entitled(request):
             return None

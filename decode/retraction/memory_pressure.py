@@ -154,8 +154,9 @@ class MemoryPressure:
         return len(self._manager.allocations) == 1 and not self._manager.busy
 
     def _may_go(self, request: DecodeRequest) -> bool:
-        """Whether the request may be retracted: it took a step since it came back, and is below the limit."""
-        return request.stepped and not self._retraction.assured(request)
+        """Whether the request may be retracted: it took a step since it came back, and is below the limit; or it is a
+        background one, which goes on when nobody else is here."""
+        return request.submit.background or (request.stepped and not self._retraction.assured(request))
 
     def _candidate(self, request: DecodeRequest) -> RetractionCandidate[DecodeRequest]:
         allocation, submit = request.held, request.submit

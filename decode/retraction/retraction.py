@@ -73,10 +73,10 @@ class Retraction:
         """Whether retracted requests are about to free pages."""
         return bool(self._leaving)
 
-    @property
-    def first_in_line(self) -> bool:
-        """Whether a retracted request is to come back before any new one is admitted."""
-        return bool(self._leaving or self._away)
+    def first_in_line(self, *, background: bool = True) -> bool:
+        """Whether a retracted request is to come back before any new one is admitted; `background`: background ones,
+        too. Such a one comes back behind all others."""
+        return any(background or not request.submit.background for request in (*self._leaving, *self._away))
 
     def assured(self, request: DecodeRequest) -> bool:
         """Whether the request has been retracted as often as it may be, so that it gets pages for its whole answer."""
@@ -183,14 +183,15 @@ class Retraction:
 
     # ------------------------------------------------------------ and back
 
-    def resume(self, may: Callable[[DecodeRequest], bool]) -> list[RequestFailed]:
-        """Begin to bring back requests that `may` come and have room, oldest first; returns requests that fail.
+    def resume(self, may: Callable[[DecodeRequest], bool], *, background: bool = True) -> list[RequestFailed]:
+        """Begin to bring back requests that `may` come and have room, oldest first, and background ones last, unless
+        none of them is to come; returns requests that fail.
 
         A request that can't come yet holds up those behind it.
         """
         lost: list[RequestFailed] = []
-        for request in sorted(self._away, key=returns_first):
-            if not may(request):
+        for request in sorted(self._away, key=lambda one: (one.submit.background, returns_first(one))):
+            if not may(request) or (request.submit.background and not background):
                 break
             swapped = request.swapped
             assert swapped is not None

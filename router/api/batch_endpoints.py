@@ -142,9 +142,9 @@ class BatchEndpoints:
         if not rest:
             await exchange.answer_json(200, _shown_file(found[0]))
             return
-        source = await runner.thread(partial(found[1].open, "rb"))
+        source = await runner.thread(partial(open, found[1], "rb"))
         try:
-            await exchange.answer_pieces(found[0].bytes, lambda: runner.thread(partial(source.read, CONTENT_BYTES)))
+            await exchange.answer_pieces(found[0].bytes, lambda: runner.thread(lambda: source.read(CONTENT_BYTES)))
         finally:
             await runner.thread(source.close)
 
@@ -169,7 +169,7 @@ class BatchEndpoints:
         found = None
         if isinstance(input_id, str):
             found = await runner.thread(partial(runner.store.file, exchange.tenant, input_id))
-        if found is None or found[0].purpose != "batch":
+        if not isinstance(input_id, str) or found is None or found[0].purpose != "batch":
             raise _Refused(_invalid("input_file_id names no file of yours with the purpose batch", "input_file_id"))
         make = partial(runner.store.create, exchange.tenant, input_id, endpoint, str(window), seconds, metadata)
         batch = await runner.thread(make)

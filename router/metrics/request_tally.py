@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from prometheus_client.core import HistogramMetricFamily
 
 from twinpool.contracts.ids import RequestId, Role
+from twinpool.contracts.messages.router_commands import BACKGROUND
 from twinpool.contracts.messages.router_report import BOUNDS_S, LatencyShape
 from twinpool.contracts.messages.worker_events import LegReport
 from twinpool.router.anthropic.messages_request import IGNORED as ANTHROPICS
@@ -122,9 +123,16 @@ class RequestTally:
     def tokens(self, choice: ChoiceOutput, count: int, now: float) -> None:
         """Count tokens delivered to a choice at `now`, and set its `first_at`, `first_count` and `last_at`.
 
-        The inter-token histogram gets one value a delivery, however many tokens that has.
+        The inter-token histogram gets one value a delivery, however many tokens that has. What is background waits by
+        design: its times are in none.
         """
         self.generated_tokens += count
+        if choice.request.priority <= BACKGROUND:
+            if not choice.first_at:
+                choice.first_at, choice.first_count = now, count
+                self.prompt_tokens += len(choice.request.prompt)
+            choice.last_at = now
+            return
         if choice.first_at:
             gap_s, itl, target = now - choice.last_at, self.itl, self.target
             itl.counts[bisect_left(ITL_BUCKETS_S, gap_s)] += 1
@@ -155,6 +163,8 @@ class RequestTally:
             self.answers["error"] += 1
             return
         self.answers[choice.finish or "stop"] += 1
+        if request.priority <= BACKGROUND:
+            return
         self.duration.observe(choice.ended_at - request.arrived + choice.tokenise_s)
         self.prompt_length.observe(len(request.prompt))
         self.answer_length.observe(len(choice.tokens))

@@ -181,7 +181,7 @@ _NOT_HERE = {
         "/v1/images", "/v1/audio", "/v1/videos", "/v1/realtime",
     ),
     "nothing is stored here: send each request with its whole conversation": (
-        "/v1/files", "/v1/uploads", "/v1/batches", "/v1/conversations", "/v1/threads", "/v1/assistants",
+        "/v1/uploads", "/v1/conversations", "/v1/threads", "/v1/assistants",
         "/v1/vector_stores", "/v1/containers",
     ),
     "models aren't trained here": ("/v1/fine_tuning", "/v1/evals"),

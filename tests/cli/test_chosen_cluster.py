@@ -26,7 +26,7 @@ CHANGES = {
     "adapters": ["unload", "a-name"],
 }  # fmt: skip
 LOOKS = {"status": [], "check": [], "explain": ["an-id"]}
-ELSEWHERE = {"replay", "plan"}
+ELSEWHERE = {"replay", "plan", "batch"}
 """Commands whose URL is any endpoint's."""
 
 

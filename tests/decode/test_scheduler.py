@@ -9,7 +9,8 @@ import pytest
 from tests.support.decode_parts import DecodeParts
 from twinpool.cache.manager.allocations import Allocations
 from twinpool.contracts.errors import ErrorKind
-from twinpool.decode.request import DecodePhase, RequestFailed
+from twinpool.contracts.messages.router_commands import BACKGROUND
+from twinpool.decode.request import DecodePhase, DecodeRequest, RequestFailed
 from twinpool.decode.retraction.memory_pressure import KNOWN
 
 
@@ -252,3 +253,76 @@ def test_a_step_has_a_page_for_its_position_in_every_pool_however_few_are_asked_
         parts.steps.launch([request])
         assert list(parts.steps.landed(go_on=False)) == []
     assert parts.scheduler.next_batch() == []
+
+
+def _end(parts: DecodeParts, *requests: DecodeRequest) -> None:
+    parts.leave(*requests)
+    assert parts.scheduler.check() == []
+
+
+def test_background_requests_take_steps_only_while_no_other_runs() -> None:
+    parts = DecodeParts()
+    (batch,) = parts.run("a", priority=BACKGROUND)
+    assert parts.scheduler.next_batch() == [batch]
+    (live,) = parts.run("b", priority=BACKGROUND + 1)
+    parts.scheduler.launched([batch])
+    batch.commit([1])
+    for _ in range(3):
+        assert parts.scheduler.next_batch() == [live]
+        parts.scheduler.launched([live])
+        live.commit([1])
+    _end(parts, live)
+    assert parts.scheduler.next_batch() == [batch]
+    _end(parts, batch)
+
+
+def test_so_many_background_rows_as_are_configured_go_beside_others() -> None:
+    parts = DecodeParts(decode={"background_rows": 1})
+    first, second = parts.run("a", "b", priority=BACKGROUND)
+    (live,) = parts.run("c")
+    assert parts.scheduler.next_batch() == [first, live]
+    parts.scheduler.launched([first, live])
+    assert parts.scheduler.next_batch() == [second, live], "those that have waited longest"
+    _end(parts, first, second, live)
+
+
+def test_a_background_request_gets_pages_once_no_other_is_here() -> None:
+    parts = DecodeParts()
+    (live,) = parts.run("a")
+    waits = parts.ask("b", priority=BACKGROUND)
+    assert list(parts.scheduler.admit()) == []
+    assert waits in parts.scheduler.waiting
+    _end(parts, live)
+    assert list(parts.scheduler.admit()) == []
+    assert waits.phase is DecodePhase.ARRIVING
+    _end(parts, waits)
+
+
+def test_a_background_request_leaves_for_another_that_lacks_room_and_comes_back_last() -> None:
+    parts = DecodeParts(pages=8, host_pages=8, decode={"retract": "copy"})
+    (batch,) = parts.run("a", prompt=12, most=4, priority=BACKGROUND)
+    live = parts.ask("b", prompt=20, most=4)
+    more = parts.ask("c", prompt=12, most=4, priority=BACKGROUND)
+    assert list(parts.scheduler.admit()) == []
+    assert batch.phase is DecodePhase.RETRACTING
+    for _ in range(20):
+        assert list(parts.scheduler.admit()) == []
+        if live.phase is DecodePhase.ARRIVING:
+            break
+    assert (batch.phase, live.phase) == (DecodePhase.RETRACTED, DecodePhase.ARRIVING)
+    _end(parts, live)
+    for _ in range(20):
+        assert list(parts.scheduler.admit()) == []
+        assert parts.scheduler.returned() == []
+    assert (batch.phase, more.phase) == (DecodePhase.RUNNING, DecodePhase.WAITING)
+    _end(parts, batch, more)
+
+
+def test_prompts_of_equals_still_wait_for_who_was_retracted() -> None:
+    parts = DecodeParts()
+    (leaving,) = parts.run("a", priority=BACKGROUND)
+    leaving.launched += 1  # Its last step is under way, so it stays.
+    parts.scheduler.retract(leaving)
+    waits = parts.ask("b", priority=BACKGROUND)
+    assert list(parts.scheduler.admit()) == []
+    assert waits.phase is DecodePhase.WAITING
