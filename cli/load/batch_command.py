@@ -117,8 +117,8 @@ def _submit(client: httpx.Client, file: Path, window: str) -> str:
                 f"{file}: the first line must be a JSON object with custom_id, method, url and body"
             ) from None
         source.seek(0)
-        sent = {"files": {"file": (file.name, source, "application/jsonl")}, "data": {"purpose": "batch"}}
-        uploaded = _ask(client, "POST", "/v1/files", **sent)
+        form = {"file": (file.name, source, "application/jsonl")}
+        uploaded = _ask(client, "POST", "/v1/files", files=form, data={"purpose": "batch"})
     body = {"input_file_id": uploaded["id"], "endpoint": endpoint, "completion_window": window}
     return str(_ask(client, "POST", "/v1/batches", json=body)["id"])
 

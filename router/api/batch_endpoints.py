@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 from urllib.parse import parse_qsl
 
 from twinpool.contracts.errors import RequestError, TwinpoolError
@@ -142,7 +143,7 @@ class BatchEndpoints:
         if not rest:
             await exchange.answer_json(200, _shown_file(found[0]))
             return
-        source = await runner.thread(partial(open, found[1], "rb"))
+        source = await runner.thread(partial(_opened, found[1]))
         try:
             await exchange.answer_pieces(found[0].bytes, lambda: runner.thread(lambda: source.read(CONTENT_BYTES)))
         finally:
@@ -279,6 +280,10 @@ class FormReader:
 
 
 _OF_BATCH = ("endpoint", "input_file_id", "completion_window", "metadata", "output_expires_after")
+
+
+def _opened(path: Path) -> BinaryIO:
+    return path.open("rb")
 
 
 async def _body(exchange: HttpExchange, *, empty: bool = False) -> dict[str, Any]:

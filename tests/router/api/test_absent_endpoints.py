@@ -16,7 +16,7 @@ from tests.router.http_server import Server
         ("POST", "/load_lora_adapter", "adapters"),
         ("POST", "/v1/images/generations", "images"),
         ("POST", "/v1/audio/transcriptions", "audio"),
-        ("GET", "/v1/files/file-1", "stored"),
+        ("GET", "/v1/uploads/upload-1", "stored"),
         ("POST", "/classify", "makes no classes"),
         ("GET", "/v1/unknown", "no such endpoint"),
         ("GET", "/unknown", "no such endpoint"),

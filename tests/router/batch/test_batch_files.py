@@ -163,7 +163,8 @@ def test_each_tenant_has_its_own_files_and_batches_alone(tmp_path: Path) -> None
     batch = store.create("a", mine, URL, "24h", 100, None)
     for other in ("b", "", "a ", "../a", hash_of(tmp_path)):
         assert store.file(other, mine) is None
-        assert store.files(other) == store.batches(other) == []
+        assert not store.files(other)
+        assert not store.batches(other)
         assert store.batch(other, batch.id) is None
         assert store.cancel(other, batch.id) is None
         assert not store.delete_file(other, mine)
@@ -199,8 +200,8 @@ def test_files_have_bounds_and_what_does_not_fit_leaves_nothing(tmp_path: Path) 
     put(store, "a", b"x")
     with pytest.raises(TooMany, match="2 files"):
         Upload(store, "a")
-    for tenant, limits in (("b", {"tenant_bytes": 3}), ("c", {"disk_bytes": 3}), ("d", {"free_bytes": 1 << 60})):
-        tight = store_of(tmp_path, **limits)
+    for tenant, limit, most in (("b", "tenant_bytes", 3), ("c", "disk_bytes", 3), ("d", "free_bytes", 1 << 60)):
+        tight = store_of(tmp_path, None, **{limit: most})
         with pytest.raises(StorageFull):
             Upload(tight, tenant).write(b"1234")
 
@@ -307,7 +308,8 @@ def test_what_has_expired_and_what_nobody_names_goes(tmp_path: Path, monkeypatch
     store.keep(place, batch.after(BatchEvent.REFUSED, 5))
     wall.at += 2000
     store.sweep()
-    assert store.files("a") == store.batches("a") == []
+    assert not store.files("a")
+    assert not store.batches("a")
 
 
 def test_a_folder_that_can_not_be_used_is_refused(tmp_path: Path) -> None:
