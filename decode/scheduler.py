@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from twinpool.contracts.clock import Clock
@@ -102,13 +102,14 @@ class DecodeScheduler:
         A request that waits for another one's prompt holds up no other.
         """
         for request in self._in_turn():
-            if request.submit.background and self._background_rests():
+            if request.submit.background and _background_rests(self._requests, self._config.background_rows):
                 return
             if self._prompts.waits(request):
                 continue
             while not (self.pressure.has_room_for(request) and self._prompts.preallocate(request)):
                 if (preempted := self._prompts.make_way(request)) is None:
-                    self._background_leaves(request)
+                    if not self.retraction.leaving and (victim := _gives_way(self.running, request)) is not None:
+                        self.retract(victim)
                     return
                 self.requeue(preempted)
             self.waiting.remove(request)
@@ -119,20 +120,6 @@ class DecodeScheduler:
             request.marks["grant"] = at_s = self._clock.now() - request.arrived
             if request.behind_since is not None:
                 request.notes.append(LegNote("waited", at_s, text="for another request's prompt, which begins alike"))
-
-    def _background_rests(self) -> bool:
-        """Whether background requests get no pages now: others are here, and as many as may run beside them."""
-        here = [request.submit.background for request in self._requests]
-        holding = sum(r.submit.background and r.allocation is not None for r in self._requests)
-        return not all(here) and holding >= self._config.background_rows
-
-    def _background_leaves(self, request: DecodeRequest) -> None:
-        """Retract a background request that runs, where another one lacks room; one at a time."""
-        if request.submit.background or self.retraction.leaving:
-            return
-        able = [one for one in self.running if one.submit.background and not one.stopping]
-        if able:
-            self.retract(min(able, key=lambda one: one.generated))
 
     def _in_turn(self) -> Iterator[DecodeRequest]:
         """Yield the waiting requests in the order in which they get pages."""
@@ -161,7 +148,7 @@ class DecodeScheduler:
 
         There are at most `decode.max_batch_tokens`. Where a request lacks pages for its step, others are retracted.
         """
-        taking = self._taking()
+        taking = _may_step(self.running, self._config.background_rows)
         verdict = self._drafting.verdict(taking)
         batch, short = self._able(taking, verdict)
         if short:
@@ -177,21 +164,6 @@ class DecodeScheduler:
                 self._charge(request, 1)
         return batch
 
-    def _taking(self) -> list[DecodeRequest]:
-        """Return the requests of the batch, in turn, that may take a step: of background ones beside others the first
-        `decode.background_rows`."""
-        left = self._config.background_rows
-        if all(request.submit.background for request in self.running):
-            return list(self.running)
-        taking = []
-        for request in self.running:
-            if not request.submit.background:
-                taking.append(request)
-            elif left:
-                taking.append(request)
-                left -= 1
-        return taking
-
     def _able(
         self, taking: Sequence[DecodeRequest], verdict: StepVerdict | None
     ) -> tuple[list[DecodeRequest], list[DecodeRequest]]:
@@ -199,8 +171,7 @@ class DecodeScheduler:
 
         A request waits while it is to be migrated, while it comes to `max_tokens` with the steps under way, while those
         have to say how far its drafts came, and while state that was loaded for it hasn't arrived. One with steps under
-        way isn't short: they may free a page of a window, or end it. `verdict`: what drafts are
-        worth in the step.
+        way isn't short: they may free a page of a window, or end it. `verdict`: what drafts are worth in the step.
         """
         batch: list[DecodeRequest] = []
         short: list[DecodeRequest] = []
@@ -287,3 +258,25 @@ class DecodeScheduler:
 def _turn(request: DecodeRequest) -> tuple[int, float]:
     """Sort key of the order in which requests get pages."""
     return -request.submit.priority, request.arrived
+
+
+def _background_rests(requests: Iterable[DecodeRequest], rows: int) -> bool:
+    """Whether background requests get no pages now: others are here, and as many of them as may run beside those."""
+    here = list(requests)
+    holding = sum(one.submit.background and one.allocation is not None for one in here)
+    return holding >= rows and not all(one.submit.background for one in here)
+
+
+def _gives_way(running: Iterable[DecodeRequest], request: DecodeRequest) -> DecodeRequest | None:
+    """Return the background request that leaves for one that lacks room; None where none does."""
+    able = [one for one in running if one.submit.background and not one.stopping]
+    return None if request.submit.background else min(able, key=lambda one: one.generated, default=None)
+
+
+def _may_step(running: Iterable[DecodeRequest], rows: int) -> list[DecodeRequest]:
+    """Return those of `running` that may take a step, in turn: of background ones beside others the first `rows`."""
+    here = list(running)
+    if all(one.submit.background for one in here):
+        return here
+    first = [one for one in here if one.submit.background][:rows]
+    return [one for one in here if not one.submit.background or one in first]

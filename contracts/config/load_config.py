@@ -127,7 +127,7 @@ def _conflicts(config: Config) -> Iterator[str]:
     yield from _tracing_conflicts(config.tracing)
     yield from _controller_conflicts(config.cluster)
     yield from ledger_file_conflicts(config.cluster.ledger, config.security)
-    for conflicts in (_adapter_conflicts, _disaggregation_conflicts, _draft_conflicts):
+    for conflicts in (_adapter_conflicts, _batch_conflicts, _disaggregation_conflicts, _draft_conflicts):
         yield from conflicts(config)
     yield from autoscaling_conflicts(config.autoscaling)
     router = config.router
@@ -145,8 +145,6 @@ def _conflicts(config: Config) -> Iterator[str]:
             f"config key router.body_buffer_bytes={router.body_buffer_bytes} is below router.max_body_bytes="
             f"{router.max_body_bytes}: the largest body could never be received"
         )
-    if config.batch.folder and not config.batch.folder.startswith("/"):
-        yield f"config key batch.folder takes an absolute folder; got {config.batch.folder!r:.200}"
     if router.breaker_rate > 1:
         yield f"config key router.breaker_rate is a share of 1; got {router.breaker_rate:g}"
     if config.prefill.short_share >= 1:
@@ -173,6 +171,11 @@ def _conflicts(config: Config) -> Iterator[str]:
         yield f"config key watch.window_tokens must be at most 1024; got {config.watch.window_tokens}"
     if config.cache.strip_reasoning and not config.cache.reasoning_tokens:
         yield "config key cache.strip_reasoning needs cache.reasoning_tokens"
+
+
+def _batch_conflicts(config: Config) -> Iterator[str]:
+    if config.batch.folder and not config.batch.folder.startswith("/"):
+        yield f"config key batch.folder takes an absolute folder; got {config.batch.folder!r:.200}"
 
 
 def _disaggregation_conflicts(config: Config) -> Iterator[str]:
