@@ -27,6 +27,7 @@ from twinpool.router.batch.batch_store import (
     TooMany,
 )
 from twinpool.router.openai.api_errors import ApiError
+from twinpool.router.openai.request_fields import BOOLEAN, INTEGER, OBJECT, TEXT, Schema, array_of, object_of, or_null
 
 MAX_UPLOADS = 8
 """Uploads that one router receives at a time, and half as many of one tenant."""
@@ -49,6 +50,43 @@ _FILENAME = re.compile(rb'[;\s]filename="((?:[^"\\]|\\.)*)"')
 FILES, BATCHES = "/v1/files", "/v1/batches"
 PATHS = (FILES, BATCHES)
 OFF = "files and batches are kept nowhere here: the operator sets batch.folder"
+
+
+_FILE: Schema = object_of(
+    "id object bytes created_at expires_at filename purpose status",
+    id=TEXT,
+    object={"const": "file"},
+    bytes=INTEGER,
+    created_at=INTEGER,
+    expires_at=or_null(INTEGER),
+    filename=TEXT,
+    purpose=TEXT,
+    status=TEXT,
+)
+_BATCH: Schema = object_of(
+    "id object endpoint input_file_id status created_at request_counts",
+    id=TEXT,
+    object={"const": "batch"},
+    endpoint=TEXT,
+    errors=or_null(OBJECT),
+    input_file_id=TEXT,
+    completion_window=TEXT,
+    status=TEXT,
+    output_file_id=or_null(TEXT),
+    error_file_id=or_null(TEXT),
+    created_at=INTEGER,
+    request_counts=OBJECT,
+    metadata=or_null(OBJECT),
+)
+BATCH_SCHEMAS: dict[str, Schema] = {
+    "File": _FILE,
+    "Batch": _BATCH,
+    **{
+        f"{name}s": object_of("object data has_more", object={"const": "list"}, data=array_of(of), has_more=BOOLEAN)
+        for name, of in (("File", _FILE), ("Batche", _BATCH))
+    },
+}
+"""Answers by name, for `/openapi.json`."""
 
 
 class BatchEndpoints:

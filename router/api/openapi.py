@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from twinpool.contracts.build_id import package_version
 from twinpool.router.anthropic import messages_request
+from twinpool.router.api.batch_endpoints import BATCH_SCHEMAS
 from twinpool.router.openai.pooled_answers import RERANK, SCORE
 from twinpool.router.openai.request_fields import (
     BOOLEAN,
@@ -130,36 +131,6 @@ def _completion(kind: str, optional: Schema, ends: list[str], **said: Schema) ->
         choices=array_of(choice),
         usage=_USAGE,
     )
-
-
-_FILE = _object(
-    id=TEXT,
-    object={"const": "file"},
-    bytes=INTEGER,
-    created_at=INTEGER,
-    expires_at=or_null(INTEGER),
-    filename=TEXT,
-    purpose=TEXT,
-    status=TEXT,
-)
-_BATCH = _object(
-    id=TEXT,
-    object={"const": "batch"},
-    endpoint=TEXT,
-    errors=or_null(OBJECT),
-    input_file_id=TEXT,
-    completion_window=TEXT,
-    status=TEXT,
-    output_file_id=or_null(TEXT),
-    error_file_id=or_null(TEXT),
-    created_at=INTEGER,
-    request_counts=_object(total=INTEGER, completed=INTEGER, failed=INTEGER),
-    metadata=or_null(OBJECT),
-)
-
-
-def _listed(of: Schema) -> Schema:
-    return _object(object={"const": "list"}, data=array_of(of), has_more=BOOLEAN)
 
 
 SCHEMAS: dict[str, Schema] = {
@@ -288,11 +259,7 @@ SCHEMAS: dict[str, Schema] = {
     "Workers": _object(workers=array_of(OBJECT)),
     "Records": _object(records=array_of(OBJECT)),
     "Check": _object(ok=BOOLEAN, workers=array_of(OBJECT)),
-    "File": _FILE,
-    "Files": _listed(_FILE),
-    "Deleted": _object(id=TEXT, object={"const": "file"}, deleted={"const": True}),
-    "Batch": _BATCH,
-    "Batches": _listed(_BATCH),
+    **BATCH_SCHEMAS,
     "Operation": OBJECT,
 }
 """Answers by name."""
