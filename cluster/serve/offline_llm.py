@@ -27,7 +27,8 @@ from twinpool.cluster.worker_process.worker_thread import WorkerEnd
 from twinpool.contracts.errors import TwinpoolError
 from twinpool.router.links.controller_port import ControllerPorts
 from twinpool.router.openai.api_errors import failure_of_done
-from twinpool.router.service.router_service import ClientRequest, RouterService
+from twinpool.router.service.open_answers import ClientRequest
+from twinpool.router.service.router_service import RouterService
 from twinpool.router.tokenizer_pool.tokenizer_process import FrameKind
 
 __all__ = ["LLM", "AnswerFailed", "Drawing", "Generated", "PromptAnswers"]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from twinpool.contracts.build_id import package_version
 from twinpool.router.anthropic import messages_request
-from twinpool.router.api.batch_endpoints import BATCH_SCHEMAS
+from twinpool.router.api.batch_endpoints import BATCH_PATHS, BATCH_SCHEMAS
 from twinpool.router.openai.pooled_answers import RERANK, SCORE
 from twinpool.router.openai.request_fields import (
     BOOLEAN,
@@ -335,7 +335,6 @@ _OF_BODY = (400, 404, 413, 415)
 GENERATION = (*_EVERY, *_KEYED, *_OF_BODY, 409, 422, 429, 504)
 EMBEDDING = (*_EVERY, *_KEYED, *_OF_BODY, 429, 504)
 COUNTING = (*_EVERY, *_KEYED, *_OF_BODY, 429)
-STORING = (*_EVERY, *_KEYED, 400, 404, 409, 413, 415, 507)
 LISTING = (*_EVERY, *_KEYED, 404)
 OPEN = _EVERY
 OPERATION = (*_EVERY, 403, 404, 409)
@@ -414,10 +413,7 @@ _ENDPOINTS = {
     "/detokenize": _reads("Token ids to text", "Text", COUNTING),
     "/v1/models": _Endpoint("The served model, under each of its names", "Models", LISTING),
     "/v1/models/{model}": _Endpoint("One model", "Model", LISTING),
-    "/v1/files": _Endpoint("Your files, and upload of one", "Files", STORING, "get post", "purpose limit after order"),
-    "/v1/files/{file}": _Endpoint("A file, its content below it, and its end", "File", STORING, "get delete"),
-    "/v1/batches": _Endpoint("Your batches, and a new one", "Batches", STORING, "get post", "limit after"),
-    "/v1/batches/{batch}": _Endpoint("A batch; below it, its end", "Batch", STORING, "get post"),
+    **{path: _Endpoint(*said) for path, said in BATCH_PATHS.items()},
     "/v1/load_lora_adapter": _operates("Serve an adapter from a folder below adapters.roots", errors=_SMALL),
     "/v1/unload_lora_adapter": _operates("Serve an adapter no more", errors=_SMALL),
     "/v1/responses/{response}": _Endpoint("404: responses aren't stored", "Error", LISTING, "get delete", ok=()),
