@@ -90,11 +90,11 @@ BATCH_SCHEMAS: dict[str, Schema] = {
 
 
 _STATUSES = (408, 431, 500, 503, 401, 403, 400, 404, 409, 413, 415, 507)
-BATCH_PATHS = {
+BATCH_PATHS: dict[str, tuple[str, str, tuple[int, ...], str, str]] = {
     "/v1/files": ("Your files, and upload of one", "Files", _STATUSES, "get post", "purpose limit after order"),
-    "/v1/files/{file}": ("A file, its content below it, and its end", "File", _STATUSES, "get delete"),
+    "/v1/files/{file}": ("A file, its content below it, and its end", "File", _STATUSES, "get delete", ""),
     "/v1/batches": ("Your batches, and a new one", "Batches", _STATUSES, "get post", "limit after"),
-    "/v1/batches/{batch}": ("A batch; below it, its end", "Batch", _STATUSES, "get post"),
+    "/v1/batches/{batch}": ("A batch; below it, its end", "Batch", _STATUSES, "get post", ""),
 }
 """What `/openapi.json` says of each path: for what it is, the answer, statuses of errors, methods, parameters."""
 

@@ -329,7 +329,7 @@ _ERRORS = {
     507: "The disk, or the share of it that files may take, is full",
 }
 _EVERY = (408, 431, 500, 503)
-"""Statuses of every endpoint: of its connection, or of a fault."""
+"""Of every endpoint: of its connection, or of a fault."""
 _KEYED = (401, 403)
 _OF_BODY = (400, 404, 413, 415)
 GENERATION = (*_EVERY, *_KEYED, *_OF_BODY, 409, 422, 429, 504)
@@ -382,8 +382,7 @@ class _Endpoint(NamedTuple):
 
 _CHECKED = (*OPERATION, 400)
 """Of operations that refuse a query or a body which means nothing."""
-_SMALL = (*_CHECKED, 413)
-"""Of those that refuse a long body as well."""
+_SMALL = (*_CHECKED, 413)  # Of those that refuse a long body as well.
 
 
 def _reads(summary: str, answer: str, errors: tuple[int, ...] = GENERATION) -> _Endpoint:
