@@ -119,6 +119,11 @@ class PrefillRequest(WorkerRequest):
                 return max(at[0], least), at[-1] + 1
         return end, end
 
+    @property
+    def at_once(self) -> int:
+        """How many positions a step has to compute of it at the least: the rest of a picture that can't be parted."""
+        return self.whole_until(self.planned + 1, self.planned)[1] - self.planned
+
     def pictured(self, start: int, end: int) -> list[PlacedRows]:
         """The parts of its pictures at positions `start .. end-1`, which are a row's."""
         found = []

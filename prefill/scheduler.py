@@ -308,8 +308,9 @@ class PrefillScheduler:
         `budget`: tokens; None: `prefill.chunk_tokens`, as for every step that has nothing but chunks.
         Who has a higher priority comes first. Tenants of one priority have fair shares of what is left, a page at a
         time; `_plan_in_turn` says how a tenant's part is shared. Chunks end at page boundaries, except at the end of
-        the prompt and where the whole budget is less than a page. What is planned is launched, and charged. While
-        another tenant is expected the step has less (`_kept_short`).
+        the prompt, where the whole budget is less than a page, and at a picture whose positions see each other. Such a
+        picture waits for a step that has room for it; one that has nothing else is as long as the picture. What is
+        planned is launched, and charged. While another tenant is expected the step has less (`_kept_short`).
         """
         able = [
             r for r in self._requests if r.phase is PrefillPhase.RUNNING and r.allocation and r.launched < len(r.tokens)
@@ -370,6 +371,8 @@ class PrefillScheduler:
         size, left = self._page_tokens, budget
         if short:
             first = max(size, int(budget * self._config.short_share)) if budget >= 2 * size else 0
+            if (least := able[0].at_once) > 1:
+                first = min(first, budget - least)
             for request in sorted((r for r in able[1:] if r.left < able[0].left), key=lambda r: r.left):
                 first -= (count := self._plan(request, min(first, left), whole))
                 left -= count
@@ -380,6 +383,8 @@ class PrefillScheduler:
     def _plan(self, request: PrefillRequest, most: int, budget: int) -> int:
         """Plan up to `most` more positions of the request for this step, whose budget is `budget`; returns how many."""
         size, planned = self._page_tokens, request.planned
+        if request.at_once > most and most < budget:
+            return 0
         # Recurrent states are kept as they are at the last page boundary: a chunk ends there.
         boundary = request.last_boundary(size) if self._manager.running.stateful else 0
         whole = boundary if request.launched < boundary else len(request.tokens)

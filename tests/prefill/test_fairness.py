@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.prefill_parts import PAGE, PrefillParts
+from twinpool.contracts.messages.router_commands import Picture
 from twinpool.contracts.messages.worker_events import LegNote
+from twinpool.engine.layers.picture_tower import PlacedRows
 from twinpool.prefill.request import PrefillPhase, PrefillRequest
 
 CHUNK = 32
@@ -231,3 +233,44 @@ def test_a_tenants_last_prompt_keeps_its_place() -> None:
     parts.granted.add(parts.ask("b1", 40, tenant="b"))
     parts.scheduler.admit()
     assert only(parts) == ["a1"]
+
+
+def sees(request: PrefillRequest, at: range) -> PrefillRequest:
+    """The request, with a picture at these positions, which see each other."""
+    picture = Picture(token=1, height=8, width=8, count=len(at), pixels=b"", whole=True)
+    request.pictures = [PlacedRows(picture, b"digest", 0, at)]
+    return request
+
+
+def steps_of(flood: Flood, seers: list[PrefillRequest], at: range) -> list[int]:
+    """How many tokens each step has until all is computed. No picture is parted."""
+    sizes = []
+    while flood.parts.requests:
+        sizes.append(sum(flood.step().values()))
+        assert len(sizes) < 100, "nothing starves"
+        assert not any(at[0] < request.launched <= at[-1] for request in seers)
+    return sizes
+
+
+@pytest.mark.parametrize("tenants", ["aaaaaa", "abcdef"])
+def test_pictures_of_many_that_are_computed_whole_make_no_step_longer(tenants: str) -> None:
+    flood, at = Flood({}, pages=1024, max_running=32), range(3, 19)
+    seers = [sees(flood.ask(tenant, 40), at) for tenant in tenants]
+    assert max(steps_of(flood, seers, at)) <= CHUNK
+
+
+def test_a_step_that_has_nothing_but_a_picture_is_as_long_as_it() -> None:
+    """A colocated worker's steps may have less room than a picture has positions, for good."""
+    flood, at = Flood({}, pages=1024, max_running=32, chunk=16), range(3, 27)
+    sizes = steps_of(flood, [sees(flood.ask(tenant, 40), at) for tenant in "ab"], at)
+    assert max(sizes) == len(at)
+
+
+def test_short_prompts_that_never_end_leave_the_oldest_room_for_its_picture() -> None:
+    flood, at = Flood({}, pages=1024, max_running=32), range(0, 28)
+    oldest = sees(flood.ask("a", 40), at)
+    for _ in range(4):
+        flood.ask("a", 8)
+        flood.ask("a", 8)
+        flood.step()
+    assert oldest.launched > at[-1]
