@@ -197,6 +197,9 @@ def _siglip(folder: Path) -> PictureSpec:
     patches, across = side // patch, math.isqrt(tokens)
     if across * across != tokens or side % patch or patches % across:
         raise config.refuse(f"mm_tokens_per_image {tokens} does not divide {patches} by {patches} patches")
+    window = config.table("text_config").get("sliding_window")
+    if isinstance(window, int) and window < tokens:
+        raise config.refuse(f"sliding_window {window} is less than the {tokens} of mm_tokens_per_image")
     token = ids[names["image"]]
     if token != config.size("image_token_index", config.size("image_token_id", token)):
         raise config.refuse(f"image_token_index is not the id {token} of {names['image']}")

@@ -341,6 +341,18 @@ def test_a_checkpoint_of_which_something_is_not_known_is_served_as_text_alone(
     assert any("images are refused" in warning and words in warning for warning in spec.warnings), spec.warnings
 
 
+def test_windows_that_end_within_a_picture_are_served_as_text_alone(tmp_path: Path) -> None:
+    """Its positions see each other through a window, too, which windows here don't know."""
+    folder = write_gemma3(tmp_path / "gemma3")
+    config = json.loads((folder / "config.json").read_text())
+    for window in (16, 15):
+        config["text_config"]["sliding_window"] = window
+        (folder / "config.json").write_text(json.dumps(config))
+        spec = read_model_spec(folder)
+        assert (spec.pictures is None) == (window < 16)
+    assert any("sliding_window 15 is less than the 16" in warning for warning in spec.warnings), spec.warnings
+
+
 def test_a_processor_as_transformers_writes_it_now_is_read_as_well(folder: Path, tmp_path: Path) -> None:
     for path in folder.iterdir():
         if "processor" not in path.name:
