@@ -27,6 +27,15 @@ class QueueFull(TwinpoolError):
         self.numbers = {"answers_asked": asked}
 
 
+class ImagesFull(QueueFull):
+    """Raised when the images of answers in flight leave no room for a request's."""
+
+    def __init__(self, asked: int, held: int, limit: int) -> None:
+        """All in bytes of pixels."""
+        super().__init__(f"images of {held} bytes of pixels are in flight, of {limit} at most; try again later")
+        self.numbers = {"image_bytes_asked": asked, "image_bytes_held": held, "image_bytes": limit}
+
+
 class SloUnreachable(TwinpoolError):
     """Raised where a request's first token is predicted to come later than it is of use.
 

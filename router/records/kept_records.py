@@ -110,6 +110,9 @@ def possible(numbers: Mapping[str, float]) -> str:
     if "body_bytes_asked" in numbers:
         room = max(0, numbers["body_buffer_bytes"] - numbers["body_bytes_held"])
         said.append(f"there was room for {room:g} bytes of bodies, it sent {numbers['body_bytes_asked']:g} more")
+    if "image_bytes_asked" in numbers:
+        room = numbers["image_bytes"] - numbers["image_bytes_held"]
+        said.append(f"there was room for {room:g} bytes of images, it needed {numbers['image_bytes_asked']:g}")
     if said and "retry_after_s" in numbers:
         said.append(f"it may be tried again after {numbers['retry_after_s']:g} s")
     return "; ".join(said)

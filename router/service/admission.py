@@ -3,7 +3,7 @@
 A router has room for `router.max_queue` choices that have not ended, or that requests ask for; a tenant has the limits
 of its key (`router.security.tenant_accounts`), slices of which a router leases from the controller (`QuotaLeases`); a
 request has its time, its first token's, and the tokens of its answers. Bodies that are being received have a budget of
-their own (`BodyBuffer`).
+their own (`BodyBuffer`), and so have the pixels of answers in flight.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from twinpool.contracts.messages.quota import QuotaClaim
 from twinpool.contracts.messages.router_commands import BACKGROUND
 from twinpool.router.links.controller_port import QuotaLessor
 from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
-from twinpool.router.openai.api_errors import BufferFull, QueueFull
+from twinpool.router.openai.api_errors import BufferFull, ImagesFull, QueueFull
 from twinpool.router.openai.parse_request import GenerateRequest, UnknownModel
 from twinpool.router.openai.request_headers import SLO_HEADER
 from twinpool.router.security.tenant_accounts import ApiKeys, TenantAccounts
@@ -38,6 +38,8 @@ from twinpool.router.tokenizer_pool.prepare_request import too_long
 
 _MILLISECONDS = re.compile(r"0*[1-9][0-9]{0,8}", re.ASCII)
 NO_LIMITS = TenantLimits()
+IMAGE_BYTES = 1024**3
+"""Bytes of pixels of all answers in flight: a router keeps them to the end, as it may have to begin one elsewhere."""
 TRIES = 3
 """Claims that one request waits for; others of its tenant may take what each brings."""
 AWAY_RETRY_S = 1.0
@@ -173,6 +175,8 @@ class Admission:
         self.max_choices = config.max_queue
         self.choices = 0
         """Places of choices that have begun."""
+        self.pixels = 0
+        """Bytes of their images."""
         self._opening: dict[asyncio.Task[object], int] = {}
         """Places that requests hold while they are read or looked for, by the task of each."""
 
@@ -232,16 +236,21 @@ class Admission:
         if models and not set(models) & ({adapter} if adapter else set(self._spec.names)):
             raise UnknownModel(f"{tenant} may use {' and '.join(models)}", param="model")
 
-    def book(self, tenant: str, choices: int, prompt_tokens: int) -> None:
-        """Book the choices of an answer that begins, and what it takes of its tenant's limits. Raises `TenantLimited`,
-        having booked nothing. Without a tenant only places are."""
+    def book(self, tenant: str, choices: int, prompt_tokens: int, pixels: int) -> None:
+        """Book the choices of an answer that begins, the bytes of their images, and what it takes of its tenant's
+        limits. Raises `ImagesFull` and `TenantLimited`, having booked nothing. Without a tenant its limits aren't."""
+        if pixels and self.pixels + pixels > IMAGE_BYTES:
+            self._metrics.refused_full += 1
+            raise ImagesFull(pixels, self.pixels, IMAGE_BYTES)
         if self.keys is not None and tenant:
             self.tenants.admit(tenant, self.allowed(tenant), choices, prompt_tokens, self._clock.now())
         self.choices += choices
+        self.pixels += pixels
 
-    def give_back(self, tenant: str) -> None:
-        """Give back the place of a choice that has ended."""
+    def give_back(self, tenant: str, pixels: int) -> None:
+        """Give back the place of a choice that has ended, and the bytes of its images."""
         self.choices -= 1
+        self.pixels -= pixels
         if tenant:
             self.tenants.ended(tenant)
 

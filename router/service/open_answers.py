@@ -202,11 +202,12 @@ class OpenAnswers:
     # ------------------------------------------------------------ an answer begins
 
     def begin(self, stream: ResponseStream, prompt_tokens: int) -> None:
-        """Book an answer that begins: its choices, and what it takes of its tenant's limits, with so many tokens of
-        prompts. Places are given back as each choice ends, or all by `abandon`. Raises `TenantLimited`, having booked
-        nothing."""
+        """Book an answer that begins: its choices, their images, and what it takes of its tenant's limits, with so many
+        tokens of prompts. Places are given back as each choice ends, or all by `abandon`. Raises `ImagesFull` and
+        `TenantLimited`, having booked nothing."""
         assert not any(choice.request.id in self.owners for choice in stream.choices), "a choice belongs to one client"
-        self._admission.book(stream.tenant, len(stream.choices), prompt_tokens)
+        pixels = sum(choice.request.pixels for choice in stream.choices)
+        self._admission.book(stream.tenant, len(stream.choices), prompt_tokens, pixels)
         for choice in stream.choices:
             self.owners[choice.request.id] = (stream, choice)
 
@@ -394,6 +395,8 @@ class OpenAnswers:
         yield from (f"request {rid} runs and waits to be placed" for rid in sorted(held & waiting))
         if self._admission.choices != len(owned):
             yield f"{len(owned)} choices are in flight, {self._admission.choices} are booked"
+        if (pixels := sum(choice.request.pixels for _, choice in self.owners.values())) != self._admission.pixels:
+            yield f"images of {pixels} bytes are in flight, {self._admission.pixels} are booked"
         if lost := self._admission.ended_holders():
             yield f"{lost} requests have ended and still hold places"
         of_tenants = Counter(stream.tenant for stream, _ in self.owners.values() if stream.tenant)
@@ -428,7 +431,7 @@ class OpenAnswers:
         """Give back what a choice holds in this service; every choice ends through this method. Idempotent."""
         owner = self.owners.pop(choice.request.id, None)
         if owner is not None:
-            self._admission.give_back(owner[0].tenant)
+            self._admission.give_back(owner[0].tenant, choice.request.pixels)
             if self._watch is not None:
                 self._watch.end(choice.request.id)
             if not choice.first_at:

@@ -274,6 +274,11 @@ class RoutedRequest:
         self.numerics = numerics
 
     @property
+    def pixels(self) -> int:
+        """Bytes of its images, as the worker that computes its prompt is sent them."""
+        return sum([len(picture.pixels) for picture in self.pictures])
+
+    @property
     def delivered(self) -> bool:
         """Whether any token or score of the answer was delivered."""
         return bool(self.emitted) or (self.scores_in and self.sampling.prompt_logprobs is not None)

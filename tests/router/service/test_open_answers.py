@@ -15,14 +15,17 @@ from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId, Role
 from twinpool.contracts.key_file import TenantLimits
 from twinpool.contracts.messages.kept_answers import AnswerName, Detach
-from twinpool.contracts.messages.router_commands import Cancel, Submit
+from twinpool.contracts.messages.router_commands import Cancel, Picture, Submit
 from twinpool.contracts.messages.worker_events import Done
 from twinpool.router.core.router_actions import DeliverTokens, EndRequest, SendCommand
 from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
+from twinpool.router.openai.api_errors import ImagesFull, failure_of
 from twinpool.router.openai.choice_output import ChoiceOutput
 from twinpool.router.openai.parse_request import GenerateRequest
 from twinpool.router.openai.response_stream import ResponseStream
+from twinpool.router.records.kept_records import possible
 from twinpool.router.security.tenant_accounts import TenantAccounts
+from twinpool.router.service import admission as admission_module
 from twinpool.router.service.admission import Admission
 from twinpool.router.service.idempotency_keys import AnswerClaim, AnswerClaims, AnswerIdentity
 from twinpool.router.service.open_answers import OpenAnswers
@@ -71,11 +74,23 @@ class Site:
         )  # fmt: skip
 
     def begin(
-        self, choices: int, tenant: str = "", key: str = "", stops: tuple[str, ...] = (), buffer: int = 99
+        self,
+        choices: int,
+        tenant: str = "",
+        key: str = "",
+        stops: tuple[str, ...] = (),
+        buffer: int = 99,
+        pixels: int = 0,
     ) -> Any:
         """An answer whose choices are all placed."""
         request: Any = SimpleNamespace(
-            stream=True, stops=stops, include_stop=False, skip_special_tokens=True, eos=frozenset(), answer_format=None
+            stream=True,
+            stops=stops,
+            include_stop=False,
+            skip_special_tokens=True,
+            eos=frozenset(),
+            answer_format=None,
+            shape="openai",
         )
         writer: Any = Writer()
         stream = ResponseStream(
@@ -86,6 +101,7 @@ class Site:
         for number in range(choices):
             routed = self.stage.request(max_tokens=WORDS)
             routed.id = RequestId(f"{stream.id}-{number}")
+            routed.pictures = (Picture(1, 1, 1, 1, bytes(pixels)),) if pixels else ()
             routed.name = AnswerName(key, "body", number, 7) if key else None
             made.append(ChoiceOutput(number, routed, _asked(request), self.tokenizer, ""))
         stream.bind(made)
@@ -158,6 +174,32 @@ def test_whoever_leaves_or_reads_too_slowly_has_its_choices_taken_back_or_left_t
     site.answers.abandon(other)
     assert site.booked == (0, 0, 0)
     assert site.check() == []
+
+
+def test_pixels_of_all_answers_in_flight_are_bounded_and_given_back(
+    model_tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission_module, "IMAGE_BYTES", 100)
+    site = Site(model_tokenizer)
+    first, last = site.begin(2, "acme", pixels=40), site.begin(1, "other", pixels=20)
+    assert site.admission.pixels == 100
+    with pytest.raises(ImagesFull) as full:
+        site.begin(1, "other", pixels=1)
+    assert site.booked == (3, 3, 3)
+    assert site.check() == []
+    site.begin(1, "other")  # Text goes on.
+    failure = failure_of(full.value)
+    assert (failure.status, failure.code, failure.retry_after_s) == (429, "queue_full", 1)
+    assert possible(full.value.numbers) == "there was room for 0 bytes of images, it needed 1"
+    assert site.metrics.refused_full == 1
+    site.fails(first.choices[0], ErrorKind.WORKER)  # The other choice ends with it.
+    assert site.admission.pixels == 20
+    site.answers.abandon(last)
+    site.answers.abandon(last)
+    assert site.admission.pixels == 0
+    assert site.check() == []
+    site.told()
+    site.begin(1, "other", pixels=100)
 
 
 def test_a_full_buffer_is_a_client_that_reads_too_slowly(model_tokenizer: ModelTokenizer) -> None:
