@@ -300,6 +300,8 @@ class Drafting:
         """By place, how often a draft was drawn that follows drawn ones: what is known of a request that is new."""
         self._looked, self._steps, self._look_steps = 0, 0, _LOOK_STEPS
         """How often requests had a draft though none paid, the steps since, and how many it takes to the next time."""
+        self._turn: frozenset[int] = frozenset()
+        """The ids of those that are to have one next, until a step has one of them: they wait for theirs under way."""
         self.counters = {"tokens_drafted": 0.0, "drafts_accepted": 0.0, "rows_drafted": 0.0, "draft_gain": 1.0}
         self.counters |= dict.fromkeys(("draft_steps_paying", "draft_steps_tried", "draft_steps_without"), 0.0)
         for place in range(1, config.drafts + 1):
@@ -320,10 +322,13 @@ class Drafting:
             found = self._best(running, *fit)
         if self._steps < self._look_steps:
             return found
-        count = -(-len(running) // _LOOKING)
-        turn = [running[(self._looked * count + at) % len(running)] for at in range(count)]
+        self._turn &= frozenset(map(id, running))
+        if not self._turn:
+            count = -(-len(running) // _LOOKING)
+            turn = (running[(self._looked * count + at) % len(running)] for at in range(count))
+            self._turn = frozenset(map(id, turn))
         # Steps of another size than the others, so that what a position takes is still known.
-        return found._replace(depth=max(0, found.depth - 1), tried=frozenset(map(id, turn)))
+        return found._replace(depth=max(0, found.depth - 1), tried=self._turn)
 
     def _best(self, running: Sequence[DecodeRequest], step_s: float, position_s: float) -> StepVerdict:
         """The choice of most tokens a second: to a depth, the drafts that are likeliest to be drawn, one by one as long
@@ -366,7 +371,7 @@ class Drafting:
         `budget` tokens in all, where there are pages for them."""
         if verdict is None or not batch:
             return
-        self._took(verdict)
+        self._took(verdict, tried=any(id(request) in verdict.tried for request in batch))
         wanted: list[WantedDraft] = []
         for request in batch:
             # The last token of the longest answer is computed by no step.
@@ -390,14 +395,14 @@ class Drafting:
         for (request, most), draft in zip(wanted, self._proposed(wanted) if wanted else (), strict=True):
             request.drafts = self._fitting(request, tuple(draft[:most]))
 
-    def _took(self, verdict: StepVerdict) -> None:
-        """Count a step by its verdict."""
-        kind = "paying" if verdict.depth else "tried" if verdict.tried else "without"
+    def _took(self, verdict: StepVerdict, *, tried: bool) -> None:
+        """Count a step by its verdict; `tried`: whether it has one of those that have a draft even where none pays."""
+        kind = "paying" if verdict.depth else "tried" if tried else "without"
         self.counters[f"draft_steps_{kind}"] += 1
         self.counters["draft_gain"] = verdict.gain
         self._steps += 1
-        if verdict.tried:
-            self._looked, self._steps = self._looked + 1, 0
+        if tried:
+            self._looked, self._steps, self._turn = self._looked + 1, 0, frozenset()
             self._look_steps = _LOOK_STEPS if verdict.gain > 1.0 else min(2 * self._look_steps, _LOOK_LATER)
 
     def _proposed(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:

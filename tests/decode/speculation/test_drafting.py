@@ -385,6 +385,21 @@ def test_where_drafts_never_pay_one_request_in_eight_has_one_now_and_then() -> N
     assert [tried[number] for number in looked] == [[1, 0], [0, 1], [1, 0], [0, 1]], "in turns"
 
 
+def test_who_is_to_have_a_draft_now_and_then_has_it_behind_the_step_under_way_while_others_run_ahead() -> None:
+    """A step that goes without the request, as its own one hasn't landed, has tried nothing."""
+    parts, drafter = drafting(draft_requests=1, pages=80, device=AdversarialDevice(3, stray=0.0))
+    requests = parts.run("a", "b", "c", most=MANY)
+    for request in requests:
+        drafter.right(request)
+    timed(parts, 0.004, 0.1)
+    while all(request.generated < MANY - 2 for request in requests):
+        for request in requests:
+            request.draft_rates = [0.0] * 4
+        step(parts, go_on=True)
+    assert [request.drafted for request in requests] == [1, 0, 0]
+    assert parts.drafting.counters["draft_steps_tried"] == 1
+
+
 @pytest.mark.slow
 @pytest.mark.every_parameter
 @pytest.mark.parametrize("right", [0.0, 0.2, 0.5, 0.9])
