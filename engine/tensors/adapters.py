@@ -150,9 +150,11 @@ def load_adapter(
         shapes = (factors.down.shape, factors.up.shape)
         if down is None or up is None or (tuple(down.shape), tuple(up.shape)) != shapes:
             raise CheckpointError(f"{files.path / TENSORS} has changed while it was read")
-        if not (down.isfinite().all() and up.isfinite().all()):
-            raise CheckpointError(f"{files.path}: the factors of {name} aren't all finite numbers")
-        layers[layer.name] = _part(layer, factors.scale, down, up, dtype, device)
+        part = layers[layer.name] = _part(layer, factors.scale, down, up, dtype, device)
+        if not all(one.isfinite().all() for one in (down, up, part.down, part.up)):
+            raise CheckpointError(
+                f"{files.path}: the factors of {name} aren't all finite numbers in {dtype}, times {factors.scale:g}"
+            )
     return AdapterWeights(layers)
 
 
@@ -310,10 +312,7 @@ class AdapterStore:
         try:
             loaded = load_adapter(files, self._adapted, self._dtype, self._device)
             return loaded.packed() if self._packs else loaded
-        except (
-            RuntimeError,
-            MemoryError,
-        ) as error:  # Such as a card that is full: that request's end, not the worker's.
+        except (RuntimeError, MemoryError, OSError) as error:  # No memory: that request's end, not the worker's.
             raise CheckpointError(f"cannot load {ref.path}: {' '.join(str(error).split())}") from error
 
     def held(self, wanted: Sequence[AdapterWeights]) -> AdapterSet:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import mmap
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -180,12 +183,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("value", [torch.nan, 3e38], ids=["none", "none any more, with the scale"])
 def test_factors_that_are_no_numbers_are_refused_before_a_row_has_them(
-    made: Callable[..., Path], tmp_path: Path
+    made: Callable[..., Path], tmp_path: Path, value: float
 ) -> None:
     bench, path = bench_with(made("llama"), tmp_path), make_adapter(tmp_path / "a", made("llama"), 4)
     tensors = load_file(path / "adapter_model.safetensors")
-    tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"][3, 1] = torch.nan
+    tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"][3, 1] = value
     save_file(tensors, path / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.q_proj aren't all finite numbers"):
         load(bench, path)
@@ -228,6 +232,25 @@ def test_an_adapter_that_could_not_be_read_is_read_once_its_folder_is_mended(
     file.write_text(whole)
     assert ends(ref) == "read"
     assert ends(another) == "read"
+    store.close()
+
+
+def test_an_adapter_for_which_there_is_no_memory_is_refused_and_loaded_once_there_is(
+    made: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_adapter(tmp_path / "a", made("llama"), 4)
+    decoder, settings = Bench(made("llama")).engine.decoder, AdaptersConfig(roots=str(tmp_path), max_loaded=1)
+    store = AdapterStore(settings, decoder.adapted, decoder.dtype, torch.device("cpu"), decoder.kernels)
+    ref = adapter_ref("a", str(path), [str(tmp_path)], 64)
+
+    def full(*_: object) -> object:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with monkeypatch.context() as short:
+        short.setattr(mmap, "mmap", full)
+        with pytest.raises(CheckpointError, match=r"cannot load .*Cannot allocate memory"):
+            until(lambda: store.wants(ref), "the adapter to be refused")
+    until(lambda: store.wants(ref), "the adapter to be read")
     store.close()
 
 
