@@ -77,8 +77,8 @@ class _HeldNotice:
     data: bytes
     writes: int
     """Writes of its room that were posted before the notice."""
-    sources: int
-    """Number of ranks of its writer."""
+    writers: frozenset[tuple[int, int]]
+    """By rank here and source rank, whose writes it waits for."""
 
 
 @dataclass(slots=True)
@@ -117,13 +117,14 @@ class OrderedNotices:
 
     def add(self, room: RoomId, data: bytes, writes: int, sources: int) -> list[bytes]:
         """Take in a notice, and return the notices of its room that needn't wait, in order. Raises `ValueError` where
-        too many wait already."""
+        too many wait already, and as `writers` does for a writer that can't be."""
         entry = self._rooms.get(room)
         if entry is None or not writes:
             return [data]  # An end of the room waits for nothing.
         if len(entry.notices) >= MAX_HELD:
             raise ValueError(f"room {room} holds {MAX_HELD} notices already")
-        entry.notices.append(_HeldNotice(data, writes, sources))
+        pairs = frozenset((rank, source) for rank in range(self._size) for source in self._writers(sources, rank))
+        entry.notices.append(_HeldNotice(data, writes, pairs))
         return self._due(entry)
 
     def due(self) -> list[bytes]:
@@ -136,12 +137,9 @@ class OrderedNotices:
             out.append(entry.notices.popleft().data)
         return out
 
-    def _complete(self, entry: _NoticeRoom, notice: _HeldNotice) -> bool:
-        return all(
-            entry.taken.get((rank, source), 0) >= notice.writes
-            for rank in range(self._size)
-            for source in self._writers(notice.sources, rank)
-        )
+    @staticmethod
+    def _complete(entry: _NoticeRoom, notice: _HeldNotice) -> bool:
+        return all(entry.taken.get(pair, 0) >= notice.writes for pair in notice.writers)
 
     def close(self, room: RoomId) -> list[bytes]:
         """End the room, and return the notices that it held, to be counted as late."""

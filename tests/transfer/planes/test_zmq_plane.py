@@ -144,6 +144,14 @@ def test_a_write_of_ranks_that_cannot_be_is_dropped(ranks: tuple[Any, ...]) -> N
         assert plane.dropped == 1
 
 
+@pytest.mark.parametrize("ranks", [0, 65, 1 + 3 * 256, 4 + 1 * 256])
+def test_a_notice_of_ranks_that_cannot_have_this_models_state_is_dropped_and_not_held(ranks: int) -> None:
+    with reader() as (plane, _):
+        deliver(plane, b"N", msgpack.packb((ROOM, 1, ranks)), b"of nobody")
+        assert plane.dropped == 1
+        assert plane.poll() == []
+
+
 @pytest.mark.parametrize("head", [b"\xc1", b"\x91\x63", b"\x80", b"no msgpack at all"])
 def test_a_head_that_is_none_is_dropped_with_its_body(head: bytes) -> None:
     with reader() as (plane, pools), writing(plane) as writer:
