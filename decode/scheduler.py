@@ -79,7 +79,8 @@ class DecodeScheduler:
         ordinary = any(not request.submit.background for request in self.waiting)
         if len(self.retraction):
             yield from self.retraction.advance()
-            yield from self.retraction.resume(self.pressure.has_room_for, background=not ordinary)
+            rests = _background_rests(self._requests, self._config.background_rows)
+            yield from self.retraction.resume(self.pressure.has_room_for, background=not (ordinary or rests))
         self._shares.follow({r.submit.tenant: r.submit.weight for r in self.waiting})
         if not self.waiting:
             return

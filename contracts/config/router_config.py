@@ -166,7 +166,7 @@ class BatchConfig:
     free_bytes: int = 1024**3
     """Uploads are refused, and batches wait, while the disk has less room than this."""
     max_files: int = 500
-    """Files of one tenant."""
+    """Files of one tenant; and of its batches that have ended as many are kept, the last ones."""
     max_lines: int = 50_000
     """Requests of one batch."""
     max_batches: int = 50

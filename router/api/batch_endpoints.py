@@ -40,6 +40,8 @@ CONTENT_BYTES = 256 * 1024
 MAX_LISTED = 10_000
 SMALL_BODY = 64 * 1024
 MAX_METADATA, METADATA_KEY, METADATA_VALUE = 16, 64, 512
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""Halves of characters, which JSON can name and no file can have."""
 WINDOW = re.compile(r"([1-9][0-9]{0,5})([mhd])")
 UNITS_S = {"m": 60, "h": 3600, "d": 86_400}
 MAX_WINDOW_S = 30 * 86_400
@@ -352,6 +354,7 @@ def _metadata(given: object) -> dict[str, str] | None:
         return None
     fits = isinstance(given, dict) and len(given) <= MAX_METADATA and all(
         isinstance(value, str) and len(key) <= METADATA_KEY and len(value) <= METADATA_VALUE
+        and not SURROGATE.search(key + value)
         for key, value in given.items()
     )  # fmt: skip
     if not fits:
@@ -363,7 +366,10 @@ def _metadata(given: object) -> dict[str, str] | None:
 
 def _query(exchange: HttpExchange, *known: str) -> dict[str, str]:
     """The parameters that are known; others are named as ignored."""
-    asked = dict(parse_qsl(exchange.query.decode("latin-1"), max_num_fields=32)) if exchange.query else {}
+    try:
+        asked = dict(parse_qsl(exchange.query.decode("latin-1"), max_num_fields=32)) if exchange.query else {}
+    except ValueError as error:
+        raise _Refused(_invalid(f"the query can't be read: {error}")) from None
     exchange.ignored = [name for name in asked if name not in known and name.isascii() and name.isidentifier()][:16]
     return {name: asked[name] for name in known if name in asked}
 

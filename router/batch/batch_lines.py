@@ -103,6 +103,9 @@ def check_input(path: Path, max_lines: int, max_bytes: int) -> CheckedInput:
     with path.open("rb") as source:
         for number, line in enumerate(iter(partial(source.readline, max_bytes + 1), b""), 1):
             begin, at = at, at + len(line)
+            if number > 2 * max_lines:
+                problems.append(BatchProblem("too_many_requests", f"there are more than {2 * max_lines} lines"))
+                break
             if at - rested > REST_BYTES:
                 rested = at
                 time.sleep(REST_S)
@@ -142,8 +145,14 @@ class AnswerLog:
         self.done = bytearray(total)
         self.counts = [0, 0]
         """Lines of each file."""
-        self._files = [os.open(path, os.O_RDWR | os.O_CREAT, 0o600) for path in paths]
-        self._ends = [self._recover(which, ids) for which in (0, 1)]
+        self._files: list[int] = []
+        try:
+            for path in paths:
+                self._files.append(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            self._ends = [self._recover(which, ids) for which in (0, 1)]
+        except OSError:
+            self.close()
+            raise
 
     def _recover(self, which: int, ids: str) -> int:
         """Take in the whole lines of a file, and cut off what follows; returns its length."""

@@ -120,22 +120,24 @@ class BatchRun:
         path, thread = self.place.file(self.batch.input_file_id), self._runner.thread
         limits = self._store.config.max_lines, self._runner.service.body_limit + ENVELOPE_BYTES
         try:
-            found = await thread(partial(check_input, path, *limits))
-        except OSError as error:
+            async with self._runner.reading:
+                found = await thread(partial(check_input, path, *limits))
+        except FileNotFoundError as error:
             found = CheckedInput(
                 array("Q", [0]), [BatchProblem("file_gone", f"the input can't be read: {error.strerror}")]
             )
         if found.problems:
             refused = self.batch.after(BatchEvent.REFUSED, self._runner.now(), errors=found.problems)
-            await self._keep(refused)
+            await self._keep_surely(refused)
             return
         self._starts = found.starts
         total = len(found.starts) - 1
         outputs = [self.place.file(one) for one in (self.batch.output_file_id, self.batch.error_file_id)]
-        self._log = await thread(partial(AnswerLog, outputs, self._ids, total))
+        async with self._runner.reading:
+            self._log = await thread(partial(AnswerLog, outputs, self._ids, total))
         self._next = iter([number for number in range(total) if not self._log.done[number]])
         if self.batch.status is BatchState.VALIDATING:
-            await self._keep(self.batch.after(BatchEvent.CHECKED, self._runner.now(), total=total))
+            await self._keep_surely(self.batch.after(BatchEvent.CHECKED, self._runner.now(), total=total))
 
     async def _go_on(self) -> None:
         """Keep what was answered, and look whether the batch is over."""
@@ -166,6 +168,13 @@ class BatchRun:
             self._full(str(error))
         else:
             self.batch = batch
+
+    async def _keep_surely(self, batch: StoredBatch) -> None:
+        """Keep the batch as it is now, however long the disk is full."""
+        await self._keep(batch)
+        while self.batch is not batch:
+            await asyncio.sleep(DISK_RETRY_S)
+            await self._keep(batch)
 
     async def _flush(self) -> None:
         """Keep the lines that wait. Where that fails they go on waiting, and nothing more is asked."""
@@ -292,7 +301,7 @@ class BatchRun:
         begin, end = self._starts[number], self._starts[number + 1]
         with self.place.file(self.batch.input_file_id).open("rb") as source:
             source.seek(begin)
-            return msgspec.json.decode(source.read(end - begin).split(b"\n", 1)[0], type=InputLine)
+            return msgspec.json.decode(source.readline(end - begin), type=InputLine)  # Blank lines may follow.
 
     def _note(
         self, number: int, name: str, which: int, error: dict[str, str] | None, answer: bytes | ApiError = b""
@@ -327,6 +336,8 @@ class BatchRunner:
         self.kept: Counter[str] = Counter(completed=0, failed=0)
         """Lines that were kept, by the file."""
         self._threads = ThreadPoolExecutor(THREADS, "batches")
+        self.reading = asyncio.Semaphore(THREADS // 2)
+        """For who reads whole inputs and outputs: other threads are left to clients."""
         self._runs: dict[asyncio.Task[None], BatchRun] = {}
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -340,7 +351,9 @@ class BatchRunner:
         try:
             return await asyncio.shield(called)
         except asyncio.CancelledError:
-            await asyncio.wait([called])
+            while not called.done():
+                with suppress(asyncio.CancelledError):  # It was cancelled already.
+                    await asyncio.wait([called])
             raise
 
     def start(self) -> None:
@@ -401,6 +414,8 @@ class BatchRunner:
         taken = Counter(place.folder for place in mine)
         while free and len(self._runs) < MAX_CLAIMED:
             place = min(free, key=lambda one: taken[one.folder])
+            if taken[place.folder] >= MAX_CLAIMED - len(self._runs):
+                return  # What is left is for other tenants.
             free.remove(place)
             claimed = await self.thread(partial(self.store.claim, place))
             if claimed is None:

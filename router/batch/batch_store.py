@@ -278,9 +278,18 @@ class BatchStore:
             _new_id("file-"), _new_id("file-"), metadata=metadata,
         )  # fmt: skip
         place = BatchPlace(folder, batch.id)
+        self._forget(folder)
         with locked_new(place.lock):
             self.keep(place, batch)
         return batch
+
+    def _forget(self, folder: Path) -> None:
+        """Delete the batches that ended first, beyond as many as a tenant may have files."""
+        with suppress(FileNotFoundError):  # Another router does so, too.
+            ended = [one for one in (folder / "batches").glob("*.json") if not one.with_suffix(".lock").exists()]
+            ended.sort(key=lambda one: one.stat().st_mtime, reverse=True)
+            for path in ended[self.config.max_files :]:
+                path.unlink()
 
     def keep(self, place: BatchPlace, batch: StoredBatch) -> None:
         """Write a batch; one that has ended is nobody's any more."""
@@ -324,14 +333,16 @@ class BatchStore:
             yield BatchPlace(lock.parents[1], lock.stem)
 
     def claim(self, place: BatchPlace) -> tuple[Locked, StoredBatch] | None:
-        """Take a batch for this router, until the lock is released; None where another has it or it has ended."""
+        """Take a batch for this router, until the lock is released; None where another has it, it has ended, or it
+        can't be read now."""
         lock = Locked.of(place.lock)
         if lock is None:
             return None
         batch = _read(place.state, StoredBatch)
         if batch is not None and not batch.ended:
             return lock, batch
-        place.lock.unlink(missing_ok=True)  # Its router ended before it could, or its client's before it was there.
+        if batch is not None or not place.state.exists():
+            place.lock.unlink(missing_ok=True)  # Its router ended before it could, or its client's before it was there.
         lock.release()
         return None
 
@@ -360,6 +371,10 @@ class BatchStore:
             for batch in batches:
                 if batch.ended and now > batch.created_at + self.config.keep_s:
                     BatchPlace(folder, batch.id).state.unlink(missing_ok=True)
+            for path in [*(folder / "batches").glob("*.new"), *(folder / "batches").glob("*.cancel")]:
+                with suppress(OSError):
+                    if not path.with_suffix(".lock").exists() and now > path.stat().st_mtime + ORPHAN_S:
+                        path.unlink()
             for path in (folder / "files").iterdir():
                 with suppress(OSError):
                     if path.suffix == ".json":
@@ -420,10 +435,14 @@ class Locked:
 
 
 def locked_new(path: Path) -> Locked:
-    """Make a file that nobody else has, locked."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    return Locked(descriptor)
+    """Make a file that nobody else has, locked. Made again where somebody took it for left behind before it was locked.
+    Raises `OSError`."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return Locked(descriptor)
+        os.close(descriptor)
 
 
 def _new_id(prefix: str) -> str:

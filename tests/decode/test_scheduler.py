@@ -318,6 +318,25 @@ def test_a_background_request_leaves_for_another_that_lacks_room_and_comes_back_
     _end(parts, batch, more)
 
 
+def test_a_background_request_that_was_retracted_stays_away_while_another_runs() -> None:
+    parts = DecodeParts(pages=8, host_pages=8, decode={"retract": "copy"})
+    (batch,) = parts.run("a", prompt=12, most=4, priority=BACKGROUND)
+    (live,) = parts.run("b", prompt=4, most=4)
+    parts.scheduler.retract(batch)
+    for _ in range(20):
+        assert list(parts.scheduler.admit()) == []
+        assert parts.scheduler.returned() == []
+    assert (batch.phase, list(parts.scheduler.running)) == (DecodePhase.RETRACTED, [live]), (
+        "it would take no step, and leave again for the next that lacks room"
+    )
+    _end(parts, live)
+    for _ in range(20):
+        assert list(parts.scheduler.admit()) == []
+        parts.scheduler.returned()
+    assert batch.phase is DecodePhase.RUNNING
+    _end(parts, batch)
+
+
 def test_prompts_of_equals_still_wait_for_who_was_retracted() -> None:
     parts = DecodeParts()
     (leaving,) = parts.run("a", priority=BACKGROUND)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import random
@@ -326,3 +327,75 @@ def test_a_lock_excludes_within_one_process_too(tmp_path: Path) -> None:
     lock.release()
     lock.release()
     assert Locked.of(tmp_path / "x") is not None
+
+
+def test_who_takes_a_new_lock_for_left_behind_takes_nothing_from_its_maker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other, real, looked = store_of(tmp_path), store_of(tmp_path), fcntl.flock, [0]
+    name = put(store, "a", b"x")
+
+    def slow(file: int, how: int) -> None:
+        looked[0] += 1
+        if looked[0] == 1:  # Before it is locked another router looks.
+            assert [other.claim(place) for place in other.waiting()] == [None]
+        real(file, how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", slow)
+        batch = store.create("a", name, URL, "24h", 100, None)
+    assert [place.id for place in store.waiting()] == [batch.id]
+
+
+def test_a_batch_that_can_not_be_read_now_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_of(tmp_path)
+    batch = store.create("a", put(store, "a", b"x"), URL, "24h", 100, None)
+    (place,) = store.waiting()
+
+    def full(path: Path) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", full)
+        assert store.claim(place) is None
+    claimed = store.claim(place)
+    assert claimed is not None
+    assert claimed[1] == batch
+    claimed[0].release()
+
+
+def test_a_log_that_can_not_be_opened_keeps_no_file_open(tmp_path: Path) -> None:
+    (tmp_path / "err").mkdir()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(IsADirectoryError):
+            opened(tmp_path, 1)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_of_batches_that_have_ended_the_last_ones_are_kept_and_nothing_is_left_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_store, "ORPHAN_S", -2e9)
+    store = store_of(tmp_path, max_files=3, max_batches=2)
+    name = put(store, "a", b"x")
+    made = [store.create("a", name, URL, "24h", 100, None)]
+    for number in range(6):
+        made.append(store.create("a", name, URL, "24h", 100, None))
+        place = BatchPlace(next((tmp_path / "tenants").iterdir()), made[-1].id)
+        store.keep(place, made[-1].after(BatchEvent.REFUSED, 5))
+        os.utime(place.state, (number, number))
+        place.cancel.touch()  # Somebody cancelled it while it ended.
+    made.append(store.create("a", name, URL, "24h", 100, None))
+    assert {one.id for one in store.batches("a")} == {one.id for one in (made[0], *made[-4:])}
+    torn = place.folder / "batches" / f"{made[0].id}.json.12345678.new"
+    torn.touch()
+    store.cancel("a", made[0].id)
+    store.sweep()
+    assert not torn.exists()
+    assert [path.stem for path in place.folder.glob("batches/*.cancel")] == [made[0].id]
+
+
+def test_lines_that_are_blank_have_a_bound(tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(b'{"custom_id": "a"}\n' + b"\n" * 100)
+    assert [one.code for one in check_input(tmp_path / "in", 5, 1000).problems] == ["too_many_requests"]

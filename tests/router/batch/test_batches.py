@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
 import os
@@ -31,7 +32,7 @@ from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.key_file import ApiKey, KeyFile, digest_of, write_key_file
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.router.batch import batch_runner
-from twinpool.router.batch.batch_store import BatchStore, StorageFull
+from twinpool.router.batch.batch_store import BatchPlace, BatchStore, StorageFull, StoredBatch
 
 URL: Literal["/v1/completions"] = "/v1/completions"
 QUICK = {"sync_s": 0.01}
@@ -279,6 +280,11 @@ def test_a_form_that_is_none_and_ids_that_are_paths_are_refused(tmp_path: Path) 
             "/v1/files/a/b/c",
         ):
             assert server.client.get(path).status_code == 404
+        assert server.client.get(f"/v1/batches?{'&'.join(['a=1'] * 40)}").status_code == 400
+        body = {"input_file_id": "file-x", "endpoint": URL, "completion_window": "24h", "metadata": {"k": "\ud800"}}
+        headers = {"content-type": "application/json"}
+        answer = server.client.post("/v1/batches", content=json.dumps(body), headers=headers)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "metadata")
         for query in ("limit=0", "limit=x", "order=up", "after=file-x"):
             assert server.client.get(f"/v1/files?{query}").status_code in (400, 404)
 
@@ -314,6 +320,67 @@ def test_a_full_disk_refuses_uploads_and_batches_wait_until_there_is_room(
             assert server.complete(max_tokens=4)["choices"], "others go on"
             assert client.batches.retrieve(batch.id).status == "in_progress"
         assert ended(client, batch.id).status == "completed"
+
+
+def test_a_batch_that_was_checked_while_the_disk_was_full_begins_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_runner, "DISK_RETRY_S", 0.05)
+    with router(tmp_path) as server:
+        client, runner, tried = client_of(server), runner_of(server), list[str]()
+        with monkeypatch.context() as patched:
+
+            def full(store: BatchStore, place: BatchPlace, batch: StoredBatch) -> None:
+                tried.append(batch.id)
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            server.call(lambda: setattr(server.service, "leaving", True))
+            batch = submit(client, [line(number) for number in range(3)])
+            patched.setattr(BatchStore, "keep", full)
+            server.call(lambda: setattr(server.service, "leaving", False))
+            server.wait_until(lambda: len(tried) > 2)
+            assert "twinpool_batches_without_disk 1.0" in server.client.get("/metrics").text
+            assert server.call(lambda: [run.batch.status for run in runner._runs.values()]) == ["validating"]
+        assert ended(client, batch.id).status == "completed"
+
+
+def test_one_tenant_leaves_places_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_runner, "MAX_CLAIMED", 4)
+    keys = KeyFile(tuple(ApiKey(who, who, digest_of(f"tp-{who}")) for who in ("one", "two")))
+    write_key_file(tmp_path / "keys.json", keys)
+    with router(tmp_path / "batches", security={"keys_file": str(tmp_path / "keys.json")}) as server:
+        server.pause("decode")
+        many, few = client_of(server, "tp-one"), client_of(server, "tp-two")
+        batches = [submit(many, [line(number)]) for number in range(6)]
+        server.wait_until(lambda: server.service.core.requests.in_flight == 2)
+        batch = submit(few, [line(9)])
+        server.wait_until(lambda: server.service.core.requests.in_flight == 3)
+        server.resume()
+        assert ended(few, batch.id).status == "completed"
+        assert {ended(many, one.id).status for one in batches} == {"completed"}
+
+
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 4}),
+        ("/v1/embeddings", {"input": "hi"}),
+    ],
+)
+def test_each_kind_of_request_is_answered_as_alone(tmp_path: Path, url: Any, body: dict[str, Any]) -> None:
+    with router(tmp_path) as server:
+        client = client_of(server)
+        lines = [{"custom_id": "a", "method": "POST", "url": url, "body": body | {"seed": 3}}]
+        if url != "/v1/chat/completions":
+            del lines[0]["body"]["seed"]
+            body["temperature"] = 0
+        content = json.dumps(lines[0]).encode() + b"\n" + b"\n" * 1000
+        file = client.files.create(file=("in.jsonl", content), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h")
+        (found,) = lines_of(client, ended(client, batch.id).output_file_id)
+        assert found["response"]["status_code"] == 200
+        assert found["response"]["body"]["object"] in ("chat.completion", "response", "list")
 
 
 def test_of_two_routers_one_runs_a_batch_and_the_other_takes_over_when_it_leaves(tmp_path: Path) -> None:
