@@ -268,6 +268,10 @@ class WorkerLoop(ABC, Generic[R]):
     def undrain(self) -> None:
         self._request_table.draining = False
 
+    def end_requests(self, reason: str) -> None:
+        for request in list(self._request_table):
+            self._fail(request, ErrorKind.RETRACTED, reason)
+
     def workers_ended(self, ended: Sequence[EndedWorker]) -> None:
         for part in self._peer_parts:
             part.workers_ended(ended)

@@ -1,5 +1,5 @@
-"""The commands `twinpool undrain`, `add`, `scale`, `restart`, `cordon`, `uncordon` and `adapters`: order, then follow
-to the end.
+"""The commands `twinpool undrain`, `add`, `scale`, `restart`, `cordon`, `uncordon` and `adapters`, and those that
+change what all workers serve (`serving_commands`): order, then follow to the end.
 
 The controller carries an order out whether or not this command is there. What it waits for is in the workers' rows: a
 worker that starts must be ready in a later incarnation than before, one that leaves must have left or died.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from twinpool.cli.admin_client import POLL_S, SAY_EVERY_S, AdminClient, CommandRefused, RouterAway, client_for
-from twinpool.cli.command_parser import FINE, REFUSED, print_line
+from twinpool.cli.command_parser import FINE, REFUSED, Command, CommandFlag, command, flag, print_line, switch
 from twinpool.cli.operator.cluster_rows import draining
 from twinpool.cli.operator.drain_command import AWAY_S, check_timeout, quoted
 from twinpool.contracts.errors import ConfigError
@@ -195,3 +195,116 @@ def adapters(args: argparse.Namespace) -> int:
     operator.call("POST", f"/v1/{args.action}_lora_adapter", json.dumps(body).encode())
     print_line(f"{args.name} is {'served' if args.action == 'load' else 'served no more'}")
     return FINE
+
+
+# ------------------------------------------------------------ what is served
+
+
+def weights(args: argparse.Namespace) -> int:
+    """Run `weights`. Raises `ConfigError` for an update without a folder."""
+    if args.action == "status":
+        operator, _ = client_for(args.url, args.ca, changes=False)
+        served = operator.call("GET", "/v1/weights")
+        for line in [json.dumps(served, indent=2)] if args.json else weights_lines(served):
+            print_line(line)
+        return FINE
+    if not args.folder:
+        raise ConfigError("weights takes status, or update FOLDER")
+    body: dict[str, Any] = {"path": args.folder, "version": args.version, "rolling": args.rolling}
+    return _serve_otherwise(args, "weights", body if args.wait is None else body | {"wait_s": args.wait})
+
+
+def serving(args: argparse.Namespace) -> int:
+    """Run `flush`, `pause`, `resume`, `sleep` or `wake`."""
+    given = {"level": getattr(args, "level", None), "wait_s": getattr(args, "wait", None)}
+    return _serve_otherwise(args, args.command, {key: value for key, value in given.items() if value is not None})
+
+
+def _serve_otherwise(args: argparse.Namespace, path: str, body: Mapping[str, Any]) -> int:
+    """Give an order that all workers follow, and wait until they have, or it was given up. Raises `CommandRefused`."""
+    check_timeout(args.timeout)
+    operator, _ = client_for(args.url, args.ca, changes=True)
+    before = operator.call("GET", "/v1/weights")["tried"]
+    operator.call("POST", f"/v1/{path}", json.dumps({**body, "wait": False}).encode())
+    deadline = operator.clock() + args.timeout
+    while not args.no_wait:
+        try:
+            served = operator.call("GET", "/v1/weights")
+        except RouterAway:
+            served = None
+        if served is not None and path == "weights" and served["failed"] and served["tried"] > before:
+            raise CommandRefused(f"the weights stay as they are: {served['failed']}")
+        if served is not None and _followed(path, served, before):
+            for line in weights_lines(served):
+                print_line(line)
+            return FINE
+        if operator.clock() >= deadline:
+            raise CommandRefused(f"not through after {args.timeout:g} s; it goes on (twinpool weights status)")
+        operator.sleep(POLL_S)
+    print_line("ordered; see how far it is by twinpool weights status")
+    return FINE
+
+
+def _followed(order: str, served: Mapping[str, Any], before: int) -> bool:
+    """Whether all workers have followed an order. `before`: the number of the latest change before it."""
+    states = [row["state"] for row in served["workers"]]
+    running = [row for row in served["workers"] if row["state"] not in ("left", "dead")]
+    if order in ("weights", "flush"):
+        begun = served["tried"] > before and served["pending"] is None
+        return begun and not served["behind"] and bool(running) and all(state in ("ready", "left") for state in states)
+    if order == "sleep":
+        return bool(served["asleep"]) and not running
+    if order == "wake":
+        return not served["asleep"] and bool(running) and all(state in ("ready", "left") for state in states)
+    return served["paused"] == (order == "pause") and all(row["paused"] == served["paused"] for row in running)
+
+
+def weights_lines(served: Mapping[str, Any]) -> list[str]:
+    """What is served, and how far a change is, in words."""
+    state = f"asleep (level {served['asleep']})" if served["asleep"] else "paused" if served["paused"] else "serving"
+    lines = [f"{state}  weights {served['weights_version']}  {served['weights']['path'] or 'the checkpoint'}"]
+    if served["pending"]:
+        lines.append(f"being prepared: {served['pending']['path']}")
+    if served["failed"]:
+        lines.append(f"the latest change was given up: {served['failed']}")
+    for row in served["workers"]:
+        told = " prepared" * row["prepared"] + " paused" * row["paused"]
+        lines.append(f"{row['name']}  {row['state']}  {row['weights_version']}{told}")
+    return lines
+
+
+_WAIT = flag(
+    "--wait", "seconds for which requests that run may go on as they are (30; rolling: 600)", type=float, metavar="S"
+)
+
+
+def serving_commands(*followed: CommandFlag) -> tuple[Command, ...]:
+    """The commands that change what all workers serve; `followed`: flags of all that are followed to the end."""
+    return (
+        command(
+            "weights",
+            "change the weights while serving, or show which are served",
+            weights,
+            flag("action", "update or status", choices=("update", "status")),
+            flag(
+                "folder", "folder of safetensors below engine.weight_roots", nargs="?", default="", metavar="FOLDER"
+            ),
+            flag("--version", "the name that answers have of them (default: the digest of the files)", default=""),
+            switch("--rolling", "change one worker after the other"),
+            switch("--json", "print JSON"),
+            _WAIT,
+            *followed,
+        ),
+        command("flush", "empty all prefix caches, on every tier", serving, _WAIT, *followed),
+        command("pause", "stop all steps at their edge; requests are kept", serving, *followed),
+        command("resume", "let paused workers go on", serving, *followed),
+        command(
+            "sleep",
+            "have all workers leave and give their memory back, until wake",
+            serving,
+            flag("--level", "1: processes keep the weights; 2: nothing is kept", type=int, choices=(1, 2), default=1),
+            _WAIT,
+            *followed,
+        ),
+        command("wake", "start the workers of a sleeping cluster again", serving, *followed),
+    )

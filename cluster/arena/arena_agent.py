@@ -10,8 +10,8 @@ kernel has released the process's memory and devices, so no copy of that process
 
 It also keeps images of loaded models, which all workers of the node map: whoever asks first for an image that isn't
 there is to make it, and the others are told to wait while that process lives. An image is taken only when it is sealed
-against every change. It is dropped when nobody who was given it lives and another one is asked for, or a worker is
-forgotten.
+against every change. It is dropped when all who were given it are dead or have left it, and another one is asked for,
+a worker is forgotten, or the last of them leaves.
 
 The agent makes no decisions and keeps nothing on disk. When it dies, workers keep the memory that they have mapped and
 go on; the next agent gets the segments back from live workers. Only the state of workers that die in between is lost.
@@ -26,6 +26,7 @@ user that know the token. Messages are JSON, one a packet:
     image    key  ->  image (and its file); claimed: make it; busy: another process makes it; alone: there will be none
     keep     key (and the file)  ->  kept, unless there is one: from who has claimed it, or after an agent's death
     alone    key, reason  ->  alone: who has claimed it can't make it
+    leave    key  ->  left: a process that lives uses that image no more
 
 Of two incarnations of a worker the later one gets the segment, in whichever order they ask.
 """
@@ -149,6 +150,14 @@ class _ModelImages:
             image.reason = reason or "no reason was given"
         return {"alone": True}
 
+    def leave(self, key: str, pid: int) -> dict[str, Any]:
+        """Take a living process from an image's users; the image goes with the last of them."""
+        image = self._images.get(key)
+        if image is not None and pid in image.users:
+            os.close(image.users.pop(pid))
+        self.drop_unused()
+        return {"left": True}
+
     def drop_unused(self, but: str = "") -> None:
         for key in [key for key, image in self._images.items() if key != but and not image.used()]:
             self._images.pop(key).close()
@@ -232,7 +241,7 @@ class ArenaAgent:
         message = read_json(data)
         if not hmac.compare_digest(str(message["token"]), self._token):
             raise LoanRefused
-        if message["verb"] in ("image", "keep", "alone"):
+        if message["verb"] in ("image", "keep", "alone", "leave"):
             return self._image(message, pid, fds)
         name = str(message["name"])
         if message["verb"] == "forget":
@@ -251,6 +260,8 @@ class ArenaAgent:
             return self._images.find(key, pid)
         if message["verb"] == "keep":
             return self._images.keep(key, pid, fds), []
+        if message["verb"] == "leave":
+            return self._images.leave(key, pid), []
         return self._images.give_up(key, pid, str(message["reason"])), []
 
     def _lend(

@@ -68,8 +68,8 @@ IMAGE_PAUSE_S = 0.1
 
 
 class SharedImages:
-    """`ModelImages` of one process, from the agent of this node. What was mapped stays so until the process ends, and
-    is offered to the next agent as long."""
+    """`ModelImages` of one process, from the agent of this node. What was mapped is offered to the next agent until the
+    process ends, or uses another image alone."""
 
     def __init__(self, token: str, wait_s: float, clock: Clock, pause: Callable[[float], None]) -> None:
         """`token`: the agent's, in hex; empty: there is no agent. `wait_s`: how long another process may take to load a
@@ -114,6 +114,15 @@ class SharedImages:
         message = {"verb": "alone", "token": self._token, "key": key, "reason": reason[:1000]}
         with contextlib.suppress(ImageUnfit), self._reached() as connection:
             ask(connection, message)
+
+    def use_only(self, key: str) -> None:
+        left = [loan for loan in self._loans if loan.message["key"] != key]
+        self._loans = [loan for loan in self._loans if loan.message["key"] == key]
+        for loan in left:
+            loan.end()
+            message = {"verb": "leave", "token": self._token, "key": loan.message["key"]}
+            with contextlib.suppress(ImageUnfit), self._reached() as connection:
+                ask(connection, message)
 
     def _mapped(self, key: str, fd: int) -> memoryview:
         """The image in this file, which is kept open: it is offered to the next agent when this one dies."""

@@ -246,10 +246,13 @@ def worker_fingerprint(pools: PoolSet, spec: ModelSpec, config: Config, device: 
 def weights_digest(spec: ModelSpec, config: Config) -> str:
     """`ModelSpec.fingerprint`, and how the weights were quantised when they were loaded: other numbers than the
     checkpoint's. Expanded, they are the same up to rounding, which the numerics class tells. Whose modules compute with
-    them is in it, too, since keys may lie in another order in transformers' than in those of this package."""
+    them is in it, too, since keys may lie in another order in transformers' than in those of this package. Of weights
+    that were put in place of the checkpoint's also which change they came with: what was computed before it is of no
+    use after it, even where the numbers are the same."""
     quantised = [config.engine.weights] if config.engine.weights in {"int8", "int4"} else []
     computed = [config.engine.models] if config.engine.models != "native" else []
-    return "-".join((spec.fingerprint, *quantised, *computed))
+    changed = [spec.weights.serial] if spec.weights is not None else []
+    return "-".join((spec.fingerprint, *quantised, *computed, *changed))
 
 
 log = logging.getLogger("twinpool.arena")

@@ -53,6 +53,7 @@ from twinpool.cluster.controller.leadership import ControllerLedger
 from twinpool.cluster.controller.node_room import NOWHERE, ClusterRoom, NodePlace
 from twinpool.cluster.controller.pool_operations import PoolOperations
 from twinpool.cluster.controller.wanted_worker import WantedWorker, WorkerEvent, WorkerState, advance
+from twinpool.cluster.controller.weights_changes import WeightsChanges
 from twinpool.cluster.worker_process.lease_keeper import renewal_pause_s
 from twinpool.cluster.worker_process.worker_thread import why_stalled
 from twinpool.contracts.clock import Clock
@@ -80,7 +81,8 @@ class Controller:
         self._clock = clock
         self._config = config
         self.table = ControllerTable(clock, config, ledger)
-        self.pools = PoolOperations(self.table)
+        self.weights = WeightsChanges(self.table)
+        self.pools = PoolOperations(self.table, self.weights)
         self._supervised = supervised
         self.late_messages = 0
         """Messages of incarnations that had already ended; dropped."""
@@ -247,7 +249,8 @@ class Controller:
         if row.becomes is not None:
             row.state = advance(row.state, WorkerEvent.CHANGED)
             other = row.becomes is not row.role
-            goes_on = closed and other and self.can_start and not self.cordoned(row.node)
+            keeps = other or (row.changes and self.weights.keeps_process(row))
+            goes_on = closed and keeps and self.can_start and not self.cordoned(row.node)
             what = f"goes on as a {row.becomes} worker" if goes_on else "starts again" + f" for {row.becomes}" * other
             self.table.note(f"{name} has left, and {what}")
             row.waiting = incarnation if goes_on else NO_INCARNATION
@@ -272,6 +275,7 @@ class Controller:
         Returns all actions since the last tick, in order; the caller must carry them out.
         """
         now = self._clock.now()
+        self.weights.tick()
         for row in list(self.table.rows.values()):
             if row.serves and now >= row.deadline:
                 self._kill(row, f"no heartbeat for {self._config.lease_s:g} s", silent=True)
@@ -339,10 +343,12 @@ class Controller:
             lacks_room=False,
             waiting=NO_INCARNATION,
             process_since=row.process_since if row.waiting else number,
+            changes=False,
         )
         self.table.save(fresh)  # Before it is handed out, and before anything here says so.
         self.table.rows[row.name] = fresh
-        self.table.act(StartWorker(fresh.name, fresh.role, number, fresh.avoids, fresh.only, row.waiting))
+        weights = self.weights.of_a_start
+        self.table.act(StartWorker(fresh.name, fresh.role, number, fresh.avoids, fresh.only, row.waiting, weights))
         self.table.changed(fresh)
 
     def _wait_for_place(self, row: WantedWorker, now: float) -> None:
@@ -431,7 +437,8 @@ class Controller:
     def _grant(self, row: WantedWorker) -> LeaseGrant:
         lease_s = self._config.lease_s
         renew_s = renewal_pause_s(self._config, len(self.table.rows))
-        return LeaseGrant(row.incarnation, lease_s, drain=row.drains, renew_s=renew_s, ended=self.table.ended)
+        grant = LeaseGrant(row.incarnation, lease_s, drain=row.drains, renew_s=renew_s, ended=self.table.ended)
+        return self.weights.granted(row, grant)
 
     def _fenced(self, incarnation: Incarnation) -> LeaseGrant:
         return LeaseGrant(incarnation, 0.0, fenced=True)

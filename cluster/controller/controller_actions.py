@@ -11,6 +11,7 @@ from twinpool.cluster.controller.node_room import ClusterRoom, NodePlace
 from twinpool.contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
 from twinpool.contracts.message_types import SKIP_UNKNOWN, SOME, UNSIGNED, Message, Uint32
 from twinpool.contracts.messages.calls import Exchange
+from twinpool.contracts.messages.fingerprint import WeightsVersion
 from twinpool.contracts.messages.pool_changes import SettingsAnswer, SettingsChange
 
 WorkerKey = tuple[WorkerName, Annotated[Incarnation, UNSIGNED]]
@@ -46,6 +47,8 @@ class StartWorker(Message, frozen=True, tag="start"):
     """The one node, by host name or Ray node id, on which it is to start; empty: any."""
     successor_of: Annotated[Incarnation, UNSIGNED] = NO_INCARNATION
     """The incarnation whose process has closed it and waits to go on as this one; 0: none does."""
+    weights: WeightsVersion | None = None
+    """The weights that it is to serve; None: the checkpoint's."""
 
 
 class KillWorker(Message, frozen=True, tag="kill"):

@@ -150,7 +150,7 @@ class ControllerService:
     async def leave(self, departure: Departure) -> DepartureAnswer:
         goes_on = self._core.leave(departure.name, departure.incarnation, closed=departure.closed)
         self.tick()  # A process that waits for its plan gets it at once.
-        return DepartureAnswer(goes_on)
+        return DepartureAnswer(goes_on, sleeps=goes_on and bool(self._core.table.served.asleep))
 
     # ------------------------------------------------------------ operators
 
@@ -164,7 +164,7 @@ class ControllerService:
         self.tick()
         if done:
             self._note(done, holds=isinstance(change, AddWorkers | ScalePools | UndrainWorkers | SetRole))
-        return ChangedWorkers(workers, start, frozenset(workers) - start)
+        return ChangedWorkers(workers, start, frozenset(workers) - start, self._core.table.served.tried)
 
     def _note(self, done: str, *, holds: bool) -> None:
         """Have what an operator has done seen. `holds`: the autoscaler leaves the pools alone after it."""
@@ -363,7 +363,12 @@ class ControllerService:
         workers = tuple(self._core.views())
         version, self._rows = self._core.version, len(workers)
         view = ClusterView(
-            version, workers, self._core.shutting_down, control_plane=self._control_plane, adapters=self._adapters
+            version,
+            workers,
+            self._core.shutting_down,
+            control_plane=self._control_plane,
+            adapters=self._adapters,
+            served=self._core.weights.told(),
         )
         self._told = version, view
         return view
@@ -379,6 +384,7 @@ class ControllerService:
             statuses=tuple(_numbers(change.view, change.counters) for change in changes if not change.whole),
             control_plane=self._control_plane,
             adapters=self._adapters if self._core.table.adapters_at > since else None,
+            served=self._core.weights.told(),
         )
 
     @property

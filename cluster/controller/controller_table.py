@@ -21,6 +21,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
 from twinpool.cluster.controller.controller_actions import ControllerAction, KillWorker, OperatorNote
@@ -39,6 +40,7 @@ from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import NO_INCARNATION, Incarnation, WorkerName
 from twinpool.contracts.message_types import as_dict
+from twinpool.contracts.messages.cluster_view import ServedWeights
 from twinpool.contracts.messages.worker_status import EndedWorker, WorkerView
 from twinpool.contracts.outside_data import read_json
 from twinpool.contracts.sampling_params import AdapterRef
@@ -46,7 +48,7 @@ from twinpool.contracts.sampling_params import AdapterRef
 log = logging.getLogger("twinpool.controller")
 
 WORKER_KEY, CORDONS_KEY, AUTOSCALER_KEY, QUOTAS_KEY = "worker/", "cordoned", "autoscaler", "quotas"
-ROOM_KEY, ADAPTERS_KEY = "room", "adapters"
+ROOM_KEY, ADAPTERS_KEY, SERVED_KEY = "room", "adapters", "served"
 
 
 class RowChange(NamedTuple):
@@ -92,6 +94,8 @@ class ControllerTable:
             """The adapters that are served, by name."""
             self.adapters_at = self.version
             """The table's version when they changed."""
+            self.served = msgspec.convert(read_json(kept.get(SERVED_KEY, "[]")), ServedWeights)
+            """The weights that the cluster serves, and whether it does."""
             for key, text in kept.items():
                 if key.startswith(WORKER_KEY):
                     self._take_up(from_ledger(WorkerName(key.removeprefix(WORKER_KEY)), text, config))
@@ -130,6 +134,12 @@ class ControllerTable:
         self.adapters = dict(adapters)
         self.changed()
         self.adapters_at = self.version
+
+    def save_served(self, served: ServedWeights) -> None:
+        """Store what the cluster serves from now on, and have it published. Raises as `save` does."""
+        self._put(SERVED_KEY, json.dumps(msgspec.to_builtins(served)))
+        self.served = served
+        self.changed()
 
     def set_room(self, room: ClusterRoom) -> None:
         """Take in what nodes have for workers, and store it where it has changed. Raises as `save` does."""
@@ -311,7 +321,8 @@ class StartQueue:
     # ------------------------------------------------------------ inside
 
     def _is_due(self, row: WantedWorker) -> bool:
-        return row.state is WorkerState.DEAD and row.wanted and self._now >= row.restart_at
+        awake = not self._table.served.asleep
+        return awake and row.state is WorkerState.DEAD and row.wanted and self._now >= row.restart_at
 
     def _look(self, row: WantedWorker) -> tuple[str, bool]:
         if not row.served and (first := self._one_that_served(row)) is not None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from twinpool.cluster.controller.controller_table import ControllerTable, occupant
 from twinpool.cluster.controller.node_room import Occupant
 from twinpool.cluster.controller.wanted_worker import WantedWorker, WorkerEvent, WorkerState, advance
+from twinpool.cluster.controller.weights_changes import WeightsChanges
 from twinpool.cluster.processes.restart_policy import RestartHistory
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import PAIR, Incarnation, Role, WorkerName
@@ -40,8 +41,8 @@ ENOUGH = "its pool has enough workers"
 class PoolOperations:
     """Operators' changes of one table. Every method raises `ConfigError`, having changed nothing, where it refuses."""
 
-    def __init__(self, table: ControllerTable) -> None:
-        self._table = table
+    def __init__(self, table: ControllerTable, weights: WeightsChanges) -> None:
+        self._table, self._weights = table, weights
 
     # ------------------------------------------------------------ more and fewer workers
 
@@ -196,6 +197,8 @@ class PoolOperations:
             case UnloadAdapter():
                 self.unload_adapter(change.name)
                 return (), f"the adapter {change.name} is served no more"
+            case _:
+                return (), self._weights.make(change)
 
     # ------------------------------------------------------------ adapters
 

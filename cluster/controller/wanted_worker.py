@@ -126,6 +126,8 @@ class WantedWorker:
     """The incarnation whose process waits to go on as the next one, which is due; 0: none does."""
     process_since: Incarnation = NO_INCARNATION
     """The first incarnation that its process has been."""
+    changes: bool = False
+    """Whether it drains to change its weights, or to sleep: routers send it nothing new from the moment it is told."""
 
     @property
     def serves(self) -> bool:
@@ -182,6 +184,8 @@ class WantedWorker:
     def view(self, cordoned: bool) -> WorkerView:
         """The row as routers see it: under the incarnation that its status is of."""
         record, status = self.record or self._empty_record(), self.status or self.own_status()
+        if self.changes and status.state == WorkerState.READY:
+            status = replace(status, state=WorkerState.DRAINING)
         return WorkerView(replace(record, incarnation=status.incarnation or record.incarnation), status, cordoned)
 
     def _empty_record(self) -> WorkerRecord:

@@ -191,16 +191,16 @@ class WorkerActor:
         if plan.rank:
             from twinpool.cluster.worker_process.follower_process import run_follower
 
-            run_follower(plan, self._following)
+            run_follower(plan, lambda: self._following(None))  # Its leader's end is its own.
         run_worker(plan, self._workers, self._following)
 
     def go_on(self, plan: WorkerPlan) -> None:
-        """Have the process go on by this plan, when its worker has left to change its role."""
+        """Have the process go on by this plan, when its worker has left for that."""
         self._plan = plan
         self._next.give(plan)
 
-    def _following(self) -> WorkerPlan | None:
-        plan = self._next.take()
+    def _following(self, timeout_s: float | None) -> WorkerPlan | None:
+        plan = self._next.take(timeout_s)
         return self._here(plan) if plan is not None else None
 
     @staticmethod

@@ -413,6 +413,7 @@ class ServeCluster:
             by_node=by_node,
             cards=prepared.cards_of(start.name, start.role),
             settings=digest_of(prepared, start.role),
+            weights=start.weights,
         )
 
     def _shares(self, role: Role) -> dict[str, WorkerShare]:

@@ -41,6 +41,7 @@ from twinpool.contracts.config.setting_effects import routers_digest
 from twinpool.contracts.errors import RequestError, TwinpoolError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.cluster_view import ServedWeights
 from twinpool.contracts.messages.pool_changes import (
     ChangedWorkers,
     DrainWorkers,
@@ -170,6 +171,10 @@ class LocalDirectory:
                 self._unschedule()
 
         return stop
+
+    @property
+    def serving(self) -> ServedWeights:
+        return ServedWeights()
 
     @property
     def adapters(self) -> tuple[AdapterRef, ...]:

@@ -28,7 +28,7 @@ from twinpool.contracts.credentials.node_tls import NodeTls
 from twinpool.contracts.errors import ConfigError, TwinpoolError, WireError
 from twinpool.contracts.ids import Incarnation
 from twinpool.contracts.messages.calls import CALLS_VERSION, LEAVE, REGISTER, RENEW
-from twinpool.contracts.messages.leases import GRANT_BYTES, SILENCE_S, Departure, LeaseGrant, Renewal
+from twinpool.contracts.messages.leases import GRANT_BYTES, SILENCE_S, Departure, DepartureAnswer, LeaseGrant, Renewal
 from twinpool.contracts.messages.stream_frames import StreamOpening
 from twinpool.contracts.messages.worker_status import EndedWorker, WorkerRecord, WorkerStatus
 from twinpool.contracts.wire.controller_turns import TURN_S, ControllerTurns, call_leader
@@ -188,6 +188,8 @@ class LeaseHandlers:
     undrains: Callable[[], int] = lambda: 0
     """How often the worker has been undrained so far. An undrain goes to the controller first, so an answer to drain is
     ignored when an undrain came while the renewal was under way."""
+    on_grant: Callable[[LeaseGrant], object] = lambda grant: None
+    """Called with each grant, for what else it asks of the worker."""
     on_ended: Callable[[tuple[EndedWorker, ...]], object] = lambda ended: None
     """Called, at the start and at renewals, with the incarnations of workers that have ended, where those changed."""
 
@@ -241,6 +243,7 @@ class LeaseKeeper:
             raise LeaseRefused(f"{self._record.name}: incarnation {self._record.incarnation} is no longer wanted")
         self.lease.granted(sent_at, grant.lease_s)
         self._tell_ended(grant)
+        self._handlers.on_grant(grant)
         self._renewing = asyncio.create_task(self._renew())
 
     async def _register(self, timeout_s: float) -> tuple[float, LeaseGrant]:
@@ -293,6 +296,7 @@ class LeaseKeeper:
                     return self._handlers.on_lost("the controller has ended the lease")
                 self.lease.granted(sent_at, grant.lease_s)
                 self._tell_ended(grant)
+                self._handlers.on_grant(grant)
                 if grant.drain and self._handlers.undrains() == undrains:
                     self._handlers.on_drain()
                 await self._open_stream(grant.stream)
@@ -349,12 +353,12 @@ class LeaseKeeper:
             self._ended = grant.ended
             self._handlers.on_ended(grant.ended)
 
-    async def leave(self, timeout_s: float = 2.0, *, closed: bool = False) -> bool:
+    async def leave(self, timeout_s: float = 2.0, *, closed: bool = False) -> DepartureAnswer:
         """Give the lease back, because this worker has left by drain. `closed`: whether it is closed, and its process
         could go on as another. Returns whether a plan for that comes. A controller that can't be reached is only
         logged."""
         self._stop_renewing()
-        departure, goes_on = Departure(self._record.name, self._record.incarnation, closed), False
+        departure, answer = Departure(self._record.name, self._record.incarnation, closed), DepartureAnswer()
         try:
             answer = await call_leader(
                 self._controllers,
@@ -362,12 +366,11 @@ class LeaseKeeper:
                 lambda channel: channel.call(LEAVE, departure, timeout_s, wait=True),
                 timeout_s,
             )
-            goes_on = answer.goes_on
         except (CallFailed, TimeoutError) as error:
             reason = error.reason if isinstance(error, CallFailed) else f"no answer in {timeout_s:g} s"
             log.warning("the controller did not hear that this worker has left: %s", reason)
         await self.close()
-        return goes_on
+        return answer
 
     async def close(self) -> None:
         """Stop renewing and close the connection; the lease runs out. Idempotent."""

@@ -22,7 +22,7 @@ from twinpool.contracts.credentials.node_tls import NodeTls
 from twinpool.contracts.errors import WireError
 from twinpool.contracts.ids import Incarnation
 from twinpool.contracts.interfaces.worker_interface import SessionId
-from twinpool.contracts.messages.stream_frames import StreamEnd, refusal
+from twinpool.contracts.messages.stream_frames import OLDEST, WEIGHTS_SINCE, StreamEnd, refusal
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.wire.frame_connection import FrameConnection, FrameListener
 from twinpool.contracts.wire.message_codec import (
@@ -193,7 +193,8 @@ class RouterStreams:
             return "this stream lacks the cluster's token"
         if opening.incarnation != self.incarnation:
             return f"this is incarnation {self.incarnation}, the call is for incarnation {opening.incarnation}"
-        if too_old := refusal("this router", opening.protocol):
+        oldest = WEIGHTS_SINCE if self.host.changed_weights else OLDEST
+        if too_old := refusal("this router", opening.protocol, oldest=oldest):
             log.warning("a router was refused: %s", too_old)
             return too_old
         if len(self._routers) >= MAX_ROUTERS:

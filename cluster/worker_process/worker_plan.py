@@ -1,4 +1,5 @@
-"""The plan with which a worker's process is started, and the file in which it leaves why it ended."""
+"""The plan with which a worker's process is started, the weights that it prepares to go on with, and the file in which
+it leaves why it ended."""
 
 from __future__ import annotations
 
@@ -6,22 +7,27 @@ import dataclasses
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from twinpool.cluster.assembly.node_shares import WorkerShare
 from twinpool.cluster.models import path_on_this_node
 from twinpool.cluster.processes.process_ids import start_time
 from twinpool.cluster.worker_process.worker_thread import WorkerEnd
-from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec
+from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec, with_weights
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.config.cluster_config import Config
-from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.errors import ConfigError, TwinpoolError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import Worker
+from twinpool.contracts.messages.fingerprint import WeightsVersion
+from twinpool.contracts.messages.worker_status import WorkerStatus
 
 if TYPE_CHECKING:
     from twinpool.cluster.arena.arena_client import ArenaClient
@@ -71,6 +77,8 @@ class WorkerPlan:
     """The name by which a node that lacks `model` fetches it."""
     settings: str = ""
     """Digest of the settings that it is started with, which the worker registers with."""
+    weights: WeightsVersion | None = None
+    """The weights that it has in place of the checkpoint's; None: the checkpoint's."""
 
     @property
     def gpus_of_ray(self) -> int:
@@ -83,9 +91,16 @@ class WorkerPlan:
         return on_card(self.config, self.cards[self.rank]) if self.cards else self.config
 
     def read_spec(self) -> ModelSpec:
-        """Read the model, which is fetched first where this node lacks it. Raises `CheckpointError`."""
+        """Read the model, which is fetched first where this node lacks it, with its weights. Raises
+        `CheckpointError`."""
+        return self.spec_with(self.weights)
+
+    def spec_with(self, weights: WeightsVersion | None) -> ModelSpec:
+        """The model with these weights in place of the checkpoint's. Raises `CheckpointError`."""
         engine = self.config.engine
-        return read_model_spec(path_on_this_node(self.model, self.source, log.info), engine.context, engine.draft_model)
+        model = path_on_this_node(self.model, self.source, log.info)
+        spec = read_model_spec(model, engine.context, engine.draft_model)
+        return with_weights(spec, weights, engine.weight_roots)
 
     def on(self, node_id: str) -> WorkerPlan:
         """The plan with the share of the node that the worker was placed on. Raises `NodeUnmeasured` for a node that
@@ -105,6 +120,63 @@ def on_card(config: Config, card: int) -> Config:
     return dataclasses.replace(config, engine=dataclasses.replace(config.engine, device=f"cuda:{card}"))
 
 
+class WeightsPreparation:
+    """Reads and checks the weights that a worker's cluster may change to, on a thread of its own beside the worker that
+    serves. Methods may be called from any thread."""
+
+    def __init__(self, prepare: Callable[[WeightsVersion], str], forget: Callable[[], None]) -> None:
+        """`prepare` reads and checks weights, keeps them for the worker to come, and returns the digest of their files;
+        what it raises is why these can't be had. `forget` frees what was prepared."""
+        self._prepare, self._forget = prepare, forget
+        self._lock = threading.Lock()
+        self._wanted: WeightsVersion | None = None
+        self._busy = False
+        self._found: tuple[int, str, str] = (0, "", "")
+        """The number of the weights that were looked at, the digest of their files, and why they can't be had."""
+
+    def order(self, weights: WeightsVersion | None) -> None:
+        """Prepare these, in place of any others; None: none. Returns at once; does nothing where it is so already."""
+        with self._lock:
+            wanted = self._wanted
+            if (weights and weights.number) == (wanted and wanted.number):
+                return
+            self._wanted = weights
+            if not self._busy:
+                self._busy = True
+                threading.Thread(target=self._work, name="weights", daemon=True).start()
+
+    def on(self, status: WorkerStatus) -> WorkerStatus:
+        """The status with what was prepared."""
+        with self._lock:
+            number, digest, why_not = self._found
+            if self._wanted is None or self._wanted.number != number:
+                return status
+        return replace(status, prepared=number, prepared_digest=digest, unprepared=why_not[:1000])
+
+    def _work(self) -> None:
+        done: WeightsVersion | None = None
+        while True:
+            with self._lock:
+                wanted = self._wanted
+                if wanted == done:
+                    self._busy = False
+                    return
+            if wanted is None:
+                found = 0, "", ""
+                self._forget()
+            else:
+                found = self._look(wanted)
+            with self._lock:
+                self._found, done = found, wanted
+
+    def _look(self, weights: WeightsVersion) -> tuple[int, str, str]:
+        try:
+            return weights.number, self._prepare(weights), ""
+        except (TwinpoolError, OSError, RuntimeError, ValueError, MemoryError) as error:
+            log.warning("weights can't be prepared", extra={"folder": weights.path, "reason": f"{error!s:.1000}"})
+            return weights.number, "", f"{error!s:.1000}" or type(error).__name__
+
+
 BuildWorker = Callable[[WorkerPlan], Worker]
 
 
@@ -116,6 +188,8 @@ class ProcessOutcome:
     reason: str
     goes_on: bool = False
     """Whether its process waits for a plan by which it goes on as another worker."""
+    sleeps: bool = False
+    """Whether it waits until the cluster is woken."""
 
 
 def arenas_of(plan: WorkerPlan) -> ArenaClient:

@@ -37,6 +37,7 @@ from twinpool.cluster.worker_process.router_streams import RouterStreams
 from twinpool.cluster.worker_process.worker_plan import (
     BuildWorker,
     ProcessOutcome,
+    WeightsPreparation,
     WorkerPlan,
     arenas_of,
     images_of,
@@ -46,31 +47,39 @@ from twinpool.cluster.worker_process.worker_plan import (
 from twinpool.cluster.worker_process.worker_thread import WorkerEnd, WorkerThread
 from twinpool.contracts import cpu_levels as processor
 from twinpool.contracts.build_id import build_id
+from twinpool.contracts.checkpoint.safetensors_headers import files_mark
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.cluster_secret import SECRET_VARIABLE
 from twinpool.contracts.credentials.certificate_files import CertificateFiles
-from twinpool.contracts.errors import ConfigError, TwinpoolError
-from twinpool.contracts.ids import Incarnation, WorkerName
+from twinpool.contracts.errors import CheckpointError, ConfigError, TwinpoolError
 from twinpool.contracts.interfaces.worker_interface import Worker
+from twinpool.contracts.messages.fingerprint import WeightsVersion
+from twinpool.contracts.messages.leases import LeaseGrant
 from twinpool.contracts.messages.rank_orders import LeaveRole
 from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL
 from twinpool.contracts.messages.worker_status import WorkerRecord
 from twinpool.contracts.signal_listener import SignalListener
-from twinpool.transfer.net.fault_injection import via_proxy
+from twinpool.transfer.net.fault_injection import HangFault, hang_at, via_proxy
 
 if TYPE_CHECKING:
     from twinpool.cluster.arena.arena_client import ArenaClient
     from twinpool.cluster.ranks import RankGroup
+    from twinpool.contracts.checkpoint.model_spec import ModelSpec
     from twinpool.engine.runner.load_model import KeptModel
 
 log = logging.getLogger("twinpool.worker")
 
 NEXT_PLAN_S = 15.0
-"""Seconds that a process waits for the plan by which it goes on. Then it ends, and its worker is started elsewhere."""
+"""Seconds that a process waits for the plan by which it goes on. Then it ends, and its worker is started elsewhere. One
+that sleeps waits for as long as it lives."""
 FLUSH_S = 2.0
 """Seconds that open streams may take to deliver their last frames when a worker leaves."""
 CLOSE_S = 10.0
 """Seconds that a worker which has left may take to close, to be followed by another in its process."""
+
+
+def _cannot_prepare(weights: WeightsVersion) -> str:
+    raise ConfigError("this process has one worker alone, and can't change its weights")
 
 
 class NextPlan:
@@ -84,8 +93,9 @@ class NextPlan:
         self._plan = plan
         self._given.set()
 
-    def take(self, timeout_s: float = NEXT_PLAN_S) -> WorkerPlan | None:
-        """The plan that was given since the last call, or None when none has come after `timeout_s`."""
+    def take(self, timeout_s: float | None = NEXT_PLAN_S) -> WorkerPlan | None:
+        """The plan that was given since the last call, or None when none has come after `timeout_s`; None: wait for
+        it."""
         if not self._given.wait(timeout_s):
             return None
         self._given.clear()
@@ -115,14 +125,16 @@ class PlannedWorkers:
         if plan.secret:
             os.environ[SECRET_VARIABLE] = plan.secret
         self._kept = self._kept or KeptModel(images_of(plan), run_low)
+        spec = plan.read_spec()
+        before = files_mark(spec.headers) if plan.weights is not None else ()
         if plan.config.ranks_for(plan.role) > 1 and self._group is None:
             self._group = _meet(plan, self._end)
         self._arenas = arenas_of(plan)
-        return build_worker(
+        worker = build_worker(
             plan.role,
             plan.name,
             plan.incarnation,
-            plan.read_spec(),
+            spec,
             plan.rank_config,
             host=plan.host,
             counts=plan.counts,
@@ -130,6 +142,30 @@ class PlannedWorkers:
             group=self._group,
             kept=self._kept,
         )
+        if plan.weights is not None:
+            _check_unchanged(spec, before)
+        return worker
+
+    def prepare(self, weights: WeightsVersion) -> str:
+        """Read and check weights beside the worker that serves, for the one to come; returns the digest of their files.
+        Raises `CheckpointError`, and as loading a model does."""
+        from twinpool.engine.models.registry import model_for
+        from twinpool.engine.runner.load_model import check_finite
+
+        plan, kept = self._plan, self._kept
+        assert plan is not None
+        assert kept is not None, "weights are prepared beside a worker that was built"
+        spec = plan.spec_with(weights)
+        before = files_mark(spec.headers)
+        check_finite(spec)
+        kept.prepare(model_for(spec, plan.config.engine))
+        _check_unchanged(spec, before)
+        return spec.weights.digest if spec.weights is not None else ""
+
+    def forget_prepared(self) -> None:
+        """Free what `prepare` keeps. Idempotent."""
+        if self._kept is not None:
+            self._kept.forget_prepared()
 
     def release(self) -> None:
         """Free what the last worker, which is closed, still has on its other ranks and in its node's arenas. When this
@@ -149,6 +185,13 @@ class PlannedWorkers:
         write_exit(plan, reason)
         logging.shutdown()
         os._exit(1)
+
+
+def _check_unchanged(spec: ModelSpec, before: tuple[tuple[int, int, int], ...]) -> None:
+    """Refuse files that were written while they were read: their digest is of other bytes than the model's. `before`:
+    `files_mark` of then."""
+    if files_mark(spec.headers) != before:
+        raise CheckpointError(f"{spec.weights and spec.weights.path} was written to while it was read: write it first")
 
 
 def _import_packages() -> None:
@@ -281,33 +324,6 @@ def serve_worker(
     return WorkerServer(loop, calls, streams, f"{address}:{port}", stream)
 
 
-FIRST = Incarnation(1)
-"""Only the first incarnation of a worker hangs, so that the next one can show that it serves."""
-
-
-def hang_at(faults: str, name: WorkerName, incarnation: Incarnation) -> int | None:
-    """The number of steps after which this incarnation hangs, or None. Raises `ConfigError` where `faults` isn't
-    NAME:STEP, several with commas."""
-    steps: dict[str, int] = {}
-    for part in filter(None, faults.split(",")):
-        worker, _, step = part.strip().rpartition(":")
-        if not worker or not step.isdigit() or not int(step):
-            raise ConfigError(f"config key faults.hang takes WORKER:STEP, as in decode-0:20; got {part!r}")
-        steps[worker] = int(step)
-    return steps.get(name) if incarnation == FIRST else None
-
-
-class HangFault:
-    """Hangs the thread that calls it, for ever, once `step` steps have ended; None: never."""
-
-    def __init__(self, step: int | None) -> None:
-        self._step = step
-
-    def __call__(self, steps: int) -> None:
-        if self._step is not None and steps >= self._step:
-            threading.Event().wait()
-
-
 class WorkerProcess:
     """The run of one incarnation of a worker in this process."""
 
@@ -317,12 +333,15 @@ class WorkerProcess:
         build: BuildWorker,
         loop: AsyncioThread | None = None,
         release: Callable[[], None] | None = None,
+        preparation: WeightsPreparation | None = None,
     ) -> None:
         """`loop`: serves the worker, and goes on after it; None: one of its own does. `release` frees what a closed
-        worker has left elsewhere in this process; None: the process can't go on as another worker."""
+        worker has left elsewhere in this process; None: the process can't go on as another worker. `preparation`: of
+        the weights that it may go on with; None: it takes no others."""
         self._plan = plan
         self._build = build
         self._loop, self._release = loop, release
+        self._preparation = preparation or WeightsPreparation(_cannot_prepare, lambda: None)
         self._ended = threading.Event()
         self._outcome = ProcessOutcome(WorkerEnd.STOPPED, "the process was stopped")
 
@@ -342,6 +361,7 @@ class WorkerProcess:
         host = WorkerThread(
             worker, may_send=lambda: keeper is None or keeper.lease.held, on_end=self._on_end, before_step=hang
         )
+        host.changed_weights = plan.weights is not None
         link_timeout_s = plan.config.transfer.link_timeout_s
         certificate = plan.config.security.cluster
         server = serve_worker(loop, host, plan.incarnation, plan.host, plan.secret, link_timeout_s, certificate)
@@ -353,12 +373,13 @@ class WorkerProcess:
                 plan.controller,
                 clock,
                 heartbeat_s,
-                lambda: use.on(host.heartbeat()),
+                lambda: self._preparation.on(use.on(host.heartbeat())),
                 LeaseHandlers(
                     self._on_lost,
                     on_drain=host.drain,
                     undrains=lambda: host.undrains,
                     on_ended=lambda ended: host.call(lambda worker: worker.workers_ended(ended)),
+                    on_grant=lambda grant: self._take_orders(host, grant),
                 ),
                 plan.secret,
                 certificate=certificate,
@@ -384,8 +405,8 @@ class WorkerProcess:
             if self._outcome.end is WorkerEnd.LEFT:
                 server.stop(FLUSH_S)
                 closed = self._close(host)
-                goes_on = loop.run(keeper.leave(closed=closed), FLUSH_S + 3.0)
-                self._outcome = dataclasses.replace(self._outcome, goes_on=goes_on)
+                answer = loop.run(keeper.leave(closed=closed), FLUSH_S + 3.0)
+                self._outcome = dataclasses.replace(self._outcome, goes_on=answer.goes_on, sleeps=answer.sleeps)
             return self._outcome
         except BaseException:
             worker.close()
@@ -415,7 +436,15 @@ class WorkerProcess:
             settings=plan.settings,
             build=build_id(),
             stream_protocol=STREAM_PROTOCOL,
+            weights=plan.weights,
         )
+
+    def _take_orders(self, host: WorkerThread, grant: LeaseGrant) -> None:
+        """Carry out what a grant asks for besides draining. Each comes with every grant for as long as it holds."""
+        self._preparation.order(grant.prepare)
+        host.pause(grant.paused)
+        if grant.hurry:
+            host.call(lambda worker: worker.end_requests("its worker leaves, and had waited for it for long enough"))
 
     def _close(self, host: WorkerThread) -> bool:
         """Close a worker that has left, as far as its process could go on as another one; returns whether it could."""
@@ -439,24 +468,30 @@ class WorkerProcess:
         self._on_end(WorkerEnd.FENCED, reason)
 
 
-def run_worker(plan: WorkerPlan, workers: PlannedWorkers, next_plan: Callable[[], WorkerPlan | None]) -> None:
+def run_worker(
+    plan: WorkerPlan, workers: PlannedWorkers, next_plan: Callable[[float | None], WorkerPlan | None]
+) -> None:
     """Be the worker's process: log to its file, die with the parent, exit when the worker has ended (never returns).
 
-    A worker that has left to change its role goes on by `next_plan`, which waits for the plan; None: none has come.
+    A worker that has left to change its role or its weights, or to sleep, goes on by `next_plan`, which waits for the
+    plan for so many seconds (None: until it comes); None: none has come.
     """
     die_with_parent()
     log_to_file(plan.logs / f"{plan.name}.log", plan.name)
     code = 1
     try:
         loop = AsyncioThread("service", niceness=LEASES)
+        preparation = WeightsPreparation(
+            lambda weights: run_low(lambda: workers.prepare(weights)), workers.forget_prepared
+        )
         while True:
-            outcome = WorkerProcess(plan, workers.build, loop, workers.release).run()
+            outcome = WorkerProcess(plan, workers.build, loop, workers.release, preparation).run()
             code = 0 if outcome.end in (WorkerEnd.LEFT, WorkerEnd.STOPPED) else 1
             write_exit(plan, outcome.reason)
             if not outcome.goes_on:
                 break
             free_memory()
-            following = next_plan()
+            following = next_plan(None if outcome.sleeps else NEXT_PLAN_S)
             if following is None:
                 log.warning("no plan has come by which this process could go on", extra={"worker": plan.name})
                 break

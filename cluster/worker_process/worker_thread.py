@@ -112,6 +112,9 @@ class WorkerThread:
         self._end: WorkerEnd | None = None
         self._reason = ""
         self._stopping = False
+        self._paused, self._resumed = False, threading.Event()
+        self.changed_weights = False
+        """Whether the worker has other weights than the checkpoint's, or the same after a flush."""
         self.closed = False
         """Whether the worker has ended and was closed without an error."""
         self.fits = worker.fits
@@ -192,6 +195,21 @@ class WorkerThread:
         self._worker.wake()
         return future
 
+    def pause(self, paused: bool) -> None:
+        """Make no step from the end of this one on, and keep all requests; or go on. Commands and calls are still taken
+        in. Any thread; idempotent."""
+        self._paused = paused
+        if not paused:
+            self._resumed.set()
+
+    def _wait_paused(self) -> None:
+        """A round without a step: no lack of progress. Requests wait, and their deadlines come all the same."""
+        self.snapshot = replace(self._worker.status(), paused=True)
+        self._watchdog.turned(self.snapshot.steps, False, 0.0)
+        self._resumed.clear()
+        if self._paused:
+            self._resumed.wait(self._idle_s)
+
     def status(self) -> Future[WorkerStatus]:
         return self.call(lambda worker: worker.status())
 
@@ -233,6 +251,9 @@ class WorkerThread:
                 return WorkerEnd.FENCED, "the worker's lease has ended"
             began = self._clock.now()
             self._before_step(self.snapshot.steps)
+            if self._paused:
+                self._wait_paused()
+                continue
             events = self._worker.step()
             if events and not self._may_send():
                 return WorkerEnd.FENCED, "the worker's lease has ended"

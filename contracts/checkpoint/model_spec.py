@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from msgspec import structs
+
 from twinpool.contracts.checkpoint.gguf.gguf_config import config_of
 from twinpool.contracts.checkpoint.gguf.gguf_header import SUFFIX, is_gguf, read_gguf
 from twinpool.contracts.checkpoint.gguf.gguf_tokenizer import GgufTokenizer
@@ -23,6 +25,7 @@ from twinpool.contracts.checkpoint.rope_spec import context_limits, rope_kind, r
 from twinpool.contracts.checkpoint.safetensors_headers import (
     FLOATS,
     TensorHeader,
+    digest_files,
     digest_samples,
     read_headers,
     read_json,
@@ -30,6 +33,7 @@ from twinpool.contracts.checkpoint.safetensors_headers import (
 )
 from twinpool.contracts.checkpoint.tokenizer_files import end_of_tokenizer
 from twinpool.contracts.errors import CheckpointError, ConfigError
+from twinpool.contracts.messages.fingerprint import WeightsVersion
 from twinpool.contracts.sampling_params import POOLINGS
 
 GENERATION_CONFIG = "generation_config.json"
@@ -108,6 +112,8 @@ class ModelSpec:
     """The checkpoint that `draft_model` names, where it is a folder."""
     pictures: PictureSpec | None = field(default=None, kw_only=True)
     """How it takes pictures; None: it takes text alone."""
+    weights: WeightsVersion | None = field(default=None, kw_only=True)
+    """The weights that were put in place of the checkpoint's (`with_weights`); None: none were."""
     config: JsonFields = field(kw_only=True, repr=False, compare=False)
     """The keys of `config.json`; for a multimodal model with the text model's keys merged over the outer ones."""
     headers: Mapping[str, TensorHeader] = field(kw_only=True, repr=False, compare=False)
@@ -165,6 +171,59 @@ def with_draft_model(spec: ModelSpec, draft_model: str) -> ModelSpec:
     head = _spec(folder, *_read_folder(folder), 0)
     named = f"{spec.fingerprint}-{head.fingerprint}"
     return replace(spec, draft_model=draft_model, draft_head=head, fingerprint=named)
+
+
+def with_weights(spec: ModelSpec, weights: WeightsVersion | None, roots: str) -> ModelSpec:
+    """`spec` with the tensors of another folder, which must have the checkpoint's names, shapes and dtypes; all else of
+    the checkpoint stays. Reads all of the folder's tensors. `roots`: `engine.weight_roots`.
+
+    Raises `CheckpointError` where the folder isn't allowed, has other tensors, or isn't that of the digest any more.
+    """
+    if weights is None or not weights.path:
+        return replace(spec, weights=weights)
+    folder = weights_folder(weights.path, roots)
+    if is_gguf(spec.path):
+        raise CheckpointError(f"{spec.path.name} is a GGUF file, whose weights can't be changed while it is served")
+    headers = read_headers(folder)
+    _check_alike(folder, headers, spec.headers)
+    digest = digest_files(headers)
+    if weights.digest not in ("", digest):
+        raise CheckpointError(
+            f"{folder} has other files than those that the cluster has changed to as version {weights.version}: put "
+            "these back, or change to what is there now (twinpool weights update)"
+        )
+    named = f"{spec.fingerprint}-{digest[:32]}"
+    return replace(spec, headers=headers, fingerprint=named, weights=structs.replace(weights, digest=digest))
+
+
+def weights_folder(path: str, roots: str) -> Path:
+    """The folder of weights that `path` names, with all links followed. Raises `CheckpointError` where it lies below
+    none of `roots` (`engine.weight_roots`); in the same words whether or not there is anything."""
+    if not path.startswith("/") or not path.isprintable():
+        raise CheckpointError(f"a folder of weights is named by an absolute path; got {path[:200]!r}")
+    try:
+        above = [Path(root.strip()).resolve() for root in roots.split(",") if root.strip()]
+        folder = Path(path).resolve()
+    except (OSError, RuntimeError, ValueError):
+        above, folder = [], Path(path)
+    if not any(folder.is_relative_to(root) for root in above):
+        raise CheckpointError(f"{path[:200]} lies below none of engine.weight_roots, from which weights may be taken")
+    return folder
+
+
+def _check_alike(folder: Path, found: Mapping[str, TensorHeader], wanted: Mapping[str, TensorHeader]) -> None:
+    """Refuse tensors that aren't those of the checkpoint in name, shape and dtype, naming the first."""
+    for name, header in wanted.items():
+        other = found.get(name)
+        if other is None:
+            raise CheckpointError(f"{folder} lacks the tensor {name}, which the checkpoint has")
+        if (other.dtype, other.shape) != (header.dtype, header.shape):
+            raise CheckpointError(
+                f"{folder}: the tensor {name} is {other.dtype} {list(other.shape)}; the checkpoint's is "
+                f"{header.dtype} {list(header.shape)}"
+            )
+    if more := sorted(found.keys() - wanted.keys()):
+        raise CheckpointError(f"{folder} has the tensor {more[0]}, which the checkpoint lacks")
 
 
 def spec_of_config(path: Path) -> ModelSpec:

@@ -113,6 +113,32 @@ def digest_samples(headers: Mapping[str, TensorHeader]) -> str:
     return digest.hexdigest()
 
 
+def digest_files(headers: Mapping[str, TensorHeader]) -> str:
+    """SHA-256, in hex, of all bytes of the files that hold these tensors. Raises `CheckpointError` where one can't be
+    read."""
+    digest = hashlib.sha256(b"twinpool weights 1\n")
+    for path in _files_of(headers):
+        try:
+            with path.open("rb") as file:
+                digest.update(path.name.encode() + b"\0" + hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    return digest.hexdigest()
+
+
+def files_mark(headers: Mapping[str, TensorHeader]) -> tuple[tuple[int, int, int], ...]:
+    """What changes when one of the files that hold these tensors is written or replaced. Raises `CheckpointError`."""
+    try:
+        found = [path.stat() for path in _files_of(headers)]
+    except OSError as error:
+        raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from None
+    return tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in found)
+
+
+def _files_of(headers: Mapping[str, TensorHeader]) -> list[Path]:
+    return sorted({header.file for header in headers.values()})
+
+
 def read_file_headers(path: Path) -> dict[str, TensorHeader]:
     """Return the headers of one file's tensors, by name. Raises `CheckpointError` for a missing, truncated or malformed
     file."""

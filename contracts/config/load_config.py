@@ -212,6 +212,11 @@ def _adapter_conflicts(config: Config) -> Iterator[str]:
     for root in filter(None, map(str.strip, adapters.roots.split(","))):
         if not root.startswith("/"):
             yield f"config key adapters.roots takes absolute folders, several with commas; got {root!r:.200}"
+    for root in filter(None, map(str.strip, config.engine.weight_roots.split(","))):
+        if not root.startswith("/"):
+            yield f"config key engine.weight_roots takes absolute folders, several with commas; got {root!r:.200}"
+    if config.engine.weight_roots.strip() and config.engine.models != "native":
+        yield "config key engine.weight_roots needs engine.models=native: transformers reads the checkpoint's own files"
     if adapters.used and config.engine.models != "native":
         yield "config key adapters needs engine.models=native: transformers' modules take no adapters"
     for key in ("tp", "pp"):

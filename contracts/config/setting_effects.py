@@ -66,6 +66,7 @@ _SERVICES = _new("the controller and the supervisor read it when they start")
 _SOCKETS = _new("both ends of a connection must have it, and open connections have the old value")
 _EVENTS = _new("who follows KV events was told where when the cluster started")
 _ADAPTERS = _new("routers and workers must have the same; twinpool adapters loads and drops adapters while they serve")
+_WEIGHT_ROOTS = _new("it says from where weights may be taken, which only the starter may")
 _STORAGE = _new("it says where pages of prompts are kept and who may read them, which only the starter may")
 _BATCHES = _new("it says where clients' files are kept, which only the starter may")
 _RANKS = _new("cards and places of a node are dealt by it when the cluster starts")
@@ -110,6 +111,7 @@ EFFECTS: Mapping[str, SettingEffect] = {
     "engine.dtype": _PAIRS,
     "engine.models": _PAIRS,
     "engine.weights": _PAIRS,
+    "engine.weight_roots": _WEIGHT_ROOTS,
     "engine.attention": _PAIRS,
     "engine.numerics": _PAIRS,
     "engine.numerics_class": _PAIRS,

@@ -62,6 +62,9 @@ class EngineConfig:
     """Whether workers of a node that compute on its CPU have their weights once, mapped from memory that the node's
     agent keeps; a worker that is started again has them at once. auto: where that works, and a node is planned as if
     each had its own; on: planned once, so more is left for pools, and a worker that can't share doesn't start."""
+    weight_roots: str = ""
+    """Folders, with commas, below which weights may lie that the cluster changes to while it serves (`twinpool weights
+    update`); empty: none can be. Each machine looks below its own."""
 
 
 @dataclass(frozen=True, slots=True)

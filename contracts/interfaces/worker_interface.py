@@ -41,6 +41,9 @@ class Worker(Protocol):
     def undrain(self) -> None:
         """Admit again."""
 
+    def end_requests(self, reason: str) -> None:
+        """End all requests with an error after which routers try them again elsewhere."""
+
     def workers_ended(self, ended: Sequence[EndedWorker]) -> None:
         """Take in which incarnations of workers have ended, as the controller says: the latest one of each name."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from twinpool.contracts.message_types import SKIP_UNKNOWN, SOME, Message, Uint32, Uint64
+from twinpool.contracts.message_types import SKIP_UNKNOWN, SOME, Finite, Message, Uint32, Uint64
+from twinpool.contracts.messages.fingerprint import WeightsVersion
 from twinpool.contracts.messages.worker_status import WorkerStatus, WorkerView
 from twinpool.contracts.sampling_params import AdapterRef
 
@@ -31,6 +32,32 @@ class ControlPlane(Message, frozen=True):
     """Whether no controller answers this router now; the rest is as it was told last."""
 
 
+class ServedWeights(Message, frozen=True):
+    """What a cluster serves, and whether it serves now: the controller's ledger has it as it is here."""
+
+    weights: WeightsVersion = WeightsVersion(0)
+    """Those that every worker is to have."""
+    pending: WeightsVersion | None = None
+    """Those that workers read and check, before the cluster changes to them; None: no change is being prepared."""
+    rolling: bool = False
+    """Whether workers change to `weights` one after the other, and serve what they have until then."""
+    wait_s: Finite = 0.0
+    """Seconds that a worker's requests have to end, once the cluster has changed, or goes to sleep."""
+    paused: bool = False
+    """Whether workers make no steps, until the cluster is resumed."""
+    asleep: Uint32 = 0
+    """1: no worker runs, and their processes keep the weights; 2: not even the processes are there. 0: it is awake."""
+    failed: str = ""
+    """Why the latest change of weights was given up, in words; empty where it wasn't."""
+    behind: Uint32 = 0
+    """How many workers have still to change to `weights`; 0 in the ledger."""
+    since: Finite = 0.0
+    """When the last worker had changed to `weights`, in seconds since 1970 by the controller's machine; while some have
+    yet to, when the cluster changed."""
+    tried: Uint32 = 0
+    """The number of the latest change that was begun, given up or not."""
+
+
 class RecordAsk(Message, frozen=True):
     """A question for the records of a request; answered by a `RecordReport`."""
 
@@ -55,3 +82,5 @@ class ClusterView(Message, frozen=True):
     """Requests that are looked for."""
     adapters: Annotated[tuple[AdapterRef, ...], SOME] | None = None
     """The adapters that are served, by which requests may name one. None: they are as they were told before."""
+    served: ServedWeights | None = None
+    """The weights that the cluster serves; None: they are as they were told before, or the checkpoint's."""

@@ -13,6 +13,25 @@ PROTOCOL = 4
 messages that the other side may skip don't change it."""
 
 
+class WeightsVersion(Message, frozen=True):
+    """Weights that were put in place of the checkpoint's while the cluster served, as the controller knows them."""
+
+    number: Uint32
+    """How often the cluster's weights were changed, or its caches flushed, up to these: what was computed under
+    another number is never found, and no worker hands over to one of another number."""
+    version: str = ""
+    """The name that clients are told; empty: the checkpoint's own weights, whose name is their digest."""
+    path: str = ""
+    """The folder of safetensors that they were read from; empty: the checkpoint's own."""
+    digest: str = ""
+    """SHA-256 of the folder's files, in hex, by which each worker knows that it has read the same."""
+
+    @property
+    def serial(self) -> str:
+        """The part of a fingerprint by which workers of other weights are refused."""
+        return f"{self.version}#{self.number}"
+
+
 class Fingerprint(Message, frozen=True):
     """Protocol, state layout, numerics class and weights of one worker."""
 
@@ -24,7 +43,8 @@ class Fingerprint(Message, frozen=True):
     """As `numerics_class` makes it: the mode of ``engine.numerics``, and all that the bits of a result depend on in
     it."""
     weights: str
-    """Digest of the checkpoint: the numbers of its `config.json`, its tensors' headers, and samples of their bytes."""
+    """Digest of the checkpoint: the numbers of its `config.json`, its tensors' headers, and samples of their bytes; of
+    weights that were changed while the cluster served, also that of their files, and `WeightsVersion.serial`."""
 
 
 REMEDIES = {
@@ -69,10 +89,12 @@ def _fast(fingerprint: Fingerprint) -> bool:
 
 
 def binding_class(fingerprint: Fingerprint | None) -> str:
-    """The numerics class of all workers that may continue an answer which a worker with this fingerprint began, so that
-    its bits are those of one run; empty where any class will do: under ``fast``, or while the worker hasn't
-    registered."""
-    return "" if fingerprint is None or _fast(fingerprint) else fingerprint.numerics
+    """The numerics class and the weights of all workers that may continue an answer which a worker with this
+    fingerprint began, so that its bits are those of one run; under ``fast`` the weights alone. Empty while the worker
+    hasn't registered."""
+    if fingerprint is None:
+        return ""
+    return fingerprint.weights if _fast(fingerprint) else f"{fingerprint.numerics} {fingerprint.weights}"
 
 
 def handover_class(fingerprint: Fingerprint | None) -> str:
@@ -80,4 +102,4 @@ def handover_class(fingerprint: Fingerprint | None) -> str:
     `mismatch` finds nothing. Empty while the worker hasn't registered."""
     if fingerprint is None:
         return ""
-    return f"{fingerprint.protocol} {fingerprint.layout} {fingerprint.weights} {binding_class(fingerprint)}"
+    return f"{fingerprint.protocol} {fingerprint.layout} {binding_class(fingerprint)}"

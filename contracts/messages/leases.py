@@ -10,6 +10,7 @@ from typing import Annotated
 
 from twinpool.contracts.ids import Incarnation, WorkerName
 from twinpool.contracts.message_types import SOME, UNSIGNED, Finite, Message, Uint64
+from twinpool.contracts.messages.fingerprint import WeightsVersion
 from twinpool.contracts.messages.worker_status import EndedWorker, WorkerStatus
 
 SILENCE_S = 60.0
@@ -47,7 +48,9 @@ class DepartureAnswer(Message, frozen=True):
     """The controller's answer to a departure."""
 
     goes_on: bool = False
-    """Whether a plan comes, by which the worker's process goes on in another role."""
+    """Whether a plan comes, by which the worker's process goes on: in another role, or with other weights."""
+    sleeps: bool = False
+    """Whether that plan comes when the cluster is woken, however long that takes."""
 
 
 class LeaseGrant(Message, frozen=True):
@@ -70,3 +73,9 @@ class LeaseGrant(Message, frozen=True):
     """Where renewals may go as frames, ``host:port``; empty: nowhere."""
     counters_s: Finite = 0.0
     """Seconds between two heartbeats with counters; 0: as the worker has it."""
+    prepare: WeightsVersion | None = None
+    """Weights that the worker is to read and check while it serves: the cluster may change to them. None: to none."""
+    hurry: bool = False
+    """Whether a worker that drains is to end what it still has: others begin it again, as far as they can."""
+    paused: bool = False
+    """Whether the worker is to make no step until it is told otherwise."""

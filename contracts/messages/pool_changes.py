@@ -1,5 +1,5 @@
-"""Operators' changes of the cluster's pools, settings and adapters: the values that routers and the supervisor send to
-the controller, and what they are answered."""
+"""Operators' changes of the cluster's pools, settings, adapters and weights: the values that routers and the supervisor
+send to the controller, and what they are answered."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 from msgspec import field
 
 from twinpool.contracts.ids import Role, WorkerName
-from twinpool.contracts.message_types import NAME_LENGTH, SOME, Message, Name, Uint32, Uint64
+from twinpool.contracts.message_types import NAME_LENGTH, SOME, Finite, Message, Name, Uint32, Uint64
 from twinpool.contracts.sampling_params import AdapterRef
 
 MAX_SETTINGS_BYTES = 256 * 1024
@@ -95,7 +95,42 @@ class UnloadAdapter(Message, frozen=True, tag="unload_adapter"):
     name: Name
 
 
-OperatorChange = PoolChange | DrainWorkers | UndrainWorkers | SetRole | LoadAdapter | UnloadAdapter
+class UpdateWeights(Message, frozen=True, tag="update_weights"):
+    """Change the cluster's weights to those of a folder."""
+
+    path: Name
+    version: Name = ""
+    """By which clients are told of them; empty: the digest of the files."""
+    rolling: bool = False
+    """Whether workers change one after the other."""
+    wait_s: Finite = 0.0
+    """As `ServedWeights.wait_s`."""
+
+
+class FlushCaches(Message, frozen=True, tag="flush"):
+    """Let nothing that was computed so far be found any more, on any tier."""
+
+    wait_s: Finite = 0.0
+    """As `ServedWeights.wait_s`."""
+
+
+class PauseCluster(Message, frozen=True, tag="pause"):
+    """Have workers make no steps and keep what they have, or go on."""
+
+    paused: bool = True
+
+
+class SleepCluster(Message, frozen=True, tag="sleep"):
+    """Put the cluster to sleep, or wake it."""
+
+    level: Uint32
+    """As `ServedWeights.asleep`."""
+    wait_s: Finite = 0.0
+    """As `ServedWeights.wait_s`."""
+
+
+ServingChange = UpdateWeights | FlushCaches | PauseCluster | SleepCluster
+OperatorChange = PoolChange | DrainWorkers | UndrainWorkers | SetRole | LoadAdapter | UnloadAdapter | ServingChange
 """All changes that one call of the controller takes (`contracts.messages.calls`)."""
 
 
@@ -107,6 +142,8 @@ class ChangedWorkers(Message, frozen=True):
     """Those that start, or start again."""
     leave: frozenset[WorkerName] = frozenset()
     """Those that leave for good, by drain or because they don't run."""
+    number: Uint32 = 0
+    """The latest change of weights that was begun (`ServedWeights.tried`)."""
 
 
 class SettingsChange(Message, frozen=True, tag="settings"):

@@ -143,6 +143,8 @@ class RequestRecord(Message, frozen=True):
     """The HTTP status with which the request was refused before it was placed; 0: it was not."""
     numbers: Annotated[dict[str, Finite], SOME] = field(default_factory=dict)
     """Of a refused request: the numbers that decided, by name."""
+    weights_version: str = ""
+    """The version of the weights that it was answered by; empty where nothing was computed."""
 
     @property
     def running(self) -> bool:

@@ -9,7 +9,7 @@ it was asked raises `STREAM_PROTOCOL`; a build that can't talk to sides before a
 its version when a stream is opened, and refuses one that is too old for it, before anything is asked. Version 1 was
 protobuf, 2 is msgpack, and 3 has pictures, which are sent to no worker of an older build;
 4 has adapters, 5 embeddings, 6 pictures whose positions are turned by axes or see each other, and 7 judgements of
-pairs, of which the same is so.
+pairs, of which the same is so; with 8 the weights of a cluster change.
 """
 
 from __future__ import annotations
@@ -58,25 +58,26 @@ class WorkerFrame(Message, Generic[MessageT], frozen=True):
     """Why the worker ends the stream; in its last frame alone."""
 
 
-STREAM_PROTOCOL = 7
-PICTURES_SINCE, ADAPTERS_SINCE, EMBEDDINGS_SINCE, PLACES_SINCE, JUDGED_SINCE = 3, 4, 5, 6, 7
+STREAM_PROTOCOL = 8
+PICTURES_SINCE, ADAPTERS_SINCE, EMBEDDINGS_SINCE, PLACES_SINCE, JUDGED_SINCE, WEIGHTS_SINCE = 3, 4, 5, 6, 7, 8
 """The versions from which on a worker sees pictures, computes with `SamplingParams.adapter`, makes embeddings, heeds
-`Picture.across` and `Picture.whole`, or judges pairs, or says that it can't. An older one skips the field, and would
-answer without it."""
+`Picture.across` and `Picture.whole`, judges pairs, or changes its weights, or says that it can't. An older one skips
+the field, and would answer without it. A router before `WEIGHTS_SINCE` would go on with an answer on other weights than
+those it began with, so workers whose weights were changed refuse it."""
 OLDEST = 2
 """The oldest version that this build can talk with."""
 UNTOLD = 1
 """The version of builds that don't tell theirs."""
 
 
-def refusal(who: str, told: int, build: str = "") -> str:
+def refusal(who: str, told: int, build: str = "", oldest: int = OLDEST) -> str:
     """Why this build can't talk with `who`, which tells the version `told` (0: none), in words that say what to do;
-    empty where it can. `build`: of the other side, where that is known."""
+    empty where it can. `build`: of the other side, where that is known. `oldest`: the oldest version that will do."""
     version = told or UNTOLD
-    if version >= OLDEST:
+    if version >= oldest:
         return ""
     of = f" of build {build}" if build else ""
     return (
         f"{who}{of} speaks version {version} of the messages between routers and workers, and this build "
-        f"{OLDEST} to {STREAM_PROTOCOL}: replace it by one of this build or of one that knows version {OLDEST}"
+        f"{oldest} to {STREAM_PROTOCOL}: replace it by one of this build or of one that knows version {oldest}"
     )

@@ -11,7 +11,7 @@ from msgspec import field
 from twinpool.contracts.damage import where_of
 from twinpool.contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
 from twinpool.contracts.message_types import SOME, UNSIGNED, Finite, Message, Uint32, Uint64
-from twinpool.contracts.messages.fingerprint import Fingerprint
+from twinpool.contracts.messages.fingerprint import Fingerprint, WeightsVersion
 
 CPU_SECONDS = "cpu_seconds"
 """Counter of `WorkerStatus` that says how much processor time the worker's process has used."""
@@ -44,6 +44,21 @@ class WorkerRecord(Message, frozen=True):
     """The build that it runs (`contracts.build_id`); empty in one process, and of builds that don't say."""
     stream_protocol: Uint32 = 0
     """Version of its messages with routers (`contracts.messages.stream_frames`); 0: of builds that don't say."""
+    weights: WeightsVersion | None = None
+    """The weights that it has in place of the checkpoint's; None: the checkpoint's."""
+
+    @property
+    def weights_number(self) -> int:
+        return 0 if self.weights is None else self.weights.number
+
+    @property
+    def weights_version(self) -> str:
+        """The name by which clients are told of its weights: the one that was given, or their digest; empty while no
+        process of it has registered."""
+        if self.weights is not None and self.weights.version:
+            return self.weights.version
+        digest = "" if self.fingerprint is None else self.fingerprint.weights
+        return digest if self.weights is None else digest.removesuffix(f"-{self.weights.serial}")
 
 
 class WorkerView(Message, frozen=True):
@@ -112,6 +127,14 @@ class WorkerStatus(Message, frozen=True):
     """Its requests that wait for pages."""
     adapters: Annotated[tuple[str, ...], SOME] = ()
     """Digests of the adapters that it has in memory."""
+    prepared: Uint32 = 0
+    """The number of the weights that it has read and checked, to change to them; 0: of none."""
+    prepared_digest: str = ""
+    """The digest of their files, as it has read them."""
+    unprepared: str = ""
+    """Why it can't change to the weights that it was told to prepare, in words; empty where it can."""
+    paused: bool = False
+    """Whether it makes no step until it is told to go on."""
 
 
 class CheckReport(Message, frozen=True):

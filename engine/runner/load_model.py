@@ -9,11 +9,15 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from twinpool.cache.device.device_port import Device
 from twinpool.cache.memory.kv_cache_spec import PoolSetSpec
@@ -21,8 +25,9 @@ from twinpool.cache.pool.load_gate import LoadGate
 from twinpool.cache.pool.page_allocator import EpochTable
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.checkpoint.gguf.gguf_header import is_gguf
+from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.config.worker_config import EngineConfig
-from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.errors import CheckpointError, ConfigError
 from twinpool.contracts.messages.rank_order_codec import OrderChannel
 from twinpool.engine.layers.decoder import Decoder
 from twinpool.engine.models.model_base import Model
@@ -56,6 +61,8 @@ class LoadedModel:
     numerics: Numerics
     key: tuple[Any, ...]
     """All that shapes it (`model_key`): with an equal key, what is loaded again is the same."""
+    image: str = ""
+    """The key of the image that its weights lie in, where the node's processes share it; empty where they don't."""
 
 
 class KeptModel:
@@ -70,6 +77,11 @@ class KeptModel:
         models of one rank on a CPU: which card is the current one is a thread's own matter. None: it is called here."""
         self._images, self._run = images, run or _here
         self._loaded: LoadedModel | None = None
+        self._next: LoadedModel | None = None
+        """The model that is to follow the one in use (`prepare`)."""
+        self._asked: tuple[EngineConfig, torch.device, TensorParallelGroup, int, int] | None = None
+        """With what the latest model was asked for."""
+        self._lock = threading.Lock()
         self.loads = 0
         """How often a model was loaded, or its image mapped."""
 
@@ -85,12 +97,43 @@ class KeptModel:
         """The model that is kept, if it is the one asked for; else it is freed, and the other one loaded. Raises as
         `load_model`."""
         key = model_key(model, config, device, Shard.of(ranks.rank, ranks.size, ep, stages))
-        if self._loaded is None or self._loaded.key != key:
-            self._loaded = None  # First, as there may be no room for two.
-            run = self._run if device.type == "cpu" and ranks.size == 1 else _here
-            self._loaded = run(lambda: load_model(model, config, device, ranks, self._images, ep, stages))
-            self.loads += 1
-        return self._loaded
+        with self._lock:
+            self._asked, prepared = (config, device, ranks, ep, stages), self._next
+            self._next = None
+            if self._loaded is None or self._loaded.key != key:
+                self._loaded = prepared if prepared is not None and prepared.key == key else None
+            if self._loaded is None:  # Freed first, as there may be no room for two.
+                prepared = None
+                self._loaded = self._load(model, *self._asked)
+            if self._images is not None:
+                self._images.use_only(self._loaded.image)
+            return self._loaded
+
+    def prepare(self, model: Model) -> None:
+        """Load a model beside the one in use, to be taken by the next `get` that asks for it. Several ranks load
+        together, which they can't while they serve: there it is loaded by `get`. Raises as `load_model`."""
+        with self._lock:
+            if self._asked is None or self._asked[2].size > 1:
+                return
+            config, device, ranks, ep, stages = self._asked
+            key = model_key(model, config, device, Shard.of(ranks.rank, ranks.size, ep, stages))
+            if key not in [one.key for one in (self._loaded, self._next) if one is not None]:
+                self._next = None
+                self._next = self._load(model, *self._asked)
+
+    def forget_prepared(self) -> None:
+        """Free the model that was prepared. Idempotent."""
+        with self._lock:
+            self._next = None
+            if self._images is not None and self._loaded is not None:
+                self._images.use_only(self._loaded.image)
+
+    def _load(
+        self, model: Model, config: EngineConfig, device: torch.device, ranks: TensorParallelGroup, ep: int, stages: int
+    ) -> LoadedModel:
+        run = self._run if device.type == "cpu" and ranks.size == 1 else _here
+        self.loads += 1
+        return run(lambda: load_model(model, config, device, ranks, self._images, ep, stages))
 
 
 def _here(load: Callable[[], LoadedModel]) -> LoadedModel:
@@ -130,13 +173,35 @@ def load_model(
     if config.threads:
         torch.set_num_threads(config.threads)
     shard = Shard.of(ranks.rank, ranks.size, ep, stages)
-    key = model_key(model, config, device, shard)
+    key, image = model_key(model, config, device, shard), ""
     if images is not None and config.share_weights != "off" and device.type == "cpu":
-        decoder, numerics = _shared(model, config, device, shard, key, images)
+        image = _image_key(model, config, device, key)
+        decoder, numerics = _shared(model, config, device, shard, image, images)
     else:
         decoder, numerics = _read(model, config, device, shard)
     _return_free_memory()
-    return LoadedModel(decoder, agreed(numerics, ranks, device), key)
+    return LoadedModel(decoder, agreed(numerics, ranks, device), key, image)
+
+
+def check_finite(spec: ModelSpec) -> None:
+    """Read all tensors of a checkpoint, one after the other. Raises `CheckpointError` where one can't be read, or has a
+    value that isn't finite: every answer would be of such values."""
+    names: dict[Path, list[str]] = {}
+    for name, header in spec.headers.items():
+        names.setdefault(header.file, []).append(name)
+    for path, held in names.items():
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in held:
+                    tensor = file.get_tensor(name)
+                    if tensor.is_floating_point() and not _finite(tensor):
+                        raise CheckpointError(f"{path}: the tensor {name} has values that aren't finite")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"cannot read {path}: {error}") from None
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool((tensor.float() if tensor.element_size() == 1 else tensor).isfinite().all())
 
 
 def _return_free_memory() -> None:
@@ -170,14 +235,11 @@ def _shared(
     config: EngineConfig,
     device: torch.device,
     shard: Shard,
-    key: tuple[Any, ...],
+    digest: str,
     images: ModelImages,
 ) -> tuple[Decoder, Numerics]:
-    """Map the model's image; where this process is the first to load it, write that. A model that can't be shared is
-    this process's own, unless sharing is required."""
-    computed_by = class_of(config, dtype_for(model.spec, config), device, is_gguf(model.spec.path))
-    named = f"{build_id()} {computed_by} {key!r}"
-    digest = hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
+    """Map the model's image, which `digest` names; where this process is the first to load it, write that. A model that
+    can't be shared is this process's own, unless sharing is required."""
     kernels = kernels_for_config(config, device)
     try:
         image = images.find(digest)
@@ -198,6 +260,11 @@ def _shared(
     except ImageUnfit as error:
         _must_not(config, str(error))
         return _read(model, config, device, shard)  # What was read is emptied.
+
+
+def _image_key(model: Model, config: EngineConfig, device: torch.device, key: tuple[Any, ...]) -> str:
+    computed_by = class_of(config, dtype_for(model.spec, config), device, is_gguf(model.spec.path))
+    return hashlib.blake2b(f"{build_id()} {computed_by} {key!r}".encode(), digest_size=16).hexdigest()
 
 
 def _must_not(config: EngineConfig, reason: str) -> None:

@@ -61,6 +61,10 @@ class ModelImages(Protocol):
     def give_up(self, key: str, reason: str) -> None:
         """Say that there will be no image under `key`, so that nobody waits for one. Never raises."""
 
+    def use_only(self, key: str) -> None:
+        """Say that of all images this process uses that of `key` alone from now on; empty: none. What is mapped of the
+        others is freed with the last model that lies in it. Never raises."""
+
 
 @dataclass
 class _StoredPart:

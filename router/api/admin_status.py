@@ -1,4 +1,4 @@
-"""Operators' endpoints that show: status, check, what became of a request, and the dashboard; and those of adapters.
+"""Operators' endpoints that show: status, check, what became of a request, and the dashboard.
 
 `router.api.admin_changes` has those that change the cluster. Who may ask is looked at for all of them alike, before any
 is called (`forbidden`). With ``TWINPOOL_ADMIN_TOKEN`` or ``security.admin_keys_file`` set every request needs the token
@@ -15,11 +15,6 @@ The dashboard has a page, which anybody may load, and events, which operators al
 
 The page asks for events by fetch, so that it can send an operator's key. It says nothing of the cluster by itself and
 loads nothing from elsewhere, which its Content-Security-Policy has browsers keep.
-
-Adapters are loaded and dropped by vLLM's paths, which only operators may use here:
-
-    POST /v1/load_lora_adapter      with JSON: lora_name, lora_path, and load_inplace where another has the name
-    POST /v1/unload_lora_adapter    with JSON: lora_name
 """
 
 from __future__ import annotations
@@ -40,16 +35,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from twinpool.contracts.build_id import build_id
-from twinpool.contracts.checkpoint.adapter_files import adapter_ref
-from twinpool.contracts.errors import CheckpointError, RequestError
 from twinpool.contracts.ids import Role
-from twinpool.contracts.message_types import NAME_CHARS, as_dict
+from twinpool.contracts.message_types import as_dict
 from twinpool.contracts.messages.autoscaler_messages import AutoscalerView
-from twinpool.contracts.messages.pool_changes import LoadAdapter, UnloadAdapter
 from twinpool.contracts.messages.request_record import ID_CHARS, in_order
 from twinpool.contracts.messages.router_report import RouterReport
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerStatus, WorkerView
-from twinpool.contracts.outside_data import read_json
 from twinpool.router.api.http_exchange import HttpExchange
 from twinpool.router.openai.api_errors import ApiError, ClientGone
 from twinpool.router.service.controller_calls import NoViewer
@@ -138,6 +129,7 @@ async def status(service: RouterService, exchange: HttpExchange) -> None:
     held = Counter(digest for line in lines for digest in line.adapters)
     adapters = [as_dict(one) | {"workers": held[one.digest]} for one in service.adapters]
     told = {"adapters": adapters} if service.adapter_settings.used else {}
+    told["weights"] = {**as_dict(service.core.workers.served), "version": service.core.workers.weights_version}
     answer = {"workers": shown, "router_build": build_id(), **load, **known, **scaler, **controllers, **told}
     await exchange.answer_json(200, answer)
 
@@ -227,6 +219,7 @@ def node_of(view: WorkerView) -> dict[str, Any]:
         "cordoned": view.cordoned,
         "settings": record.settings,
         "build": record.build,
+        "weights_version": record.weights_version,
         "fingerprint": as_dict(record.fingerprint) if record.fingerprint is not None else None,
     }
 
@@ -426,71 +419,3 @@ def _cross_site(exchange: HttpExchange) -> ApiError | None:
     if exchange.header(SITE_HEADER) in OWN_SITES:
         return None
     return ApiError(403, "the dashboard's events are for its own page", "permission_error", "forbidden")
-
-
-# ---------------------------------------------------------------- adapters
-
-_ADAPTER_FIELDS = {"lora_name": str, "lora_path": str, "load_inplace": bool}
-"""As vLLM has them."""
-
-
-async def load_adapter(service: RouterService, exchange: HttpExchange) -> None:
-    """Serve an adapter: ``lora_name``, and ``lora_path``, an absolute folder below `adapters.roots` that this router
-    and the workers can read. With ``load_inplace`` in place of another of that name. Answers 409 with the reason where
-    nothing was changed."""
-    if (asked := await _adapter_body(service, exchange, "lora_name lora_path", "load_inplace")) is None:
-        return
-    name, settings = asked["lora_name"], service.adapter_settings
-    if name in service.spec.names:
-        return await exchange.fail(_conflict(f"{name} is the model's own name"))
-    try:
-        adapter = await asyncio.to_thread(adapter_ref, name, asked["lora_path"], settings.allowed, settings.max_rank)
-    except CheckpointError as error:
-        return await exchange.fail(_conflict(str(error)))
-    change = LoadAdapter(adapter, replace=asked.get("load_inplace", False))
-    await _change_adapters(service, exchange, change, {"lora_name": name, "digest": adapter.digest})
-
-
-async def unload_adapter(service: RouterService, exchange: HttpExchange) -> None:
-    """Serve an adapter no more: ``lora_name``. Requests that have it go on with it."""
-    asked = await _adapter_body(service, exchange, "lora_name")
-    if asked is not None:
-        await _change_adapters(service, exchange, UnloadAdapter(asked["lora_name"][:NAME_CHARS]), asked)
-
-
-async def _adapter_body(
-    service: RouterService, exchange: HttpExchange, needed: str, more: str = ""
-) -> dict[str, Any] | None:
-    """The fields of the body, all of `needed` and none but these and `more`; None where they were refused."""
-    raw = await exchange.body(64 * 1024, service.buffer)
-    try:
-        asked = read_json(raw)
-    except ValueError:
-        asked = None
-    exchange.forget_body()
-    given: dict[str, Any] = asked if isinstance(asked, dict) else {}
-    known = {*needed.split()} <= given.keys() <= {*needed.split(), *more.split()}
-    if known and all(isinstance(value, _ADAPTER_FIELDS[key]) for key, value in given.items()):
-        return given
-    fields = " and ".join(needed.split()) + (f", and {more} at most" if more else "")
-    message = f"the body must be JSON: an object with {fields}"
-    await exchange.fail(ApiError(400, message, "invalid_request_error", "invalid"))
-    return None
-
-
-async def _change_adapters(
-    service: RouterService, exchange: HttpExchange, change: LoadAdapter | UnloadAdapter, answer: dict[str, Any]
-) -> None:
-    try:
-        async with asyncio.timeout(STATUS_DEADLINE_S + 4.0):
-            await service.worker_links.directory.change_pools(change)
-    except RequestError as error:
-        return await exchange.fail(_conflict(str(error)))
-    except (OSError, TimeoutError) as error:
-        reason = str(error) or "no answer in time"
-        return await exchange.fail(ApiError(503, f"the controller can't be reached: {reason}", "server_error", "down"))
-    await exchange.answer_json(200, answer)
-
-
-def _conflict(message: str) -> ApiError:
-    return ApiError(409, message, "invalid_request_error", "conflict")

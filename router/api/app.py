@@ -13,6 +13,7 @@ from twinpool.contracts.build_id import package_version
 from twinpool.contracts.errors import TwinpoolError
 from twinpool.contracts.json_logs import log
 from twinpool.router.api import admin_changes as changes
+from twinpool.router.api import admin_models as models
 from twinpool.router.api import admin_status as admin
 from twinpool.router.api.batch_endpoints import PATHS, BatchEndpoints
 from twinpool.router.api.front_page import PATH as FRONT
@@ -24,6 +25,7 @@ from twinpool.router.batch.batch_runner import BatchRunner
 from twinpool.router.batch.batch_store import BatchStore
 from twinpool.router.openai.api_errors import (
     ApiError,
+    Asleep,
     BodyTooLarge,
     BufferFull,
     ClientGone,
@@ -37,6 +39,7 @@ from twinpool.router.openai.api_errors import (
 from twinpool.router.openai.parse_request import check_model, sampling_defaults
 from twinpool.router.openai.request_headers import NO_TRACE, read_request_headers, read_traceparent
 from twinpool.router.openai.response_stream import WRITE_BYTES, ResponseStream, StreamHeartbeat
+from twinpool.router.openai.response_writer import version_of
 from twinpool.router.records.kept_records import RefusedRequest
 from twinpool.router.security.tenant_accounts import TenantLimited
 from twinpool.router.service.open_answers import ClientRequest
@@ -140,7 +143,7 @@ async def _serve(
 
 def _refusal(service: RouterService, exchange: HttpExchange) -> ApiError | None:
     """Return why a request may not pass, None where it may; notes who asks. Operators have a token of their own."""
-    if exchange.path.startswith("/cluster/") or exchange.path in ADAPTER_PATHS:
+    if exchange.path.startswith("/cluster/") or exchange.path in SERVED_PATHS:
         return admin.forbidden(service, exchange)
     keys = service.admission.keys
     if keys is None or exchange.path in WITHOUT_KEY or exchange.path in PAGE_ROUTES or exchange.path in FRONT_ROUTES:
@@ -154,9 +157,9 @@ def _refusal(service: RouterService, exchange: HttpExchange) -> ApiError | None:
     if tenant is None:
         return ApiError(401, "this API key is not known", "authentication_error", "invalid_api_key")
     exchange.tenant = tenant
-    models = keys.limits(tenant).models
-    if models and not set(models) & {*service.spec.names, *service.intake.adapters}:
-        message = f"{tenant} may use {' and '.join(models)}; this server has {' and '.join(service.spec.names)}"
+    allowed = keys.limits(tenant).models
+    if allowed and not set(allowed) & {*service.spec.names, *service.intake.adapters}:
+        message = f"{tenant} may use {' and '.join(allowed)}; this server has {' and '.join(service.spec.names)}"
         return ApiError(403, message, "permission_error", "model_not_allowed")
     return None
 
@@ -237,6 +240,8 @@ def _keep_refusal(
 async def _answer(service: RouterService, exchange: HttpExchange) -> None:
     if service.draining:
         raise ShuttingDown
+    if service.core.workers.served.asleep:
+        raise Asleep
     exchange.require_json()
     service.admission.check_room()  # Before the body takes memory, and time to read.
     headers = read_request_headers(exchange.header)
@@ -275,6 +280,7 @@ async def _answer(service: RouterService, exchange: HttpExchange) -> None:
             if stream.failed is not None:
                 await exchange.fail(failure_of_done(stream.failed, stream.request))
                 return
+            exchange.weights = version_of(stream.choices)
             await exchange.answer_parts(200, stream.answer.whole(stream.timeline() if headers.timeline else None))
     except TimeoutError:
         log("request was not ended in time", request_id=stream.id, level=logging.ERROR)
@@ -295,6 +301,7 @@ async def _stream(service: RouterService, exchange: HttpExchange, stream: Respon
     try:
         while events := await stream.more():
             if not exchange.started:
+                exchange.weights = version_of(stream.choices)
                 await exchange.begin_events()
                 if direct_write is not None:
                     stream.write_directly(direct_write, asyncio.get_running_loop().time)
@@ -352,8 +359,8 @@ async def _count(service: RouterService, exchange: HttpExchange) -> None:
 
 
 async def _models(service: RouterService, exchange: HttpExchange) -> None:
-    models = [_model(service, name) for name in (*service.spec.names, *service.intake.adapters)]
-    await exchange.answer_json(200, {"object": "list", "data": models})
+    names = (*service.spec.names, *service.intake.adapters)
+    await exchange.answer_json(200, {"object": "list", "data": [_model(service, name) for name in names]})
 
 
 async def _one_model(service: RouterService, exchange: HttpExchange) -> None:
@@ -375,6 +382,7 @@ def _model(service: RouterService, name: str) -> dict[str, Any]:
         "tools": service.intake.tools,
         "images": service.spec.pictures is not None and service.config.max_images > 0,
         "sampling_defaults": sampling_defaults(service.spec),
+        "weights_version": service.core.workers.weights_version,
     }
 
 
@@ -383,7 +391,12 @@ def health_problems(service: RouterService) -> list[str]:
     core = service.core
     problems = ["the server is shutting down: it ends when the answers that run have ended"] if service.draining else []
     problems += [f"no {role} worker can serve" for role in core.workers.needed if not core.serving(role)]
-    if core.progress.stalled_s > service.config.stall_s:
+    served = core.workers.served
+    if served.asleep:
+        problems = [f"the cluster sleeps, at level {served.asleep}: wake it (POST /v1/wake)"]
+    if served.paused:
+        problems.append("the cluster is paused: resume it (POST /v1/resume)")
+    elif core.progress.stalled_s > service.config.stall_s:
         problems.append(f"work waits and nothing has advanced for {core.progress.stalled_s:.1f} s")
     return problems
 
@@ -459,8 +472,14 @@ ROUTES: Routes = {
     "/cluster/add": {"POST": changes.add},
     "/cluster/scale": {"POST": changes.scale},
     "/cluster/apply": {"POST": changes.apply},
-    "/v1/load_lora_adapter": {"POST": admin.load_adapter},
-    "/v1/unload_lora_adapter": {"POST": admin.unload_adapter},
+    "/v1/load_lora_adapter": {"POST": models.load_adapter},
+    "/v1/unload_lora_adapter": {"POST": models.unload_adapter},
+    "/v1/weights": {"GET": models.weights, "POST": models.update_weights},
+    "/v1/flush": {"POST": models.flush},
+    "/v1/pause": {"POST": models.pause},
+    "/v1/resume": {"POST": models.resume},
+    "/v1/sleep": {"POST": models.sleep},
+    "/v1/wake": {"POST": models.wake},
 }
 PREFIX_ROUTES: Routes = {
     "/v1/models/": {"GET": _one_model},
@@ -480,11 +499,14 @@ PAGE_ROUTES: Routes = {path: {"GET": admin.page} for path in admin.page_files()}
 """The files of the dashboard's page, which say nothing of the cluster; it asks for `/cluster/dashboard`."""
 FRONT_ROUTES: Routes = {FRONT: {"GET": _front}}
 """What is here; the operators' port has one of its own."""
-ADAPTER_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
-"""What only operators may ask for, though it isn't below ``/cluster/``: clients of vLLM know these paths."""
+SERVED_PATHS = frozenset(
+    {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+    | {f"/v1/{name}" for name in ("weights", "flush", "pause", "resume", "sleep", "wake")}
+)
+"""What only operators may ask for, though it isn't below ``/cluster/``: clients of vLLM know such paths."""
 OPERATORS = (
     frozenset({"/metrics", "/load"})
-    | ADAPTER_PATHS
+    | SERVED_PATHS
     | {path for path in (*ROUTES, *PREFIX_ROUTES) if path.startswith("/cluster/")}
 )
 """Paths that only the operators' port has, where there is one: they name tenants, workers and nodes."""

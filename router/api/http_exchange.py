@@ -51,6 +51,7 @@ ALLOWED_HEADERS = b"authorization, content-type, x-api-key, anthropic-version, x
 _HEADER_NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]+(?:[ \t]*,[ \t]*[A-Za-z0-9!#$%&'*+.^_`|~-]+)*")
 _MAX_NAMES = 2048
 IGNORED_HEADER = b"x-twinpool-ignored"
+WEIGHTS_HEADER = b"x-twinpool-weights-version"
 """The header of an answer that names the fields of its request which had no effect."""
 CLIENT_ID_CHARS = 64
 _UNCLEAN = re.compile(r"[^A-Za-z0-9._:\-]")
@@ -81,6 +82,7 @@ class HttpExchange:
         "scope",
         "started",
         "tenant",
+        "weights",
     )
 
     def __init__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
@@ -95,6 +97,8 @@ class HttpExchange:
         """The page's origin that is allowed to read the answer; empty for none."""
         self.tenant = ""
         """Who asks, by the API key; empty where nobody needs one."""
+        self.weights = ""
+        """The version of the weights that the answer is of, which a header names; empty for none."""
         self.ignored: Sequence[str] = ()
         """The fields of the body that have no effect, which the answer names in a header."""
         self.started = False
@@ -225,6 +229,8 @@ class HttpExchange:
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.started = True
         headers.append((b"x-request-id", self.client_id.encode()))
+        if self.weights:
+            headers.append((WEIGHTS_HEADER, self.weights.encode("ascii", "replace")))
         if self.ignored:
             headers.append((IGNORED_HEADER, ", ".join(self.ignored).encode("ascii")))
         if self._origin:

@@ -35,7 +35,10 @@ class FoundAnswer:
     last_attempt: int
     """The highest attempt that any worker has told of."""
     numerics: str
-    """The worker's numerics class: the answer goes on in it, whatever has become of the worker since."""
+    """The worker's numerics class and weights: the answer goes on in it, whatever has become of the worker since."""
+    weights: str = ""
+    """The version of its weights."""
+    weights_number: int = 0
 
     @property
     def worth(self) -> tuple[bool, bool, int]:
@@ -105,8 +108,10 @@ class AnswerLookups:
             self._end(event.request_id, ask, other_body=True)
         else:
             entry = self._workers.get(worker)
-            numerics = entry.numerics if entry is not None else ""
-            ask.found += [FoundAnswer(worker, answer, answer.attempt, numerics) for answer in event.answers]
+            of = ("", "", 0)
+            if entry is not None:
+                of = entry.numerics, entry.record.weights_version, entry.record.weights_number
+            ask.found += [FoundAnswer(worker, answer, answer.attempt, *of) for answer in event.answers]
             self._held.update({(worker, a.request_id): [] for a in event.answers if a.running})
             self._go_on()
         return True

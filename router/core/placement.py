@@ -48,7 +48,7 @@ from twinpool.router.kv_indexer.prefix_indexes import PrefixIndexes, PromptHits
 from twinpool.router.state.able_workers import AbleWorkers
 from twinpool.router.state.routed_request import RoutedRequest
 from twinpool.router.state.ttft_prediction import TtftPrediction
-from twinpool.router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
+from twinpool.router.state.worker_table import GONE, WorkerEntry, WorkerKey, WorkerTable
 
 """Why a worker can't be chosen for a request that asks for one."""
 
@@ -121,8 +121,8 @@ def _left_out(entry: WorkerEntry, seen: Considered, r: RoutedRequest) -> str:
         return "avoided after it failed this request"
     if seen.peer is not None and (seen.peer.key, entry.key) in r.spoiled:
         return f"a hand-over from {seen.peer.record.name} to it has failed"
-    if r.delivered and entry.numerics != r.numerics:
-        return "of another numerics class than the one in which the answer began"
+    if r.bound not in (None, entry.numerics):
+        return "of another numerics class, or of other weights, than those with which the answer began"
     if seen.peer is not None and entry.handover != seen.peer.handover:
         return f"{seen.peer.record.name} can't hand over to it: another hand-over class"
     if seen.role is Role.PREFILL:
@@ -294,8 +294,9 @@ class Placement:
 
     @staticmethod
     def _in_class(r: RoutedRequest, able: AbleWorkers) -> AbleWorkers:
-        """Those in whose numerics class the answer can go on."""
-        return able.where(lambda e: e.numerics == r.numerics) if r.delivered else able
+        """Those in whose numerics class, and with whose weights, the answer can go on."""
+        bound = r.bound
+        return able.where(lambda e: e.numerics == bound) if bound is not None else able
 
     def pick_decode(
         self, r: RoutedRequest, avoid: Mapping[WorkerKey, float], now: float, classes: Container[str]
@@ -381,9 +382,21 @@ class Placement:
         what = " and no ".join(f"{role} worker" for role in roles) or free
         if left_alone := self._workers.left_alone(now):
             what += f" (left alone after failures: {', '.join(left_alone)})"
-        if r.delivered and r.numerics:
-            what += f" of the numerics class {r.numerics}, in which its answer began,"
+        if r.bound:
+            what += f" of the numerics class and weights {r.bound}, in which its answer began,"
         return f"no {what} could serve the request"
+
+    def lost(self, r: RoutedRequest) -> str:
+        """Why a queued request won't get any workers: the weights with which its answer began are no worker's any more,
+        or nobody is awake. Empty where it may."""
+        served, bound = self._workers.served, r.bound
+        alive = [entry for entry in self._workers if entry.status.state not in GONE]
+        if served.asleep and not alive:
+            return "the cluster sleeps, and takes requests once it was woken"
+        number = max(one.weights_number for one in r.siblings or (r,))
+        if bound is None or number >= served.weights.number or any(entry.numerics == bound for entry in alive):
+            return ""
+        return "the weights were changed while it was answered, and no worker has those any more: ask again"
 
     # ------------------------------------------------------------ book, unbook
 

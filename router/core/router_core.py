@@ -223,7 +223,7 @@ class RouterCore:
         Where the worker has it no more, the next attempt goes on from its tokens."""
         since = self.lookups.release(found.worker, request.id)
         entry = self.workers.get(found.worker)
-        request.numerics = found.numerics
+        request.go_on_in(found.numerics, found.weights, found.weights_number)
         if entry is None or not entry.linked or not found.answer.running:
             request.attempt = request.next_attempt()
             self.submit(request)
@@ -271,8 +271,11 @@ class RouterCore:
                 took = f"the request took longer than {round(r.deadline - r.arrived, 2):g} s"
                 self._end(r, _failed(r, ErrorKind.DEADLINE, took))
         self._place(self.requests.queued.values())
+        changing = bool(self.workers.served.behind)  # Workers come back in a while: as long as clients wait.
         for r in list(self.requests.queued.values()):
-            if now - r.waiting_since >= self._config.worker_wait_s:
+            if lost := self._placement.lost(r):
+                self._end(r, _failed(r, ErrorKind.OVERLOADED, lost))
+            elif now - r.waiting_since >= self._config.worker_wait_s and not changing:
                 missing = f"{self._placement.missing(r, now)} within {self._config.worker_wait_s:g} s"
                 self._end(r, _failed(r, ErrorKind.OVERLOADED, missing))
         for r in list(self.requests.held.values()):
@@ -292,7 +295,8 @@ class RouterCore:
             del self.requests.queued[r.id]
             r.step("place")
             r.first_placed = now if r.first_placed is None else r.first_placed
-            r.computed_by(pair.prefill.numerics)
+            record = pair.prefill.record
+            r.computed_by(pair.prefill.numerics, record.weights_version, record.weights_number)
             r.room = room_of(r.id, self._mint_room())
             choices = self._placement.explain(r, pair)
             self._placement.book(r, pair, now)

@@ -30,7 +30,7 @@ from twinpool.contracts.messages.calls import (
     Call,
     Empty,
 )
-from twinpool.contracts.messages.cluster_view import ClusterView, ControlPlane, WatchRequest
+from twinpool.contracts.messages.cluster_view import ClusterView, ControlPlane, ServedWeights, WatchRequest
 from twinpool.contracts.messages.pool_changes import (
     ChangedWorkers,
     OperatorChange,
@@ -108,6 +108,7 @@ class ControllerDirectory:
         self._controllers = ControllerTurns(target)
         self._told: ControlPlane | None = None
         self.adapters: tuple[AdapterRef, ...] = ()
+        self.serving = ServedWeights()
         self._certificate = certificate
         self._link_timeout_s = link_timeout_s
         self._listeners: list[Callable[[tuple[WorkerView, ...]], None]] = []
@@ -230,6 +231,8 @@ class ControllerDirectory:
             self._told = message.control_plane if message.control_plane.leader else None
         if message.adapters is not None:
             self.adapters = message.adapters
+        if message.served is not None:
+            self.serving = message.served
         for ask in message.record_asks:
             if self._answer is not None:
                 self._answer(ask.number, ask.request_id)

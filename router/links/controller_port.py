@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.json_logs import log
 from twinpool.contracts.messages.autoscaler_messages import AutoscalerView, LatencyCounts
-from twinpool.contracts.messages.cluster_view import ControlPlane
+from twinpool.contracts.messages.cluster_view import ControlPlane, ServedWeights
 from twinpool.contracts.messages.pool_changes import ChangedWorkers, OperatorChange, SettingsAnswer, SettingsChange
 from twinpool.contracts.messages.quota import QuotaClaim, QuotaSlice
 from twinpool.contracts.messages.request_record import FoundRecords, RequestRecord
@@ -185,6 +185,10 @@ class WorkerDirectory(Protocol):
     @property
     def adapters(self) -> tuple[AdapterRef, ...]:
         """The adapters that are served, as they were told last."""
+
+    @property
+    def serving(self) -> ServedWeights:
+        """The weights that the cluster serves, and whether it does, as it was told last."""
 
     def watch(self, on_change: Callable[[tuple[WorkerView, ...]], None]) -> Callable[[], None]:
         """Call `on_change` with the whole table now and at each change, on the event loop; returns the unsubscriber."""

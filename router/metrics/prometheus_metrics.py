@@ -31,7 +31,7 @@ from twinpool.router.core.router_core import RouterCore
 from twinpool.router.core.routing_policies import LocalReason
 from twinpool.router.metrics.request_tally import RequestTally
 from twinpool.router.metrics.vllm_aliases import VllmAliases
-from twinpool.router.metrics.worker_metrics import tier_metrics, worker_metrics
+from twinpool.router.metrics.worker_metrics import tier_metrics, weights_metrics, worker_metrics
 from twinpool.router.state.worker_table import WorkerEntry
 from twinpool.router.verification.audits import AuditResult, Audits
 from twinpool.router.verification.stream_watch import FlagReason, StreamWatch
@@ -316,6 +316,7 @@ class PrometheusMetrics:
         yield from self._of_latencies()
         yield from self._of_legs()
         yield from worker_metrics(self._core)
+        yield from weights_metrics(self._core)
         yield from verification_metrics(self._core.damage, self._core.audits, self._watch)
 
     def seen(self) -> Iterator[Metric]:

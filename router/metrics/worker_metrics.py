@@ -241,6 +241,20 @@ def index_metrics(told: KVIndexReader, clock: Clock) -> Iterator[Metric]:
     )
 
 
+def weights_metrics(core: RouterCore) -> Iterator[Metric]:
+    """Yield the families of what the cluster serves."""
+    served, version = core.workers.served, core.workers.weights_version
+    info = GaugeMetricFamily("twinpool_weights_info", "1, by the version of the weights", labels=["version"])
+    if version:
+        info.add_metric([version], 1)
+    yield info
+    text = "Changes of weights, and flushes of all caches, since the cluster began"
+    yield CounterMetricFamily("twinpool_weights_changes", text, value=served.weights.number)
+    yield GaugeMetricFamily("twinpool_weights_behind", "Workers that have yet to change", value=served.behind)
+    yield GaugeMetricFamily("twinpool_cluster_paused", "1 while workers make no steps", value=int(served.paused))
+    yield GaugeMetricFamily("twinpool_cluster_asleep", "The level of sleep; 0 while awake", value=served.asleep)
+
+
 def control_plane_metrics(reachable: bool, plane: ControlPlane | None) -> Iterator[Metric]:
     """Yield the families; but for the first only where controllers say who leads."""
     text = "1 while a controller tells this router of the workers"

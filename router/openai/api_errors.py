@@ -18,6 +18,10 @@ SHUTDOWN_RETRY_S = 5
 """When a request may be tried again that met a server which ends: one that takes its place needs some time."""
 
 
+ASLEEP_RETRY_S = 10
+"""When a request may be tried again that met a cluster which sleeps: who wakes it does so when it is to serve."""
+
+
 class QueueFull(TwinpoolError):
     """Raised when `router.max_queue` choices are in flight."""
 
@@ -55,6 +59,13 @@ class ShuttingDown(TwinpoolError):
 
     def __init__(self) -> None:
         super().__init__("the server is shutting down and takes no new requests; try again later, or another server")
+
+
+class Asleep(TwinpoolError):
+    """Raised where a request comes while the cluster sleeps."""
+
+    def __init__(self) -> None:
+        super().__init__("the cluster sleeps, and takes requests once it was woken")
 
 
 class KeyReused(TwinpoolError):
@@ -160,6 +171,8 @@ def failure_of(error: TwinpoolError) -> ApiError:
             return ApiError(409, str(error), "invalid_request_error", "superseded")
         case ShuttingDown():
             return ApiError(503, str(error), "server_error", "shutting_down", retry_after_s=SHUTDOWN_RETRY_S)
+        case Asleep():
+            return ApiError(503, str(error), "server_error", "asleep", retry_after_s=ASLEEP_RETRY_S)
         case QueueFull():
             return ApiError(429, str(error), "rate_limit_error", "queue_full", retry_after_s=1)
         case NotJson():

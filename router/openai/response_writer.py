@@ -71,6 +71,11 @@ class ChatMessage:
 _quote = json.encoder.encode_basestring_ascii
 
 
+def version_of(choices: Sequence[ChoiceOutput]) -> str:
+    """Return the version of the weights that an answer is of; empty while it has no workers, or they tell none."""
+    return next((choice.request.weights for choice in choices if choice.request.weights), "")
+
+
 class ResponseWriter:
     """The writer of one HTTP answer, streamed or whole."""
 
@@ -95,20 +100,27 @@ class ResponseWriter:
         self._id = answer_id
         prefix = "chatcmpl" if request.chat else "cmpl"
         self._common = {"id": f"{prefix}-{answer_id}", "created": created, "model": model}
-        kind = "chat.completion" if request.chat else "text_completion"
-        self._object = kind
+        self._object = "chat.completion" if request.chat else "text_completion"
         self._head = ""
-        if request.stream:
-            chunk = kind + ".chunk" if request.chat else kind
-            self._head = DATA + compact_json({**self._common, "object": chunk})[:-1]
+        """How each event begins; made with the first one, when it is known whose weights the answer is of."""
         self._tail = (',"usage":null}' if request.include_usage else "}") + END
         self._end = f'{"}" if request.chat else ""},"logprobs":null,"finish_reason":null}}]{self._tail}'
 
     def bind(self, choices: list[ChoiceOutput]) -> None:
         """Set the choices; called once, before anything is written."""
         self._choices = choices
-        body = '"delta":{"content":' if self._request.chat else '"text":'
-        self._starts = [f'{self._head},"choices":[{{"index":{c.index},{body}' for c in choices]
+
+    def _begin(self) -> None:
+        request = self._request
+        chunk = self._object + ".chunk" if request.chat else self._object
+        shape = {**self._common, "object": chunk, **self._weights()}
+        self._head = DATA + compact_json(shape)[:-1]
+        body = '"delta":{"content":' if request.chat else '"text":'
+        self._starts = [f'{self._head},"choices":[{{"index":{c.index},{body}' for c in self._choices]
+
+    def _weights(self) -> dict[str, str]:
+        version = version_of(self._choices)
+        return {"weights_version": version} if version else {}
 
     # ------------------------------------------------------------ streamed
 
@@ -117,6 +129,8 @@ class ResponseWriter:
         if self._plain and piece.finish is None and not piece.first:  # nearly all of them
             return f"{self._starts[piece.index]}{_quote(piece.text)}{self._end}".encode() if piece.text else b""
         request = self._request
+        if not self._head:
+            self._begin()
         text, logprobs = piece.text, None
         choice = self._choices[piece.index]
         tells_prompt = piece.first and (request.echo or request.return_token_ids)
@@ -183,6 +197,8 @@ class ResponseWriter:
         """Return the end of a stream: an event with the usage and the timeline, where asked for, and ``[DONE]``."""
         if not self._request.include_usage and twinpool is None:
             return sse_event(DONE)
+        if not self._head:
+            self._begin()
         event: dict[str, Any] = {"choices": []}
         if self._request.include_usage:
             event["usage"] = self.usage()
@@ -199,7 +215,8 @@ class ResponseWriter:
 
     def whole(self, twinpool: object | None) -> list[bytes]:
         """Return the body of an answer that isn't streamed, in parts to be sent one after another."""
-        parts = [compact_json({**self._common, "object": self._object})[:-1].encode(), b',"choices":[']
+        shape = {**self._common, "object": self._object, **self._weights()}
+        parts = [compact_json(shape)[:-1].encode(), b',"choices":[']
         for c in self._choices:
             parts += (b",{" if c.index else b"{", *self._whole_choice(c), b"}")
         parts.append(b"]")

@@ -93,6 +93,7 @@ class RecordDraft:
     choices: Sequence[tuple[float, PlacementChoice]]
     reports: Sequence[LegReport]
     left_out: int
+    weights_version: str = ""
     audits: list[RecordEvent] = field(default_factory=list)
     """What came of audits of its answer, after its end."""
 
@@ -138,6 +139,7 @@ class RecordDraft:
             r.journal.choices,
             r.progress,
             r.journal.left_out,
+            r.weights,
         )
 
     @property
@@ -430,6 +432,7 @@ def make_record(draft: RecordDraft) -> RequestRecord:
         events=(*events, *draft.audits),
         choices=tuple(replace(one, at_s=round(at - began, 6)) for at, one in draft.choices),
         left_out=draft.left_out,
+        weights_version=draft.weights_version,
     )
 
 

@@ -28,6 +28,7 @@ from msgspec.structs import replace
 
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.ids import RequestId
+from twinpool.contracts.messages.cluster_view import ServedWeights
 from twinpool.contracts.messages.kept_answers import AnswerName
 from twinpool.router.core.answer_lookups import FoundAnswer, LookupEnded
 from twinpool.router.core.router_core import RouterCore
@@ -310,6 +311,20 @@ def check_headers(request: GenerateRequest, headers: ResumeHeaders) -> None:
         )
     if headers.seen is not None and len(headers.seen.counts) != request.choices:
         raise RequestError(f"{SEEN_HEADER} must be the id of an event of this answer")
+
+
+ALIKE_S = 30.0
+"""Seconds by which clocks of a router and a controller may differ, where it counts which weights an answer had."""
+
+
+def check_drawn_alike(created: int, served: ServedWeights) -> None:
+    """Refuse to draw an answer again, created at that time, of which the client has a part, where it may be of other
+    weights than the cluster's. Raises `RequestError`."""
+    if served.weights.number and (served.behind or created <= served.since + ALIKE_S):
+        raise RequestError(
+            "the weights were changed since this answer began, so its rest can't be drawn again: send the request "
+            f"anew, with another Idempotency-Key and without {SEEN_HEADER}"
+        )
 
 
 def usable(claim: AnswerClaim, request: GenerateRequest, prompts: Sequence[PreparedPrompt]) -> dict[int, FoundAnswer]:

@@ -121,6 +121,9 @@ class OpenedRequest:
                 pictures=prompt.pictures,
             )
             choices.append(routed if self.keyed is None else self.keyed.named(index, routed))
+        if len(choices) > 1:
+            for routed in choices:
+                routed.siblings = choices
         return choices
 
     def stream(
@@ -270,6 +273,7 @@ class OpenAnswers:
     def catch_up(self, stream: ResponseStream, choice: ChoiceOutput, found: FoundAnswer) -> None:
         """Tell the client what a worker has kept of a choice, and go on from there."""
         kept, routed = found.answer, choice.request
+        routed.go_on_in(found.numerics, found.weights, found.weights_number)
         log(
             "answer resumed",
             request_id=stream.id,

@@ -56,6 +56,7 @@ from twinpool.router.service.idempotency_keys import (
     AnswerClaims,
     AnswerIdentity,
     KeyedRequest,
+    check_drawn_alike,
     check_headers,
     identity_of,
     usable,
@@ -118,6 +119,7 @@ class RouterService:
         """Requests for text that are read, run or written."""
         self.clock = clock if clock is not None else SystemClock()
         self._mint, self._closed = mint, False
+        self.weight_roots = config.engine.weight_roots
         self.adapters: tuple[AdapterRef, ...] = ()
         """The adapters that are served."""
         self._ticker: asyncio.Task[None] | None = None
@@ -399,6 +401,8 @@ class RouterService:
             if index not in fit:
                 self.core.lookups.give_up(found.worker, (found.answer,))
         claim.found = fit
+        if headers.seen is not None and len(fit) < request.choices:
+            check_drawn_alike(headers.seen.created, self.core.workers.served)
         said = [found.answer.created for found in fit.values()] + ([headers.seen.created] if headers.seen else [])
         return KeyedRequest(identity, headers, claim, said[0] if said else int(time.time()))
 
@@ -422,6 +426,7 @@ class RouterService:
 
     def _on_view(self, views: tuple[object, ...]) -> None:
         self._follow_adapters(self.worker_links.directory.adapters)
+        self.core.workers.served = self.worker_links.directory.serving
         self.core.on_view(self.worker_links.views)
         self._act()
 

@@ -122,8 +122,11 @@ class RoutedRequest:
         "scores_in",
         "session",
         "share",
+        "siblings",
         "spoiled",
         "waiting_since",
+        "weights",
+        "weights_number",
         "workers",
     )
 
@@ -180,8 +183,13 @@ class RoutedRequest:
         self.spoiled: set[tuple[WorkerKey, WorkerKey]] = set()
         """Pairs of a prefill and a decode worker between which a hand-over of the request has failed."""
         self.numerics = ""
-        """The numerics class of the latest attempt's workers. All that follows the first token or score that was
-        delivered is computed in the same class, whatever fails. Empty where any will do."""
+        """The numerics class and weights (`binding_class`) of the latest attempt's workers. All that follows the first
+        token or score that was delivered, to any choice of the same answer, is computed in the same class, whatever
+        fails. Empty where any will do."""
+        self.weights, self.weights_number = "", 0
+        """The version and the number of the weights of the latest attempt's workers."""
+        self.siblings: Sequence[RoutedRequest] = ()
+        """All choices of its answer, where there are several."""
         self.scores_in = sampling.prompt_logprobs is None
         self.embedded = not sampling.pooling
         """Whether its embedding was delivered, or none is asked for."""
@@ -268,10 +276,22 @@ class RoutedRequest:
         """Whether it is too late to begin it. What was begun is finished, also after a failure."""
         return self.first_token_by is not None and now >= self.first_token_by and not self.attempt
 
-    def computed_by(self, numerics: str) -> None:
-        """Set the numerics class of a new attempt's workers; it can't change once something was delivered."""
-        assert self.numerics == numerics or not self.delivered, "an answer stays in its numerics class"
-        self.numerics = numerics
+    def computed_by(self, numerics: str, weights: str = "", weights_number: int = 0) -> None:
+        """Set the class of a new attempt's workers, and the version and number of their weights; it can't change once
+        something of the answer was delivered."""
+        assert self.bound in (None, numerics), "an answer stays in its numerics class, and with its weights"
+        self.go_on_in(numerics, weights, weights_number)
+
+    def go_on_in(self, numerics: str, weights: str, weights_number: int) -> None:
+        """As `computed_by`, for a request that was restored from what a worker of that class has kept."""
+        self.numerics, self.weights, self.weights_number = numerics, weights, weights_number
+
+    @property
+    def bound(self) -> str | None:
+        """The class in which all of its answer is computed, once something was delivered; None: any will do."""
+        if self.delivered:
+            return self.numerics
+        return next((one.numerics for one in self.siblings if one.delivered), None)
 
     @property
     def pixels(self) -> int:

@@ -11,6 +11,7 @@ from math import inf
 
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.ids import PAIR, Incarnation, RequestId, Role, WorkerName
+from twinpool.contracts.messages.cluster_view import ServedWeights
 from twinpool.contracts.messages.fingerprint import binding_class, handover_class, mismatch
 from twinpool.contracts.messages.router_commands import PeerRef
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
@@ -67,7 +68,7 @@ class WorkerEntry:
     """The requests booked on the worker, which `load` counts."""
     key: WorkerKey = field(init=False)
     numerics: str = field(init=False)
-    """The worker's numerics class; empty where any will do (``fast``)."""
+    """The worker's numerics class and weights (`binding_class`)."""
     handover: str = field(init=False)
     """The worker's hand-over class: only workers of one class are paired."""
     page_tokens: int = 0
@@ -204,6 +205,8 @@ class WorkerTable:
         self._columns = WorkerColumns(())
         self._counts: Mapping[Role, int] = {}
         self._counted_until = -inf
+        self.served = ServedWeights()
+        """The weights that the cluster serves, as the controller told last."""
         self.colocated = False
         """Whether the cluster's workers are colocated: then a request needs one of them, and else one of each role of
         `PAIR`."""
@@ -214,6 +217,13 @@ class WorkerTable:
     def get(self, key: WorkerKey) -> WorkerEntry | None:
         entry = self._entries.get(key[0])
         return entry if entry is not None and entry.record.incarnation == key[1] else None
+
+    @property
+    def weights_version(self) -> str:
+        """The version of the weights that the cluster is to serve: as it was given, or a digest; empty while no worker
+        has told any."""
+        told = (entry.record.weights_version for entry in self)
+        return self.served.weights.version or next(filter(None, told), "")
 
     @property
     def keys(self) -> list[WorkerKey]:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 
 import torch
 
 from twinpool.contracts.config.cluster_config import FaultsConfig
 from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Incarnation, WorkerName
 
 TIMEOUT_S = 5.0
 
@@ -79,3 +81,30 @@ class WriteFaults:
         self._corrupted += 1
         if self._corrupted == self._config.corrupt_page:
             region[offset] ^= 0x40
+
+
+FIRST = Incarnation(1)
+"""Only the first incarnation of a worker hangs, so that the next one can show that it serves."""
+
+
+def hang_at(faults: str, name: WorkerName, incarnation: Incarnation) -> int | None:
+    """The number of steps after which this incarnation hangs, or None. Raises `ConfigError` where `faults` isn't
+    NAME:STEP, several with commas."""
+    steps: dict[str, int] = {}
+    for part in filter(None, faults.split(",")):
+        worker, _, step = part.strip().rpartition(":")
+        if not worker or not step.isdigit() or not int(step):
+            raise ConfigError(f"config key faults.hang takes WORKER:STEP, as in decode-0:20; got {part!r}")
+        steps[worker] = int(step)
+    return steps.get(name) if incarnation == FIRST else None
+
+
+class HangFault:
+    """Hangs the thread that calls it, for ever, once `step` steps have ended; None: never."""
+
+    def __init__(self, step: int | None) -> None:
+        self._step = step
+
+    def __call__(self, steps: int) -> None:
+        if self._step is not None and steps >= self._step:
+            threading.Event().wait()

@@ -1,0 +1,248 @@
+"""Changes of what a whole cluster serves: other weights, caches that begin empty, pauses, and sleep.
+
+Weights change in two phases. First every worker that serves reads the new ones beside those that it serves with, and
+checks them; its heartbeats say so. One that can't ends the change, and so does time: then nothing was changed. Once all
+have them, and of the same files, the ledger is written: from that moment on the cluster's weights are the new ones,
+whoever dies. Then workers follow. Each that has others is told to drain, ends its requests with what it began them
+with, leaves, and goes on in its process as its next incarnation, with the weights that lie ready; one that dies instead
+starts with them. So a worker never computes with two versions, and what tells incarnations and fingerprints apart tells
+versions apart: hand-overs, caches, tiers, streams.
+
+Nothing but the ledger's line says how far a change is, so a controller that was started again goes on with it: workers
+that have other weights than the cluster's are brought to them at every tick. A flush is a change to the same weights,
+and sleep a leave after which nothing starts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from msgspec.structs import replace
+
+from twinpool.cluster.controller.controller_table import ControllerTable
+from twinpool.cluster.controller.wanted_worker import WantedWorker, WorkerState
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.cluster_view import ServedWeights
+from twinpool.contracts.messages.fingerprint import WeightsVersion
+from twinpool.contracts.messages.leases import LeaseGrant
+from twinpool.contracts.messages.pool_changes import (
+    FlushCaches,
+    PauseCluster,
+    ServingChange,
+    SleepCluster,
+    UpdateWeights,
+)
+from twinpool.contracts.messages.stream_frames import WEIGHTS_SINCE
+
+DIGEST_CHARS = 32
+"""Characters of the digest that names weights which were given no name."""
+
+
+class WeightsChanges:
+    """Changes of what one table's cluster serves."""
+
+    def __init__(self, table: ControllerTable, wall: Callable[[], float] = time.time) -> None:
+        """`wall`: seconds since 1970."""
+        self._table, self._wall = table, wall
+        self._prepare_by: float | None = None
+        """When all workers must have read the pending weights, in seconds of the clock; None: not known yet."""
+        self._unsettled = bool(table.served.weights.number)
+        """Whether it has yet to be noted that all workers have the cluster's weights."""
+        self._told: dict[tuple[WorkerName, Incarnation], float] = {}
+        """When workers were told to leave for a change, in seconds of the clock."""
+
+    # ------------------------------------------------------------ orders
+
+    def make(self, change: ServingChange) -> str:
+        """Make a change, or begin it; returns what an operator has done in words. Raises `ConfigError`, having changed
+        nothing, where it refuses."""
+        match change:
+            case UpdateWeights():
+                return self._begin(change)
+            case FlushCaches():
+                self._check_settled("flush caches")
+                fresh = replace(self._served.weights, number=self._next)
+                self._change_to(fresh, tried=fresh.number, rolling=False, wait_s=change.wait_s, failed="")
+                return "an operator flushes all caches"
+            case PauseCluster():
+                self._save(paused=change.paused)
+                return f"an operator has {'paused' if change.paused else 'resumed'} the cluster"
+            case SleepCluster():
+                return self._sleep(change)
+
+    def _begin(self, change: UpdateWeights) -> str:
+        self._check_settled("change weights")
+        if change.version and change.version == self._served.weights.version:
+            raise ConfigError(f"version {change.version} is what is served: a version names one set of weights")
+        serving = self._serving()
+        if not serving:
+            raise ConfigError("no worker serves that could read the weights: wait until some do")
+        for row in serving:
+            if row.record is not None and row.record.stream and row.record.stream_protocol < WEIGHTS_SINCE:
+                raise ConfigError(f"{row.name} can't change its weights by its build: upgrade it first")
+        pending = WeightsVersion(self._next, change.version, change.path)
+        self._prepare_by = None
+        self._save(pending=pending, tried=pending.number, rolling=change.rolling, wait_s=change.wait_s, failed="")
+        return f"an operator changes the weights to {change.path}"
+
+    def _sleep(self, change: SleepCluster) -> str:
+        if change.level > 2:
+            raise ConfigError(f"the levels of sleep are 1 and 2, and 0 wakes; got {change.level}")
+        if change.level and change.level != self._served.asleep:
+            self._check_settled("sleep")
+        self._save(asleep=change.level, wait_s=change.wait_s)
+        return f"an operator has put the cluster to sleep, level {change.level}" if change.level else "it was woken"
+
+    def _check_settled(self, what: str) -> None:
+        """Refuse a change while another one is under way."""
+        served = self._served
+        if served.pending is not None:
+            raise ConfigError(f"can't {what}: a change to {served.pending.path} is being prepared; wait for its end")
+        if served.asleep:
+            raise ConfigError(f"can't {what}: the cluster sleeps; wake it first (twinpool wake)")
+        if behind := self._behind():
+            names = ", ".join(sorted(row.name for row in behind))
+            raise ConfigError(f"can't {what}: the last change isn't through, {names} has still to follow")
+
+    # ------------------------------------------------------------ the passing of time
+
+    def tick(self) -> None:
+        """Go on with what is under way."""
+        now = self._table.clock.now()
+        if self._served.pending is not None:
+            self._tend(self._served.pending, now)
+        if self._served.asleep:
+            self._tell_all(self._serving(), now)
+        else:
+            self._follow(now)
+        current = {(row.name, row.incarnation) for row in self._table.rows.values()}
+        self._told = {key: at for key, at in self._told.items() if key in current}
+
+    def _tend(self, pending: WeightsVersion, now: float) -> None:
+        """Look how far workers are with reading the pending weights: change to them, or give them up."""
+        if self._prepare_by is None:
+            self._prepare_by = now + self._table.config.start_timeout_s
+        statuses = [row.status for row in self._serving() if row.status is not None]
+        ready = [one for one in statuses if one.prepared == pending.number]
+        if refused := next((one for one in ready if one.unprepared), None):
+            return self._give_up(f"{refused.name} can't take them: {refused.unprepared}")
+        lacking = sorted(one.name for one in statuses if one.prepared != pending.number)
+        if statuses and not lacking:
+            digests = {one.prepared_digest: one.name for one in ready}
+            if len(digests) > 1:
+                return self._give_up(f"{' and '.join(sorted(digests.values()))} have read different files")
+            digest = next(iter(digests))
+            version = pending.version or digest[:DIGEST_CHARS]
+            self._change_to(replace(pending, version=version, digest=digest), pending=None)
+            return self._table.note(f"the weights are {version} now; workers change to them")
+        if now >= self._prepare_by:
+            self._give_up(
+                f"{', '.join(lacking) or 'no worker that serves'} has not read them within "
+                f"{self._table.config.start_timeout_s:g} s (cluster.start_timeout_s)"
+            )
+        return None
+
+    def _give_up(self, reason: str) -> None:
+        self._save(pending=None, failed=reason)
+        self._table.note(f"the weights stay as they are: {reason}")
+
+    def _follow(self, now: float) -> None:
+        """Have workers with other weights than the cluster's change to them: all, or when rolling the next one."""
+        behind = self._behind()
+        if self._unsettled and not behind:
+            self._unsettled = False
+            self._save(since=self._wall())
+        if not self._served.rolling:
+            return self._tell_all(behind, now)
+        under_way = [row for row in self._table.rows.values() if row.wanted and not _settled(row)]
+        if behind and not under_way:
+            left = [row.role for row in behind]
+            self._tell(max(behind, key=lambda row: (left.count(row.role), row.role is Role.PREFILL)), now)
+        for row in behind:
+            if row.changes:
+                self._tell(row, now)
+        return None
+
+    def _tell_all(self, rows: Sequence[WantedWorker], now: float) -> None:
+        """Have these workers leave; routers send them nothing new at once. Decode workers drain when no prefill worker
+        of these serves any more: one that drains refuses what a prefill worker may have begun already, and whose first
+        token may have been told."""
+        prefill = any(row.role is Role.PREFILL for row in rows)
+        for row in rows:
+            if row.role is Role.DECODE and prefill:
+                self._told.setdefault((row.name, row.incarnation), now)
+                if not row.changes:
+                    row.changes = True
+                    self._table.saved(row)
+            else:
+                self._tell(row, now)
+
+    def _tell(self, row: WantedWorker, now: float) -> None:
+        """Have a worker that serves drain, and go on as its next incarnation."""
+        self._told.setdefault((row.name, row.incarnation), now)
+        if row.changes and (row.drains or row.state is WorkerState.DRAINING) and row.becomes is not None:
+            return
+        row.changes, row.becomes = True, row.becomes or row.role  # One that an operator sends elsewhere goes there.
+        row.drains = row.state is WorkerState.READY
+        self._table.saved(row)
+
+    # ------------------------------------------------------------ what workers and routers are told
+
+    def granted(self, row: WantedWorker, grant: LeaseGrant) -> LeaseGrant:
+        """The grant with what is asked of its worker."""
+        served, now = self._served, self._table.clock.now()
+        prepare = served.pending
+        if prepare is None and self.is_behind(row) and served.weights.path:
+            prepare = served.weights
+        told = self._told.get((row.name, row.incarnation))
+        hurry = row.changes and told is not None and now >= told + served.wait_s
+        return replace(grant, prepare=prepare, hurry=hurry, paused=served.paused and not row.changes)
+
+    def told(self) -> ServedWeights:
+        """What routers are told."""
+        return replace(self._served, behind=len(self._behind()))
+
+    @property
+    def of_a_start(self) -> WeightsVersion | None:
+        """The weights that a worker which starts is to have; None: the checkpoint's."""
+        weights = self._served.weights
+        return weights if weights.number else None
+
+    def keeps_process(self, row: WantedWorker) -> bool:
+        """Whether the process of a worker that leaves is to go on with what it keeps in memory."""
+        return self._served.asleep == 1 if self._served.asleep else self.is_behind(row)
+
+    def is_behind(self, row: WantedWorker) -> bool:
+        """Whether a worker has registered with other weights than the cluster's."""
+        return row.record is not None and row.record.weights_number != self._served.weights.number
+
+    # ------------------------------------------------------------ inside
+
+    @property
+    def _served(self) -> ServedWeights:
+        return self._table.served
+
+    @property
+    def _next(self) -> int:
+        """The number of the next change: no other, made or given up, has had it."""
+        return max(self._served.tried, self._served.weights.number) + 1
+
+    def _change_to(self, weights: WeightsVersion, **changes: object) -> None:
+        self._save(weights=weights, since=self._wall(), **changes)
+        self._unsettled = True
+
+    def _save(self, **changes: object) -> None:
+        self._table.save_served(replace(self._served, **changes))
+
+    def _serving(self) -> list[WantedWorker]:
+        return [row for row in self._table.rows.values() if row.serves]
+
+    def _behind(self) -> list[WantedWorker]:
+        return [row for row in self._serving() if self.is_behind(row)]
+
+
+def _settled(row: WantedWorker) -> bool:
+    """Whether a worker serves, and isn't about to leave."""
+    return row.state is WorkerState.READY and not row.drains

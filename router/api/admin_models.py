@@ -1,0 +1,281 @@
+"""Operators' endpoints of what is served: adapters, weights, caches, pauses and sleep. All take and answer JSON.
+
+Adapters are loaded and dropped by vLLM's paths, which only operators may use here:
+
+    POST /v1/load_lora_adapter      lora_name, lora_path, and load_inplace where another has the name
+    POST /v1/unload_lora_adapter    lora_name
+
+Weights change while the cluster serves, to those of a folder below `engine.weight_roots`:
+
+    POST /v1/weights    path, and version, rolling, wait_s, wait; GET tells which are served, and how far a change is
+    POST /v1/flush      let nothing that was computed so far be found any more, on any tier: wait_s, wait
+    POST /v1/pause      have workers make no steps and keep all requests, from the end of the step under way on
+    POST /v1/resume     have them go on
+    POST /v1/sleep      have workers leave: level (1: processes keep the weights in memory; 2: nothing), wait_s, wait
+    POST /v1/wake       start them again: wait
+
+The controller has what is served in its ledger, and decides. With `wait`, which is so where it isn't said, the answer
+comes when the change is through, or was given up: then it is 409 with the reason. `wait_s` is how long requests that
+run may go on as they are; then they begin anew, those of which something was told end with an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from twinpool.contracts.checkpoint.adapter_files import adapter_ref
+from twinpool.contracts.checkpoint.model_spec import weights_folder
+from twinpool.contracts.errors import CheckpointError, RequestError
+from twinpool.contracts.message_types import NAME_CHARS, as_dict
+from twinpool.contracts.messages.pool_changes import (
+    ChangedWorkers,
+    FlushCaches,
+    LoadAdapter,
+    OperatorChange,
+    PauseCluster,
+    SleepCluster,
+    UnloadAdapter,
+    UpdateWeights,
+)
+from twinpool.contracts.outside_data import read_json
+from twinpool.router.api.admin_status import STATUS_DEADLINE_S, unknown_as_yet
+from twinpool.router.api.http_exchange import HttpExchange
+from twinpool.router.openai.api_errors import ApiError
+from twinpool.router.service.router_service import RouterService
+from twinpool.router.state.worker_table import GONE
+
+# ---------------------------------------------------------------- adapters
+
+_ADAPTER_FIELDS = {"lora_name": str, "lora_path": str, "load_inplace": bool}
+"""As vLLM has them."""
+
+
+async def load_adapter(service: RouterService, exchange: HttpExchange) -> None:
+    """Serve an adapter: ``lora_name``, and ``lora_path``, an absolute folder below `adapters.roots` that this router
+    and the workers can read. With ``load_inplace`` in place of another of that name. Answers 409 with the reason where
+    nothing was changed."""
+    if (asked := await _adapter_body(service, exchange, "lora_name lora_path", "load_inplace")) is None:
+        return
+    name, settings = asked["lora_name"], service.adapter_settings
+    if name in service.spec.names:
+        return await exchange.fail(_conflict(f"{name} is the model's own name"))
+    try:
+        adapter = await asyncio.to_thread(adapter_ref, name, asked["lora_path"], settings.allowed, settings.max_rank)
+    except CheckpointError as error:
+        return await exchange.fail(_conflict(str(error)))
+    change = LoadAdapter(adapter, replace=asked.get("load_inplace", False))
+    if await _changed(service, exchange, change) is not None:
+        await exchange.answer_json(200, {"lora_name": name, "digest": adapter.digest})
+
+
+async def unload_adapter(service: RouterService, exchange: HttpExchange) -> None:
+    """Serve an adapter no more: ``lora_name``. Requests that have it go on with it."""
+    asked = await _adapter_body(service, exchange, "lora_name")
+    if asked is None or await _changed(service, exchange, UnloadAdapter(asked["lora_name"][:NAME_CHARS])) is None:
+        return
+    await exchange.answer_json(200, asked)
+
+
+# ---------------------------------------------------------------- weights, caches, pauses, sleep
+
+_SERVING_FIELDS: dict[str, type | tuple[type, ...]] = {
+    **{"path": str, "version": str, "rolling": bool, "wait": bool, "level": int},
+    "wait_s": (int, float),
+}
+WAIT_S, ROLLING_WAIT_S, MAX_WAIT_S = 30.0, 600.0, 86_400.0
+"""Seconds that requests have to end as they are: where all workers change at once, one after the other, at most."""
+THROUGH_S = 3600.0
+"""Seconds after which an answer that waits for a change to be through says how far it is."""
+LOOK_S = 0.05
+_VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+@-]{0,126}")
+
+
+async def weights(service: RouterService, exchange: HttpExchange) -> None:
+    """Answer with what is served, and how far a change is."""
+    if failure := unknown_as_yet(service):
+        return await exchange.fail(failure)
+    await exchange.answer_json(200, _shown(service))
+
+
+async def update_weights(service: RouterService, exchange: HttpExchange) -> None:
+    """Change the weights to those of ``path``, an absolute folder of safetensors below `engine.weight_roots`, which all
+    workers can read; ``version`` names them in answers, else their digest does. All workers change as soon as their
+    requests have ended, or with ``rolling`` one after the other. Answers 409 with the reason where nothing was
+    changed."""
+    if (asked := await _body(service, exchange, "path", "version rolling wait_s wait")) is None:
+        return
+    version, rolling = asked.get("version", ""), asked.get("rolling", False)
+    if version and not _VERSION.fullmatch(version):
+        message = "a version has 1 to 127 letters, digits and any of ._:/+@-, a letter or digit first"
+        return await exchange.fail(ApiError(400, message, "invalid_request_error", "invalid", "version"))
+    try:
+        path = await asyncio.to_thread(weights_folder, asked["path"], service.weight_roots)
+    except CheckpointError as error:
+        return await exchange.fail(_conflict(str(error)))
+    wait_s = asked.get("wait_s", ROLLING_WAIT_S if rolling else WAIT_S)
+    if len(str(path)) > NAME_CHARS:
+        return await exchange.fail(_conflict(f"the folder's path has more than {NAME_CHARS} characters"))
+    await _make(service, exchange, UpdateWeights(str(path), version, rolling, float(wait_s)), asked)
+
+
+async def flush(service: RouterService, exchange: HttpExchange) -> None:
+    """Let nothing that was computed so far be found any more: workers go on with the same weights and empty caches."""
+    if (asked := await _body(service, exchange, "", "wait_s wait")) is not None:
+        await _make(service, exchange, FlushCaches(float(asked.get("wait_s", WAIT_S))), asked)
+
+
+async def pause(service: RouterService, exchange: HttpExchange) -> None:
+    """Have workers make no steps, and keep what they have."""
+    if (asked := await _body(service, exchange, "", "wait")) is not None:
+        await _make(service, exchange, PauseCluster(), asked)
+
+
+async def resume(service: RouterService, exchange: HttpExchange) -> None:
+    """Have workers go on that were paused."""
+    if (asked := await _body(service, exchange, "", "wait")) is not None:
+        await _make(service, exchange, PauseCluster(paused=False), asked)
+
+
+async def sleep(service: RouterService, exchange: HttpExchange) -> None:
+    """Have all workers leave, and start none; ``level`` is 1 where nothing is said."""
+    if (asked := await _body(service, exchange, "", "level wait_s wait")) is None:
+        return
+    level = asked.get("level", 1)
+    if level not in (1, 2):
+        message = "a level of sleep is 1 or 2; POST /v1/wake wakes"
+        return await exchange.fail(ApiError(400, message, "invalid_request_error", "invalid", "level"))
+    await _make(service, exchange, SleepCluster(level, float(asked.get("wait_s", WAIT_S))), asked)
+
+
+async def wake(service: RouterService, exchange: HttpExchange) -> None:
+    """Have workers started again that left to sleep."""
+    if (asked := await _body(service, exchange, "", "wait")) is not None:
+        await _make(service, exchange, SleepCluster(0), asked)
+
+
+async def _make(service: RouterService, exchange: HttpExchange, change: OperatorChange, asked: dict[str, Any]) -> None:
+    """Have the controller make a change, wait until it is through where that is asked for, and answer how it went."""
+    if failure := unknown_as_yet(service):
+        return await exchange.fail(failure)
+    wait_s = asked.get("wait_s", 0.0)
+    if not 0 <= wait_s <= MAX_WAIT_S:
+        message = f"wait_s is a number of seconds, 0 to {MAX_WAIT_S:g}"
+        return await exchange.fail(ApiError(400, message, "invalid_request_error", "invalid", "wait_s"))
+    made = await _changed(service, exchange, change)
+    if made is None:
+        return
+    through = asked.get("wait", True) and await _reached(exchange, lambda: _is_through(service, change, made.number))
+    failed = service.core.workers.served.failed
+    if through and failed and isinstance(change, UpdateWeights) and not _took(service, made.number):
+        return await exchange.fail(_conflict(f"the weights stay as they are: {failed}"))
+    await exchange.answer_json(200 if through else 202, _shown(service))
+
+
+async def _reached(exchange: HttpExchange, reached: Callable[[], bool]) -> bool:
+    """Wait until something is so, or the client has left, for `THROUGH_S` at most; returns whether it is so."""
+    gone = asyncio.Event()
+    exchange.on_gone(gone.set)
+    try:
+        async with asyncio.timeout(THROUGH_S):
+            while not (done := reached()) and not gone.is_set():
+                await asyncio.sleep(LOOK_S)
+            return done
+    except TimeoutError:
+        return False
+
+
+def _took(service: RouterService, number: int) -> bool:
+    """Whether the change of this number, or a later one, is what is served."""
+    return service.core.workers.served.weights.number >= number
+
+
+def _is_through(service: RouterService, change: OperatorChange, number: int) -> bool:
+    """Whether all workers have followed, as far as this router knows, or the change was given up."""
+    served, table = service.core.workers.served, service.core.workers
+    alive = [entry for entry in table if entry.status.state not in GONE]
+    match change:
+        case SleepCluster(level=level) if level:
+            return served.asleep == level and not alive
+        case PauseCluster(paused=paused):
+            return served.paused == paused and all(entry.status.paused == paused for entry in alive)
+        case SleepCluster():
+            return not served.asleep and all(service.core.serving(role) for role in table.needed)
+        case _ if served.tried < number or served.pending is not None:
+            return False
+        case _ if not _took(service, number):
+            return bool(served.failed)
+    current = [entry for entry in alive if entry.record.weights_number == served.weights.number]
+    return not served.behind and len(current) == len(alive) and all(service.core.serving(role) for role in table.needed)
+
+
+def _shown(service: RouterService) -> dict[str, Any]:
+    served = service.core.workers.served
+    workers = [
+        {
+            "name": entry.record.name,
+            "state": entry.status.state,
+            "weights_version": entry.record.weights_version,
+            "prepared": bool(served.pending and entry.status.prepared == served.pending.number),
+            "paused": entry.status.paused,
+        }
+        for entry in service.core.workers
+    ]
+    return {"weights_version": service.core.workers.weights_version, **as_dict(served), "workers": workers}
+
+
+# ---------------------------------------------------------------- what both have in common
+
+
+async def _adapter_body(
+    service: RouterService, exchange: HttpExchange, needed: str, more: str = ""
+) -> dict[str, Any] | None:
+    return await _body(service, exchange, needed, more, _ADAPTER_FIELDS)
+
+
+async def _body(
+    service: RouterService,
+    exchange: HttpExchange,
+    needed: str,
+    more: str = "",
+    types: Mapping[str, type | tuple[type, ...]] = _SERVING_FIELDS,
+) -> dict[str, Any] | None:
+    """The fields of the body, all of `needed` and none but these and `more`; None where they were refused. Where none
+    is needed there may be no body."""
+    raw = await exchange.body(64 * 1024, service.buffer)
+    try:
+        asked = read_json(raw) if raw or needed else {}
+    except ValueError:
+        asked = None
+    exchange.forget_body()
+    given: dict[str, Any] = asked if isinstance(asked, dict) else {}
+    known = {*needed.split()} <= given.keys() <= {*needed.split(), *more.split()}
+    if isinstance(asked, dict) and known and all(_is_a(value, types[key]) for key, value in given.items()):
+        return given
+    fields = " and ".join(needed.split()) + (f", and {' and '.join(more.split())} at most" if more else "")
+    message = f"the body must be JSON: an object with {fields.lstrip(', ')}"
+    await exchange.fail(ApiError(400, message, "invalid_request_error", "invalid"))
+    return None
+
+
+def _is_a(value: object, kind: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kind) and (isinstance(value, bool) <= (kind is bool))
+
+
+async def _changed(service: RouterService, exchange: HttpExchange, change: OperatorChange) -> ChangedWorkers | None:
+    """What the controller answers to a change; None where it was answered with an error."""
+    try:
+        async with asyncio.timeout(STATUS_DEADLINE_S + 4.0):
+            return await service.worker_links.directory.change_pools(change)
+    except RequestError as error:
+        await exchange.fail(_conflict(str(error)))
+    except (OSError, TimeoutError) as error:
+        reason = str(error) or "no answer in time"
+        await exchange.fail(ApiError(503, f"the controller can't be reached: {reason}", "server_error", "down"))
+    return None
+
+
+def _conflict(message: str) -> ApiError:
+    return ApiError(409, message, "invalid_request_error", "conflict")

@@ -1,0 +1,186 @@
+"""Weights that change while a real cluster serves: over HTTP, with the `openai` client, by the commands, through kills.
+
+Every answer is compared with transformers' greedy answer by the weights whose version it names.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.support.checkpoints import make_checkpoint
+from tests.support.served_cluster import Serving, serving
+
+pytestmark = pytest.mark.slow
+PROMPTS = tuple([7 + 3 * n, 40, 41, 42 + n, 43, 44, 45] * 6 for n in range(8))
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint, and folders with other weights of its shapes, by version."""
+    root = tmp_path_factory.mktemp("weights")
+    return {f"step-{n}": make_checkpoint(root / f"step-{n}", layers=3, eos=None, seed=n) for n in range(4)}
+
+
+@pytest.fixture(scope="module")
+def oracle(folders: dict[str, Path]) -> dict[str, list[list[int]]]:
+    """Each version's greedy answers, by transformers."""
+    found = {}
+    for version, folder in folders.items():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        found[version] = [
+            model.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False)[0][len(prompt) :].tolist()
+            for prompt in PROMPTS
+        ]
+    assert len({str(answers) for answers in found.values()}) == len(found)
+    return found
+
+
+def cluster(folders: dict[str, Path], runtime: Path, *flags: str, **sections: dict[str, Any]) -> Any:
+    roots = str(folders["step-0"].parent)
+    told = {"engine": {"weight_roots": roots, "threads": 1}, "cluster": {"heartbeat_s": 0.2}, **sections}
+    return serving(folders["step-0"], runtime, *flags, sections=told)
+
+
+def ask(client: openai.OpenAI, model: str, number: int, *, stream: bool = False) -> tuple[str, list[int]]:
+    """One answer by the client; returns its version and tokens."""
+    prompt = PROMPTS[number % len(PROMPTS)]
+    extra = {"return_token_ids": True, "ignore_eos": True}
+    made = client.completions.create(
+        model=model, prompt=prompt, max_tokens=TOKENS, temperature=0, extra_body=extra, stream=stream
+    )
+    if not stream:
+        return made.weights_version, made.choices[0].token_ids
+    versions, tokens = set(), []
+    for chunk in made:
+        versions.add(chunk.weights_version)
+        for choice in chunk.choices:
+            tokens += choice.token_ids
+    (version,) = versions
+    return version, tokens
+
+
+class Clients:
+    """Clients that ask until they are told to stop; each answer is checked."""
+
+    def __init__(self, serving: Serving, oracle: dict[str, list[list[int]]], count: int = 4) -> None:
+        self._oracle, self._model = oracle, serving.model
+        self._client = openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0, timeout=120)
+        self.stop = threading.Event()
+        self.seen: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(count)]
+
+    def __enter__(self) -> Clients:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, number: int) -> None:
+        while not self.stop.is_set():
+            try:
+                version, tokens = ask(self._client, self._model, number, stream=number % 2 == 1)
+            except (openai.OpenAIError, ValueError) as error:
+                self.wrong.append(f"{type(error).__name__}: {error}")
+                return
+            self.seen[version] += 1
+            if version not in self._oracle or tokens != self._oracle[version][number % len(PROMPTS)]:
+                self.wrong.append(f"{version}: {tokens}")
+            number += len(self._threads)
+
+
+def update(serving: Serving, folder: Path, version: str, **more: Any) -> httpx.Response:
+    body = {"path": str(folder), "version": version, **more}
+    return httpx.post(f"{serving.url}/v1/weights", json=body, timeout=300)
+
+
+def wait_for(so: Any, what: str, within_s: float = 120) -> None:
+    deadline = time.monotonic() + within_s
+    while not so():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def serving_cluster(folders: dict[str, Path], tmp_path: Path) -> Iterator[Serving]:
+    with cluster(folders, tmp_path / "run", "--prefill", "1", "--decode", "1") as serving:
+        yield serving
+
+
+def test_weights_change_under_load_and_each_answer_is_of_the_version_that_it_names(
+    serving_cluster: Serving, folders: dict[str, Path], oracle: dict[str, list[list[int]]], tmp_path: Path
+) -> None:
+    serving = serving_cluster
+    first = httpx.get(f"{serving.url}/v1/models").json()["data"][0]["weights_version"]
+    oracle = {**oracle, first: oracle["step-0"]}
+    pids = {row["pid"] for row in serving.status().values()}
+    with Clients(serving, oracle) as clients:
+        for version in ("step-1", "step-2", "step-3", "step-0", "step-1"):
+            told = update(serving, folders[version], version)
+            assert (told.status_code, told.json()["weights_version"]) == (200, version), told.text
+    assert clients.wrong == []
+    assert set(clients.seen) >= {"step-1"}
+    # In place: the processes are those that there were.
+    assert {row["pid"] for row in serving.status().values()} == pids
+    answer = httpx.post(f"{serving.url}/v1/completions", json={"model": serving.model, "prompt": "a", "max_tokens": 1})
+    assert answer.headers["x-twinpool-weights-version"] == answer.json()["weights_version"] == "step-1"
+    assert httpx.get(f"{serving.url}/v1/models").json()["data"][0]["weights_version"] == "step-1"
+    assert 'twinpool_weights_info{version="step-1"} 1.0' in httpx.get(f"{serving.url}/metrics").text
+    # What is wrong is refused in words, and changes nothing.
+    wrong = tmp_path_factory_wrong(folders)
+    for name, words in {
+        "lacking": "lacks the tensor", "shape": "the checkpoint's is", "nan": "aren't finite", "none": "has no model",
+    }.items():  # fmt: skip
+        told = update(serving, wrong[name], name)
+        assert told.status_code == 409, (name, told.text)
+        assert words in told.json()["error"]["message"], told.text
+    outside = update(serving, tmp_path, "x")
+    assert outside.status_code == 409
+    assert "engine.weight_roots" in outside.json()["error"]["message"]
+    same = update(serving, folders["step-2"], "step-1")
+    assert same.status_code == 409
+    assert "names one set of weights" in same.json()["error"]["message"]
+    # Two at once: one of them is refused.
+    begun = update(serving, folders["step-2"], "step-2", wait=False)
+    second = update(serving, folders["step-3"], "step-3", wait=False)
+    assert (begun.status_code, second.status_code) == (202, 409)
+    status = lambda: httpx.get(f"{serving.url}/v1/weights").json()  # noqa: E731
+    wait_for(lambda: status()["weights_version"] == "step-2" and not status()["behind"], "the change ends")
+    serving.settle()
+
+
+def tmp_path_factory_wrong(folders: dict[str, Path]) -> dict[str, Path]:
+    """Folders that can't be changed to, by what is wrong with them."""
+    root, made = folders["step-0"].parent, {}
+    tensors = load_file(folders["step-3"] / "model.safetensors")
+    name = next(name for name in tensors if "down_proj" in name)
+    for what in ("lacking", "shape", "nan", "none"):
+        made[what] = root / what
+        made[what].mkdir(exist_ok=True)
+        changed = {key: tensor.clone() for key, tensor in tensors.items()}
+        if what == "lacking":
+            del changed[name]
+        elif what == "shape":
+            changed[name] = changed[name][:, :-1].contiguous()
+        elif what == "nan":
+            changed[name][3, 5] = float("nan")
+        if what != "none":
+            save_file(changed, made[what] / "model.safetensors", metadata={"format": "pt"})
+    return made
