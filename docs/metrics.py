@@ -38,6 +38,8 @@ SECTIONS = {
         "build_info",
         "stalled_seconds",
         "controller_",
+        "weights_",
+        "cluster_",
         "kv_index_",
         "http_",
         "body_",
@@ -85,6 +87,11 @@ NOTES = {
     "twinpool_stalled_seconds": Note(
         R, "above 30 `/health` fails: `twinpool status`, then restart the worker whose `worker_stalled_seconds` grows"
     ),
+    "twinpool_weights_info": Note(C, ""),
+    "twinpool_weights_changes": Note(C, ""),
+    "twinpool_weights_behind": Note(C, "above 0 for long: `twinpool weights status` says which; see their logs"),
+    "twinpool_cluster_paused": Note(C, "1 for long: `twinpool resume`, or requests meet their deadlines"),
+    "twinpool_cluster_asleep": Note(C, "above 0 while it should serve: `twinpool wake`"),
     "twinpool_controller_up": Note(
         R, "0: routers go on with what they know, and no worker is started again: see `controller.log`"
     ),

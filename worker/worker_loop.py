@@ -175,6 +175,12 @@ class PeerPart(Protocol):
     def workers_ended(self, ended: Sequence[EndedWorker]) -> None: ...
 
 
+def _needed_adapters(requests: RequestTable[Any], audited: Sequence[SamplingParams]) -> set[str]:
+    """Digests of the adapters that requests behind the gate, and audits, need: none of these is dropped."""
+    sampled = [request.submit.sampling for request in requests]
+    return {one.adapter.digest for one in (*sampled, *audited) if one.adapter is not None}
+
+
 class WorkerLoop(ABC, Generic[R]):
     """What both roles' workers have in common of `contracts.interfaces.worker_interface.Worker`. Single-threaded,
     except `wake`."""
@@ -200,7 +206,7 @@ class WorkerLoop(ABC, Generic[R]):
         self._audited: Callable[[], list[SamplingParams]] = list
         """Returns by what parameters audits compute answers again."""
         if setup.adapters is not None:
-            setup.adapters.needed = self._needed_adapters
+            setup.adapters.needed = lambda: _needed_adapters(self._request_table, self._audited())
             self.report.counted.append(setup.adapters)
 
     @property
@@ -235,11 +241,6 @@ class WorkerLoop(ABC, Generic[R]):
         self._admit()
         self._compute()
         return self._request_table.take_events()
-
-    def _needed_adapters(self) -> set[str]:
-        """Digests of the adapters that requests behind the gate need: none of these is dropped."""
-        sampled = [request.submit.sampling for request in self._request_table]
-        return {one.adapter.digest for one in sampled + self._audited() if one.adapter is not None}
 
     def wake(self) -> None:
         self._waiter.wake()

@@ -286,9 +286,7 @@ def serving_commands(*followed: CommandFlag) -> tuple[Command, ...]:
             "change the weights while serving, or show which are served",
             weights,
             flag("action", "update or status", choices=("update", "status")),
-            flag(
-                "folder", "folder of safetensors below engine.weight_roots", nargs="?", default="", metavar="FOLDER"
-            ),
+            flag("folder", "folder of safetensors below engine.weight_roots", nargs="?", default="", metavar="FOLDER"),
             flag("--version", "the name that answers have of them (default: the digest of the files)", default=""),
             switch("--rolling", "change one worker after the other"),
             switch("--json", "print JSON"),

@@ -63,7 +63,7 @@ class WeightsChanges:
                 return self._begin(change)
             case FlushCaches():
                 self._check_settled("flush caches")
-                fresh = replace(self._served.weights, number=self._next)
+                fresh = replace(self._served.weights, number=_next(self._served))
                 self._change_to(fresh, tried=fresh.number, rolling=False, wait_s=change.wait_s, failed="")
                 return "an operator flushes all caches"
             case PauseCluster():
@@ -76,13 +76,13 @@ class WeightsChanges:
         self._check_settled("change weights")
         if change.version and change.version == self._served.weights.version:
             raise ConfigError(f"version {change.version} is what is served: a version names one set of weights")
-        serving = self._serving()
+        serving = _serving(self._table)
         if not serving:
             raise ConfigError("no worker serves that could read the weights: wait until some do")
         for row in serving:
             if row.record is not None and row.record.stream and row.record.stream_protocol < WEIGHTS_SINCE:
                 raise ConfigError(f"{row.name} can't change its weights by its build: upgrade it first")
-        pending = WeightsVersion(self._next, change.version, change.path)
+        pending = WeightsVersion(_next(self._served), change.version, change.path)
         self._prepare_by = None
         self._save(pending=pending, tried=pending.number, rolling=change.rolling, wait_s=change.wait_s, failed="")
         return f"an operator changes the weights to {change.path}"
@@ -114,7 +114,7 @@ class WeightsChanges:
         if self._served.pending is not None:
             self._tend(self._served.pending, now)
         if self._served.asleep:
-            self._tell_all(self._serving(), now)
+            self._tell_all(_serving(self._table), now)
         else:
             self._follow(now)
         current = {(row.name, row.incarnation) for row in self._table.rows.values()}
@@ -124,7 +124,7 @@ class WeightsChanges:
         """Look how far workers are with reading the pending weights: change to them, or give them up."""
         if self._prepare_by is None:
             self._prepare_by = now + self._table.config.start_timeout_s
-        statuses = [row.status for row in self._serving() if row.status is not None]
+        statuses = [row.status for row in _serving(self._table) if row.status is not None]
         ready = [one for one in statuses if one.prepared == pending.number]
         if refused := next((one for one in ready if one.unprepared), None):
             return self._give_up(f"{refused.name} can't take them: {refused.unprepared}")
@@ -224,11 +224,6 @@ class WeightsChanges:
     def _served(self) -> ServedWeights:
         return self._table.served
 
-    @property
-    def _next(self) -> int:
-        """The number of the next change: no other, made or given up, has had it."""
-        return max(self._served.tried, self._served.weights.number) + 1
-
     def _change_to(self, weights: WeightsVersion, **changes: object) -> None:
         self._save(weights=weights, since=self._wall(), **changes)
         self._unsettled = True
@@ -236,11 +231,17 @@ class WeightsChanges:
     def _save(self, **changes: object) -> None:
         self._table.save_served(replace(self._served, **changes))
 
-    def _serving(self) -> list[WantedWorker]:
-        return [row for row in self._table.rows.values() if row.serves]
-
     def _behind(self) -> list[WantedWorker]:
-        return [row for row in self._serving() if self.is_behind(row)]
+        return [row for row in _serving(self._table) if self.is_behind(row)]
+
+
+def _next(served: ServedWeights) -> int:
+    """The number of the next change: no other, made or given up, has had it."""
+    return max(served.tried, served.weights.number) + 1
+
+
+def _serving(table: ControllerTable) -> list[WantedWorker]:
+    return [row for row in table.rows.values() if row.serves]
 
 
 def _settled(row: WantedWorker) -> bool:

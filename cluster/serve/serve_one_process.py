@@ -145,6 +145,8 @@ class LocalDirectory:
     There are no restarts: a worker that has ended stays in the table as left or dead.
     """
 
+    serving = ServedWeights()
+
     def __init__(self, workers: Sequence[tuple[WorkerRecord, WorkerThread]], refresh_s: float = 0.2) -> None:
         self._workers = {record.name: (record, host) for record, host in workers}
         self.served: dict[str, AdapterRef] = {}
@@ -171,10 +173,6 @@ class LocalDirectory:
                 self._unschedule()
 
         return stop
-
-    @property
-    def serving(self) -> ServedWeights:
-        return ServedWeights()
 
     @property
     def adapters(self) -> tuple[AdapterRef, ...]:
@@ -205,10 +203,10 @@ class LocalDirectory:
                     raise RequestError(f"no adapter is served as {name[:80]!r}")
                 self._tell()
             case _:
-                raise RequestError(
-                    "in one process no worker is started or stopped by itself: serve with a transfer.plane other than "
-                    "local"
+                text = (
+                    "in one process no worker is started or stopped by itself: serve with a transfer.plane other than"
                 )
+                raise RequestError(f"{text} local")
         return ChangedWorkers()
 
     async def change_settings(self, change: SettingsChange) -> SettingsAnswer:

@@ -120,11 +120,17 @@ def on_card(config: Config, card: int) -> Config:
     return dataclasses.replace(config, engine=dataclasses.replace(config.engine, device=f"cuda:{card}"))
 
 
+def _cannot_prepare(weights: WeightsVersion) -> str:
+    raise ConfigError("this process has one worker alone, and can't change its weights")
+
+
 class WeightsPreparation:
     """Reads and checks the weights that a worker's cluster may change to, on a thread of its own beside the worker that
     serves. Methods may be called from any thread."""
 
-    def __init__(self, prepare: Callable[[WeightsVersion], str], forget: Callable[[], None]) -> None:
+    def __init__(
+        self, prepare: Callable[[WeightsVersion], str] = _cannot_prepare, forget: Callable[[], None] = lambda: None
+    ) -> None:
         """`prepare` reads and checks weights, keeps them for the worker to come, and returns the digest of their files;
         what it raises is why these can't be had. `forget` frees what was prepared."""
         self._prepare, self._forget = prepare, forget

@@ -51,7 +51,7 @@ from twinpool.contracts.checkpoint.safetensors_headers import files_mark
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.cluster_secret import SECRET_VARIABLE
 from twinpool.contracts.credentials.certificate_files import CertificateFiles
-from twinpool.contracts.errors import CheckpointError, ConfigError, TwinpoolError
+from twinpool.contracts.errors import CheckpointError, TwinpoolError
 from twinpool.contracts.interfaces.worker_interface import Worker
 from twinpool.contracts.messages.fingerprint import WeightsVersion
 from twinpool.contracts.messages.leases import LeaseGrant
@@ -76,10 +76,6 @@ FLUSH_S = 2.0
 """Seconds that open streams may take to deliver their last frames when a worker leaves."""
 CLOSE_S = 10.0
 """Seconds that a worker which has left may take to close, to be followed by another in its process."""
-
-
-def _cannot_prepare(weights: WeightsVersion) -> str:
-    raise ConfigError("this process has one worker alone, and can't change its weights")
 
 
 class NextPlan:
@@ -142,8 +138,7 @@ class PlannedWorkers:
             group=self._group,
             kept=self._kept,
         )
-        if plan.weights is not None:
-            _check_unchanged(spec, before)
+        _check_unchanged(spec, before)
         return worker
 
     def prepare(self, weights: WeightsVersion) -> str:
@@ -189,8 +184,8 @@ class PlannedWorkers:
 
 def _check_unchanged(spec: ModelSpec, before: tuple[tuple[int, int, int], ...]) -> None:
     """Refuse files that were written while they were read: their digest is of other bytes than the model's. `before`:
-    `files_mark` of then."""
-    if files_mark(spec.headers) != before:
+    `files_mark` of then; empty: it isn't looked at."""
+    if before and files_mark(spec.headers) != before:
         raise CheckpointError(f"{spec.weights and spec.weights.path} was written to while it was read: write it first")
 
 
@@ -341,7 +336,7 @@ class WorkerProcess:
         self._plan = plan
         self._build = build
         self._loop, self._release = loop, release
-        self._preparation = preparation or WeightsPreparation(_cannot_prepare, lambda: None)
+        self._preparation = preparation or WeightsPreparation()
         self._ended = threading.Event()
         self._outcome = ProcessOutcome(WorkerEnd.STOPPED, "the process was stopped")
 
@@ -363,7 +358,6 @@ class WorkerProcess:
         )
         host.changed_weights = plan.weights is not None
         link_timeout_s = plan.config.transfer.link_timeout_s
-        certificate = plan.config.security.cluster
         server = serve_worker(loop, host, plan.incarnation, plan.host, plan.secret, link_timeout_s, certificate)
         record = self._record(worker, server.endpoint, server.stream)
         try:
@@ -442,7 +436,7 @@ class WorkerProcess:
     def _take_orders(self, host: WorkerThread, grant: LeaseGrant) -> None:
         """Carry out what a grant asks for besides draining. Each comes with every grant for as long as it holds."""
         self._preparation.order(grant.prepare)
-        host.pause(grant.paused)
+        host.pause.set(grant.paused)
         if grant.hurry:
             host.call(lambda worker: worker.end_requests("its worker leaves, and had waited for it for long enough"))
 

@@ -79,6 +79,26 @@ class _OpenSession:
     ended: OnWorkerEnd
 
 
+class StepPause:
+    """Whether a worker makes no step from the end of this one on, and keeps all requests. Commands and calls are still
+    taken in. Any thread."""
+
+    def __init__(self) -> None:
+        self.on, self._ended = False, threading.Event()
+
+    def set(self, on: bool) -> None:
+        """Idempotent."""
+        self.on = on
+        if not on:
+            self._ended.set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the end of the pause. For one thread."""
+        self._ended.clear()
+        if self.on:
+            self._ended.wait(timeout_s)
+
+
 class WorkerThread:
     """Runs one worker on one thread."""
 
@@ -112,7 +132,7 @@ class WorkerThread:
         self._end: WorkerEnd | None = None
         self._reason = ""
         self._stopping = False
-        self._paused, self._resumed = False, threading.Event()
+        self.pause = StepPause()
         self.changed_weights = False
         """Whether the worker has other weights than the checkpoint's, or the same after a flush."""
         self.closed = False
@@ -195,21 +215,6 @@ class WorkerThread:
         self._worker.wake()
         return future
 
-    def pause(self, paused: bool) -> None:
-        """Make no step from the end of this one on, and keep all requests; or go on. Commands and calls are still taken
-        in. Any thread; idempotent."""
-        self._paused = paused
-        if not paused:
-            self._resumed.set()
-
-    def _wait_paused(self) -> None:
-        """A round without a step: no lack of progress. Requests wait, and their deadlines come all the same."""
-        self.snapshot = replace(self._worker.status(), paused=True)
-        self._watchdog.turned(self.snapshot.steps, False, 0.0)
-        self._resumed.clear()
-        if self._paused:
-            self._resumed.wait(self._idle_s)
-
     def status(self) -> Future[WorkerStatus]:
         return self.call(lambda worker: worker.status())
 
@@ -251,8 +256,10 @@ class WorkerThread:
                 return WorkerEnd.FENCED, "the worker's lease has ended"
             began = self._clock.now()
             self._before_step(self.snapshot.steps)
-            if self._paused:
-                self._wait_paused()
+            if self.pause.on:  # No lack of progress. Requests wait, and their deadlines come all the same.
+                self.snapshot = replace(self._worker.status(), paused=True)
+                self._watchdog.turned(self.snapshot.steps, False, 0.0)
+                self.pause.wait(self._idle_s)
                 continue
             events = self._worker.step()
             if events and not self._may_send():

@@ -45,7 +45,7 @@ from twinpool.router.api.admin_status import STATUS_DEADLINE_S, unknown_as_yet
 from twinpool.router.api.http_exchange import HttpExchange
 from twinpool.router.openai.api_errors import ApiError
 from twinpool.router.service.router_service import RouterService
-from twinpool.router.state.worker_table import GONE
+from twinpool.router.state.worker_table import GONE, weights_version
 
 # ---------------------------------------------------------------- adapters
 
@@ -223,7 +223,7 @@ def _shown(service: RouterService) -> dict[str, Any]:
         }
         for entry in service.core.workers
     ]
-    return {"weights_version": service.core.workers.weights_version, **as_dict(served), "workers": workers}
+    return {"weights_version": weights_version(service.core.workers), **as_dict(served), "workers": workers}
 
 
 # ---------------------------------------------------------------- what both have in common

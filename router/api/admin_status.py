@@ -45,7 +45,7 @@ from twinpool.router.api.http_exchange import HttpExchange
 from twinpool.router.openai.api_errors import ApiError, ClientGone
 from twinpool.router.service.controller_calls import NoViewer
 from twinpool.router.service.router_service import RouterService
-from twinpool.router.state.worker_table import GONE
+from twinpool.router.state.worker_table import GONE, weights_version
 
 TOKEN_VARIABLE = "TWINPOOL_ADMIN_TOKEN"
 STATUS_DEADLINE_S = 1.0
@@ -129,8 +129,9 @@ async def status(service: RouterService, exchange: HttpExchange) -> None:
     held = Counter(digest for line in lines for digest in line.adapters)
     adapters = [as_dict(one) | {"workers": held[one.digest]} for one in service.adapters]
     told = {"adapters": adapters} if service.adapter_settings.used else {}
-    told["weights"] = {**as_dict(service.core.workers.served), "version": service.core.workers.weights_version}
-    answer = {"workers": shown, "router_build": build_id(), **load, **known, **scaler, **controllers, **told}
+    served = {**as_dict(service.core.workers.served), "version": weights_version(service.core.workers)}
+    more = {**load, **known, **scaler, **controllers, **told, "weights": served}
+    answer = {"workers": shown, "router_build": build_id(), **more}
     await exchange.answer_json(200, answer)
 
 

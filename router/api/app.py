@@ -44,6 +44,7 @@ from twinpool.router.records.kept_records import RefusedRequest
 from twinpool.router.security.tenant_accounts import TenantLimited
 from twinpool.router.service.open_answers import ClientRequest
 from twinpool.router.service.router_service import RouterService
+from twinpool.router.state.worker_table import weights_version
 from twinpool.router.tokenizer_pool.tokenizer_process import FrameKind
 
 ERROR_WRITE_TIMEOUT_S = 5.0
@@ -382,7 +383,7 @@ def _model(service: RouterService, name: str) -> dict[str, Any]:
         "tools": service.intake.tools,
         "images": service.spec.pictures is not None and service.config.max_images > 0,
         "sampling_defaults": sampling_defaults(service.spec),
-        "weights_version": service.core.workers.weights_version,
+        "weights_version": weights_version(service.core.workers),
     }
 
 

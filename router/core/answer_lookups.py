@@ -108,9 +108,7 @@ class AnswerLookups:
             self._end(event.request_id, ask, other_body=True)
         else:
             entry = self._workers.get(worker)
-            of = ("", "", 0)
-            if entry is not None:
-                of = entry.numerics, entry.record.weights_version, entry.record.weights_number
+            of = entry.weights if entry is not None else ("", "", 0)
             ask.found += [FoundAnswer(worker, answer, answer.attempt, *of) for answer in event.answers]
             self._held.update({(worker, a.request_id): [] for a in event.answers if a.running})
             self._go_on()

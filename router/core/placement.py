@@ -386,16 +386,18 @@ class Placement:
             what += f" of the numerics class and weights {r.bound}, in which its answer began,"
         return f"no {what} could serve the request"
 
-    def lost(self, r: RoutedRequest) -> str:
-        """Why a queued request won't get any workers: the weights with which its answer began are no worker's any more,
-        or nobody is awake. Empty where it may."""
+    def hopeless(self, r: RoutedRequest, now: float, wait_s: float) -> str:
+        """Why a queued request is to wait for workers no longer: it has for `wait_s`, and it isn't that workers change
+        their weights; the weights with which its answer began are no worker's any more; or nobody is awake. Empty where
+        it may wait."""
         served, bound = self._workers.served, r.bound
         alive = [entry for entry in self._workers if entry.status.state not in GONE]
         if served.asleep and not alive:
             return "the cluster sleeps, and takes requests once it was woken"
         number = max(one.weights_number for one in r.siblings or (r,))
         if bound is None or number >= served.weights.number or any(entry.numerics == bound for entry in alive):
-            return ""
+            waited = now - r.waiting_since >= wait_s and not served.behind
+            return f"{self.missing(r, now)} within {wait_s:g} s" if waited else ""
         return "the weights were changed while it was answered, and no worker has those any more: ask again"
 
     # ------------------------------------------------------------ book, unbook

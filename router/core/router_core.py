@@ -271,13 +271,9 @@ class RouterCore:
                 took = f"the request took longer than {round(r.deadline - r.arrived, 2):g} s"
                 self._end(r, _failed(r, ErrorKind.DEADLINE, took))
         self._place(self.requests.queued.values())
-        changing = bool(self.workers.served.behind)  # Workers come back in a while: as long as clients wait.
         for r in list(self.requests.queued.values()):
-            if lost := self._placement.lost(r):
-                self._end(r, _failed(r, ErrorKind.OVERLOADED, lost))
-            elif now - r.waiting_since >= self._config.worker_wait_s and not changing:
-                missing = f"{self._placement.missing(r, now)} within {self._config.worker_wait_s:g} s"
-                self._end(r, _failed(r, ErrorKind.OVERLOADED, missing))
+            if why := self._placement.hopeless(r, now, self._config.worker_wait_s):
+                self._end(r, _failed(r, ErrorKind.OVERLOADED, why))
         for r in list(self.requests.held.values()):
             self._finish_if_complete(r)
         self.migrations.tick()
@@ -295,8 +291,7 @@ class RouterCore:
             del self.requests.queued[r.id]
             r.step("place")
             r.first_placed = now if r.first_placed is None else r.first_placed
-            record = pair.prefill.record
-            r.computed_by(pair.prefill.numerics, record.weights_version, record.weights_number)
+            r.computed_by(*pair.prefill.weights)
             r.room = room_of(r.id, self._mint_room())
             choices = self._placement.explain(r, pair)
             self._placement.book(r, pair, now)

@@ -17,7 +17,7 @@ from twinpool.contracts.messages.worker_status import CPU_SECONDS, GPU_UTILIZATI
 from twinpool.router.core.router_core import RouterCore
 from twinpool.router.kv_indexer.holder_table import KVIndexReader
 from twinpool.router.state.circuit_breaker import CircuitState
-from twinpool.router.state.worker_table import WorkerEntry
+from twinpool.router.state.worker_table import WorkerEntry, weights_version
 
 STATES = ("starting", "ready", "draining", "left", "dead")
 _BREAKER = {CircuitState.CLOSED: 0, CircuitState.HALF_OPEN: 1, CircuitState.OPEN: 2}
@@ -243,7 +243,7 @@ def index_metrics(told: KVIndexReader, clock: Clock) -> Iterator[Metric]:
 
 def weights_metrics(core: RouterCore) -> Iterator[Metric]:
     """Yield the families of what the cluster serves."""
-    served, version = core.workers.served, core.workers.weights_version
+    served, version = core.workers.served, weights_version(core.workers)
     info = GaugeMetricFamily("twinpool_weights_info", "1, by the version of the weights", labels=["version"])
     if version:
         info.add_metric([version], 1)

@@ -76,6 +76,11 @@ def version_of(choices: Sequence[ChoiceOutput]) -> str:
     return next((choice.request.weights for choice in choices if choice.request.weights), "")
 
 
+def _weights_of(choices: Sequence[ChoiceOutput]) -> dict[str, str]:
+    version = version_of(choices)
+    return {"weights_version": version} if version else {}
+
+
 class ResponseWriter:
     """The writer of one HTTP answer, streamed or whole."""
 
@@ -113,14 +118,10 @@ class ResponseWriter:
     def _begin(self) -> None:
         request = self._request
         chunk = self._object + ".chunk" if request.chat else self._object
-        shape = {**self._common, "object": chunk, **self._weights()}
+        shape = {**self._common, "object": chunk, **_weights_of(self._choices)}
         self._head = DATA + compact_json(shape)[:-1]
         body = '"delta":{"content":' if request.chat else '"text":'
         self._starts = [f'{self._head},"choices":[{{"index":{c.index},{body}' for c in self._choices]
-
-    def _weights(self) -> dict[str, str]:
-        version = version_of(self._choices)
-        return {"weights_version": version} if version else {}
 
     # ------------------------------------------------------------ streamed
 
@@ -170,7 +171,7 @@ class ResponseWriter:
             return compact_json({**shape, "content": piece.text})
         if piece.first:
             shape["content"] = ""
-        message = self._messages.setdefault(piece.index, self._chat_message(piece.index))
+        message = self._messages.setdefault(piece.index, ChatMessage(f"{self._id}_{piece.index}"))
         return compact_json({**shape, **message.add(piece.parts)})
 
     def _text(self, choice: ChoiceOutput, text: str) -> tuple[bytes, ...]:
@@ -215,7 +216,7 @@ class ResponseWriter:
 
     def whole(self, twinpool: object | None) -> list[bytes]:
         """Return the body of an answer that isn't streamed, in parts to be sent one after another."""
-        shape = {**self._common, "object": self._object, **self._weights()}
+        shape = {**self._common, "object": self._object, **_weights_of(self._choices)}
         parts = [compact_json(shape)[:-1].encode(), b',"choices":[']
         for c in self._choices:
             parts += (b",{" if c.index else b"{", *self._whole_choice(c), b"}")
@@ -248,10 +249,7 @@ class ResponseWriter:
     def _message(self, choice: ChoiceOutput, text: str) -> str:
         if choice.parts is None:
             return compact_json({"role": "assistant", "content": text})
-        return compact_json({"role": "assistant", **self._chat_message(choice.index).whole(choice.parts)})
-
-    def _chat_message(self, index: int) -> ChatMessage:
-        return ChatMessage(f"{self._id}_{index}")
+        return compact_json({"role": "assistant", **ChatMessage(f"{self._id}_{choice.index}").whole(choice.parts)})
 
     def usage(self) -> dict[str, Any]:
         """Return the token counts so far. A prompt counts once, however many choices it has."""

@@ -174,8 +174,7 @@ class RoutedRequest:
         self.attempt = self.last_attempt = 0
         self.replays = 0
         self.refusals = 0
-        self.nonfinite = 0
-        """How often a worker's logits for the request weren't finite."""
+        self.nonfinite = 0  # How often a worker's logits for the request weren't finite.
         self.migrations = 0
         """How often the request has migrated to another decode worker."""
         self.avoid: dict[WorkerKey, float] = {}

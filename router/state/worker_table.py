@@ -123,6 +123,11 @@ class WorkerEntry:
                 return status.prompt_tokens + SEQUENCE_TOKENS * sequences
 
     @property
+    def weights(self) -> tuple[str, str, int]:
+        """Its numerics class and weights, their version, and their number."""
+        return self.numerics, self.record.weights_version, self.record.weights_number
+
+    @property
     def whole_load(self) -> int:
         """What is in flight there as far as is known, of all routers."""
         return self.load + self.others
@@ -217,13 +222,6 @@ class WorkerTable:
     def get(self, key: WorkerKey) -> WorkerEntry | None:
         entry = self._entries.get(key[0])
         return entry if entry is not None and entry.record.incarnation == key[1] else None
-
-    @property
-    def weights_version(self) -> str:
-        """The version of the weights that the cluster is to serve: as it was given, or a digest; empty while no worker
-        has told any."""
-        told = (entry.record.weights_version for entry in self)
-        return self.served.weights.version or next(filter(None, told), "")
 
     @property
     def keys(self) -> list[WorkerKey]:
@@ -361,3 +359,10 @@ class WorkerTable:
         """
         able = self._columns.able(role, need, now)
         return able.where(lambda e: avoid.get(e.key, 0.0) <= now) if avoid else able
+
+
+def weights_version(workers: WorkerTable) -> str:
+    """The version of the weights that the cluster is to serve: as it was given, or a digest; empty while no worker has
+    told any."""
+    told = (entry.record.weights_version for entry in workers)
+    return workers.served.weights.version or next(filter(None, told), "")

@@ -87,6 +87,10 @@ class FakeWorker:
 
     def undrain(self) -> None:
         self.draining = False
+        self.hurried = ""
+
+    def end_requests(self, reason: str) -> None:
+        self.hurried = reason
 
     def workers_ended(self, ended: Sequence[EndedWorker]) -> None:
         self.ended = tuple(ended)

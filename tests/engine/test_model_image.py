@@ -37,7 +37,7 @@ class Images:
         """`alone`: why there are none. `full`: whether none can be kept."""
         self.kept = dict[str, memoryview]()
         self.given_up = dict[str, str]()
-        self.found = 0
+        self.found, self.used = 0, ""
         self._alone, self._full = alone, full
 
     def find(self, key: str) -> memoryview | None:
@@ -58,6 +58,9 @@ class Images:
 
     def give_up(self, key: str, reason: str) -> None:
         self.given_up[key] = reason
+
+    def use_only(self, key: str) -> None:
+        self.used = key
 
 
 def prompt(seed: int = 0) -> list[int]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from twinpool.contracts.errors import ErrorKind, RequestError
 from twinpool.contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
+from twinpool.contracts.messages.cluster_view import ServedWeights
 from twinpool.contracts.messages.fingerprint import PROTOCOL, Fingerprint
 from twinpool.contracts.messages.kept_answers import Attach, Attached, Detach
 from twinpool.contracts.messages.pool_changes import (
@@ -23,7 +24,6 @@ from twinpool.contracts.messages.pool_changes import (
     DrainWorkers,
     LoadAdapter,
     OperatorChange,
-    PoolChange,
     SetRole,
     SettingsAnswer,
     SettingsChange,
@@ -403,11 +403,13 @@ class FakeCluster:
         self.kept: tuple[Role, ...] = ()
         """The roles that the latest drain mustn't leave without a worker."""
         self.told: list[tuple[str, str]] = []
-        self.changes: list[PoolChange | LoadAdapter | UnloadAdapter] = []
+        self.changes: list[OperatorChange] = []
         self.settings: list[SettingsChange] = []
         self.answer: tuple[WorkerName, ...] | str = ()
         """Whom the controller names when pools are changed, or why it refuses."""
         """What the controller was asked for: drain, undrain or another role, and of whom."""
+        self.serving, self.number = ServedWeights(), 0
+        """The weights that are served, and the number of the latest change."""
         self.served: dict[str, AdapterRef] = {}
         """The adapters that are served, by name."""
         self._watchers: list[Callable[[tuple[WorkerView, ...]], None]] = []
@@ -481,7 +483,8 @@ class FakeCluster:
                 if self.served.pop(change.name, None) is None:
                     raise RequestError(f"no adapter is served as {change.name}")
                 self.changed()
-        return ChangedWorkers(self.answer, *self.fates)
+        start, leave = self.fates or (frozenset[WorkerName](), frozenset[WorkerName]())
+        return ChangedWorkers(self.answer, start, leave, self.number)
 
     async def change_settings(self, change: SettingsChange) -> SettingsAnswer:
         if self.away:

@@ -29,6 +29,7 @@ from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import Incarnation, RequestId, Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import SessionId
+from twinpool.contracts.messages.cluster_view import ServedWeights
 from twinpool.contracts.messages.leases import LeaseGrant
 from twinpool.contracts.messages.pool_changes import ChangedWorkers, OperatorChange, SettingsAnswer, SettingsChange
 from twinpool.contracts.messages.router_commands import Cancel, Command
@@ -184,6 +185,7 @@ class _Table:
     """Implements `router.links.controller_port.WorkerDirectory` with at most one worker."""
 
     adapters = ()
+    serving = ServedWeights()
 
     def __init__(self, endpoint: str, stream: str) -> None:
         self._addresses = endpoint, stream

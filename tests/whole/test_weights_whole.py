@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +39,17 @@ def oracle(folders: dict[str, Path]) -> dict[str, list[list[int]]]:
     """Each version's greedy answers, by transformers."""
     found = {}
     for version, folder in folders.items():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        model = transformer(folder)
         found[version] = [
             model.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False)[0][len(prompt) :].tolist()
             for prompt in PROMPTS
         ]
     assert len({str(answers) for answers in found.values()}) == len(found)
     return found
+
+
+def transformer(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def cluster(folders: dict[str, Path], runtime: Path, *flags: str, **sections: dict[str, Any]) -> Any:
@@ -58,12 +62,12 @@ def ask(client: openai.OpenAI, model: str, number: int, *, stream: bool = False)
     """One answer by the client; returns its version and tokens."""
     prompt = PROMPTS[number % len(PROMPTS)]
     extra = {"return_token_ids": True, "ignore_eos": True}
-    made = client.completions.create(
+    made: Any = client.completions.create(
         model=model, prompt=prompt, max_tokens=TOKENS, temperature=0, extra_body=extra, stream=stream
     )
     if not stream:
         return made.weights_version, made.choices[0].token_ids
-    versions, tokens = set(), []
+    versions, tokens = set[str](), list[int]()
     for chunk in made:
         versions.add(chunk.weights_version)
         for choice in chunk.choices:
@@ -111,7 +115,12 @@ def update(serving: Serving, folder: Path, version: str, **more: Any) -> httpx.R
     return httpx.post(f"{serving.url}/v1/weights", json=body, timeout=300)
 
 
-def wait_for(so: Any, what: str, within_s: float = 120) -> None:
+def shown(serving: Serving) -> dict[str, Any]:
+    told: dict[str, Any] = httpx.get(f"{serving.url}/v1/weights").json()
+    return told
+
+
+def wait_for(so: Callable[[], bool], what: str, within_s: float = 120) -> None:
     deadline = time.monotonic() + within_s
     while not so():
         assert time.monotonic() < deadline, what
@@ -144,7 +153,7 @@ def test_weights_change_under_load_and_each_answer_is_of_the_version_that_it_nam
     assert httpx.get(f"{serving.url}/v1/models").json()["data"][0]["weights_version"] == "step-1"
     assert 'twinpool_weights_info{version="step-1"} 1.0' in httpx.get(f"{serving.url}/metrics").text
     # What is wrong is refused in words, and changes nothing.
-    wrong = tmp_path_factory_wrong(folders)
+    wrong = wrong_folders(folders)
     for name, words in {
         "lacking": "lacks the tensor", "shape": "the checkpoint's is", "nan": "aren't finite", "none": "has no model",
     }.items():  # fmt: skip
@@ -161,12 +170,11 @@ def test_weights_change_under_load_and_each_answer_is_of_the_version_that_it_nam
     begun = update(serving, folders["step-2"], "step-2", wait=False)
     second = update(serving, folders["step-3"], "step-3", wait=False)
     assert (begun.status_code, second.status_code) == (202, 409)
-    status = lambda: httpx.get(f"{serving.url}/v1/weights").json()  # noqa: E731
-    wait_for(lambda: status()["weights_version"] == "step-2" and not status()["behind"], "the change ends")
+    wait_for(lambda: shown(serving)["weights_version"] == "step-2" and not shown(serving)["behind"], "the change ends")
     serving.settle()
 
 
-def tmp_path_factory_wrong(folders: dict[str, Path]) -> dict[str, Path]:
+def wrong_folders(folders: dict[str, Path]) -> dict[str, Path]:
     """Folders that can't be changed to, by what is wrong with them."""
     root, made = folders["step-0"].parent, {}
     tensors = load_file(folders["step-3"] / "model.safetensors")

@@ -10,13 +10,13 @@ from tests.cluster.fake_worker import FakeWorker, submit
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import KillWorker, StartWorker
 from twinpool.cluster.controller.leadership import MemoryLedger
-from twinpool.cluster.worker_process.worker_process import hang_at
 from twinpool.cluster.worker_process.worker_thread import StepWatchdog, WorkerThread, allowed_s
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
+from twinpool.transfer.net.fault_injection import hang_at
 
 NAME = WorkerName("decode-0")
 CONFIG = ClusterConfig(heartbeat_s=1.0, lease_s=10.0, start_timeout_s=120.0, stall_s=30.0)

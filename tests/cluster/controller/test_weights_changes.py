@@ -1,0 +1,312 @@
+"""Changes of weights by the controller: two phases, deaths in each of them, order, sleep and pauses."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from msgspec.structs import replace
+
+from twinpool.cluster.controller.controller import Controller
+from twinpool.cluster.controller.controller_actions import KillWorker, StartWorker
+from twinpool.cluster.controller.leadership import MemoryLedger
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.config.cluster_config import ClusterConfig
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.fingerprint import WeightsVersion
+from twinpool.contracts.messages.leases import LeaseGrant
+from twinpool.contracts.messages.pool_changes import FlushCaches, PauseCluster, SleepCluster, UpdateWeights
+from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, WEIGHTS_SINCE
+from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
+
+NEW = UpdateWeights("/weights/new", "new", wait_s=5.0)
+DIGEST = "d" * 64
+
+
+@dataclass
+class Process:
+    """One process of a worker, as the controller's orders have made it."""
+
+    start: StartWorker
+    state: str = "ready"
+    registered: bool = False
+    prepared: WeightsVersion | None = None
+    told: LeaseGrant | None = None
+    requests: int = 0
+    waits: bool = False
+    """Whether its worker has left, and it waits for a plan."""
+
+
+class Pools:
+    """Workers of two pools and their controller, driven by hand; the ledger outlives controllers."""
+
+    def __init__(self, prefill: int = 2, decode: int = 2) -> None:
+        self.clock, self.ledger = ManualClock(), MemoryLedger()
+        self.slow: set[WorkerName] = set()
+        """Workers that never get through with reading."""
+        self.digest: Callable[[WorkerName], str] = lambda name: DIGEST
+        self.unfit: dict[WorkerName, str] = {}
+        self.processes: dict[WorkerName, Process] = {}
+        self.protocol = STREAM_PROTOCOL
+        self.began: list[StartWorker] = []
+        self.restart()
+        self.core.pools.add_some(Role.PREFILL, prefill)
+        self.core.pools.add_some(Role.DECODE, decode)
+        self.settle()
+
+    def restart(self) -> None:
+        """The controller is killed, and another one goes on from the ledger."""
+        self.core = Controller(self.clock, ClusterConfig(), self.ledger)
+        self.core.attach([(name, one.start.incarnation) for name, one in self.processes.items()])
+
+    def act(self) -> None:
+        """Carry out what the controller orders."""
+        for action in self.core.tick():
+            match action:
+                case StartWorker():
+                    self.began.append(action)
+                    self.processes[action.name] = Process(action)
+                case KillWorker():
+                    there = self.processes.get(action.name)
+                    if there is not None and there.start.incarnation == action.incarnation:
+                        del self.processes[action.name]
+
+    def beat(self, name: WorkerName) -> None:
+        """One heartbeat of a worker, or its registration, and what it does by the grant."""
+        one = self.processes.get(name)
+        if one is None or one.waits:
+            return
+        incarnation = one.start.incarnation
+        if not one.registered:
+            limits = WorkerLimits(1, 1)
+            record = WorkerRecord(
+                name, one.start.role, incarnation, 7, "n", "e", "c", limits, stream="s", stream_protocol=self.protocol,
+                weights=one.start.weights,
+            )  # fmt: skip
+            one.told, one.registered = self.core.register(record), True
+        else:
+            status = WorkerStatus(name, one.start.role, one.state, 7, "n", incarnation, one.requests, 0, 1, 1)
+            if one.prepared is not None and name not in self.slow:
+                words, digest = self.unfit.get(name, ""), self.digest(name)
+                number = one.prepared.number
+                status = replace(status, prepared=number, prepared_digest=digest, unprepared=words)
+            one.told = self.core.renew(name, incarnation, status)
+        if one.told.fenced:
+            del self.processes[name]
+            return
+        one.prepared = one.told.prepare
+        one.state = "draining" if one.told.drain else one.state
+        one.requests = 0 if one.told.hurry else one.requests
+        if one.state == "draining" and not one.requests:
+            one.waits = self.core.leave(name, incarnation, closed=True)
+            if not one.waits:
+                del self.processes[name]
+
+    def round(self) -> None:
+        self.clock.advance(0.5)
+        for name in list(self.processes):
+            self.beat(name)
+        self.act()
+
+    def settle(self, rounds: int = 60) -> None:
+        for _ in range(rounds):
+            self.round()
+
+    def die(self, name: WorkerName) -> None:
+        one = self.processes.pop(name, None)
+        if one is not None:
+            self.core.died(name, one.start.incarnation, "killed, signal 9")
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The number of the weights of each worker that serves, as it registered."""
+        rows = self.core.table.rows.values()
+        return {row.name: row.record.weights_number for row in rows if row.serves and row.record is not None}
+
+
+def test_weights_change_when_all_workers_have_read_the_same_files_and_processes_go_on_with_them() -> None:
+    pools = Pools()
+    pools.core.pools.make(NEW)
+    pools.round()
+    assert pools.core.table.served.pending is not None
+    assert set(pools.numbers.values()) == {0}, "nothing has changed while they read"
+    before = len(pools.began)
+    pools.settle()
+    served = pools.core.weights.told()
+    assert (served.weights.version, served.weights.digest, served.behind) == ("new", DIGEST, 0)
+    assert set(pools.numbers.values()) == {1}
+    assert {start.successor_of for start in pools.began[before:]} == {Incarnation(1)}, "in place"
+    assert all(start.weights == served.weights for start in pools.began[before:])
+
+
+def test_decode_workers_drain_when_no_prefill_worker_has_the_old_weights_any_more() -> None:
+    pools = Pools()
+    pools.core.pools.make(NEW)
+    pools.processes[WorkerName("prefill-1")].requests = 1
+    for _ in range(6):
+        pools.round()
+    states = {name: one.state for name, one in pools.processes.items()}
+    assert states["prefill-1"] == "draining"
+    assert pools.numbers["prefill-0"] == 1
+    assert states["decode-0"] == states["decode-1"] == "ready", "what prefill-1 has begun they still take"
+    shown = {view.record.name: view.status.state for view in pools.core.views()}
+    assert shown["decode-0"] == "draining", "routers send it nothing new"
+    pools.processes[WorkerName("prefill-1")].requests = 0
+    pools.settle()
+    assert set(pools.numbers.values()) == {1}
+
+
+def test_requests_have_so_long_to_end_and_are_ended_then() -> None:
+    pools = Pools(1, 1)
+    pools.core.pools.make(NEW)
+    one = pools.processes[WorkerName("decode-0")]
+    one.requests = 3
+    for _ in range(8):
+        pools.round()
+    assert one.requests == 3
+    pools.settle()
+    assert set(pools.numbers.values()) == {1}
+
+
+def test_one_worker_that_can_not_take_them_ends_the_change_and_so_do_other_files_and_time() -> None:
+    for wrong, words in (
+        ("unfit", "decode-1 can't take them: the tensor x is missing"),
+        ("digest", "have read different files"),
+        ("slow", "prefill-0 has not read them within"),
+    ):
+        pools = Pools()
+        if wrong == "unfit":
+            pools.unfit[WorkerName("decode-1")] = "the tensor x is missing"
+        elif wrong == "digest":
+            pools.digest = str
+        else:
+            pools.slow.add(WorkerName("prefill-0"))
+        pools.core.pools.make(NEW)
+        pools.settle(8 + (wrong == "slow") * round(2 * ClusterConfig().start_timeout_s))
+        served = pools.core.weights.told()
+        assert words in served.failed
+        assert (served.pending, served.weights.number) == (None, 0)
+        assert set(pools.numbers.values()) == {0}
+        # The next one has another number: what was read for this one is none of it.
+        pools.unfit.clear()
+        pools.slow.clear()
+        pools.digest = lambda name: DIGEST
+        pools.core.pools.make(NEW)
+        pending = pools.core.table.served.pending
+        assert pending is not None
+        assert pending.number == 2
+
+
+def test_changes_are_refused_while_one_is_under_way_and_where_nobody_could_follow() -> None:
+    pools = Pools()
+    pools.core.pools.make(NEW)
+    for other in (NEW, FlushCaches(), SleepCluster(1)):
+        with pytest.raises(ConfigError, match="is being prepared"):
+            pools.core.pools.make(other)
+    pools.processes[WorkerName("prefill-0")].requests = 1
+    for _ in range(3):
+        pools.round()
+    with pytest.raises(ConfigError, match="has still to follow"):
+        pools.core.pools.make(NEW)
+    pools.settle()
+    with pytest.raises(ConfigError, match="names one set of weights"):
+        pools.core.pools.make(NEW)
+    old = Pools()
+    old.protocol = WEIGHTS_SINCE - 1
+    old.die(WorkerName("decode-0"))
+    old.settle()
+    with pytest.raises(ConfigError, match="decode-0 can't change its weights by its build"):
+        old.core.pools.make(NEW)
+
+
+def test_a_rolling_change_takes_one_worker_after_the_other() -> None:
+    pools = Pools()
+    pools.core.pools.make(replace(NEW, rolling=True))
+    order = []
+    for _ in range(80):
+        pools.round()
+        away = (
+            4 - len(pools.numbers) + sum(one.state == "draining" for one in pools.processes.values() if one.registered)
+        )
+        assert away <= 1
+        order += [name for name, number in pools.numbers.items() if number and name not in order]
+    assert set(pools.numbers.values()) == {1}
+    assert [name.partition("-")[0] for name in order] == ["prefill", "decode", "prefill", "decode"]
+
+
+def test_a_flush_is_a_change_to_the_same_weights_that_reads_nothing() -> None:
+    pools = Pools()
+    pools.core.pools.make(NEW)
+    pools.settle()
+    pools.core.pools.make(FlushCaches(5.0))
+    pools.settle()
+    served = pools.core.weights.told()
+    assert (served.weights.version, served.weights.number) == ("new", 2)
+    assert set(pools.numbers.values()) == {2}
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleeping_cluster_starts_nothing_and_keeps_processes_at_level_1(level: int) -> None:
+    pools = Pools()
+    pools.core.pools.make(SleepCluster(level, 5.0))
+    before = len(pools.began)
+    pools.settle()
+    assert pools.numbers == {}
+    assert len(pools.processes) == (4 if level == 1 else 0), "processes wait where level 1 keeps them"
+    with pytest.raises(ConfigError, match="wake it first"):
+        pools.core.pools.make(NEW)
+    pools.settle()
+    assert len(pools.began) == before
+    pools.core.pools.make(SleepCluster(0))
+    pools.settle()
+    assert len(pools.numbers) == 4
+    assert {bool(start.successor_of) for start in pools.began[before:]} == {level == 1}
+
+
+def test_a_pause_is_told_to_all_workers_and_outlives_the_controller() -> None:
+    pools = Pools()
+    pools.core.pools.make(PauseCluster())
+    pools.round()
+    assert all(one.told is not None and one.told.paused for one in pools.processes.values())
+    pools.restart()
+    pools.round()
+    assert all(one.told is not None and one.told.paused for one in pools.processes.values())
+    pools.core.pools.make(PauseCluster(paused=False))
+    pools.round()
+    assert not any(one.told is not None and one.told.paused for one in pools.processes.values())
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whoever_dies_in_whichever_phase_the_cluster_ends_in_one_version(seed: int) -> None:
+    draw = random.Random(seed)
+    pools = Pools()
+    pools.core.pools.make(replace(NEW, rolling=draw.random() < 0.3))
+    was_served = False
+    for _ in range(draw.randrange(2, 25)):
+        for name in list(pools.processes):
+            if draw.random() < 0.7:
+                pools.beat(name)
+            if draw.random() < 0.05:
+                pools.die(name)
+            if draw.random() < 0.2 and name in pools.processes:
+                pools.processes[name].requests = draw.choice([0, 1])
+        if draw.random() < 0.15:
+            pools.restart()
+        pools.clock.advance(0.5)
+        committed = pools.core.table.served.weights.number
+        pools.act()
+        assert committed <= pools.core.table.served.weights.number, "what was changed to stays"
+        was_served |= bool(committed)
+        if not committed:
+            assert not any(pools.numbers.values()), "nobody serves what isn't the cluster's"
+    for one in pools.processes.values():
+        one.requests = 0
+    pools.settle(400)
+    served = pools.core.weights.told()
+    assert len(pools.numbers) == 4
+    assert set(pools.numbers.values()) == {served.weights.number}
+    assert served.pending is None
+    assert served.weights.number or not was_served
