@@ -19,6 +19,25 @@ ADAPTER_SALT = "lora:"
 """What the salt of a request with an adapter begins with; no other salt does."""
 
 
+class WeightsVersion(Message, frozen=True):
+    """Weights that were put in place of the checkpoint's while the cluster served, as the controller knows them."""
+
+    number: Uint32
+    """How often the cluster's weights were changed, or its caches flushed, up to these: what was computed under
+    another number is never found, and no worker hands over to one of another number."""
+    version: str = ""
+    """The name that clients are told; empty: the checkpoint's own weights, whose name is their digest."""
+    path: str = ""
+    """The folder of safetensors that they were read from; empty: the checkpoint's own."""
+    digest: str = ""
+    """SHA-256 of the folder's files, in hex, by which each worker knows that it has read the same."""
+
+    @property
+    def serial(self) -> str:
+        """The part of a fingerprint by which workers of other weights are refused."""
+        return f"{self.version}#{self.number}"
+
+
 class AdapterRef(Message, frozen=True):
     """An adapter, by its content: the digest says what a request is computed with, the name and the path only how it
     is called and where it may be found."""

@@ -11,8 +11,8 @@ from twinpool.cluster.controller.node_room import ClusterRoom, NodePlace
 from twinpool.contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
 from twinpool.contracts.message_types import SKIP_UNKNOWN, SOME, UNSIGNED, Message, Uint32
 from twinpool.contracts.messages.calls import Exchange
-from twinpool.contracts.messages.fingerprint import WeightsVersion
 from twinpool.contracts.messages.pool_changes import SettingsAnswer, SettingsChange
+from twinpool.contracts.sampling_params import WeightsVersion
 
 WorkerKey = tuple[WorkerName, Annotated[Incarnation, UNSIGNED]]
 """One incarnation of one worker."""

@@ -36,7 +36,6 @@ from twinpool.cluster.controller.controller_service import ControllerService
 from twinpool.cluster.controller.controller_streams import LeaseStreams
 from twinpool.cluster.controller.leadership import Leadership, LeasedLedger
 from twinpool.cluster.controller.open_ledger import open_ledger
-from twinpool.cluster.controller.stream_lines import LeaseStreams
 from twinpool.cluster.processes.priority import LEASES, set_niceness
 from twinpool.cluster.processes.process_ids import kill_process, same_process
 from twinpool.cluster.worker_process.grpc_service import AsyncioThread, ServiceServer

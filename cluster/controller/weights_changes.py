@@ -25,7 +25,6 @@ from twinpool.cluster.controller.wanted_worker import WantedWorker, WorkerState
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.cluster_view import ServedWeights
-from twinpool.contracts.messages.fingerprint import WeightsVersion
 from twinpool.contracts.messages.leases import LeaseGrant
 from twinpool.contracts.messages.pool_changes import (
     FlushCaches,
@@ -35,6 +34,7 @@ from twinpool.contracts.messages.pool_changes import (
     UpdateWeights,
 )
 from twinpool.contracts.messages.stream_frames import WEIGHTS_SINCE
+from twinpool.contracts.sampling_params import WeightsVersion
 
 DIGEST_CHARS = 32
 """Characters of the digest that names weights which were given no name."""

@@ -203,10 +203,8 @@ class LocalDirectory:
                     raise RequestError(f"no adapter is served as {name[:80]!r}")
                 self._tell()
             case _:
-                text = (
-                    "in one process no worker is started or stopped by itself: serve with a transfer.plane other than"
-                )
-                raise RequestError(f"{text} local")
+                text = "no worker is started or stopped by itself: serve with a transfer.plane other than local"
+                raise RequestError(f"in one process {text}")
         return ChangedWorkers()
 
     async def change_settings(self, change: SettingsChange) -> SettingsAnswer:

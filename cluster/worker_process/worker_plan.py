@@ -26,8 +26,8 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.errors import ConfigError, TwinpoolError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import Worker
-from twinpool.contracts.messages.fingerprint import WeightsVersion
 from twinpool.contracts.messages.worker_status import WorkerStatus
+from twinpool.contracts.sampling_params import WeightsVersion
 
 if TYPE_CHECKING:
     from twinpool.cluster.arena.arena_client import ArenaClient

@@ -53,11 +53,11 @@ from twinpool.contracts.cluster_secret import SECRET_VARIABLE
 from twinpool.contracts.credentials.certificate_files import CertificateFiles
 from twinpool.contracts.errors import CheckpointError, TwinpoolError
 from twinpool.contracts.interfaces.worker_interface import Worker
-from twinpool.contracts.messages.fingerprint import WeightsVersion
 from twinpool.contracts.messages.leases import LeaseGrant
 from twinpool.contracts.messages.rank_orders import LeaveRole
 from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL
 from twinpool.contracts.messages.worker_status import WorkerRecord
+from twinpool.contracts.sampling_params import WeightsVersion
 from twinpool.contracts.signal_listener import SignalListener
 from twinpool.transfer.net.fault_injection import HangFault, hang_at, via_proxy
 

@@ -33,8 +33,7 @@ from twinpool.contracts.checkpoint.safetensors_headers import (
 )
 from twinpool.contracts.checkpoint.tokenizer_files import end_of_tokenizer
 from twinpool.contracts.errors import CheckpointError, ConfigError
-from twinpool.contracts.messages.fingerprint import WeightsVersion
-from twinpool.contracts.sampling_params import POOLINGS
+from twinpool.contracts.sampling_params import POOLINGS, WeightsVersion
 
 GENERATION_CONFIG = "generation_config.json"
 MTP = "mtp"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 from twinpool.contracts.message_types import SKIP_UNKNOWN, SOME, Finite, Message, Uint32, Uint64
-from twinpool.contracts.messages.fingerprint import WeightsVersion
 from twinpool.contracts.messages.worker_status import WorkerStatus, WorkerView
-from twinpool.contracts.sampling_params import AdapterRef
+from twinpool.contracts.sampling_params import AdapterRef, WeightsVersion
 
 
 class WatchRequest(Message, frozen=True):

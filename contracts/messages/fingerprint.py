@@ -13,25 +13,6 @@ PROTOCOL = 4
 messages that the other side may skip don't change it."""
 
 
-class WeightsVersion(Message, frozen=True):
-    """Weights that were put in place of the checkpoint's while the cluster served, as the controller knows them."""
-
-    number: Uint32
-    """How often the cluster's weights were changed, or its caches flushed, up to these: what was computed under
-    another number is never found, and no worker hands over to one of another number."""
-    version: str = ""
-    """The name that clients are told; empty: the checkpoint's own weights, whose name is their digest."""
-    path: str = ""
-    """The folder of safetensors that they were read from; empty: the checkpoint's own."""
-    digest: str = ""
-    """SHA-256 of the folder's files, in hex, by which each worker knows that it has read the same."""
-
-    @property
-    def serial(self) -> str:
-        """The part of a fingerprint by which workers of other weights are refused."""
-        return f"{self.version}#{self.number}"
-
-
 class Fingerprint(Message, frozen=True):
     """Protocol, state layout, numerics class and weights of one worker."""
 

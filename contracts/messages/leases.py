@@ -10,8 +10,8 @@ from typing import Annotated
 
 from twinpool.contracts.ids import Incarnation, WorkerName
 from twinpool.contracts.message_types import SOME, UNSIGNED, Finite, Message, Uint64
-from twinpool.contracts.messages.fingerprint import WeightsVersion
 from twinpool.contracts.messages.worker_status import EndedWorker, WorkerStatus
+from twinpool.contracts.sampling_params import WeightsVersion
 
 SILENCE_S = 60.0
 """Seconds without a sign of life after which a stream counts as cut. Renewals are signs of life, and one that isn't

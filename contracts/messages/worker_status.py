@@ -11,7 +11,8 @@ from msgspec import field
 from twinpool.contracts.damage import where_of
 from twinpool.contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
 from twinpool.contracts.message_types import SOME, UNSIGNED, Finite, Message, Uint32, Uint64
-from twinpool.contracts.messages.fingerprint import Fingerprint, WeightsVersion
+from twinpool.contracts.messages.fingerprint import Fingerprint
+from twinpool.contracts.sampling_params import WeightsVersion
 
 CPU_SECONDS = "cpu_seconds"
 """Counter of `WorkerStatus` that says how much processor time the worker's process has used."""

@@ -16,11 +16,11 @@ from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
-from twinpool.contracts.messages.fingerprint import WeightsVersion
 from twinpool.contracts.messages.leases import LeaseGrant
 from twinpool.contracts.messages.pool_changes import FlushCaches, PauseCluster, SleepCluster, UpdateWeights
 from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, WEIGHTS_SINCE
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
+from twinpool.contracts.sampling_params import WeightsVersion
 
 NEW = UpdateWeights("/weights/new", "new", wait_s=5.0)
 DIGEST = "d" * 64
@@ -121,7 +121,7 @@ class Pools:
             self.core.died(name, one.start.incarnation, "killed, signal 9")
 
     @property
-    def numbers(self) -> dict[str, int]:
+    def numbers(self) -> dict[WorkerName, int]:
         """The number of the weights of each worker that serves, as it registered."""
         rows = self.core.table.rows.values()
         return {row.name: row.record.weights_number for row in rows if row.serves and row.record is not None}
@@ -149,11 +149,13 @@ def test_decode_workers_drain_when_no_prefill_worker_has_the_old_weights_any_mor
     for _ in range(6):
         pools.round()
     states = {name: one.state for name, one in pools.processes.items()}
-    assert states["prefill-1"] == "draining"
-    assert pools.numbers["prefill-0"] == 1
-    assert states["decode-0"] == states["decode-1"] == "ready", "what prefill-1 has begun they still take"
+    assert states[WorkerName("prefill-1")] == "draining"
+    assert pools.numbers[WorkerName("prefill-0")] == 1
+    assert states[WorkerName("decode-0")] == states[WorkerName("decode-1")] == "ready", (
+        "what prefill-1 has begun they still take"
+    )
     shown = {view.record.name: view.status.state for view in pools.core.views()}
-    assert shown["decode-0"] == "draining", "routers send it nothing new"
+    assert shown[WorkerName("decode-0")] == "draining", "routers send it nothing new"
     pools.processes[WorkerName("prefill-1")].requests = 0
     pools.settle()
     assert set(pools.numbers.values()) == {1}
