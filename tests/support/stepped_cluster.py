@@ -18,7 +18,7 @@ from tests.support.rank_followers import RankProcesses, group_of
 from tests.support.worker_pair import SESSION, UnhurriedClock, counts_for, turns
 from twinpool.cluster.assembly.build_worker import build_worker
 from twinpool.cluster.ranks import RankGroup
-from twinpool.contracts.checkpoint.model_spec import read_model_spec
+from twinpool.contracts.checkpoint.model_spec import read_model_spec, with_weights
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import config_from_dict
@@ -28,7 +28,7 @@ from twinpool.contracts.messages.router_commands import Command
 from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL
 from twinpool.contracts.messages.worker_events import Done, Event, Tokens
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
-from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob
+from twinpool.contracts.sampling_params import SamplingParams, TokenLogprob, WeightsVersion
 from twinpool.decode.worker import DecodeWorker
 from twinpool.router.core.router_actions import DeliverEmbedding, DeliverTokens, EndRequest, NoteReplay, SendCommand
 from twinpool.router.core.router_core import RouterCore
@@ -63,6 +63,9 @@ class Company:
         self.workers: dict[WorkerName, Worker] = {}
         self._numbers = itertools.count(1)
         self._incarnations: dict[WorkerName, int] = {}
+        self.weights: WeightsVersion | None = None
+        """Those that workers which start from now on have in place of the checkpoint's."""
+        self._weights_of: dict[WorkerName, WeightsVersion | None] = {}
         self.core = RouterCore(config.router, clock, lambda: f"room-{next(self._numbers)}", local=local_prefill(config))
         self.told: dict[RequestId, Told] = {}
         self.between: list[Callable[[WorkerKey, Event], bool]] = []
@@ -78,6 +81,8 @@ class Company:
     def start(self, role: Role, name: WorkerName) -> Worker:
         number = self._incarnations[name] = self._incarnations.get(name, 0) + 1
         spec = read_model_spec(self._folder, draft_model=self.config.engine.draft_model)
+        spec = with_weights(spec, self.weights, self.config.engine.weight_roots)
+        self._weights_of[name] = self.weights
         worker = build_worker(
             role, name, Incarnation(number), spec, self.config, host="127.0.0.1",
             counts=counts_for(self._folder, self.config, role, self._tokens), clock=self.clock,
@@ -103,6 +108,8 @@ class Company:
                 WorkerRecord(
                     name, worker.status().role, Incarnation(self._incarnations[name]), 1, "here", "", worker.control,
                     worker.fits, stream_protocol=STREAM_PROTOCOL,
+                    fingerprint=worker.fingerprint if any(self._weights_of.values()) else None,
+                    weights=self._weights_of[name],
                 ),
                 worker.status(),
             )
