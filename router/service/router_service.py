@@ -107,7 +107,7 @@ class RouterService:
             spec = replace(spec, pictures=None)  # Whoever computes prompts would refuse them.
         self.spec = served_as(replace(spec, generation_defaults=defaults), config.router.served_model_name)
         self.config, self.security, self.adapter_settings = config.router, config.security, config.adapters
-        self.batch = config.batch
+        self.batch, self.weight_roots = config.batch, config.engine.weight_roots
         self.started = int(time.time())
         self.stop_timeout_s = config.cluster.stop_timeout_s
         self.draining = False
@@ -119,7 +119,6 @@ class RouterService:
         """Requests for text that are read, run or written."""
         self.clock = clock if clock is not None else SystemClock()
         self._mint, self._closed = mint, False
-        self.weight_roots = config.engine.weight_roots
         self.adapters: tuple[AdapterRef, ...] = ()
         """The adapters that are served."""
         self._ticker: asyncio.Task[None] | None = None
