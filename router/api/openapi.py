@@ -112,6 +112,7 @@ _MODEL = _object(
     parent={"type": "null"},
     max_model_len=INTEGER,
     images={"type": "boolean"},
+    weights_version=TEXT,
 )
 
 _ENDS = ["stop", "length"]
@@ -123,7 +124,7 @@ def _completion(kind: str, optional: Schema, ends: list[str], **said: Schema) ->
         _IDS | _PROMPT_LOGPROBS, index=INTEGER, **said, finish_reason={"enum": ends}, stop_reason=_STOP_REASON
     )
     return _object(
-        {"twinpool": _TIMELINE, **optional},
+        {"twinpool": _TIMELINE, "weights_version": TEXT, **optional},
         id=TEXT,
         object={"const": kind},
         created=INTEGER,
@@ -308,6 +309,10 @@ BODIES: dict[str, Schema] = {
     "/cluster/apply": OBJECT,
     "/v1/load_lora_adapter": object_of("lora_name lora_path", lora_name=TEXT, lora_path=TEXT, load_inplace=BOOLEAN),
     "/v1/unload_lora_adapter": object_of("lora_name", lora_name=TEXT),
+    "/v1/weights": object_of("path", path=TEXT, version=TEXT, rolling=BOOLEAN, wait_s=_NUMBER, wait=BOOLEAN),
+    "/v1/flush": object_of("", wait_s=_NUMBER, wait=BOOLEAN),
+    "/v1/sleep": object_of("", level={"enum": [1, 2]}, wait_s=_NUMBER, wait=BOOLEAN),
+    **dict.fromkeys(("/v1/pause", "/v1/resume", "/v1/wake"), object_of("", wait=BOOLEAN)),
 }
 """By path, the schema of its body."""
 
@@ -393,6 +398,11 @@ def _operates(summary: str, flags: str = "", errors: tuple[int, ...] = OPERATION
     return _Endpoint(f"{summary} (operators only)", "Operation", errors, "post", flags)
 
 
+def _changes(summary: str) -> _Endpoint:
+    """An order that all workers follow: 202 where the answer didn't wait for that."""
+    return _operates(summary, errors=_SMALL)._replace(ok=(200, 202))
+
+
 _SHAPE = "Answer a chat in the shape of"
 _HEALTH = _Endpoint("200 while requests can be served and work advances, else 503", "Health", OPEN, ok=(200, 503))
 _ENDPOINTS = {
@@ -415,6 +425,12 @@ _ENDPOINTS = {
     **{path: _Endpoint(*said) for path, said in BATCH_PATHS.items()},
     "/v1/load_lora_adapter": _operates("Serve an adapter from a folder below adapters.roots", errors=_SMALL),
     "/v1/unload_lora_adapter": _operates("Serve an adapter no more", errors=_SMALL),
+    "/v1/weights": _changes("The weights that are served; change them")._replace(methods="get post"),
+    "/v1/flush": _changes("Empty all prefix caches"),
+    "/v1/pause": _changes("Stop all steps at their edge"),
+    "/v1/resume": _changes("Let paused workers go on"),
+    "/v1/sleep": _changes("Have all workers leave until they are woken"),
+    "/v1/wake": _changes("Start workers that sleep again"),
     "/v1/responses/{response}": _Endpoint("404: responses aren't stored", "Error", LISTING, "get delete", ok=()),
     "/health": _HEALTH,
     "/ping": _HEALTH._replace(methods="get post"),

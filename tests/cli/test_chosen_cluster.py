@@ -23,7 +23,8 @@ CHANGES = {
     "drain": ["decode-0"], "undrain": ["decode-0"], "role": ["decode-0", "prefill"], "add": ["decode"],
     "scale": ["decode=2"], "restart": ["decode-0"], "cordon": ["here"], "uncordon": ["here"],
     "apply": ["FILE"], "upgrade": ["--python", sys.prefix], "down": [],
-    "adapters": ["unload", "a-name"],
+    "adapters": ["unload", "a-name"], "weights": ["update", "/a/folder"], "flush": [], "pause": [], "resume": [],
+    "sleep": [], "wake": [],
 }  # fmt: skip
 LOOKS = {"status": [], "check": [], "explain": ["an-id"]}
 ELSEWHERE = {"replay", "plan", "batch"}

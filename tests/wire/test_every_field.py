@@ -37,7 +37,7 @@ from twinpool.contracts.config.cluster_config import ClusterConfig, FaultsConfig
 from twinpool.contracts.errors import WireError
 from twinpool.contracts.ids import Incarnation, Role, RoomId, WorkerName
 from twinpool.contracts.messages import rank_order_codec, rank_orders, router_commands, worker_events, worker_status
-from twinpool.contracts.messages.cluster_view import ControlPlane
+from twinpool.contracts.messages.cluster_view import ControlPlane, ServedWeights
 from twinpool.contracts.messages.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -119,6 +119,7 @@ class Host:
 
     def __init__(self) -> None:
         self.commands: list[router_commands.Command] = []
+        self.changed_weights = False
         self.deliver: Callable[[list[worker_events.Event]], None] | None = None
         self.ended: Callable[[StreamEnd], None] | None = None
         self.says: Any = None
@@ -216,6 +217,7 @@ class Brain:
         self.rows: tuple[WorkerView, ...] = ()
         self.quotas = ""
         self.adapters = {"a": AdapterRef("a", "d" * 64, "/adapters/a")}
+        self.served = full(ServedWeights)
         self.service: Any = None
         self.version, self.shutting_down = 1, False
         self.listener: Callable[[], None] = lambda: None
@@ -256,7 +258,10 @@ class Brain:
     def pools(self) -> Brain:
         return self
 
-    table = pools
+    table = weights = pools
+
+    def told(self) -> ServedWeights:
+        return self.served
 
     def changed(self) -> None:
         self.version += 1
@@ -349,6 +354,7 @@ async def test_every_field_of_the_controllers_table_reaches_a_router() -> None:
         await eventually(lambda: bool(seen))
         assert seen[-1] == core.rows
         assert directory.adapters == tuple(core.adapters.values())
+        assert directory.serving == core.served
         numbers = structs.replace(core.rows[1].status, running=77, counters_left_out=False)
         core.rows = (
             structs.replace(core.rows[0], cordoned=False), structs.replace(core.rows[1], status=numbers)
