@@ -5,6 +5,8 @@ Every answer is compared with transformers' greedy answer by the weights whose v
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -14,6 +16,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -192,3 +195,103 @@ def wrong_folders(folders: dict[str, Path]) -> dict[str, Path]:
         if what != "none":
             save_file(changed, made[what] / "model.safetensors", metadata={"format": "pt"})
     return made
+
+
+def rss(serving: Serving) -> int:
+    """Resident bytes of its workers' processes."""
+    pids = {row["pid"] for row in serving.status().values() if row["pid"]}
+    return sum(psutil.Process(pid).memory_info().rss for pid in pids if psutil.pid_exists(pid))
+
+
+def post(serving: Serving, name: str, **body: Any) -> dict[str, Any]:
+    told = httpx.post(f"{serving.url}/v1/{name}", json=body, timeout=300)
+    assert told.status_code == 200, told.text
+    shown: dict[str, Any] = told.json()
+    return shown
+
+
+def test_pauses_flushes_sleep_and_rolling_changes_by_http_and_by_the_commands(
+    serving_cluster: Serving, folders: dict[str, Path], oracle: dict[str, list[list[int]]]
+) -> None:
+    serving = serving_cluster
+    client = openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0, timeout=120)
+    pids = {row["pid"] for row in serving.status().values()}
+    done = serving.twinpool("weights", "update", str(folders["step-1"]), "--version", "step-1")
+    assert done.returncode == 0, done.stderr
+    assert ask(client, serving.model, 0) == ("step-1", oracle["step-1"][0])
+    # A pause keeps requests, and says so.
+    post(serving, "pause")
+    health = httpx.get(f"{serving.url}/health")
+    assert (health.status_code, "paused" in health.text) == (503, True)
+    got: list[tuple[str, list[int]]] = []
+    waits = threading.Thread(target=lambda: got.append(ask(client, serving.model, 1)))
+    waits.start()
+    waits.join(1.5)
+    assert got == []
+    post(serving, "resume")
+    waits.join(60)
+    assert got == [("step-1", oracle["step-1"][1])]
+    # After a flush nothing of before is found.
+    body = {"model": serving.model, "prompt": PROMPTS[2], "max_tokens": 2, "temperature": 0}
+
+    def cached() -> int:
+        told = httpx.post(f"{serving.url}/v1/completions", json=body, timeout=60).json()
+        return int(told["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert (cached(), cached() > 0) == (0, True)
+    post(serving, "flush")
+    assert (cached(), cached() > 0) == (0, True)
+    # Asleep at level 1 processes keep their weights, and give the rest back; at level 2 they are gone.
+    awake = rss(serving)
+    asleep = post(serving, "sleep", level=1)
+    assert asleep["asleep"] == 1
+    assert all(psutil.pid_exists(pid) for pid in pids)
+    slept = sum(psutil.Process(pid).memory_info().rss for pid in pids)
+    assert slept < awake, (slept, awake)
+    refused = httpx.post(f"{serving.url}/v1/completions", json=body, timeout=60)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "asleep")
+    assert int(refused.headers["retry-after"]) > 0
+    assert serving.twinpool("wake").returncode == 0
+    assert ask(client, serving.model, 3) == ("step-1", oracle["step-1"][3])
+    assert {row["pid"] for row in serving.status().values()} == pids
+    assert serving.twinpool("sleep", "--level", "2").returncode == 0
+    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), "processes to end")
+    post(serving, "wake")
+    assert ask(client, serving.model, 4) == ("step-1", oracle["step-1"][4])
+    # One worker after the other.
+    with Clients(serving, oracle, count=2) as clients:
+        assert serving.twinpool(
+            "weights", "update", str(folders["step-2"]), "--version", "step-2", "--rolling"
+        ).returncode == 0  # fmt: skip
+    assert clients.wrong == []
+    assert ask(client, serving.model, 5) == ("step-2", oracle["step-2"][5])
+    serving.settle()
+
+
+@pytest.mark.parametrize("when", ["while they read", "while they follow"])
+def test_a_worker_that_is_killed_in_a_change_leaves_the_cluster_in_one_version(
+    serving_cluster: Serving, folders: dict[str, Path], oracle: dict[str, list[list[int]]], when: str
+) -> None:
+    serving = serving_cluster
+    client = openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0, timeout=120)
+    update(serving, folders["step-1"], "step-1")
+    rows = serving.status()
+    assert update(serving, folders["step-2"], "step-2", wait=False).status_code == 202
+    if when == "while they follow":
+        wait_for(lambda: shown(serving)["weights"]["version"] == "step-2", "the change")
+    os.kill(rows["decode-0"]["pid"], signal.SIGKILL)
+
+    def settled() -> bool:
+        now = shown(serving)
+        alike = {row["weights_version"] for row in now["workers"]} == {now["weights_version"]}
+        return now["pending"] is None and not now["behind"] and alike and all(
+            row["state"] == "ready" for row in now["workers"]
+        )  # fmt: skip
+
+    wait_for(settled, "one version")
+    version, tokens = ask(client, serving.model, 6)
+    assert version in ("step-1", "step-2")
+    assert tokens == oracle[version][6]
+    if when == "while they follow":
+        assert version == "step-2"
+    serving.settle()

@@ -101,6 +101,23 @@ def test_a_router_of_an_older_protocol_is_refused_with_what_to_do(
     assert asyncio.run(talk(9)) == "", "a newer one judges by itself"
 
 
+def test_a_worker_whose_weights_were_changed_refuses_routers_that_would_go_on_with_answers_of_others(
+    served: Served,
+) -> None:
+    async def talk(protocol: int) -> str:
+        stream = await RawStream.connect(served.server.stream)
+        stream.write(opening(3, protocol=protocol))
+        end = (await stream.read()).end
+        stream.abort()
+        return end.reason if end is not None else ""
+
+    assert asyncio.run(talk(stream_frames.WEIGHTS_SINCE - 1)) == ""
+    served.host.changed_weights = True
+    refused = asyncio.run(talk(stream_frames.WEIGHTS_SINCE - 1))
+    assert f"knows version {stream_frames.WEIGHTS_SINCE}" in refused
+    assert asyncio.run(talk(stream_frames.WEIGHTS_SINCE)) == ""
+
+
 def test_a_router_of_version_1_is_told_so_in_bytes_that_it_reads(served: Served) -> None:
     """Its opening is protobuf: incarnation 3, version 1. So is what it reads: the text of field 3 is why."""
 
