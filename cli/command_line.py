@@ -39,9 +39,7 @@ _DRY_RUN = switch("--dry-run", "show what would be done, without doing it")
 _FORCE = switch("--force", "restart even the last worker of a role")
 _FORCE_LAST = switch("--force", "even if it is the last worker of its role")
 _WORKER = flag("worker", "name of a worker, such as decode-1", metavar="WORKER")
-_WORKER_OR_NODE = flag(
-    "worker", "name of a worker, such as decode-1, or a node's host name or Ray id", metavar="WORKER|NODE"
-)
+_WORKER_OR_NODE = flag("worker", "name of a worker (decode-1), or a node's host name or Ray id", metavar="WORKER|NODE")
 _NODE = flag("node", "a node's host name or Ray id", metavar="NODE")
 _CONFIG = file_flag("--config", "YAML file with the configuration")
 _SET = flag(

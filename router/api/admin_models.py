@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from twinpool.contracts.checkpoint.adapter_files import adapter_ref
@@ -44,8 +44,13 @@ from twinpool.contracts.outside_data import read_json
 from twinpool.router.api.admin_status import STATUS_DEADLINE_S, unknown_as_yet
 from twinpool.router.api.http_exchange import HttpExchange
 from twinpool.router.openai.api_errors import ApiError
+from twinpool.router.openai.parse_request import sampling_defaults
+from twinpool.router.openai.request_fields import BOOLEAN, INTEGER, TEXT, Schema, object_of, or_null
 from twinpool.router.service.router_service import RouterService
 from twinpool.router.state.worker_table import GONE, weights_version
+
+Handler = Callable[[RouterService, HttpExchange], Awaitable[None]]
+"""An endpoint: it answers the exchange."""
 
 # ---------------------------------------------------------------- adapters
 
@@ -279,3 +284,73 @@ async def _changed(service: RouterService, exchange: HttpExchange, change: Opera
 
 def _conflict(message: str) -> ApiError:
     return ApiError(409, message, "invalid_request_error", "conflict")
+
+
+# ---------------------------------------------------------------- what is said of them
+
+
+def model_card(service: RouterService, name: str) -> dict[str, Any]:
+    """What `/v1/models` says of a name: the model, or an adapter over it."""
+    adapter = service.intake.adapters.get(name)
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "twinpool",
+        "root": service.spec.name if adapter is None else adapter.name,
+        "parent": None if adapter is None else service.spec.name,
+        "max_model_len": service.spec.context,
+        "tools": service.intake.tools,
+        "images": service.spec.pictures is not None and service.config.max_images > 0,
+        "sampling_defaults": sampling_defaults(service.spec),
+        "weights_version": weights_version(service.core.workers),
+    }
+
+
+_NUMBER: Schema = {"type": "number"}
+MODEL_SCHEMA: Schema = object_of(
+    "id object created owned_by root parent max_model_len images weights_version",
+    id=TEXT,
+    object={"const": "model"},
+    created=INTEGER,
+    owned_by=TEXT,
+    root=TEXT,
+    parent=or_null(TEXT),
+    max_model_len=INTEGER,
+    images=BOOLEAN,
+    weights_version=TEXT,
+)
+"""For `/openapi.json`: a model of `/v1/models`."""
+SERVED_BODIES: dict[str, Schema] = {
+    "/v1/load_lora_adapter": object_of("lora_name lora_path", lora_name=TEXT, lora_path=TEXT, load_inplace=BOOLEAN),
+    "/v1/unload_lora_adapter": object_of("lora_name", lora_name=TEXT),
+    "/v1/weights": object_of("path", path=TEXT, version=TEXT, rolling=BOOLEAN, wait_s=_NUMBER, wait=BOOLEAN),
+    "/v1/flush": object_of("", wait_s=_NUMBER, wait=BOOLEAN),
+    "/v1/sleep": object_of("", level={"enum": [1, 2]}, wait_s=_NUMBER, wait=BOOLEAN),
+    **dict.fromkeys(("/v1/pause", "/v1/resume", "/v1/wake"), object_of("", wait=BOOLEAN)),
+}
+"""For `/openapi.json`: by path, the schema of its body."""
+_WAITED = (200, 202)
+"""202 where the answer didn't wait for all workers."""
+SERVED_PATHS: dict[str, tuple[str, str, tuple[int, ...]]] = {
+    "/v1/load_lora_adapter": ("Serve an adapter from a folder below adapters.roots", "post", (200,)),
+    "/v1/unload_lora_adapter": ("Serve an adapter no more", "post", (200,)),
+    "/v1/weights": ("The weights that are served; change them", "get post", _WAITED),
+    "/v1/flush": ("Empty all prefix caches", "post", _WAITED),
+    "/v1/pause": ("Stop all steps at their edge", "post", _WAITED),
+    "/v1/resume": ("Let paused workers go on", "post", _WAITED),
+    "/v1/sleep": ("Have all workers leave until they are woken", "post", _WAITED),
+    "/v1/wake": ("Start workers that sleep again", "post", _WAITED),
+}
+"""What only operators may ask for, though it isn't below ``/cluster/``, since clients of vLLM know such paths: for what
+it is, methods, statuses of answers that are no errors."""
+SERVED_ROUTES: dict[str, dict[str, Handler]] = {
+    "/v1/load_lora_adapter": {"POST": load_adapter},
+    "/v1/unload_lora_adapter": {"POST": unload_adapter},
+    "/v1/weights": {"GET": weights, "POST": update_weights},
+    "/v1/flush": {"POST": flush},
+    "/v1/pause": {"POST": pause},
+    "/v1/resume": {"POST": resume},
+    "/v1/sleep": {"POST": sleep},
+    "/v1/wake": {"POST": wake},
+}

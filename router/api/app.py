@@ -7,14 +7,13 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Any
 
 from twinpool.contracts.build_id import package_version
 from twinpool.contracts.errors import TwinpoolError
 from twinpool.contracts.json_logs import log
 from twinpool.router.api import admin_changes as changes
-from twinpool.router.api import admin_models as models
 from twinpool.router.api import admin_status as admin
+from twinpool.router.api.admin_models import SERVED_ROUTES, Handler, model_card
 from twinpool.router.api.batch_endpoints import PATHS, BatchEndpoints
 from twinpool.router.api.front_page import PATH as FRONT
 from twinpool.router.api.front_page import answer_front
@@ -36,7 +35,7 @@ from twinpool.router.openai.api_errors import (
     failure_of_done,
     unsupported_reason,
 )
-from twinpool.router.openai.parse_request import check_model, sampling_defaults
+from twinpool.router.openai.parse_request import check_model
 from twinpool.router.openai.request_headers import NO_TRACE, read_request_headers, read_traceparent
 from twinpool.router.openai.response_stream import WRITE_BYTES, ResponseStream, StreamHeartbeat
 from twinpool.router.openai.response_writer import version_of
@@ -44,7 +43,6 @@ from twinpool.router.records.kept_records import RefusedRequest
 from twinpool.router.security.tenant_accounts import TenantLimited
 from twinpool.router.service.open_answers import ClientRequest
 from twinpool.router.service.router_service import RouterService
-from twinpool.router.state.worker_table import weights_version
 from twinpool.router.tokenizer_pool.tokenizer_process import FrameKind
 
 ERROR_WRITE_TIMEOUT_S = 5.0
@@ -55,7 +53,6 @@ CLIENT_GRACE_S = 30.0
 BATCHES = "twinpool.batches"
 """The endpoints of files and batches, in the scope of a request."""
 App = Callable[[AsgiScope, AsgiReceive, AsgiSend], Awaitable[None]]
-Handler = Callable[[RouterService, HttpExchange], Awaitable[None]]
 Routes = dict[str, dict[str, Handler]]
 """Handlers by path, or by the beginning of a path, and by method."""
 
@@ -144,7 +141,7 @@ async def _serve(
 
 def _refusal(service: RouterService, exchange: HttpExchange) -> ApiError | None:
     """Return why a request may not pass, None where it may; notes who asks. Operators have a token of their own."""
-    if exchange.path.startswith("/cluster/") or exchange.path in SERVED_PATHS:
+    if exchange.path.startswith("/cluster/") or exchange.path in SERVED_ROUTES:
         return admin.forbidden(service, exchange)
     keys = service.admission.keys
     if keys is None or exchange.path in WITHOUT_KEY or exchange.path in PAGE_ROUTES or exchange.path in FRONT_ROUTES:
@@ -361,30 +358,13 @@ async def _count(service: RouterService, exchange: HttpExchange) -> None:
 
 async def _models(service: RouterService, exchange: HttpExchange) -> None:
     names = (*service.spec.names, *service.intake.adapters)
-    await exchange.answer_json(200, {"object": "list", "data": [_model(service, name) for name in names]})
+    await exchange.answer_json(200, {"object": "list", "data": [model_card(service, name) for name in names]})
 
 
 async def _one_model(service: RouterService, exchange: HttpExchange) -> None:
     name = exchange.path.removeprefix("/v1/models/")
     check_model({"model": name}, service.spec, service.intake.adapters)
-    await exchange.answer_json(200, _model(service, name))
-
-
-def _model(service: RouterService, name: str) -> dict[str, Any]:
-    adapter = service.intake.adapters.get(name)
-    return {
-        "id": name,
-        "object": "model",
-        "created": service.started,
-        "owned_by": "twinpool",
-        "root": service.spec.name if adapter is None else adapter.name,
-        "parent": None if adapter is None else service.spec.name,
-        "max_model_len": service.spec.context,
-        "tools": service.intake.tools,
-        "images": service.spec.pictures is not None and service.config.max_images > 0,
-        "sampling_defaults": sampling_defaults(service.spec),
-        "weights_version": weights_version(service.core.workers),
-    }
+    await exchange.answer_json(200, model_card(service, name))
 
 
 def health_problems(service: RouterService) -> list[str]:
@@ -473,14 +453,7 @@ ROUTES: Routes = {
     "/cluster/add": {"POST": changes.add},
     "/cluster/scale": {"POST": changes.scale},
     "/cluster/apply": {"POST": changes.apply},
-    "/v1/load_lora_adapter": {"POST": models.load_adapter},
-    "/v1/unload_lora_adapter": {"POST": models.unload_adapter},
-    "/v1/weights": {"GET": models.weights, "POST": models.update_weights},
-    "/v1/flush": {"POST": models.flush},
-    "/v1/pause": {"POST": models.pause},
-    "/v1/resume": {"POST": models.resume},
-    "/v1/sleep": {"POST": models.sleep},
-    "/v1/wake": {"POST": models.wake},
+    **SERVED_ROUTES,
 }
 PREFIX_ROUTES: Routes = {
     "/v1/models/": {"GET": _one_model},
@@ -500,14 +473,9 @@ PAGE_ROUTES: Routes = {path: {"GET": admin.page} for path in admin.page_files()}
 """The files of the dashboard's page, which say nothing of the cluster; it asks for `/cluster/dashboard`."""
 FRONT_ROUTES: Routes = {FRONT: {"GET": _front}}
 """What is here; the operators' port has one of its own."""
-SERVED_PATHS = frozenset(
-    {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
-    | {f"/v1/{name}" for name in ("weights", "flush", "pause", "resume", "sleep", "wake")}
-)
-"""What only operators may ask for, though it isn't below ``/cluster/``: clients of vLLM know such paths."""
 OPERATORS = (
     frozenset({"/metrics", "/load"})
-    | SERVED_PATHS
+    | SERVED_ROUTES.keys()
     | {path for path in (*ROUTES, *PREFIX_ROUTES) if path.startswith("/cluster/")}
 )
 """Paths that only the operators' port has, where there is one: they name tenants, workers and nodes."""

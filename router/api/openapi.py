@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from twinpool.contracts.build_id import package_version
 from twinpool.router.anthropic import messages_request
+from twinpool.router.api.admin_models import MODEL_SCHEMA, SERVED_BODIES, SERVED_PATHS
 from twinpool.router.api.batch_endpoints import BATCH_PATHS, BATCH_SCHEMAS
 from twinpool.router.openai.pooled_answers import RERANK, SCORE
 from twinpool.router.openai.request_fields import (
@@ -103,18 +104,6 @@ _BLOCK = {
         _object(type={"const": "tool_use"}, id=TEXT, name=TEXT, input=OBJECT),
     ]
 }
-_MODEL = _object(
-    id=TEXT,
-    object={"const": "model"},
-    created=INTEGER,
-    owned_by=TEXT,
-    root=TEXT,
-    parent={"type": "null"},
-    max_model_len=INTEGER,
-    images={"type": "boolean"},
-    weights_version=TEXT,
-)
-
 _ENDS = ["stop", "length"]
 
 
@@ -245,8 +234,8 @@ SCHEMAS: dict[str, Schema] = {
     "MessageTokens": _object(input_tokens=INTEGER),
     "Tokens": _object({"token_strs": array_of(TEXT)}, count=INTEGER, max_model_len=INTEGER, tokens=TOKENS),
     "Text": _object(prompt=TEXT),
-    "Model": _MODEL,
-    "Models": _object(object={"const": "list"}, data=array_of(_MODEL)),
+    "Model": MODEL_SCHEMA,
+    "Models": _object(object={"const": "list"}, data=array_of(MODEL_SCHEMA)),
     "Health": _object(
         status={"enum": ["ok", "unhealthy", "draining"]},
         problems=array_of(TEXT),
@@ -307,12 +296,7 @@ BODIES: dict[str, Schema] = {
     "/tokenize": _body(TOKENIZE),
     "/detokenize": _body(DETOKENIZE, "tokens"),
     "/cluster/apply": OBJECT,
-    "/v1/load_lora_adapter": object_of("lora_name lora_path", lora_name=TEXT, lora_path=TEXT, load_inplace=BOOLEAN),
-    "/v1/unload_lora_adapter": object_of("lora_name", lora_name=TEXT),
-    "/v1/weights": object_of("path", path=TEXT, version=TEXT, rolling=BOOLEAN, wait_s=_NUMBER, wait=BOOLEAN),
-    "/v1/flush": object_of("", wait_s=_NUMBER, wait=BOOLEAN),
-    "/v1/sleep": object_of("", level={"enum": [1, 2]}, wait_s=_NUMBER, wait=BOOLEAN),
-    **dict.fromkeys(("/v1/pause", "/v1/resume", "/v1/wake"), object_of("", wait=BOOLEAN)),
+    **SERVED_BODIES,
 }
 """By path, the schema of its body."""
 
@@ -398,11 +382,6 @@ def _operates(summary: str, flags: str = "", errors: tuple[int, ...] = OPERATION
     return _Endpoint(f"{summary} (operators only)", "Operation", errors, "post", flags)
 
 
-def _changes(summary: str) -> _Endpoint:
-    """An order that all workers follow: 202 where the answer didn't wait for that."""
-    return _operates(summary, errors=_SMALL)._replace(ok=(200, 202))
-
-
 _SHAPE = "Answer a chat in the shape of"
 _HEALTH = _Endpoint("200 while requests can be served and work advances, else 503", "Health", OPEN, ok=(200, 503))
 _ENDPOINTS = {
@@ -423,14 +402,10 @@ _ENDPOINTS = {
     "/v1/models": _Endpoint("The served model, under each of its names", "Models", LISTING),
     "/v1/models/{model}": _Endpoint("One model", "Model", LISTING),
     **{path: _Endpoint(*said) for path, said in BATCH_PATHS.items()},
-    "/v1/load_lora_adapter": _operates("Serve an adapter from a folder below adapters.roots", errors=_SMALL),
-    "/v1/unload_lora_adapter": _operates("Serve an adapter no more", errors=_SMALL),
-    "/v1/weights": _changes("The weights that are served; change them")._replace(methods="get post"),
-    "/v1/flush": _changes("Empty all prefix caches"),
-    "/v1/pause": _changes("Stop all steps at their edge"),
-    "/v1/resume": _changes("Let paused workers go on"),
-    "/v1/sleep": _changes("Have all workers leave until they are woken"),
-    "/v1/wake": _changes("Start workers that sleep again"),
+    **{
+        path: _operates(summary, errors=_SMALL)._replace(methods=methods, ok=ok)
+        for path, (summary, methods, ok) in SERVED_PATHS.items()
+    },
     "/v1/responses/{response}": _Endpoint("404: responses aren't stored", "Error", LISTING, "get delete", ok=()),
     "/health": _HEALTH,
     "/ping": _HEALTH._replace(methods="get post"),

@@ -217,7 +217,7 @@ class Brain:
         self.rows: tuple[WorkerView, ...] = ()
         self.quotas = ""
         self.adapters = {"a": AdapterRef("a", "d" * 64, "/adapters/a")}
-        self.served = full(ServedWeights)
+        self.served: ServedWeights = full(ServedWeights)
         self.service: Any = None
         self.version, self.shutting_down = 1, False
         self.listener: Callable[[], None] = lambda: None

@@ -14,7 +14,8 @@ from tests.router.http_server import WAIT_S, Server, demo_spec, serving
 from twinpool.cli.credential_commands import new_key
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.security_config import SecurityConfig
-from twinpool.router.api.app import OPERATORS, SERVED_PATHS
+from twinpool.router.api.admin_models import SERVED_PATHS
+from twinpool.router.api.app import OPERATORS
 
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 
@@ -92,5 +93,5 @@ def test_the_clients_port_names_no_operators_path_where_these_have_a_port_of_the
         theirs = get(server.admin_url).json()
         paths = {one["path"] for one in theirs["endpoints"]}
         assert {"/cluster/status", "/cluster/drain/{worker}", "/metrics"} <= paths
-        assert {path for path in paths if path.startswith("/v1")} == SERVED_PATHS
+        assert {path for path in paths if path.startswith("/v1")} == SERVED_PATHS.keys()
         assert theirs["dashboard"] == "/dashboard"
