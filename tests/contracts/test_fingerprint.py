@@ -40,8 +40,10 @@ def test_numerics_may_differ_only_where_both_compute_fast() -> None:
     assert differing(EXACT, elsewhere[EXACT]) == ("numerics",)
     assert differing(EXACT, FAST) == differing(FAST, EXACT) == ("numerics",)
     assert mismatch(FAST, elsewhere[FAST], "a", "b") is None
-    assert binding_class(FAST) == binding_class(None) == ""
-    assert binding_class(EXACT) == EXACT.numerics
+    assert binding_class(None) == ""
+    assert binding_class(FAST) == binding_class(elsewhere[FAST]) == FAST.weights
+    assert binding_class(EXACT) == f"{EXACT.numerics} {EXACT.weights}"
+    assert binding_class(replace(EXACT, weights="others")) != binding_class(EXACT)
     assert handover_class(FAST) == handover_class(elsewhere[FAST]) != handover_class(EXACT)
     assert handover_class(None) == ""
 

@@ -222,7 +222,8 @@ def test_check_passes_at_rest_and_names_what_is_planted(server: Server) -> None:
     server.cluster["prefill-1"].violations = ()
     server.service.admission.choices -= 1
     ghost: Any = "ghost"
-    nobody: Any = (types.SimpleNamespace(tenant="", answer_key=""), None)
+    request = types.SimpleNamespace(pixels=0)
+    nobody: Any = (types.SimpleNamespace(tenant="", answer_key=""), types.SimpleNamespace(request=request))
     server.call(lambda: server.service.answers.owners.update({ghost: nobody}))
     report = operate(server, "check")[1]
     server.call(lambda: server.service.answers.owners.pop(ghost))
