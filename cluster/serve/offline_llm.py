@@ -4,8 +4,9 @@ What `serve --set transfer.plane=local` runs is behind it: workers on threads of
 loop in another thread. Requests are bodies as the endpoint takes them, so that each field means what it means there,
 and is refused in the same words; nothing is sent anywhere. By default one worker has both roles (`serve --colocate`).
 
-Each call has a deadline, at which everything that it began is ended. Not more than the router's queue is under way at
-once, so a call may have any number of prompts. `close` ends workers, threads and readers; so does the end of a `with`.
+Each call has a deadline, at which everything that it began is ended. Not more than half of the router's queue is
+under way at once, over all calls, so a call may have any number of prompts. `close` ends workers, threads and
+readers; so does the end of a `with`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +38,8 @@ T = TypeVar("T")
 POLL_S = 0.02
 CLOSE_S = 30.0
 """How long the router may take to end."""
+LATER_S = 5.0
+"""By how much the router's own deadline of an answer is after that of the call, which is to be the one that is met."""
 Prompt = str | Sequence[int]
 
 
@@ -139,30 +142,42 @@ class LLM:
         )
         self._stack = ExitStack()
         self._died: str = ""
+        self._directory: LocalDirectory | None = None
+        self._loop: asyncio.AbstractEventLoop = asyncio.new_event_loop()
+        self._stack.callback(lambda: None if self._loop.is_running() else self._loop.close())
+        self._gone = asyncio.Event()
+        """Set once a worker has died."""
+        self._submitting, self._closed = threading.Lock(), False
         with ExitStack() as starting:
             starting.callback(self.close)
             plan = prepare(options)
             workers = []
             for name, role in plan.workers:
                 workers.append(start_worker(plan, name, role, self._stack, self._on_end))
-            self._directory = LocalDirectory(workers)
-            self._directory.served = {one.name: one for one in adapters_of(plan.config)}
-            self._most = max(1, plan.config.router.max_queue // 2)
+            directory = self._directory = LocalDirectory(workers)
+            directory.served = {one.name: one for one in adapters_of(plan.config)}
+            self._room = _AnswerRoom(max(1, plan.config.router.max_queue // 2))
             self._longest_s = plan.config.router.max_timeout_s
-            self._start(lambda: RouterService(plan.spec, plan.config, self._directory, ports=ControllerPorts()))
+            self._start(lambda: RouterService(plan.spec, plan.config, directory, ports=ControllerPorts()))
             starting.pop_all()
 
     def _start(self, make: Callable[[], RouterService]) -> None:
         """Run a router on a loop of its own, until `close`."""
-        self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=self._loop.run_forever, name="router", daemon=True)
         thread.start()
 
+        async def rest_ended() -> None:
+            rest = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in rest:
+                task.cancel()
+            if rest:
+                await asyncio.wait(rest)
+
         def end() -> None:
+            with suppress(TimeoutError):
+                self._submit(rest_ended(), CLOSE_S)  # Else who waits for a call would wait for ever.
             self._loop.call_soon_threadsafe(self._loop.stop)
             thread.join(CLOSE_S)
-            if not thread.is_alive():
-                self._loop.close()
 
         self._stack.callback(end)
 
@@ -172,14 +187,19 @@ class LLM:
             return service
 
         self._service = self._wait(started(), HEALTHY_S)
-        self._stack.callback(lambda: self._wait(self._service.close(), CLOSE_S))
+        self._stack.callback(lambda: self._submit(self._service.close(), CLOSE_S))
 
         async def healthy() -> None:
             core = self._service.core
             while not all(core.serving(role) for role in core.workers.roles):
+                if self._died:
+                    raise AnswerFailed(self._died)
                 await asyncio.sleep(POLL_S)
 
-        self._wait(healthy(), HEALTHY_S)
+        try:
+            self._wait(healthy(), HEALTHY_S)
+        except TimeoutError:
+            raise TwinpoolError(f"no worker was ready within {HEALTHY_S:g} s") from None
 
     def __enter__(self) -> LLM:
         return self
@@ -190,7 +210,9 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End everything and give all memory back. Idempotent."""
+        """End everything and give all memory back. Calls of other threads end in `AnswerFailed`. Idempotent."""
+        with self._submitting:
+            self._closed = True
         self._stack.close()
 
     # ------------------------------------------------------------ calls
@@ -241,13 +263,18 @@ class LLM:
     def _answer(self, kind: FrameKind, bodies: Iterable[dict[str, Any]], timeout_s: float) -> list[dict[str, Any]]:
         """The answers to bodies, as the endpoint writes them."""
         text = {} if kind is FrameKind.EMBEDDINGS else {"return_token_ids": True}
-        timeout = {"timeout": min(timeout_s, self._longest_s)}
-        raw = [json.dumps({**body, **text, **timeout}).encode("utf-8", "surrogatepass") for body in bodies]
+        timeout = {"timeout": min(max(0.0, timeout_s) + LATER_S, self._longest_s)}
+        raw = [
+            (json.dumps({**body, **text, **timeout}).encode("utf-8", "surrogatepass"), body.get("n")) for body in bodies
+        ]
 
         async def all_of_them() -> list[dict[str, Any]]:
-            turns = asyncio.Semaphore(self._most)
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._one(kind, body, turns)) for body in raw]
+                death = group.create_task(self._death())
+                tasks = [group.create_task(self._one(kind, body, choices)) for body, choices in raw]
+                for task in tasks:
+                    await task
+                death.cancel()
             return [task.result() for task in tasks]
 
         try:
@@ -255,8 +282,14 @@ class LLM:
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
-    async def _one(self, kind: FrameKind, raw: bytes, turns: asyncio.Semaphore) -> dict[str, Any]:
-        async with turns:
+    async def _death(self) -> None:
+        """Wait for a worker to die; raises `AnswerFailed` then."""
+        await self._gone.wait()
+        raise AnswerFailed(self._died)
+
+    async def _one(self, kind: FrameKind, raw: bytes, choices: object) -> dict[str, Any]:
+        """One answer. `choices`: the body's `n`, as it was given."""
+        async with self._room.taken(choices if isinstance(choices, int) and choices > 0 else 1):
             if self._died:
                 raise AnswerFailed(self._died)
             stream = await self._service.open(ClientRequest(kind, raw, "offline"))
@@ -270,16 +303,13 @@ class LLM:
                 self._service.abandon(stream)  # Does nothing unless the answer was cut short.
 
     def _wait(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run `work` on the router's loop. Raises `TimeoutError` once it took longer, having ended it."""
-        if self._loop.is_closed():
-            work.close()
-            raise AnswerFailed("this LLM is closed: make a new one")
-
-        async def bounded() -> T:
-            async with asyncio.timeout(timeout_s):
-                return await work
-
-        future = asyncio.run_coroutine_threadsafe(bounded(), self._loop)
+        """Run `work` of a call on the router's loop. Raises `TimeoutError` once it took longer, having ended it, and
+        `AnswerFailed` where this `LLM` is closed before or meanwhile."""
+        with self._submitting:
+            if self._closed:
+                work.close()
+                raise AnswerFailed("this LLM is closed: make a new one")
+            future = self._submitted(work, timeout_s)
         try:
             return future.result()
         except CancelledError:
@@ -288,11 +318,50 @@ class LLM:
             future.cancel()
             raise
 
+    def _submit(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Run `work` on the router's loop while all of it ends. Raises `TimeoutError`."""
+        return self._submitted(work, timeout_s).result()
+
+    def _submitted(self, work: Coroutine[Any, Any, T], timeout_s: float) -> Future[T]:
+        async def bounded() -> T:
+            async with asyncio.timeout(timeout_s):
+                return await work
+
+        return asyncio.run_coroutine_threadsafe(bounded(), self._loop)
+
     def _on_end(self, name: str, end: WorkerEnd, reason: str) -> None:
         """Note that a worker has ended; runs on its engine thread."""
         if end not in (WorkerEnd.LEFT, WorkerEnd.STOPPED):
             self._died = f"{name} died ({reason}): make a new LLM"
-            self._directory.changed()
+            if self._directory is not None:  # Else it died before there was one.
+                self._directory.changed()
+            with suppress(RuntimeError):  # The loop has ended.
+                self._loop.call_soon_threadsafe(self._gone.set)
+
+
+class _AnswerRoom:
+    """Room for so many answers at once, over all calls; one body with more of them goes alone."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._taken = 0
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def taken(self, choices: int) -> AsyncIterator[None]:
+        """Wait for room for the answers of one body, and hold it."""
+        async with self._changed:
+            try:
+                await self._changed.wait_for(lambda: not self._taken or self._taken + choices <= self._most)
+                self._taken += choices
+            finally:
+                self._changed.notify()  # One wakes the next: of many that wait, not all for each that ends.
+        try:
+            yield
+        finally:
+            self._taken -= choices
+            async with self._changed:
+                self._changed.notify()
 
 
 def _is_tokens(prompts: object) -> bool:

@@ -205,8 +205,7 @@ def read_score(
     """Read a body of `/v1/score`: one text for each of many, or pairs. `pooling`: the checkpoint's. Raises
     `RequestError`, `UnknownModel` as `read_embeddings` does."""
     values, ignored = read_fields(body, SCORE)
-    first = "queries" if body.get("queries") is not None else "text_1"
-    second = "documents" if body.get("documents") is not None else "text_2"
+    first, second = _given(body, "queries", "text_1"), _given(body, "documents", "text_2")
     lefts, rights = _texts(body.get(first), first), _texts(body.get(second), second)
     if len(lefts) not in (1, len(rights)):
         raise RequestError(
@@ -237,6 +236,15 @@ def read_rerank(
     shown = tuple(texts) if values["return_documents"] else ()
     form = EmbeddingFormat("documents", pairs=PairFormat("rerank", top_n=values.get("top_n"), documents=shown))
     return _with_pairs(request, form, [(query, text) for text in texts], pooling, tokenizer, values.get("instruction"))
+
+
+def _given(body: Mapping[str, Any], newer: str, older: str) -> str:
+    """Which of a field's two names a body has. Raises `RequestError` for both."""
+    if body.get(newer) is None:
+        return older
+    if body.get(older) is not None:
+        raise RequestError(f"{newer} and {older} are names of one field: give one of them", param=newer)
+    return newer
 
 
 def _texts(given: object, name: str) -> list[str]:

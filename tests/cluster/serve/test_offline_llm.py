@@ -5,16 +5,28 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support.checkpoints import Oracle, compare
 from twinpool import LLM
+from twinpool.cluster.serve import offline_llm
 from twinpool.cluster.serve.offline_llm import AnswerFailed, Drawing
+from twinpool.cluster.serve.serve_one_process import start_worker
+from twinpool.cluster.worker_process.worker_thread import WorkerThread
 from twinpool.contracts.errors import ConfigError, RequestError
+from twinpool.contracts.interfaces.worker_interface import SessionId, Worker
+from twinpool.contracts.messages.worker_events import Event
+from twinpool.contracts.messages.worker_status import WorkerRecord
+from twinpool.router.openai.api_errors import ReaderFailed
+from twinpool.router.openai.response_stream import ResponseStream
+from twinpool.router.service.open_answers import ClientRequest
+from twinpool.router.service.router_service import RouterService
 
 DEMO = Path(__file__).parents[3] / "cluster" / "demo"
 PROMPTS = [[300 + n, 7, 11 + n, 400, 17] for n in range(5)]
@@ -79,6 +91,75 @@ def test_what_is_wrong_is_refused_as_the_endpoint_does_and_ends_the_call(llm: LL
     with pytest.raises(RequestError, match=says):
         llm.generate(PROMPTS, drawing)
     assert llm.check() == []
+
+
+def test_calls_of_several_threads_and_answers_of_several_choices_share_the_queue(llm: LLM) -> None:
+    several: Drawing = {"max_tokens": 8, "ignore_eos": True, "n": 3}
+    with ThreadPoolExecutor(4) as pool:
+        found = [pool.submit(llm.generate, PROMPTS, {**GREEDY, "n": 1 + at % 2}) for at in range(4)]
+        assert [len(one.answers) for one in llm.generate(PROMPTS, several)] == [3] * 5
+        assert [len(call.result()) for call in found] == [5] * 4
+    assert llm.check() == []
+
+
+@pytest.mark.parametrize("timeout_s", [-1.0, 0.0, 0.03, 0.1, 0.25])
+def test_the_deadline_of_a_call_is_its_own_at_any_length(llm: LLM, timeout_s: float) -> None:
+    with pytest.raises(TimeoutError):
+        llm.generate("a", {"max_tokens": 2000, "ignore_eos": True}, timeout_s=timeout_s)
+    assert llm.check() == []
+
+
+def test_calls_end_when_it_is_closed_though_some_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    long: Drawing = {"max_tokens": 1900, "ignore_eos": True}
+    begun, opened = threading.Event(), RouterService.open
+
+    async def told(service: RouterService, asked: ClientRequest) -> ResponseStream:
+        begun.set()
+        return await opened(service, asked)
+
+    monkeypatch.setattr(RouterService, "open", told)
+    made = LLM(str(DEMO), settings={"router.max_queue": 2})
+    with ThreadPoolExecutor(3) as pool:
+        calls = [pool.submit(made.generate, ["a"] * 5, long) for _ in range(3)]
+        assert begun.wait(30)
+        made.close()
+        for call in calls:
+            with pytest.raises((AnswerFailed, ReaderFailed)):
+                call.result(30)
+
+
+def test_a_worker_that_dies_ends_its_calls_and_later_ones_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts: list[WorkerThread] = []
+
+    def started(*args: Any) -> tuple[WorkerRecord, WorkerThread]:
+        record, host = start_worker(*args)
+        hosts.append(host)
+        return record, host
+
+    monkeypatch.setattr(offline_llm, "start_worker", started)
+    with LLM(str(DEMO), prefill=1, decode=1) as made:
+        decode, computes = hosts[1], threading.Event()
+
+        def seen(worker: Worker) -> None:
+            step = worker.step
+
+            def watched() -> Sequence[tuple[SessionId, Event]]:
+                events = step()
+                if events:
+                    computes.set()
+                return events
+
+            monkeypatch.setattr(worker, "step", watched)
+
+        decode.call(seen).result(30)
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(made.generate, ["a"] * 3, {"max_tokens": 1900, "ignore_eos": True}, timeout_s=60)
+            assert computes.wait(30)
+            decode.call(lambda worker: monkeypatch.setattr(worker, "step", lambda: 1 // 0)).result(30)
+            with pytest.raises(AnswerFailed):
+                call.result(30)
+        with pytest.raises(AnswerFailed, match=r"died .*: make a new LLM"):
+            made.generate("a", GREEDY, timeout_s=60)
 
 
 def test_a_call_that_takes_too_long_is_ended_and_leaves_nothing(llm: LLM) -> None:

@@ -95,6 +95,8 @@ RERANK: dict[str, Any] = {"query": "q", "documents": ["d"]}
         ("/v1/score", {"text_1": "a", "text_2": []}, "text_2", "missing or empty"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"] * 3}, "text_1", "give one, or one for each"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": "c"}, "text_1", "give one, or one for each"),
+        ("/v1/score", {"text_1": "a", "queries": "b", "text_2": "c"}, "queries", "names of one field"),
+        ("/v1/score", {"text_1": "a", "documents": "b", "text_2": "c"}, "documents", "names of one field"),
         ("/v1/score", {"text_1": [1], "text_2": "c"}, "text_1", "an array of texts"),
         ("/v1/score", {"text_1": {"a": 1}, "text_2": "c"}, "text_1", "an array of texts"),
         ("/v1/score", {"text_1": "a", "text_2": ["x"] * 2049}, "text_2", "at most 2048"),
