@@ -92,7 +92,7 @@ class WeightsChanges:
             raise ConfigError(f"the levels of sleep are 1 and 2, and 0 wakes; got {change.level}")
         if change.level and change.level != self._served.asleep:
             self._check_settled("sleep")
-        self._save(asleep=change.level, wait_s=change.wait_s)
+        self._save(asleep=change.level, wait_s=change.wait_s if change.level else self._served.wait_s)
         return f"an operator has put the cluster to sleep, level {change.level}" if change.level else "it was woken"
 
     def _check_settled(self, what: str) -> None:
@@ -124,12 +124,12 @@ class WeightsChanges:
         """Look how far workers are with reading the pending weights: change to them, or give them up."""
         if self._prepare_by is None:
             self._prepare_by = now + self._table.config.start_timeout_s
-        statuses = [row.status for row in _serving(self._table) if row.status is not None]
-        ready = [one for one in statuses if one.prepared == pending.number]
+        serving = _serving(self._table)
+        ready = [row.status for row in serving if row.status is not None and row.status.prepared == pending.number]
         if refused := next((one for one in ready if one.unprepared), None):
             return self._give_up(f"{refused.name} can't take them: {refused.unprepared}")
-        lacking = sorted(one.name for one in statuses if one.prepared != pending.number)
-        if statuses and not lacking:
+        lacking = sorted({row.name for row in serving} - {one.name for one in ready})
+        if ready and not lacking:
             digests = {one.prepared_digest: one.name for one in ready}
             if len(digests) > 1:
                 return self._give_up(f"{' and '.join(sorted(digests.values()))} have read different files")

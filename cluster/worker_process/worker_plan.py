@@ -23,7 +23,7 @@ from twinpool.cluster.worker_process.worker_thread import WorkerEnd
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec, with_weights
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.config.cluster_config import Config
-from twinpool.contracts.errors import ConfigError, TwinpoolError
+from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.interfaces.worker_interface import Worker
 from twinpool.contracts.messages.worker_status import WorkerStatus
@@ -178,7 +178,7 @@ class WeightsPreparation:
     def _look(self, weights: WeightsVersion) -> tuple[int, str, str]:
         try:
             return weights.number, self._prepare(weights), ""
-        except (TwinpoolError, OSError, RuntimeError, ValueError, MemoryError) as error:
+        except Exception as error:  # Whatever files raise, the next change finds this thread able to look.
             log.warning("weights can't be prepared", extra={"folder": weights.path, "reason": f"{error!s:.1000}"})
             return weights.number, "", f"{error!s:.1000}" or type(error).__name__
 

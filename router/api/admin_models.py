@@ -123,13 +123,13 @@ async def update_weights(service: RouterService, exchange: HttpExchange) -> None
     wait_s = asked.get("wait_s", ROLLING_WAIT_S if rolling else WAIT_S)
     if len(str(path)) > NAME_CHARS:
         return await exchange.fail(_conflict(f"the folder's path has more than {NAME_CHARS} characters"))
-    await _make(service, exchange, UpdateWeights(str(path), version, rolling, float(wait_s)), asked)
+    await _make(service, exchange, UpdateWeights(str(path), version, rolling, wait_s), asked)
 
 
 async def flush(service: RouterService, exchange: HttpExchange) -> None:
     """Let nothing that was computed so far be found any more: workers go on with the same weights and empty caches."""
     if (asked := await _body(service, exchange, "", "wait_s wait")) is not None:
-        await _make(service, exchange, FlushCaches(float(asked.get("wait_s", WAIT_S))), asked)
+        await _make(service, exchange, FlushCaches(asked.get("wait_s", WAIT_S)), asked)
 
 
 async def pause(service: RouterService, exchange: HttpExchange) -> None:
@@ -152,7 +152,7 @@ async def sleep(service: RouterService, exchange: HttpExchange) -> None:
     if level not in (1, 2):
         message = "a level of sleep is 1 or 2; POST /v1/wake wakes"
         return await exchange.fail(ApiError(400, message, "invalid_request_error", "invalid", "level"))
-    await _make(service, exchange, SleepCluster(level, float(asked.get("wait_s", WAIT_S))), asked)
+    await _make(service, exchange, SleepCluster(level, asked.get("wait_s", WAIT_S)), asked)
 
 
 async def wake(service: RouterService, exchange: HttpExchange) -> None:

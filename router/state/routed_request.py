@@ -287,10 +287,12 @@ class RoutedRequest:
 
     @property
     def bound(self) -> str | None:
-        """The class in which all of its answer is computed, once something was delivered; None: any will do."""
+        """The class in which all of its answer is computed, once something of it was delivered or another choice of it
+        runs or has ended; None: any will do."""
         if self.delivered:
             return self.numerics
-        return next((one.numerics for one in self.siblings if one.delivered), None)
+        others = (one for one in self.siblings if one is not self)
+        return next((one.numerics for one in others if one.delivered or one.phase is not RoutingPhase.WAITING), None)
 
     @property
     def pixels(self) -> int:

@@ -202,6 +202,26 @@ def test_one_worker_that_can_not_take_them_ends_the_change_and_so_do_other_files
         assert pending.number == 2
 
 
+def test_a_controller_that_was_started_again_waits_for_the_word_of_every_worker() -> None:
+    pools = Pools()
+    last = WorkerName("decode-1")
+    pools.unfit[last] = "the tensor x is missing"
+    pools.core.pools.make(NEW)
+    for name in pools.processes:
+        pools.beat(name)
+    pools.restart()
+    for name in pools.processes:
+        if name != last:
+            for _ in range(2):
+                pools.beat(name)
+    pools.act()
+    assert pools.core.table.served.pending is not None, "one worker has said nothing yet"
+    pools.settle(4)
+    served = pools.core.table.served
+    assert (served.weights.number, served.pending) == (0, None)
+    assert "decode-1 can't take them" in served.failed
+
+
 def test_changes_are_refused_while_one_is_under_way_and_where_nobody_could_follow() -> None:
     pools = Pools()
     pools.core.pools.make(NEW)
@@ -266,6 +286,18 @@ def test_a_sleeping_cluster_starts_nothing_and_keeps_processes_at_level_1(level:
     pools.settle()
     assert len(pools.numbers) == 4
     assert {bool(start.successor_of) for start in pools.began[before:]} == {level == 1}
+
+
+def test_a_wake_in_the_middle_of_a_change_leaves_requests_their_time() -> None:
+    pools = Pools(1, 1)
+    pools.core.pools.make(NEW)
+    pools.processes[WorkerName("decode-0")].requests = 3
+    for _ in range(6):
+        pools.round()
+    pools.core.pools.make(SleepCluster(0))
+    pools.round()
+    assert pools.core.table.served.wait_s == NEW.wait_s
+    assert pools.processes[WorkerName("decode-0")].requests == 3
 
 
 def test_a_pause_is_told_to_all_workers_and_outlives_the_controller() -> None:

@@ -42,6 +42,20 @@ def test_a_request_goes_to_a_pair_of_one_class() -> None:
         on.assert_answered(rid)
 
 
+@pytest.mark.parametrize("pooling", ["", "mean"])
+def test_choices_of_one_answer_are_of_one_class_before_anything_is_delivered_of_any(pooling: str) -> None:
+    on = stage(OLD, NEW, NEW, OLD)
+    choices = []
+    for _ in range(4):
+        choices.append(on.request(pooling=pooling))
+        on.requests[choices[-1].id] = choices[-1]
+    for one in choices:
+        one.siblings = choices
+        on.core.submit(one)
+    assert not any(one.delivered for one in choices)
+    assert len({one.numerics for one in choices}) == 1
+
+
 def test_a_prefill_worker_whose_class_has_no_decode_worker_gets_nothing() -> None:
     on = stage(OLD, NEW, NEW, NEW)
     for _ in range(6):
@@ -72,7 +86,7 @@ def test_an_answer_that_its_client_has_come_back_for_stays_in_the_class_of_its_w
     request = on.request(seed=7)
     answer = expected(request.prompt, request.sampling)
     kept = KeptAnswer(request.id, 3, 0, 7, 3, 6, 60.0, tuple(answer[:2]), running=True, started=True)
-    found = FoundAnswer(on.key("decode-1"), kept, 3, NEW)
+    found = FoundAnswer(on.key("decode-1"), kept, 3, f"{NEW} weights")
     request.restore(kept, 3)
     on.requests[request.id], on.out[request.id], on.logprobs[request.id] = request, answer[:2], []
     if lost == "before it goes on":
@@ -96,7 +110,7 @@ def test_an_answer_that_its_client_has_come_back_for_stays_in_the_class_of_its_w
 @pytest.mark.parametrize("die", [["decode-0"], ["prefill-0", "decode-0"]], ids=" and ".join)
 def test_failover_of_a_begun_answer_stays_in_its_class(die: list[str]) -> None:
     on = stage(OLD, NEW, OLD, NEW, worker_wait_s=5.0)
-    rid = next(rid for rid in (on.submit() for _ in range(4)) if on.requests[rid].numerics == OLD)
+    rid = next(rid for rid in (on.submit() for _ in range(4)) if on.requests[rid].numerics == f"{OLD} weights")
     on.say(rid, PREFILL, 2)
     on.say(rid, DECODE, 2)
     assert on.out[rid]
@@ -115,7 +129,7 @@ def test_failover_of_a_begun_answer_stays_in_its_class(die: list[str]) -> None:
 
 def test_a_begun_answer_whose_class_is_gone_ends_in_an_error_that_says_so() -> None:
     on = stage(OLD, NEW, OLD, NEW, worker_wait_s=1.0)
-    rid = next(rid for rid in (on.submit() for _ in range(4)) if on.requests[rid].numerics == OLD)
+    rid = next(rid for rid in (on.submit() for _ in range(4)) if on.requests[rid].numerics == f"{OLD} weights")
     on.say(rid, PREFILL, 2)
     on.say(rid, DECODE, 2)
     on.kill("decode-0")
@@ -127,10 +141,10 @@ def test_a_begun_answer_whose_class_is_gone_ends_in_an_error_that_says_so() -> N
 
 def test_a_request_that_nobody_has_heard_anything_of_may_begin_again_in_another_class() -> None:
     on = stage(OLD, NEW, OLD, NEW)
-    rid = next(rid for rid in (on.submit() for _ in range(4)) if on.requests[rid].numerics == OLD)
+    rid = next(rid for rid in (on.submit() for _ in range(4)) if on.requests[rid].numerics == f"{OLD} weights")
     on.kill("prefill-0")
     on.tick(1.0)
-    assert on.requests[rid].numerics == NEW
+    assert on.requests[rid].numerics == f"{NEW} weights"
     on.finish()
     on.assert_answered(rid)
 
@@ -168,13 +182,13 @@ def test_an_audit_is_computed_by_the_answers_own_class() -> None:
 def test_a_request_of_which_only_the_prompts_scores_were_told_stays_in_its_class() -> None:
     on = stage(OLD, NEW, OLD, NEW, worker_wait_s=5.0)
     asked = [on.submit(prompt_logprobs=0) for _ in range(4)]
-    rid = next(rid for rid in asked if on.requests[rid].numerics == OLD)
+    rid = next(rid for rid in asked if on.requests[rid].numerics == f"{OLD} weights")
     on.say(rid, PREFILL, 1)
     assert on.scores[rid]
     assert not on.out[rid]
     on.kill("prefill-0")
     on.tick(1.0)
-    assert on.requests[rid].numerics == OLD
+    assert on.requests[rid].numerics == f"{OLD} weights"
     on.restart("prefill-0")
     on.tick(1.0)
     on.finish()
