@@ -168,7 +168,7 @@ def test_an_audit_is_computed_by_the_answers_own_class() -> None:
     rids = [on.submit() for _ in range(6)]
     began = {rid: on.requests[rid].numerics for rid in rids}
     on.finish()
-    assert set(began.values()) == {OLD, NEW}
+    assert set(began.values()) == {f"{OLD} weights", f"{NEW} weights"}
     on.view()
     on.tick(1.0)
     assert on.audits
