@@ -43,7 +43,7 @@ def refused(on: Stage, rid: RequestId, role: Role) -> dict[str, tuple[str, ...]]
 
 def begun_in(on: Stage, numerics: str) -> RequestId:
     """A request whose answer has begun in this class."""
-    rid = next(rid for rid in (on.submit() for _ in range(4)) if on.requests[rid].numerics == numerics)
+    rid = next(rid for rid in (on.submit() for _ in range(4)) if on.requests[rid].numerics == f"{numerics} weights")
     on.say(rid, PREFILL, 2)
     on.say(rid, DECODE, 2)
     return rid
@@ -156,7 +156,7 @@ def test_workers_of_another_class_than_the_answers_are_left_out_for_that() -> No
     on.kill("decode-0")
     on.restart("decode-0")
     on.tick(1.0)
-    reason = "of another numerics class than the one in which the answer began"
+    reason = "of another numerics class, or of other weights, than those with which the answer began"
     assert refused(on, rid, PREFILL) == {reason: ("prefill-1",)}
     assert refused(on, rid, DECODE) == {reason: ("decode-1",)}
 

@@ -64,7 +64,7 @@ def test_late_is_what_came_after_its_target_and_what_never_came() -> None:
     target = scene.metrics.tally.target
     for seconds in (1.9, 2.0, 2.1):
         target.first_token(seconds)
-    begun = cast(ChoiceOutput, SimpleNamespace(first_at=10.0, last_at=10.0))
+    begun = cast(ChoiceOutput, SimpleNamespace(first_at=10.0, last_at=10.0, request=SimpleNamespace(priority=0)))
     for now in (10.5, 11.125):  # 0.5 s after the token before, which is in time, and 0.625 s
         scene.metrics.tally.tokens(begun, 1, now)
     scene.counts.submitted, scene.counts.refused_early, scene.counts.shed, scene.metrics.refused_full = 10, 4, 2, 1
