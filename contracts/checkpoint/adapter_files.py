@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from twinpool.contracts.checkpoint.json_fields import JsonFields
-from twinpool.contracts.checkpoint.safetensors_headers import FLOATS, TensorHeader, read_file_headers
+from twinpool.contracts.checkpoint.safetensors_headers import FLOATS, TensorHeader, check_regular, read_file_headers
 from twinpool.contracts.errors import CheckpointError
 from twinpool.contracts.outside_data import read_json
 from twinpool.contracts.sampling_params import AdapterRef
@@ -130,6 +130,7 @@ def read_adapter_files(folder: Path, max_rank: int) -> AdapterFiles:
 
 
 def _bytes_of(path: Path, most: int) -> bytes:
+    check_regular(path)
     try:
         with path.open("rb") as file:
             raw = file.read(most + 1)

@@ -53,7 +53,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     the single file.
 
     Raises `CheckpointError` for a missing, truncated or malformed file, or an index that names a tensor that the file
-    lacks.
+    lacks, or a file elsewhere.
     """
     index_path = folder / INDEX
     if not index_path.exists():
@@ -65,6 +65,8 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
         raise CheckpointError(f"{index_path} has no weight_map of tensor names to file names")
     headers: dict[str, TensorHeader] = {}
     for name in sorted(set(index.values())):
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CheckpointError(f"{index_path} names a file that isn't in its folder: {name!r}")
         headers |= read_file_headers(folder / name)
     for tensor, name in index.items():
         if tensor not in headers or headers[tensor].file != folder / name:
@@ -81,8 +83,15 @@ def read_json(path: Path) -> dict[str, object]:
     return loaded
 
 
+def check_regular(path: Path) -> None:
+    """Raise `CheckpointError` for what is there and no file, such as a pipe, from which one would read for ever."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is no file")
+
+
 def read_tree(path: Path) -> object:
     """Read any JSON value from a file; raises `CheckpointError` when the file can't be read or isn't JSON."""
+    check_regular(path)
     try:
         return outside_data.read_json(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -142,6 +151,7 @@ def _files_of(headers: Mapping[str, TensorHeader]) -> list[Path]:
 def read_file_headers(path: Path) -> dict[str, TensorHeader]:
     """Return the headers of one file's tensors, by name. Raises `CheckpointError` for a missing, truncated or malformed
     file."""
+    check_regular(path)
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -93,3 +94,21 @@ def test_how_tensors_are_divided_into_files_is_no_part_of_a_digest_and_an_index_
         indexed(**files)
         with pytest.raises(CheckpointError, match="but it doesn't"):
             read_headers(tmp_path)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["model.safetensors", INDEX])
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_read_for_ever(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match="is no file"):
+        read_headers(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "sub/../../x.safetensors", "/x.safetensors"])
+def test_an_index_names_files_of_its_folder_alone(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "x.safetensors", {"a": entry(0, 8)}, bytes(8))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(CheckpointError, match="names a file that isn't in its folder"):
+        read_headers(folder)
