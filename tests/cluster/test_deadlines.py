@@ -21,8 +21,11 @@ ENDLESS = {
     "supervisor.py: reports.get": "until there is something to report, or the stream to the controller ends",
     "controller_streams.py: self._there.wait": "within the answer's deadline",
     "examine.py: group.result": "checks, each of which asks with deadlines of its own",
+    "offline_llm.py: task.result": "of a task that has ended",
+    "offline_llm.py: future.result": "the call's own deadline, which the loop keeps",
+    "offline_llm.py: self._submitted(work, timeout_s).result": "the call's own deadline, which the loop keeps",
+    "offline_llm.py: self._gone.wait": "until a worker dies, or the call ends, which has a deadline",
     "priority.py: thread.join": "the package's import and the model's loading, which cluster.start_timeout_s bounds",
-    "worker_process.py: threading.Event().wait": "a hang on purpose",
     "worker_actor.py: mine.wait": "the actor's process, whose end is what a caller waits for, or the next caller",
     "worker_process.py: self._ended.wait": "the worker's life; its lease, its engine thread and its parent end it",
 }

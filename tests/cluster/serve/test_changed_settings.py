@@ -218,11 +218,11 @@ def test_what_no_flag_says_is_launched_as_the_file_has_it(tmp_path: Path) -> Non
     assert flagged.given.launch.routers == 2, "what is applied later is compared with what it came to"
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(5))
 def test_the_files_that_the_operators_pages_show_are_configurations(number: int, tmp_path: Path) -> None:
     docs = Path(__file__).parents[3] / "docs"
     pages = [docs / "operating.md", *sorted((docs / "operating").glob("*.md"))]
     found = re.findall(r"```yaml\n(.*?)```", "".join(page.read_text() for page in pages), re.DOTALL)
-    assert len(found) == 4
+    assert len(found) == 5
     (tmp_path / "cluster.yaml").write_text(found[number])
     assert load_config(tmp_path / "cluster.yaml") != Config()
