@@ -31,6 +31,7 @@ class Asked:
     skip_special_tokens: bool = True
     eos: frozenset[int] = frozenset()
     answer_format: None = None
+    shape: str = "openai"
 
 
 def choice_of(name: str) -> ChoiceOutput:
