@@ -15,6 +15,7 @@ from twinpool.cli.credential_commands import new_key, revoke_key
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.security_config import SecurityConfig
 from twinpool.contracts.key_file import digest_of
+from twinpool.router.api.admin_models import SERVED_ROUTES
 from twinpool.router.api.app import OPERATORS, PREFIX_ROUTES, ROUTES
 from twinpool.router.api.http_protocol import OPEN_PATHS
 
@@ -43,7 +44,9 @@ def server(file: Path, secret: str) -> Iterator[Server]:
 def ask(url: str, path: str, secret: str = "", method: str = "") -> httpx.Response:
     headers = {"Authorization": f"Bearer {secret}"} if secret else {}
     with httpx.Client(base_url=url, timeout=WAIT_S, trust_env=False) as client:
-        return client.request(method or PATHS.get(path, "GET"), path, headers=headers)
+        changes = path in SERVED_ROUTES and "lora" not in path  # Nothing here would ever follow such a change.
+        body = b'{"wait": false}' if changes else None
+        return client.request(method or PATHS.get(path, "GET"), path, headers=headers, content=body)
 
 
 def test_an_operators_path_needs_an_operators_key_and_is_nowhere_else(server: Server, secret: str) -> None:
