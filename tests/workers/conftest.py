@@ -1,8 +1,10 @@
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.checkpoints import Oracle, make_checkpoint
+from tests.support.rank_followers import RankProcesses, rank_processes
 from twinpool.decode.drafting import StepTimes
 
 
@@ -14,6 +16,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def oracle(model: Path) -> Oracle:
     return Oracle(model)
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[RankProcesses]:
+    """Processes for followers, started once for all tests of a file."""
+    with rank_processes() as processes:
+        yield processes
 
 
 @pytest.fixture(autouse=True)

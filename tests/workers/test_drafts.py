@@ -6,13 +6,13 @@ Answers that may have few tokens alone repeat themselves, so prompt lookup finds
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.rank_followers import RankProcesses, rank_processes
+from tests.support.rank_followers import RankProcesses
 from tests.support.worker_pair import Answer, pair
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.contracts.ids import PAIR, Role
@@ -55,12 +55,6 @@ def answers(model: Path, asked: Asked | None = None, **sections: Any) -> tuple[l
 
 def said(found: Sequence[Answer]) -> Said:
     return [(answer.list, answer.logprobs, answer.done and answer.done.reason) for answer in found]
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[RankProcesses]:
-    with rank_processes() as processes:
-        yield processes
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from tests.support.family_scenes import (
 )
 from tests.support.model_families import FAMILIES
 from tests.support.quantised_cache import QuantisedFamily
-from tests.support.rank_followers import RankProcesses, rank_processes
+from tests.support.rank_followers import RankProcesses
 from tests.support.retract_scenes import expect_each_buffer_is_swapped_and_read, expect_same_answers
 from tests.support.worker_pair import pair
 from tests.support.worker_parts import manager_of
@@ -42,12 +42,6 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Qua
         return QuantisedFamily(name, folder if folder.exists() else FAMILIES[name](folder), {"kv_dtype": kv_dtype})
 
     return make
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[RankProcesses]:
-    with rank_processes() as processes:
-        yield processes
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@ layout and family, after hand-overs and from found prefixes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from tests.support.family_scenes import CHUNK, PAGE, Family, ask, device_bytes, 
 from tests.support.gguf_files import GgufOracle, write_gguf
 from tests.support.model_families import FAMILIES
 from tests.support.quantised_checkpoints import quantise_folder, quantised_names
-from tests.support.rank_followers import RankProcesses, rank_processes
+from tests.support.rank_followers import RankProcesses
 from tests.support.retract_scenes import mixed, pages_of, run
 from tests.support.worker_pair import pair
 from twinpool.engine.tensors.row_exact_linear import RowExactLinear
@@ -67,12 +66,6 @@ def test_both_workers_answer_from_a_file_kept_as_it_is_stored(tmp_path: Path, ki
     for prompt, answer in zip(prompts, answers, strict=True):
         verdict = compare(oracle, prompt, answer.list)
         assert verdict.equal, verdict
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[RankProcesses]:
-    with rank_processes() as processes:
-        yield processes
 
 
 def written(name: str, layout: str, base: Path) -> Quantised:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.family_scenes import buffers_of, damaged_on_the_way, managers
-from tests.support.rank_followers import RankProcesses, rank_processes
+from tests.support.rank_followers import RankProcesses
 from tests.support.stepped_router import Cell
 from tests.support.worker_pair import pair
 from tests.workers.test_audits_end_to_end import ALL, words
@@ -24,12 +23,6 @@ SAMPLINGS = (
     SamplingParams(max_tokens=5, temperature=0.9, seed=3, top_p=0.95),
     SamplingParams(max_tokens=5, temperature=0.8, seed=4, repetition_penalty=1.2),
 )
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[RankProcesses]:
-    with rank_processes() as processes:
-        yield processes
 
 
 def sections(prefill: int, decode: int, **more: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +9,13 @@ import pytest
 
 from tests.support.checkpoints import Oracle
 from tests.support.model_families import EVERY
-from tests.support.rank_followers import RankProcesses, rank_processes
+from tests.support.rank_followers import RankProcesses
 from tests.support.worker_pair import pair
 from tests.workers.test_layered_sends import BY_LAYER, answers_are_the_oracles, layered, prompts
 from twinpool.cache.device.adversarial_device import AdversarialDevice
 from twinpool.cache.device.cpu_device import AsyncCpuDevice, CpuDevice
 from twinpool.cache.device.device_port import Device, DeviceStream
 from twinpool.contracts.ids import Role
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[RankProcesses]:
-    """Processes that are started once for all of these tests."""
-    with rank_processes() as processes:
-        yield processes
 
 
 def sends_beside() -> AsyncCpuDevice:

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.checkpoints import Oracle
+from tests.support.layout_scenes import check_answers, check_stored
 from tests.support.model_families import EVERY
-from tests.support.rank_followers import RankProcesses, rank_processes
-from tests.support.worker_pair import pair, turns
-from tests.support.worker_parts import manager_of
+from tests.support.rank_followers import RankProcesses
+from tests.support.worker_pair import pair
 from tests.workers.test_pair import expect_equal, greedy, prompts
 from twinpool.contracts.ids import Role
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[RankProcesses]:
-    """Processes that are started once for all of these tests."""
-    with rank_processes() as processes:
-        yield processes
 
 
 @pytest.mark.slow
@@ -63,43 +55,11 @@ def test_greedy_answers_are_the_oracles_with_experts_spread_over_ranks(
 ) -> None:
     """(tp, ep) of both sides."""
     folder = EVERY[family](tmp_path / "model")
-    oracle = Oracle(folder)
-    with pair(
-        folder,
-        tokens=2048,
-        ranks=warm,
-        transfer={"plane": "shm"},
-        prefill={"chunk_tokens": 64, "tp": prefill[0], "ep": prefill[1]},
-        decode={"tp": decode[0], "ep": decode[1]},
-    ) as both:
-        asked = prompts(1, 17, 97, 150)
-        answers = both.run(*[both.submit(p, greedy(8)) for p in asked])
-        for prompt, answer in zip(asked, answers, strict=True):
-            expect_equal(oracle, prompt, answer)
+    check_answers(folder, warm, *({"tp": tp, "ep": ep} for tp, ep in (prefill, decode)))
 
 
 @pytest.mark.slow
 def test_what_two_ranks_have_stored_one_rank_reads_and_the_other_way_round(
     model: Path, oracle: Oracle, warm: RankProcesses, tmp_path: Path
 ) -> None:
-    """Pools so small that the device and the host forget; storage outlives the workers, whatever their ranks."""
-    (prompt, *others) = prompts(8, 200, 180, 190, 170)
-    storage = {"backend": "file", "path": str(tmp_path / "pages")}
-    tiers: dict[str, Any] = {"host_bytes": 1 << 20, "storage": storage, "prefetch": {"policy": "wait_complete"}}
-    for ranks, hits in ((2, 0), (1, 192), (2, 192)):
-        with pair(
-            model, tokens=512, ranks=warm, transfer={"plane": "shm"}, cache={**tiers, "load_back": "always"},
-            prefill={"tp": ranks},
-        ) as both:  # fmt: skip
-            (answer,) = both.run(both.submit(prompt, greedy(8)))
-            expect_equal(oracle, prompt, answer)
-            assert answer.progress[Role.PREFILL].cached_by_tier.get("storage", 0) == hits, ranks
-            for other in others:
-                expect_equal(oracle, other, *both.run(both.submit(other, greedy(4))))
-            (again,) = both.run(both.submit(prompt, greedy(8)))
-            expect_equal(oracle, prompt, again)
-            assert again.progress[Role.PREFILL].cached_tokens == 192
-            for number in turns(50):
-                both.step()
-                if number >= 49 and not manager_of(both.prefill).busy:
-                    break
+    check_stored(model, oracle, warm, tmp_path / "pages", [({"tp": 2}, 0), ({"tp": 1}, 192), ({"tp": 2}, 192)])

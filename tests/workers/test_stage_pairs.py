@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.checkpoints import Oracle
+from tests.support.layout_scenes import check_answers, check_retracted, check_stored
 from tests.support.model_families import EVERY
-from tests.support.rank_followers import RankProcesses, rank_processes
+from tests.support.rank_followers import RankProcesses
 from tests.support.stepped_cluster import company, generated
-from tests.support.worker_pair import pair, turns
-from tests.support.worker_parts import manager_of
+from tests.support.worker_pair import pair
 from tests.workers.test_migrations import prompts as running_prompts
 from tests.workers.test_migrations import seeded
 from tests.workers.test_pair import expect_equal, greedy, prompts
 from twinpool.contracts.ids import Role
 
 PP1, PP2, TP2 = {}, {"pp": 2}, {"tp": 2}  # type: ignore[var-annotated]
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[RankProcesses]:
-    """Processes that are started once for all of these tests."""
-    with rank_processes() as processes:
-        yield processes
 
 
 @pytest.mark.slow
@@ -75,19 +67,7 @@ def test_every_kind_of_state_is_handed_over_between_stages_and_one_rank(
     tmp_path: Path, warm: RankProcesses, family: str, prefill: int, decode: int
 ) -> None:
     folder = EVERY[family](tmp_path / "model", **FAMILIES[family])
-    oracle = Oracle(folder)
-    with pair(
-        folder,
-        tokens=2048,
-        ranks=warm,
-        transfer={"plane": "shm"},
-        prefill={"chunk_tokens": 64, "pp": prefill},
-        decode={"pp": decode},
-    ) as both:
-        asked = prompts(1, 17, 97, 150)
-        answers = both.run(*[both.submit(p, greedy(8)) for p in asked])
-        for prompt, answer in zip(asked, answers, strict=True):
-            expect_equal(oracle, prompt, answer)
+    check_answers(folder, warm, {"pp": prefill}, {"pp": decode})
 
 
 @pytest.mark.slow
@@ -95,46 +75,15 @@ def test_every_kind_of_state_is_handed_over_between_stages_and_one_rank(
 def test_every_stages_layers_of_a_retracted_request_come_back(tmp_path: Path, warm: RankProcesses, stages: int) -> None:
     """Stages have two layers and three, or one, two and two; all have as many host pages."""
     model = EVERY["llama"](tmp_path / "model", layers=5)
-    oracle = Oracle(model)
-    decode = {"pp": stages, "retract": "copy", "cache": {"host_bytes": 1 << 22}}
-    sizes = {Role.PREFILL: 2048, Role.DECODE: 208}
-    with pair(
-        model, tokens=sizes, ranks=warm, transfer={"plane": "shm"}, decode=decode, faults={"retract_every": 4}
-    ) as both:
-        asked = prompts(1, 16, 17, 97, 40)
-        answers = both.run(*[both.submit(prompt, greedy(20)) for prompt in asked], rounds=200_000)
-        for prompt, answer in zip(asked, answers, strict=True):
-            expect_equal(oracle, prompt, answer)
-        counters = both.decode.status().counters
-        assert counters["retractions"] == counters["resumptions"] > 8
-        assert counters["recomputed"] == counters["states_damaged_swapped"] == 0
+    check_retracted(model, Oracle(model), warm, {"pp": stages})
 
 
 @pytest.mark.slow
 def test_what_stages_have_stored_others_read_and_the_other_way_round(
     model: Path, oracle: Oracle, warm: RankProcesses, tmp_path: Path
 ) -> None:
-    """Pools so small that the device and the host forget; storage outlives the workers, whatever their layouts."""
-    (prompt, *others) = prompts(8, 200, 180, 190, 170)
-    storage = {"backend": "file", "path": str(tmp_path / "pages")}
-    tiers: dict[str, Any] = {"host_bytes": 1 << 20, "storage": storage, "prefetch": {"policy": "wait_complete"}}
-    for layout, hits in ((PP2, 0), (PP1, 192), (PP2, 192), (TP2, 192)):
-        with pair(
-            model, tokens=512, ranks=warm, transfer={"plane": "shm"}, cache={**tiers, "load_back": "always"},
-            prefill=layout,
-        ) as both:  # fmt: skip
-            (answer,) = both.run(both.submit(prompt, greedy(8)))
-            expect_equal(oracle, prompt, answer)
-            assert answer.progress[Role.PREFILL].cached_by_tier.get("storage", 0) == hits, layout
-            for other in others:
-                expect_equal(oracle, other, *both.run(both.submit(other, greedy(4))))
-            (again,) = both.run(both.submit(prompt, greedy(8)))
-            expect_equal(oracle, prompt, again)
-            assert again.progress[Role.PREFILL].cached_tokens == 192
-            for number in turns(50):
-                both.step()
-                if number >= 49 and not manager_of(both.prefill).busy:
-                    break
+    layouts = ((PP2, 0), (PP1, 192), (PP2, 192), (TP2, 192))
+    check_stored(model, oracle, warm, tmp_path / "pages", layouts)
 
 
 @pytest.mark.slow
