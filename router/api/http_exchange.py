@@ -51,8 +51,9 @@ ALLOWED_HEADERS = b"authorization, content-type, x-api-key, anthropic-version, x
 _HEADER_NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]+(?:[ \t]*,[ \t]*[A-Za-z0-9!#$%&'*+.^_`|~-]+)*")
 _MAX_NAMES = 2048
 IGNORED_HEADER = b"x-twinpool-ignored"
-WEIGHTS_HEADER = b"x-twinpool-weights-version"
 """The header of an answer that names the fields of its request which had no effect."""
+WEIGHTS_HEADER = b"x-twinpool-weights-version"
+"""The header of an answer that names the version of the weights that it was computed with."""
 CLIENT_ID_CHARS = 64
 _UNCLEAN = re.compile(r"[^A-Za-z0-9._:\-]")
 
@@ -156,27 +157,16 @@ class HttpExchange:
         Raises `BodyTooLarge` as soon as the body is known to be above `limit` bytes, `BufferFull` when `buffer` has no
         room, and `ClientGone` when the client disconnects.
         """
-        length = self.headers.get(b"content-length", b"")
-        if length.isdigit() and (len(length) > 18 or int(length) > limit):
-            raise BodyTooLarge(f"the body has {length[:24].decode()} bytes; the limit is {limit}")
         self._buffer = buffer
         parts: list[bytes] = []
         size = 0
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone("the client left while it was sending")
-            part = message.get("body", b"")
+        async for part in self.pieces(limit):
             size += len(part)
-            if size > limit:
-                raise BodyTooLarge(f"the body is above the limit of {limit} bytes")
             if size - FREE_BYTES > self._held:
                 buffer.take(size - FREE_BYTES - self._held)
                 self._held = size - FREE_BYTES
             parts.append(part)
-            if not message.get("more_body", False):
-                self.body_done = True
-                return parts[0] if len(parts) == 1 else b"".join(parts)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def pieces(self, limit: int) -> AsyncIterator[bytes]:
         """Yield the body as it comes, for who keeps none of it. Raises `BodyTooLarge` and `ClientGone` as `body`."""
