@@ -104,7 +104,10 @@ class WeightsChanges:
             raise ConfigError(f"can't {what}: the cluster sleeps; wake it first (twinpool wake)")
         if behind := self._behind():
             names = ", ".join(sorted(row.name for row in behind))
-            raise ConfigError(f"can't {what}: the last change isn't through, {names} has still to follow")
+            raise ConfigError(
+                f"can't {what}: the last change isn't through, {names} has still to follow; wait for its end, and if "
+                "it was rolling, bring back or scale away what isn't ready"
+            )
 
     # ------------------------------------------------------------ the passing of time
 
@@ -180,12 +183,15 @@ class WeightsChanges:
                 self._tell(row, now)
 
     def _tell(self, row: WantedWorker, now: float) -> None:
-        """Have a worker that serves drain, and go on as its next incarnation."""
+        """Have a worker that serves drain, and go on as its next incarnation. One that leaves already goes where it was
+        sent: to another role, or for good."""
         self._told.setdefault((row.name, row.incarnation), now)
-        if row.changes and (row.drains or row.state is WorkerState.DRAINING) and row.becomes is not None:
+        leaves = row.drains or row.state is WorkerState.DRAINING
+        if row.changes and leaves:
             return
-        row.changes, row.becomes = True, row.becomes or row.role  # One that an operator sends elsewhere goes there.
-        row.drains = row.state is WorkerState.READY
+        row.changes = True
+        if not leaves:
+            row.becomes, row.drains = row.becomes or row.role, True
         self._table.saved(row)
 
     # ------------------------------------------------------------ what workers and routers are told

@@ -17,7 +17,13 @@ from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
 from twinpool.contracts.messages.leases import LeaseGrant
-from twinpool.contracts.messages.pool_changes import FlushCaches, PauseCluster, SleepCluster, UpdateWeights
+from twinpool.contracts.messages.pool_changes import (
+    FlushCaches,
+    PauseCluster,
+    ServingChange,
+    SleepCluster,
+    UpdateWeights,
+)
 from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, WEIGHTS_SINCE
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
 from twinpool.contracts.sampling_params import WeightsVersion
@@ -257,6 +263,52 @@ def test_a_rolling_change_takes_one_worker_after_the_other() -> None:
         order += [name for name, number in pools.numbers.items() if number and name not in order]
     assert set(pools.numbers.values()) == {1}
     assert [name.partition("-")[0] for name in order] == ["prefill", "decode", "prefill", "decode"]
+
+
+@pytest.mark.parametrize(
+    "change", [NEW, replace(NEW, rolling=True), FlushCaches(wait_s=5.0), SleepCluster(1, wait_s=5.0)], ids=repr
+)
+def test_a_worker_that_an_operator_drains_leaves_for_good_whatever_else_changes(change: ServingChange) -> None:
+    pools, leaving = Pools(prefill=3), WorkerName("prefill-2")
+    pools.processes[leaving].requests = 1
+    pools.core.pools.drain(leaving)
+    pools.settle(3)
+    pools.core.pools.make(change)
+    pools.settle()
+    pools.processes.get(leaving, Process(pools.began[0])).requests = 0
+    pools.settle()
+    pools.core.pools.make(SleepCluster(0))
+    pools.settle()
+    assert (pools.core.table.rows[leaving].state, len(pools.numbers)) == ("left", 4)
+
+
+def test_a_pool_that_is_scaled_down_during_a_change_stays_so() -> None:
+    pools = Pools(prefill=3)
+    pools.core.pools.make(NEW)
+    pools.processes[WorkerName("prefill-2")].requests = 1
+    pools.settle(4)
+    assert pools.core.table.rows[WorkerName("prefill-2")].state == "draining"
+    pools.core.pools.scale({Role.PREFILL: 2})
+    pools.settle()
+    assert pools.numbers == dict.fromkeys(map(WorkerName, ("prefill-0", "prefill-1", "decode-0", "decode-1")), 1)
+
+
+def test_a_rolling_change_waits_for_a_worker_that_does_not_come_back_until_its_pool_is_smaller() -> None:
+    pools = Pools()
+    pools.core.pools.make(replace(NEW, rolling=True))
+    while set(pools.numbers.values()) == {0}:
+        pools.round()
+    pools.die(WorkerName("prefill-0"))
+    for _ in range(100):
+        pools.round()
+        pools.processes.pop(WorkerName("prefill-0"), None)  # It never comes so far as to register.
+    assert sorted(pools.numbers.values()) == [0, 0, 1], "decode-0 was under way when it died"
+    for order in (UpdateWeights("/weights/old", "old"), FlushCaches(), SleepCluster(1)):
+        with pytest.raises(ConfigError, match="scale away what isn't ready"):
+            pools.core.pools.make(order)
+    pools.core.pools.scale({Role.PREFILL: 1})
+    pools.settle()
+    assert pools.numbers == dict.fromkeys(map(WorkerName, ("prefill-1", "decode-0", "decode-1")), 1)
 
 
 def test_a_flush_is_a_change_to_the_same_weights_that_reads_nothing() -> None:
