@@ -127,7 +127,8 @@ def _conflicts(config: Config) -> Iterator[str]:
     yield from _tracing_conflicts(config.tracing)
     yield from _controller_conflicts(config.cluster)
     yield from ledger_file_conflicts(config.cluster.ledger, config.security)
-    for conflicts in (_adapter_conflicts, _batch_conflicts, _disaggregation_conflicts, _draft_conflicts):
+    yield from _share_conflicts(config)
+    for conflicts in (_adapter_conflicts, _folder_conflicts, _disaggregation_conflicts, _draft_conflicts):
         yield from conflicts(config)
     yield from autoscaling_conflicts(config.autoscaling)
     router = config.router
@@ -145,14 +146,6 @@ def _conflicts(config: Config) -> Iterator[str]:
             f"config key router.body_buffer_bytes={router.body_buffer_bytes} is below router.max_body_bytes="
             f"{router.max_body_bytes}: the largest body could never be received"
         )
-    if router.breaker_rate > 1:
-        yield f"config key router.breaker_rate is a share of 1; got {router.breaker_rate:g}"
-    if config.prefill.short_share >= 1:
-        yield f"config key prefill.short_share is a share, below 1; got {config.prefill.short_share:g}"
-    if config.decode.output_length_quantile > 1:
-        yield (
-            f"config key decode.output_length_quantile is a share up to 1; got {config.decode.output_length_quantile}"
-        )
     if config.decode.retract == "copy" and not may_have_host_memory(config, Role.DECODE, Role.COLOCATED):
         yield (
             "config key decode.retract=copy needs host memory to copy into: set cache.host_bytes or "
@@ -160,20 +153,46 @@ def _conflicts(config: Config) -> Iterator[str]:
         )
     if config.pools.colocated and (config.pools.prefill or config.pools.decode):
         yield ("config key pools.colocated goes without pools.prefill and pools.decode: a cluster has either")
-    if config.cluster.host_memory_share >= 1:
-        share = config.cluster.host_memory_share
-        yield f"config key cluster.host_memory_share is a share of free memory, below 1; got {share:g}"
-    if config.audit.fraction > 1:
-        yield f"config key audit.fraction is a share, at most 1; got {config.audit.fraction:g}"
-    if config.watch.rare_share >= 1:
-        yield f"config key watch.rare_share is a share, below 1; got {config.watch.rare_share:g}"
     if config.watch.window_tokens > 1024:
         yield f"config key watch.window_tokens must be at most 1024; got {config.watch.window_tokens}"
     if config.cache.strip_reasoning and not config.cache.reasoning_tokens:
         yield "config key cache.strip_reasoning needs cache.reasoning_tokens"
 
 
-def _batch_conflicts(config: Config) -> Iterator[str]:
+def _share_conflicts(config: Config) -> Iterator[str]:
+    """Shares of more than there is: what is to leave something for others must be below 1."""
+    at_most_1 = {
+        "router.breaker_rate": config.router.breaker_rate,
+        "decode.output_length_quantile": config.decode.output_length_quantile,
+        "audit.fraction": config.audit.fraction,
+        "tracing.ratio": config.tracing.ratio,
+    }
+    below_1 = {
+        "prefill.short_share": config.prefill.short_share,
+        "cluster.host_memory_share": config.cluster.host_memory_share,
+        "watch.rare_share": config.watch.rare_share,
+    }
+    for key, share in at_most_1.items():
+        if share > 1:
+            yield f"config key {key} is a share, at most 1; got {share:g}"
+    for key, share in below_1.items():
+        if share >= 1:
+            yield f"config key {key} is a share, below 1; got {share:g}"
+
+
+def _listed(text: str) -> list[str]:
+    """What is listed with commas."""
+    return [entry.strip() for entry in text.split(",") if entry.strip()]
+
+
+def _folder_conflicts(config: Config) -> Iterator[str]:
+    """Folders that aren't absolute, or of no use to the models."""
+    for key, roots in (("adapters.roots", config.adapters.roots), ("engine.weight_roots", config.engine.weight_roots)):
+        for root in _listed(roots):
+            if not root.startswith("/"):
+                yield f"config key {key} takes absolute folders, several with commas; got {root!r:.200}"
+    if _listed(config.engine.weight_roots) and config.engine.models != "native":
+        yield "config key engine.weight_roots needs engine.models=native: transformers reads the checkpoint's own files"
     if config.batch.folder and not config.batch.folder.startswith("/"):
         yield f"config key batch.folder takes an absolute folder; got {config.batch.folder!r:.200}"
 
@@ -202,21 +221,13 @@ def _draft_conflicts(config: Config) -> Iterator[str]:
 
 def _adapter_conflicts(config: Config) -> Iterator[str]:
     adapters, names = config.adapters, set[str]()
-    for entry in filter(None, map(str.strip, adapters.load.split(","))):
+    for entry in _listed(adapters.load):
         name, _, path = entry.partition("=")
         if not name.strip() or not path.strip().startswith("/"):
             yield f"config key adapters.load takes name=/absolute/folder, several with commas; got {entry!r:.200}"
         elif name.strip() in names:
             yield f"config key adapters.load names {name.strip()!r:.200} twice"
         names.add(name.strip())
-    for root in filter(None, map(str.strip, adapters.roots.split(","))):
-        if not root.startswith("/"):
-            yield f"config key adapters.roots takes absolute folders, several with commas; got {root!r:.200}"
-    for root in filter(None, map(str.strip, config.engine.weight_roots.split(","))):
-        if not root.startswith("/"):
-            yield f"config key engine.weight_roots takes absolute folders, several with commas; got {root!r:.200}"
-    if config.engine.weight_roots.strip() and config.engine.models != "native":
-        yield "config key engine.weight_roots needs engine.models=native: transformers reads the checkpoint's own files"
     if adapters.used and config.engine.models != "native":
         yield "config key adapters needs engine.models=native: transformers' modules take no adapters"
     for key in ("tp", "pp"):
@@ -226,8 +237,6 @@ def _adapter_conflicts(config: Config) -> Iterator[str]:
 
 
 def _tracing_conflicts(tracing: TracingConfig) -> Iterator[str]:
-    if tracing.ratio > 1:
-        yield f"config key tracing.ratio is a share, at most 1; got {tracing.ratio:g}"
     try:
         parts = urllib.parse.urlsplit(tracing.endpoint)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.path not in ("", "/")

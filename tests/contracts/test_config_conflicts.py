@@ -199,6 +199,16 @@ def refusal(tree: dict[str, Any]) -> str:
             {"autoscaling": {"enabled": True, "max_workers": 2, "decode": {"min_workers": 2}}},
             "is below the two pools' min_workers, 3 together",
         ),
+        *(
+            ({section: {key: "/a , /b,"}}, {section: {key: "/a, b"}}, f"{section}.{key} takes absolute folders")
+            for section, key in (("adapters", "roots"), ("engine", "weight_roots"))
+        ),
+        ({"batch": {"folder": "/a"}}, {"batch": {"folder": "a"}}, "batch.folder takes an absolute folder"),
+        (
+            {"engine": {"weight_roots": " , ", "models": "transformers"}},
+            {"engine": {"weight_roots": "/a", "models": "transformers"}},
+            "engine.weight_roots needs engine.models=native",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
