@@ -245,8 +245,7 @@ class PrefillPages(RequestPages):
             right = picture.count == self.sees.count(height, width) and len(picture.pixels) == height * width * 3
             if not (whole and right):
                 raise UnfitPictures("an image is not of the size that it is said to have")
-            right = right and (picture.across, picture.whole) == (self.sees.across(width), self.sees.whole)
-            if not right:
+            if (picture.across, picture.whole) != (self.sees.across(width), self.sees.whole):
                 raise UnfitPictures("an image's positions are said to be others than this model has")
             digest, mine = self.sees.digest(height, width, picture.pixels), at[: picture.count]
             if [submit.tokens[place] for place in mine] != picture_keys(digest, picture.count):

@@ -355,8 +355,8 @@ class LeaseKeeper:
 
     async def leave(self, timeout_s: float = 2.0, *, closed: bool = False) -> DepartureAnswer:
         """Give the lease back, because this worker has left by drain. `closed`: whether it is closed, and its process
-        could go on as another. Returns whether a plan for that comes. A controller that can't be reached is only
-        logged."""
+        could go on as another. Returns the controller's answer: whether a plan for that comes. A controller that
+        can't be reached is only logged."""
         self._stop_renewing()
         departure, answer = Departure(self._record.name, self._record.incarnation, closed), DepartureAnswer()
         try:

@@ -14,8 +14,14 @@ from twinpool.contracts.checkpoint.json_fields import JsonFields
 METHODS = ("mxfp4", "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "awq", "gptq")
 """The values of ``quant_method`` whose checkpoints are served."""
 _FORMATS = (
-    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense"),
-    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "dense",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mxfp8-quantized",
 )
 _WIDTHS = (4, 8)
 
