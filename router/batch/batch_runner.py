@@ -92,7 +92,7 @@ class BatchRun:
         self._changed = asyncio.Event()
         self._kept_at = 0.0
         self.full_until = 0.0
-        """While the disk is full nothing is asked, in seconds of the service's clock."""
+        """When a full disk is tried again, in seconds of the service's clock; nothing is asked before. 0 where it has room."""
 
     async def run(self) -> None:
         try:
@@ -167,7 +167,7 @@ class BatchRun:
         except OSError as error:
             self._full(str(error))
         else:
-            self.batch = batch
+            self.batch, self.full_until = batch, 0.0
 
     async def _keep_surely(self, batch: StoredBatch) -> None:
         """Keep the batch as it is now, however long the disk is full."""
@@ -188,6 +188,7 @@ class BatchRun:
         except (OSError, StorageFull) as error:
             self._full(str(error))
             return
+        self.full_until = 0.0
         del self._answers[: len(lines)]
         self._runner.kept.update("failed" if which else "completed" for _, which, _ in lines)
 
@@ -482,8 +483,6 @@ class BatchRunner:
         for state in BATCH.rows:
             batches.add_metric([str(state)], states[state])
         yield batches
-        now = self.service.clock.now()
         text = "Batches that wait because the disk, or their tenant's share of it, is full"
-        yield GaugeMetricFamily(
-            "twinpool_batches_without_disk", text, value=sum(now < run.full_until for run in self._runs.values())
-        )
+        waiting = sum(bool(run.full_until) for run in self._runs.values())
+        yield GaugeMetricFamily("twinpool_batches_without_disk", text, value=waiting)
