@@ -142,7 +142,8 @@ def check_certificates(folder: Path) -> tuple[Table, bool]:
     """Return a table of the folder's certificates, and whether all of them can be used now."""
     from rich.table import Table
 
-    from twinpool.contracts.credentials.certificate_files import CertificateFiles, read_certificates
+    from twinpool.contracts.credentials.certificate_check import read_certificates
+    from twinpool.contracts.credentials.certificate_files import CertificateFiles
 
     shown, good = Table("file", "names", "valid until", "state"), True
     node = CertificateFiles(folder / NODE, folder / NODE_KEY, folder / CA, (NODE, NODE_KEY, CA))

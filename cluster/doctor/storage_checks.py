@@ -29,7 +29,7 @@ from twinpool.cluster.processes.run_folder import runs_folder
 from twinpool.cluster.serve.security_check import check_security
 from twinpool.contracts.config.cache_config import StorageConfig
 from twinpool.contracts.config.ledger_place import on_server, without_password
-from twinpool.contracts.credentials.certificate_files import read_certificates
+from twinpool.contracts.credentials.certificate_check import read_certificates
 from twinpool.contracts.errors import ConfigError, TwinpoolError
 from twinpool.contracts.key_file import read_key_file
 from twinpool.contracts.outside_data import read_json

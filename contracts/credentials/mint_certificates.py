@@ -18,7 +18,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from twinpool.contracts.credentials.certificate_files import NODE_NAME, read_certificates, read_key
+from twinpool.contracts.credentials.certificate_check import read_certificates, read_key
+from twinpool.contracts.credentials.certificate_files import NODE_NAME
 from twinpool.contracts.errors import ConfigError
 
 _HOST = re.compile(r"(?=.{1,253}$)(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_-]+)*")

@@ -92,7 +92,7 @@ class BatchRun:
         self._changed = asyncio.Event()
         self._kept_at = 0.0
         self.full_until = 0.0
-        """When a full disk is tried again, in seconds of the service's clock; nothing is asked before. 0 where it has room."""
+        """When a full disk is tried again, in seconds of the clock; nothing is asked before. 0 where it has room."""
 
     async def run(self) -> None:
         try:

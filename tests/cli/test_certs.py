@@ -17,12 +17,8 @@ from tests.support.certificates import TestAuthority
 from twinpool.cli import command_line
 from twinpool.cli import commands as cli
 from twinpool.cli.credential_commands import new_certificates
-from twinpool.contracts.credentials.certificate_files import (
-    CertificateFiles,
-    read_certificates,
-    read_curve_pair,
-    read_curve_public,
-)
+from twinpool.contracts.credentials.certificate_check import read_certificates
+from twinpool.contracts.credentials.certificate_files import CertificateFiles, read_curve_pair, read_curve_public
 from twinpool.contracts.key_file import read_key_file
 from twinpool.router.security.tenant_accounts import ApiKeys
 

@@ -110,8 +110,9 @@ def test_weights_take_the_bytes_of_the_file(files: Any, kind: str) -> None:
     assert planned == {"as_stored": weights.nbytes, "dense": loaded(file, keep="dense").nbytes}
     assert planned["dense"] > 1.8 * planned["as_stored"]
     table = 2 * spec.headers["model.embed_tokens.weight"].shape[0] * 256
-    on_gpu = weight_bytes(spec, config_from_dict({"engine": {"device": "cuda"}}))
-    assert on_gpu == planned["dense"] - table, "a CPU packs the head beside the embedding"
+    assert weight_bytes(spec, config_from_dict({"engine": {"device": "cuda"}})) == planned["as_stored"]
+    torch_alone = weight_bytes(spec, config_from_dict({"engine": {"device": "cuda", "attention": "torch"}}))
+    assert torch_alone == planned["dense"] - table, "a CPU packs the head beside the embedding"
 
 
 def test_a_tied_head_and_the_embedding_are_one_weight(files: Any) -> None:
@@ -161,7 +162,8 @@ def test_a_mapped_image_has_the_bits_and_one_copy(files: Any, monkeypatch: pytes
     ("K_M", {}, "GGUF Q4_K, Q6_K, as stored: 1.0 MiB a worker"),
     ("K_M", {"weights": "dense"}, "GGUF Q4_K, Q6_K, expanded: 1.0 MiB a worker"),
     ("K_M", {"attention": "torch"}, "GGUF Q4_K, Q6_K, expanded: 1.0 MiB a worker"),
-    ("K_M", {"device": "cuda"}, "GGUF Q4_K, Q6_K, expanded: 1.0 MiB a worker"),
+    ("K_M", {"device": "cuda"}, "GGUF Q4_K, Q6_K, as stored: 1.0 MiB a worker"),
+    ("K_M", {"device": "cuda", "attention": "torch"}, "GGUF Q4_K, Q6_K, expanded: 1.0 MiB a worker"),
     ("Q8_0", {}, "GGUF Q8_0, as stored: 1.0 MiB a worker"), ("F16", {}, ""),
 ])  # fmt: skip
 def test_serve_tells_a_files_types_and_how_they_are_kept(

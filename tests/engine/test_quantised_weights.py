@@ -538,7 +538,8 @@ def test_memory_is_planned_for_weights_as_they_are_kept(written: Make, layout: s
 @pytest.mark.parametrize(("folder", "engine", "words"), [
     ("stored", {}, "awq, as stored: 1.0 MiB a worker"),
     ("stored", {"weights": "dense"}, "awq, expanded: 1.0 MiB a worker"),
-    ("stored", {"device": "cuda"}, "awq, expanded: 1.0 MiB a worker"),
+    ("stored", {"device": "cuda"}, "awq, as stored: 1.0 MiB a worker"),
+    ("stored", {"device": "cuda", "attention": "torch"}, "awq, expanded: 1.0 MiB a worker"),
     ("stored", {"weights": "int4"}, "awq, as stored, dense ones int4: 1.0 MiB a worker"),
     ("plain", {"weights": "int4"}, "dense, int4, quantised when loaded: 1.0 MiB a worker"),
     ("plain", {}, ""), ("plain", {"weights": "dense"}, ""),

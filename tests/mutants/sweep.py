@@ -90,7 +90,7 @@ TARGETS = (
     "cluster/serve/memory_fit.py", "contracts/config/plane_choice.py", "cache/memory/head_slices.py",
     "cache/device/device_port.py", "cache/device/cpu_device.py", "contracts/wire/frame_connection.py",
     "contracts/wire/socket_acceptor.py", "contracts/credentials/node_tls.py",
-    "contracts/credentials/certificate_files.py", "contracts/credentials/certificate_files.py",
+    "contracts/credentials/certificate_check.py", "contracts/credentials/certificate_files.py",
     "contracts/key_file.py", "contracts/cluster_secret.py", "cluster/worker_process/router_streams.py",
     "router/links/worker_links.py", "router/api/http_protocol.py", "router/api/router_server.py",
     "router/security/tenant_accounts.py", "router/service/admission.py",
