@@ -74,7 +74,7 @@ class ColocatedWorker(DecodeWorker):
         assert isinstance(self._prompts, LocalPrompts)
         self._local = local = self._prompts
         if engine.pictures is not None and not config.no_images(engine.pictures.tower.spec.whole_positions):
-            local.prompt_pages.sees = engine.pictures.tower.spec
+            local.prompt_pages.encoder = engine.pictures
             self.report.counted.append(engine.pictures)
         self._chunks = PrefillStepCommit(
             local.admitted, local.prompt_pages, engine, self._fitness, config, pause, local.cost
@@ -122,7 +122,8 @@ class ColocatedWorker(DecodeWorker):
 
     def status(self) -> WorkerStatus:
         left = self._local.tokens_left
-        return structs.replace(super().status(), steps=self._ended_steps, prompt_tokens=left)
+        steps = self._ended_steps + self._local.prompt_pages.slices
+        return structs.replace(super().status(), steps=steps, prompt_tokens=left)
 
     def close(self) -> None:
         self._local.prompt_pages.close()
@@ -162,6 +163,7 @@ class ColocatedWorker(DecodeWorker):
 
     def _compute(self) -> None:
         """Launch the next step, with rows of both kinds, then commit the one before it."""
+        self._local.compute_pictures()
         began = self._clock.now()
         batch = self._scheduler.next_batch()
         taken = sum(1 + len(request.drafts) for request in batch)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -23,13 +23,12 @@ from twinpool.cache.allocation import CachedTokens
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.tiers.prefetch import PrefetchRequest
 from twinpool.contracts.block_hash import PICTURE_KEYS, picture_keys
-from twinpool.contracts.checkpoint.picture_spec import PictureSpec
 from twinpool.contracts.ids import Role, WorkerName
 from twinpool.contracts.messages.router_commands import Submit
 from twinpool.contracts.messages.worker_events import Embedding, Event, LegReport, PromptScores, Tokens
 from twinpool.contracts.sampling_params import TokenLogprob
 from twinpool.contracts.state_table import StateTable
-from twinpool.engine.layers.picture_tower import PlacedRows
+from twinpool.engine.layers.picture_encoder import PictureEncoder, PlacedRows
 from twinpool.engine.runner.batch import DrawnToken, StepHandle, TurnedPlaces
 from twinpool.worker.request_table import RequestPages, WorkerRequest
 
@@ -94,6 +93,8 @@ class PrefillRequest(WorkerRequest):
     """Log-probabilities of the prompt's tokens 1.., as far as computed, where asked for."""
     pictures: Sequence[PlacedRows] = ()
     """The prompt's pictures, each with all its positions."""
+    looked_at: bool = False
+    """Whether any of its pictures was begun."""
     embedding: tuple[float, ...] = ()
     """The prompt's embedding, once computed, where asked for."""
 
@@ -133,10 +134,15 @@ class PrefillRequest(WorkerRequest):
                 found.append(PlacedRows(picture, digest, first, [place - start for place in at[first:stop]]))
         return found
 
+    def unseen(self, computed: Callable[[bytes], bool]) -> PlacedRows | None:
+        """The first of its pictures that chunks to come need and that isn't `computed`."""
+        ahead = (one for one in self.pictures if one.at[-1] >= self.launched)
+        return next((one for one in ahead if not computed(one.digest)), None)
+
     @property
     def begun(self) -> bool:
-        """Whether any chunk of it was ever launched."""
-        return self.latest is not None or self.starts > 0
+        """Whether any chunk of it was ever launched, or a picture of it begun."""
+        return self.latest is not None or self.starts > 0 or self.looked_at
 
     def late(self, now: float) -> bool:
         """Whether it is too late to begin it."""
@@ -219,8 +225,8 @@ class UnfitPictures(ValueError):
 class PrefillPages(RequestPages):
     """The pages of prefill's requests."""
 
-    sees: PictureSpec | None = None
-    """How the engine takes pictures; None: it takes none."""
+    encoder: PictureEncoder | None = None
+    """What computes pictures; None: none are taken."""
 
     def __init__(self, manager: KVCacheManager, *, reuse: bool) -> None:
         super().__init__(manager, reuse=reuse)
@@ -235,19 +241,20 @@ class PrefillPages(RequestPages):
         tokens were made of."""
         if not submit.pictures:
             return []
-        if self.sees is None:
+        if self.encoder is None:
             raise UnfitPictures("this worker takes no images, as it is configured")
+        sees = self.encoder.tower.spec
         at = [place for place, token in enumerate(submit.tokens) if token >= PICTURE_KEYS]
         placed: list[PlacedRows] = []
         for picture in submit.pictures:
             height, width = picture.height, picture.width
-            whole = not (height % self.sees.unit or width % self.sees.unit) and picture.count > 0
-            right = picture.count == self.sees.count(height, width) and len(picture.pixels) == height * width * 3
+            whole = not (height % sees.unit or width % sees.unit) and picture.count > 0
+            right = picture.count == sees.count(height, width) and len(picture.pixels) == height * width * 3
             if not (whole and right):
                 raise UnfitPictures("an image is not of the size that it is said to have")
-            if (picture.across, picture.whole) != (self.sees.across(width), self.sees.whole):
+            if (picture.across, picture.whole) != (sees.across(width), sees.whole):
                 raise UnfitPictures("an image's positions are said to be others than this model has")
-            digest, mine = self.sees.digest(height, width, picture.pixels), at[: picture.count]
+            digest, mine = sees.digest(height, width, picture.pixels), at[: picture.count]
             if [submit.tokens[place] for place in mine] != picture_keys(digest, picture.count):
                 raise UnfitPictures("an image is not the one that the prompt was made of")
             del at[: picture.count]
@@ -255,6 +262,11 @@ class PrefillPages(RequestPages):
         if at:
             raise UnfitPictures("the prompt has positions of images that are not there")
         return placed
+
+    @property
+    def slices(self) -> int:
+        """How many slices of pictures have ended, each as much progress as a step is."""
+        return 0 if self.encoder is None else self.encoder.slices
 
     def prefetch(self, request: PrefillRequest) -> None:
         """Begin to read what storage has of the prompt into host memory."""

@@ -51,7 +51,7 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         self._auditor = AuditRunner(config, engine, manager, requests.emit, fitness.nonfinite, most, self._gate)
         self._request_pages = PrefillPages(manager, reuse=config.cache_for(self.role).prefix_reuse)
         if engine.pictures is not None and not config.no_images(engine.pictures.tower.spec.whole_positions):
-            self._request_pages.sees = engine.pictures.tower.spec
+            self._request_pages.encoder = engine.pictures
             self.report.counted.append(engine.pictures)
         self._handover = PrefillHandover(sender, requests)
         self._layered = LayeredSends(sender, manager.spec, engine.device, config.transfer)
@@ -122,7 +122,7 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         running = sum(r.phase is not PrefillPhase.WAITING for r in self._request_table)
         return self.report.status(
             running=running,
-            steps=self._steps.steps,
+            steps=self._steps.steps + self._request_pages.slices,
             prompt_tokens=sum(request.left for request in self._request_table),
         )
 
@@ -169,6 +169,7 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
 
     def _compute(self) -> None:
         """Launch the next step, then commit the one before it."""
+        self._scheduler.compute_pictures()
         began = self._clock.now()
         batch = self._scheduler.next_batch()
         if batch:

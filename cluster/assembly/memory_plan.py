@@ -40,7 +40,7 @@ from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.ids import Role
 from twinpool.engine.attention.kv_quantization import KV_DTYPES
 from twinpool.engine.attention.triton_backend.attend_call import SCRATCH_BYTES
-from twinpool.engine.layers.picture_tower import KEPT_BYTES
+from twinpool.engine.layers.picture_encoder import AT_ONCE, KEPT_BYTES
 from twinpool.engine.models.model_base import StateOptions
 from twinpool.engine.models.registry import unchecked_model
 from twinpool.engine.runner.kernel_choice import dtype_for
@@ -322,18 +322,22 @@ def adapter_bytes(spec: ModelSpec, config: Config) -> int:
 
 
 def picture_bytes(spec: ModelSpec, config: Config, role: Role) -> int:
-    """Bytes of the tower's results that are kept, and of what it computes the largest picture in; 0 where a worker of
-    `role` computes none."""
+    """Bytes of the tower's results that are kept, and of as many of the largest pictures as may be begun: of their
+    results, and of what these are computed in; 0 where a worker of `role` computes none."""
     seen = spec.pictures
     if seen is None or not config.computes_prompts(role) or config.no_images(seen.whole_positions):
         return 0
     _, vision = vision_fields(spec.path)
     pixels = seen.longest if seen.turned else seen.longest**2
     pixels = min(pixels, max(config.router.max_image_pixels, seen.least), PICTURE_BYTES // 3)
-    # A layer's stream before and behind it, normed rows, queries, keys, values, what they mix to, and inner units.
-    width = 8 * vision.size("hidden_size") + 4 * vision.size("intermediate_size")
-    a_patch = _COLOUR_BYTES * seen.patch**2 + width * dtype_for(spec, config.engine).itemsize
-    return KEPT_BYTES + pixels // seen.patch**2 * a_patch
+    # A layer's stream before and behind it, normed rows, queries, keys, values, and what they mix to. Of the one that a
+    # slice is computed of, inner units as well.
+    width = 8 * AT_ONCE * vision.size("hidden_size") + 4 * vision.size("intermediate_size")
+    itemsize = dtype_for(spec, config.engine).itemsize
+    shown = vision.peek("deepstack_visual_indexes") if seen.family == "qwen3_vl" else ()
+    a_row = (1 + len(shown if isinstance(shown, list) else range(3))) * spec.config.size("hidden_size")
+    a_patch = _COLOUR_BYTES * seen.patch**2 + width * itemsize
+    return KEPT_BYTES + pixels // seen.patch**2 * a_patch + AT_ONCE * (pixels // seen.unit**2) * a_row * itemsize
 
 
 def widest_product(spec: ModelSpec) -> int:

@@ -118,6 +118,9 @@ class PrefillConfig:
     """While a tenant is expected, steps of others' prompts have as many tokens as take about so long, beyond what a
     step costs however small it is, by the steps measured so far, and no less than an eighth of `chunk_tokens`. So long
     does its next prompt wait for the step under way."""
+    picture_step_s: float = 0.25
+    """So long, about, do pictures keep a worker from its steps at a time: their towers are computed in slices between
+    steps, until so many seconds are over."""
     tenant_return_s: float = 60.0
     """A tenant that came within so many seconds, after it had nothing to compute, is expected to come again; where one
     tenant alone does, none is."""

@@ -100,7 +100,7 @@ class WorkerStatus(Message, frozen=True):
     pages_total: Uint64
     pages_free: Uint64
     steps: Uint64 = 0
-    """Steps made since start: a worker that has work and makes none is stuck."""
+    """Steps made since start, slices of pictures among them: a worker that has work and makes none is stuck."""
     outgoing: Uint32 = 0
     """Hand-overs to peers (rooms) whose pages have not been released yet."""
     counters: Annotated[dict[str, float], SOME] = field(default_factory=dict)

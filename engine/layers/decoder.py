@@ -35,7 +35,8 @@ from twinpool.engine.tensors.row_exact_linear import AdaptedLayer, Numerics, Row
 from twinpool.engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
 
 if TYPE_CHECKING:
-    from twinpool.engine.layers.picture_tower import PictureTower, StepPictures
+    from twinpool.engine.layers.picture_encoder import StepPictures
+    from twinpool.engine.layers.picture_tower import PictureTower
     from twinpool.engine.layers.rope import RopeTable
 
 

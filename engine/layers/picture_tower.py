@@ -1,25 +1,26 @@
 """Picture towers: from a picture's pixels to what stands at its positions in place of rows of the embedding.
 
-A tower computes one picture at a time, so its bits depend on no other picture of a step, and are computed once: the
-encoder keeps what it computed by the picture's digest. Within a picture every patch attends to every other.
+A tower computes each picture by itself, so its bits depend on no other picture, and what it gives is kept
+(`engine.layers.picture_encoder`). Within a picture every patch attends to every other.
+
+A large picture takes a CPU minutes. So a tower computes in slices: some rows of a product, or of what attention mixes,
+whose number follows from the picture's size alone, and so do the bits. Between two slices a worker may do anything
+else: its steps go on, and each slice that ends is progress.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twinpool.cache.memory.pinned_memory import to_device
 from twinpool.contracts.checkpoint.picture_spec import PictureSpec, vision_fields
-from twinpool.contracts.messages.router_commands import Picture
-from twinpool.engine.attention.attention_plan import PictureSpan
 from twinpool.engine.layers.decoder import Norm
 from twinpool.engine.layers.norm import LayerNorm, gelu_tanh, rms_norm, silu
 from twinpool.engine.layers.rope import rotate
@@ -29,35 +30,18 @@ from twinpool.engine.tensors.weight_loader import Weights
 PREFIXES = ("model.", "")
 """Under what published folders, and those that transformers writes, have towers and projectors."""
 _EPS = 1e-5
-KEPT_BYTES = 256 * 1024**2
-"""Of what a tower has computed, kept for chunks and prompts to come."""
+_SLICE, _SLICE_ON_CARDS = 1 << 32, 1 << 40
+"""Multiply-adds of a slice, about: less than a second of a CPU, and milliseconds of a GPU, which needs more at once."""
+_QUERIES = 64
+"""Patches whose attention is computed at once, at the least."""
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {"gelu": F.gelu, "gelu_pytorch_tanh": gelu_tanh, "silu": silu}
 """By their names in `config.json`; each takes and returns float32."""
 Turns = tuple[Tensor, Tensor]
+Slices = Generator[None, None, Tensor]
+"""What computes in slices: it yields behind each, and returns its result."""
 Groups = Sequence[Tensor]
 """Patches that attend to each other alone, by groups of one size: [groups, patches] int64 each."""
-
-
-class PlacedRows(NamedTuple):
-    """Rows of a picture in a row of a step: those from `first` on of what its tower computes stand at the places `at`,
-    counted from the row's first token."""
-
-    picture: Picture
-    digest: bytes
-    first: int
-    at: Sequence[int]
-
-
-class StepPictures(NamedTuple):
-    """The pictures of a step."""
-
-    places_n: Tensor
-    """[n] int64: their places among the step's tokens."""
-    rows_nh: Tensor
-    """What stands there, as `PictureTower` gives it."""
-    spans: Sequence[PictureSpan]
-    """Where positions of a picture see each other."""
 
 
 class PictureTower(Protocol):
@@ -68,9 +52,44 @@ class PictureTower(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def __call__(self, pixels: Tensor, numerics: Numerics) -> Tensor:
+    def __call__(self, pixels: Tensor, numerics: Numerics) -> Slices:
         """Compute one picture, [height, width, 3] uint8: for each position a row of the text's hidden size, and behind
         it as many more as there are layers of the text that are given something of a picture."""
+
+
+def whole(slices: Slices) -> Tensor:
+    """Compute what is left of some slices at once; returns their result."""
+    while True:
+        try:
+            next(slices)
+        except StopIteration as end:
+            result: Tensor = end.value
+            return result
+
+
+def by_rows(compute: Callable[..., Tensor], cost: int, numerics: Numerics, *inputs: Tensor) -> Slices:
+    """`compute` of the rows of `inputs`, which are padded to whole quanta, some at a time. `cost`: multiply-adds of a
+    row."""
+    rows = numerics.padded(max(1, _slice(inputs[0]) // cost))
+    return (yield from _joined(partial(compute, *part) for part in zip(*(x.split(rows) for x in inputs), strict=True)))
+
+
+def _slice(x: Tensor) -> int:
+    return _SLICE if x.is_cpu else _SLICE_ON_CARDS
+
+
+def _joined(parts: Iterable[Callable[[], Tensor]]) -> Slices:
+    """The parts of a result, one slice each."""
+    found = list[Tensor]()
+    for part in parts:
+        found.append(part())
+        yield
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def cost_of(*linears: RowExactLinear) -> int:
+    """Multiply-adds of one row of some products."""
+    return sum(math.prod(linear.shape) for linear in linears)
 
 
 @dataclass(frozen=True)
@@ -128,16 +147,25 @@ class TowerLayer:
 
     def __call__(
         self, x_mh: Tensor, count: int, numerics: Numerics, turns: Turns | None = None, groups: Groups = ()
-    ) -> Tensor:
+    ) -> Slices:
         """The residual stream, [M, hidden], of `count` patches and padding. `turns`: cos and signed sin of each patch,
         [count, 1, head_dim] each. `groups`: which patches attend to each other; none: all of them."""
-        qkv_t3hd = numerics.linear(self.before_attention(x_mh), self.qkv)[:count].view(count, 3, self.heads, -1)
-        query, key, value = qkv_t3hd.unbind(1)
+
+        def projected(x_nh: Tensor) -> Tensor:
+            return numerics.linear(self.before_attention(x_nh), self.qkv)
+
+        def rest(x_nh: Tensor, mixed_nh: Tensor) -> Tensor:
+            x_nh = x_nh + numerics.linear(mixed_nh, self.out)
+            return x_nh + self.mlp(self.before_mlp(x_nh), numerics)
+
+        qkv_mk = yield from by_rows(projected, cost_of(self.qkv), numerics, x_mh)
+        query, key, value = qkv_mk[:count].view(count, 3, self.heads, -1).unbind(1)
         if turns is not None:
             query, key = (rotate(x.to(turns[0].dtype), *turns).to(x.dtype) for x in (query, key))
-        mixed_thd = _attend(query, key, value, groups)
-        x_mh = x_mh + numerics.linear(padded(mixed_thd.flatten(1), len(x_mh)), self.out)
-        return x_mh + self.mlp(self.before_mlp(x_mh), numerics)
+        mixed_thd = yield from _attend(query, key, value, groups)
+        mixed_mh = padded(mixed_thd.flatten(1), len(x_mh))
+        cost = cost_of(self.out, self.mlp.first, self.mlp.second)
+        return (yield from by_rows(rest, cost, numerics, x_mh, mixed_mh))
 
 
 @dataclass
@@ -215,15 +243,17 @@ class PixtralTower:
     def device(self) -> torch.device:
         return self.frequencies.device
 
-    def __call__(self, pixels: Tensor, numerics: Numerics) -> Tensor:
+    def __call__(self, pixels: Tensor, numerics: Numerics) -> Slices:
         x_tk, down, across = self.colours.patches(pixels)
         count = len(x_tk)
         x_mk = padded(x_tk.to(self.patches.dtype), numerics.padded(count))
-        x_mh = self.before(numerics.linear(x_mk, self.patches))
+        x_mh = yield from by_rows(
+            lambda x_nk: self.before(numerics.linear(x_nk, self.patches)), cost_of(self.patches), numerics, x_mk
+        )
         turns = self._turns(down, across, x_mh.dtype)
         for layer in self.layers:
-            x_mh = layer(x_mh, count, numerics, turns)
-        return self._projected(x_mh[:count].view(down, across, -1), numerics)
+            x_mh = yield from layer(x_mh, count, numerics, turns)
+        return (yield from self._projected(x_mh[:count].view(down, across, -1), numerics))
 
     def _turns(self, down: int, across: int, dtype: torch.dtype) -> Turns:
         """Cos and signed sin of each patch's row and column, [T, 1, head_dim] each."""
@@ -236,16 +266,21 @@ class PixtralTower:
         cos, sin = angles.cos(), angles.sin()
         return tuple(torch.cat(two, dim=-1).to(dtype)[:, None] for two in ((cos, cos), (-sin, sin)))  # type: ignore[return-value]
 
-    def _projected(self, grid: Tensor, numerics: Numerics) -> Tensor:
+    def _projected(self, grid: Tensor, numerics: Numerics) -> Slices:
         down, across, width = grid.shape
         side = self.spec.merge
         grid = self.behind(grid.reshape(-1, width)).view(down, across, width)
         blocks = grid.view(down // side, side, across // side, side, width).permute(0, 2, 4, 1, 3)
         x_tk = blocks.reshape(down // side * (across // side), -1)
         count = len(x_tk)
-        x_mh = numerics.linear(padded(x_tk, numerics.padded(count)), self.merge)
-        inner = numerics.linear(x_mh, self.projections[0])
-        return numerics.linear(self.activation(inner.float()).to(inner.dtype), self.projections[1])[:count]
+
+        def projected(x_nk: Tensor) -> Tensor:
+            inner = numerics.linear(numerics.linear(x_nk, self.merge), self.projections[0])
+            return numerics.linear(self.activation(inner.float()).to(inner.dtype), self.projections[1])
+
+        cost = cost_of(self.merge, *self.projections)
+        x_mh = yield from by_rows(projected, cost, numerics, padded(x_tk, numerics.padded(count)))
+        return x_mh[:count]
 
 
 @dataclass
@@ -311,54 +346,20 @@ class SiglipTower:
     def device(self) -> torch.device:
         return self.places_th.device
 
-    def __call__(self, pixels: Tensor, numerics: Numerics) -> Tensor:
+    def __call__(self, pixels: Tensor, numerics: Numerics) -> Slices:
         x_tk, down, across = self.colours.patches(pixels)
         count = len(x_tk)
         x_mk = padded(x_tk.to(self.patches.dtype), numerics.padded(count))
-        x_mh = numerics.linear(x_mk, self.patches) + padded(self.places_th, len(x_mk))
+        x_mh = yield from by_rows(
+            lambda x_nk, places_nh: numerics.linear(x_nk, self.patches) + places_nh,
+            cost_of(self.patches), numerics, x_mk, padded(self.places_th, len(x_mk)),
+        )  # fmt: skip
         for layer in self.layers:
-            x_mh = layer(x_mh, count, numerics)
+            x_mh = yield from layer(x_mh, count, numerics)
         side = self.spec.merge
         grid = self.behind(x_mh[:count]).view(down // side, side, across // side, side, -1).float()
         pooled_th = self.before_projection(grid.mean((1, 3)).flatten(0, 1).to(x_mh.dtype))
         return numerics.linear(padded(pooled_th, numerics.padded(len(pooled_th))), self.projection)[: len(pooled_th)]
-
-
-class PictureEncoder:
-    """What a worker's tower computes, kept by the pictures' digests, as many bytes as there may be: the latest ones."""
-
-    def __init__(self, tower: PictureTower, limit: int) -> None:
-        self.tower = tower
-        self._limit, self._nbytes = limit, 0
-        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
-        self.counters = {"pictures_computed": 0.0, "pictures_reused": 0.0}
-
-    def placed(self, rows: Iterable[tuple[int, Sequence[PlacedRows]]], numerics: Numerics) -> StepPictures | None:
-        """What stands in a step in place of embeddings; None for nothing. `rows`: the place of the first token of each
-        row of the step, and its parts of pictures."""
-        places, found, spans = list[int](), list[Tensor](), list[PictureSpan]()
-        for number, (first, parts) in enumerate(rows):
-            for picture, digest, begin, at in parts:
-                places += [first + place for place in at]
-                found.append(self._rows(picture, digest, numerics)[begin : begin + len(at)])
-                if self.tower.spec.whole:
-                    assert begin + len(at) == picture.count, "a step computes a picture to its end"
-                    spans.append(PictureSpan(number, first + at[0], at[0], len(at)))
-        return StepPictures(to_device(places, self.tower.device), torch.cat(found), spans) if found else None
-
-    def _rows(self, picture: Picture, digest: bytes, numerics: Numerics) -> Tensor:
-        """All rows of a picture, [count, hidden]."""
-        rows = self._kept.pop(digest, None)
-        self.counters["pictures_computed" if rows is None else "pictures_reused"] += 1
-        if rows is None:
-            pixels = torch.frombuffer(bytearray(picture.pixels), dtype=torch.uint8)
-            device = self.tower.device
-            rows = self.tower(pixels.view(picture.height, picture.width, 3).to(device), numerics)
-            self._nbytes += rows.nbytes
-        self._kept[digest] = rows
-        while self._nbytes > self._limit and len(self._kept) > 1:
-            self._nbytes -= self._kept.popitem(last=False)[1].nbytes
-        return rows
 
 
 def tower_norm(weights: Weights, name: str, size: int, eps: float) -> Norm:
@@ -376,14 +377,22 @@ def padded(x_tk: Tensor, rows: int) -> Tensor:
     return torch.cat((x_tk, x_tk.new_zeros(rows - len(x_tk), x_tk.shape[1]))) if rows > len(x_tk) else x_tk
 
 
-def _attend(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, groups: Groups) -> Tensor:
+def _attend(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, groups: Groups) -> Slices:
     """Attention of all to all, or within groups, without a table of all pairs: [T, heads, head_dim]."""
+    pair, limit = 2 * k_thd[0].numel(), _slice(q_thd)
     if not groups:
-        return _attend_groups(q_thd[None], k_thd[None], v_thd[None])[0]
+        queries = max(_QUERIES, limit // (pair * len(k_thd)))
+        return (yield from _joined(partial(_attend_all, part, k_thd, v_thd) for part in q_thd.split(queries)))
     out_thd = torch.empty_like(v_thd)
     for members in groups:
-        out_thd[members] = _attend_groups(q_thd[members], k_thd[members], v_thd[members])
+        for some in members.split(max(1, limit // (pair * members.shape[1] ** 2))):
+            out_thd[some] = _attend_groups(q_thd[some], k_thd[some], v_thd[some])
+            yield
     return out_thd
+
+
+def _attend_all(q_nhd: Tensor, k_thd: Tensor, v_thd: Tensor) -> Tensor:
+    return _attend_groups(q_nhd[None], k_thd[None], v_thd[None])[0]
 
 
 def _attend_groups(q_gthd: Tensor, k_gthd: Tensor, v_gthd: Tensor) -> Tensor:

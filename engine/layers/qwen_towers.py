@@ -26,9 +26,12 @@ from twinpool.engine.layers.picture_tower import (
     Activation,
     Colours,
     Groups,
+    Slices,
     TowerLayer,
     TowerMlp,
     Turns,
+    by_rows,
+    cost_of,
     layer_norm,
     padded,
     tower_norm,
@@ -64,11 +67,17 @@ class QwenMerger:
             merged_first,
         )
 
-    def __call__(self, x_th: Tensor, numerics: Numerics) -> Tensor:
+    def __call__(self, x_th: Tensor, numerics: Numerics) -> Slices:
         wide = self.first.shape[1]
         x_pk = self.norm(x_th.reshape(-1, wide)) if self.merged_first else self.norm(x_th).reshape(-1, wide)
-        inner = numerics.linear(padded(x_pk, numerics.padded(len(x_pk))), self.first)
-        return numerics.linear(F.gelu(inner.float()).to(inner.dtype), self.second)[: len(x_pk)]
+
+        def merged(x_nk: Tensor) -> Tensor:
+            inner = numerics.linear(x_nk, self.first)
+            return numerics.linear(F.gelu(inner.float()).to(inner.dtype), self.second)
+
+        x_mk = padded(x_pk, numerics.padded(len(x_pk)))
+        rows_mh = yield from by_rows(merged, cost_of(self.first, self.second), numerics, x_mk)
+        return rows_mh[: len(x_pk)]
 
 
 @dataclass
@@ -134,23 +143,27 @@ class QwenTower:
     def device(self) -> torch.device:
         return self.frequencies.device
 
-    def __call__(self, pixels: Tensor, numerics: Numerics) -> Tensor:
+    def __call__(self, pixels: Tensor, numerics: Numerics) -> Slices:
         x_tk, down, across = self.colours.patches(pixels)
         order_t = self._order(down, across)
         # [T, 3, patch * patch] to [T, 3, frames, patch * patch].
         x_tk = x_tk[order_t].view(len(x_tk), 3, 1, -1).expand(-1, -1, _FRAMES, -1).reshape(len(x_tk), -1)
         count = len(x_tk)
-        x_mh = numerics.linear(padded(x_tk.to(self.patches.dtype), numerics.padded(count)), self.patches)
+        x_mk = padded(x_tk.to(self.patches.dtype), numerics.padded(count))
+        x_mh = yield from by_rows(
+            lambda x_nk: numerics.linear(x_nk, self.patches), cost_of(self.patches), numerics, x_mk
+        )
         if self.places_ssh is not None:
             places_th = self._between(self.places_ssh, down, across)[order_t]
             x_mh = x_mh + padded(places_th.to(x_mh.dtype), len(x_mh))
         turns, groups = self._turns(down, across, order_t), self._windows(down, across)
         stacked: list[Tensor] = []
         for number, layer in enumerate(self.layers):
-            x_mh = layer(x_mh, count, numerics, turns, () if number in self.full else groups)
+            x_mh = yield from layer(x_mh, count, numerics, turns, () if number in self.full else groups)
             if number in self.stacked:
-                stacked.append(self.stacked[number](x_mh[:count], numerics))
-        return torch.cat((self.merger(x_mh[:count], numerics), *stacked), dim=1)
+                stacked.append((yield from self.stacked[number](x_mh[:count], numerics)))
+        merged = yield from self.merger(x_mh[:count], numerics)
+        return torch.cat((merged, *stacked), dim=1)
 
     def _order(self, down: int, across: int) -> Tensor:
         """[T] int64: of each patch in the tower's order, its number row by row."""

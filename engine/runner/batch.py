@@ -19,7 +19,7 @@ from twinpool.cache.device.device_port import Completion
 from twinpool.contracts.block_hash import PICTURE_KEYS
 from twinpool.contracts.messages.router_commands import Picture
 from twinpool.contracts.sampling_params import AdapterRef, SamplingParams, TokenDifference, TokenLogprob
-from twinpool.engine.layers.picture_tower import PlacedRows
+from twinpool.engine.layers.picture_encoder import PlacedRows
 from twinpool.engine.runner.device_rows import TokenHistory
 from twinpool.engine.runner.sampling.logits_processors import TokenMask
 

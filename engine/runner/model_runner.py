@@ -31,8 +31,7 @@ from twinpool.engine.attention.attention_plan import (
     muted_slots,
 )
 from twinpool.engine.layers.decoder import Decoder, ForwardContext
-from twinpool.engine.layers.picture_tower import KEPT_BYTES, PictureEncoder
-from twinpool.engine.native.current_kernels import using
+from twinpool.engine.layers.picture_encoder import KEPT_BYTES, PictureEncoder
 from twinpool.engine.runner.batch import NO_MASKS, BatchRow, DraftRow, RowOutput, TokenDraw, turned_positions
 from twinpool.engine.runner.device_rows import (
     DeviceBlockTables,
@@ -86,7 +85,8 @@ class ModelRunner:
         self._histories = DeviceTokenHistories(device.torch_device)
         self._triton = triton
         self._logits_at_once = _LOGIT_ELEMENTS // decoder.head.shape[0] if decoder.head is not None else 0
-        self.pictures = PictureEncoder(decoder.tower, KEPT_BYTES) if decoder.tower is not None else None
+        tower = decoder.tower
+        self.pictures = None if tower is None else PictureEncoder(tower, KEPT_BYTES, numerics, decoder.kernels, device)
         """What computes pictures, where the model takes any."""
         self.adapters: AdapterStore | None = None
         """Where the adapters of rows are; None: no row may have one."""
@@ -260,8 +260,7 @@ class ModelRunner:
         _mute(ctx, stale_b)
         if self.pictures is not None:
             placed = zip(planned.shape.offsets[:-1].tolist(), (row.pictures for row in rows), strict=True)
-            with using(self.decoder.kernels):
-                ctx.pictured = self.pictures.placed(placed, self.numerics)
+            ctx.pictured = self.pictures.placed(placed)
         if planned.histories is not None:
             self._histories.update(planned.histories, tokens_m)
         x_mh = self._replayed(tokens_m, ctx, doors) if self.graphs is not None and marks is None else None

@@ -19,7 +19,7 @@ from twinpool.contracts.checkpoint.picture_spec import PictureSpec, UnfitPicture
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.messages.router_commands import Picture
-from twinpool.engine.layers.picture_tower import Colours
+from twinpool.engine.layers.picture_tower import Colours, whole
 from twinpool.engine.models.registry import unchecked_model
 from twinpool.engine.runner.batch import TurnedPlaces
 from twinpool.engine.tensors.row_exact_linear import FAST
@@ -98,7 +98,7 @@ def test_rows_are_those_of_transformers_tower(kept: Kept) -> None:
         names = ("pixel_values", "image_sizes", "image_grid_thw")
         with torch.inference_mode():
             seen = kept.oracle.model.get_image_features(**{name: inputs[name] for name in names if name in inputs})
-            mine = kept.tower(kept.grid(picture), FAST)
+            mine = whole(kept.tower(kept.grid(picture), FAST))
         wanted = torch.cat([*seen.pooler_output], dim=0)
         stacked = [torch.cat([*each]) for each in getattr(seen, "deepstack_features", None) or ()]
         wanted = torch.cat((wanted.view(picture.count, -1), *stacked), dim=1)

@@ -24,7 +24,7 @@ from twinpool.contracts.messages.router_commands import Picture
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.engine.attention.attention_plan import BackendPlan
 from twinpool.engine.layers.decoder import Decoder, ForwardContext
-from twinpool.engine.layers.picture_tower import PlacedRows
+from twinpool.engine.layers.picture_encoder import PlacedRows
 from twinpool.engine.runner.batch import DrawnToken, TokenDraw
 from twinpool.engine.runner.graphs.graph_inputs import GraphSize
 from twinpool.engine.runner.graphs.step_graphs import StepGraphs

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,25 @@ def test_chunks_that_end_within_pictures_change_nothing(seer: Seer, plane: str) 
         assert both.prefill.status().counters["pictures_computed"] == 4
         # But where its positions see each other: then it lies in one, though a chunk has no more tokens than it has.
         assert (both.prefill.status().counters["pictures_reused"] == 0) == seer.whole
+
+
+@pytest.mark.slow
+def test_a_large_picture_is_progress_and_others_get_on_meanwhile(seer: Seer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tower that takes an hour is no hang, and what it computes in slices has the bits of the whole."""
+    monkeypatch.setattr("twinpool.engine.layers.picture_tower._SLICE", 1)
+    monkeypatch.setattr("twinpool.engine.layers.picture_tower._QUERIES", 4)
+    messages, words = [asks("see ", png(pattern(60, 60)), " it")], [asks("say")]
+    with pair(seer.folder, prefill={"picture_step_s": 1e-9}) as both:
+        seeing, said = seer.submit(both, messages), seer.submit(both, words)
+        steps = [both.prefill.status().steps]
+        while both.answers[said].done is None:
+            both.step()
+            steps.append(both.prefill.status().steps)
+        assert both.prefill.status().counters["pictures_computed"] == 0
+        assert all(before < after for before, after in pairwise(steps))
+        (answer,) = both.run(seeing)
+        seer.expect(words, both.answers[said])
+        seer.expect(messages, answer)
 
 
 @pytest.mark.slow

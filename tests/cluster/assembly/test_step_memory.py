@@ -34,7 +34,7 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import Role
 from twinpool.contracts.sampling_params import SamplingParams
-from twinpool.engine.layers.picture_tower import KEPT_BYTES
+from twinpool.engine.layers.picture_encoder import KEPT_BYTES
 from twinpool.engine.models.registry import read_model
 from twinpool.engine.runner.batch import TokenDraw
 from twinpool.engine.runner.graphs.graph_inputs import GraphInputs, GraphSize
