@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.prefill_parts import PAGE, PrefillParts
 from twinpool.contracts.messages.router_commands import Picture
 from twinpool.contracts.messages.worker_events import LegNote
-from twinpool.engine.layers.picture_tower import PlacedRows
+from twinpool.engine.layers.picture_encoder import PlacedRows
 from twinpool.prefill.request import PrefillPhase, PrefillRequest
 
 CHUNK = 32

@@ -108,16 +108,16 @@ def test_a_small_picture_takes_turns_with_a_large_one_and_each_is_computed_once(
 
 
 def test_what_is_kept_has_a_bound_and_prompts_that_need_more_take_turns() -> None:
-    """Two prompts, each with pictures larger than all that may be kept."""
+    """Five prompts, each with pictures larger than all that may be kept."""
     limit = 20 * ROW_BYTES
-    parts = SeeingParts(limit, chunk_tokens=8)
-    both = [parts.ask_seeing(name, (4, 30), (36, 25), (64, 30), prompt=100) for name in ("one", "two")]
+    parts = SeeingParts(limit, picture_step_s=10.0, chunk_tokens=4)
+    asked = [parts.ask_seeing(name, (0, 30), (36, 25), (64, 30), prompt=100) for name in "abcde"]
     most = 0
-    while any(request.launched < len(request.tokens) for request in both):
+    while any(request.launched < len(request.tokens) for request in asked):
         parts.step()
         most = max(most, sum(rows.nbytes for rows in parts.encoder._kept.values()))
     assert limit < most <= limit + AT_ONCE * 30 * ROW_BYTES
-    assert parts.encoder.counters["pictures_computed"] == 6, "none was computed again"
+    assert parts.encoder.counters["pictures_computed"] == 15, "none was computed again"
 
 
 def test_what_nobody_waits_for_is_given_up() -> None:
