@@ -71,7 +71,11 @@ def by_rows(compute: Callable[..., Tensor], cost: int, numerics: Numerics, *inpu
     """`compute` of the rows of `inputs`, which are padded to whole quanta, some at a time. `cost`: multiply-adds of a
     row."""
     rows = numerics.padded(max(1, _slice(inputs[0]) // cost))
-    return (yield from _joined(partial(compute, *part) for part in zip(*(x.split(rows) for x in inputs), strict=True)))
+    return (
+        yield from _joined(
+            partial(compute, *part) for part in zip(*(torch.split(x, rows) for x in inputs), strict=True)
+        )
+    )
 
 
 def _slice(x: Tensor) -> int:
@@ -382,10 +386,10 @@ def _attend(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, groups: Groups) -> Slic
     pair, limit = 2 * k_thd[0].numel(), _slice(q_thd)
     if not groups:
         queries = max(_QUERIES, limit // (pair * len(k_thd)))
-        return (yield from _joined(partial(_attend_all, part, k_thd, v_thd) for part in q_thd.split(queries)))
+        return (yield from _joined(partial(_attend_all, part, k_thd, v_thd) for part in torch.split(q_thd, queries)))
     out_thd = torch.empty_like(v_thd)
     for members in groups:
-        for some in members.split(max(1, limit // (pair * members.shape[1] ** 2))):
+        for some in torch.split(members, max(1, limit // (pair * members.shape[1] ** 2))):
             out_thd[some] = _attend_groups(q_thd[some], k_thd[some], v_thd[some])
             yield
     return out_thd
