@@ -262,10 +262,6 @@ class LocalPrompts(TransferQueue):
 
     # ------------------------------------------------------------ steps
 
-    def compute_pictures(self) -> None:
-        """As `PrefillScheduler.compute_pictures`."""
-        self._scheduler.compute_pictures()
-
     def next_chunks(self, tokens: int) -> list[ScheduledChunk]:
         """Return the chunks of the next step, of `tokens` tokens at most."""
         return self._scheduler.next_batch(tokens) if len(self.admitted) else []

@@ -163,7 +163,7 @@ class ColocatedWorker(DecodeWorker):
 
     def _compute(self) -> None:
         """Launch the next step, with rows of both kinds, then commit the one before it."""
-        self._local.compute_pictures()
+        self._local.prompt_pages.compute_pictures(self._local.admitted, self._config.prefill, self._clock)
         began = self._clock.now()
         batch = self._scheduler.next_batch()
         taken = sum(1 + len(request.drafts) for request in batch)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -23,6 +23,8 @@ from twinpool.cache.allocation import CachedTokens
 from twinpool.cache.manager.kv_cache_manager import KVCacheManager
 from twinpool.cache.tiers.prefetch import PrefetchRequest
 from twinpool.contracts.block_hash import PICTURE_KEYS, picture_keys
+from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.worker_config import PrefillConfig
 from twinpool.contracts.ids import Role, WorkerName
 from twinpool.contracts.messages.router_commands import Submit
 from twinpool.contracts.messages.worker_events import Embedding, Event, LegReport, PromptScores, Tokens
@@ -134,11 +136,6 @@ class PrefillRequest(WorkerRequest):
                 found.append(PlacedRows(picture, digest, first, [place - start for place in at[first:stop]]))
         return found
 
-    def unseen(self, computed: Callable[[bytes], bool]) -> PlacedRows | None:
-        """The first of its pictures that chunks to come need and that isn't `computed`."""
-        ahead = (one for one in self.pictures if one.at[-1] >= self.launched)
-        return next((one for one in ahead if not computed(one.digest)), None)
-
     @property
     def begun(self) -> bool:
         """Whether any chunk of it was ever launched, or a picture of it begun."""
@@ -199,6 +196,13 @@ class PrefillRequest(WorkerRequest):
 
     def step(self, event: PrefillEvent) -> None:
         self.phase = PHASES.next(self.phase, event)
+
+
+def launchable(requests: Iterable[PrefillRequest]) -> list[PrefillRequest]:
+    """The requests of which something is left to launch, the most urgent first."""
+    running = PrefillPhase.RUNNING
+    found = [r for r in requests if r.phase is running and r.allocation and r.launched < len(r.tokens)]
+    return sorted(found, key=lambda r: -r.submit.priority)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +271,35 @@ class PrefillPages(RequestPages):
     def slices(self) -> int:
         """How many slices of pictures have ended, each as much progress as a step is."""
         return 0 if self.encoder is None else self.encoder.slices
+
+    def lacking(self, request: PrefillRequest) -> PlacedRows | None:
+        """The first of a request's pictures that chunks to come need and that isn't computed."""
+        if self.encoder is None:
+            return None
+        ahead = (one for one in request.pictures if one.at[-1] >= request.launched)
+        return next((one for one in ahead if not self.encoder.has(one.digest)), None)
+
+    def compute_pictures(self, requests: Iterable[PrefillRequest], config: PrefillConfig, clock: Clock) -> None:
+        """Compute pictures that the next chunks of running requests have in them, for `prefill.picture_step_s`."""
+        if self.encoder is None:
+            return
+        able, until = launchable(requests), clock.now() + config.picture_step_s
+        while self._compute_picture(self.encoder, able, config.chunk_tokens) and clock.now() < until:
+            continue
+
+    def _compute_picture(self, encoder: PictureEncoder, able: Sequence[PrefillRequest], ahead: int) -> bool:
+        """Compute a slice of a picture of the next `ahead` positions of one; returns whether there was one."""
+        wanted, needed = list[PlacedRows](), set[bytes]()
+        for request in able:
+            end = request.launched + ahead
+            if (lacking := self.lacking(request)) is not None and lacking.at[0] < end:
+                wanted.append(lacking)
+                request.looked_at = True
+                end = lacking.at[0]
+            # What is behind a picture that it lacks is of no use yet, and holds up nobody.
+            here = [one for one in request.pictures if request.committed <= one.at[-1] and one.at[0] < end]
+            needed |= {one.digest for one in here if encoder.has(one.digest)}
+        return encoder.compute(wanted, needed)
 
     def prefetch(self, request: PrefillRequest) -> None:
         """Begin to read what storage has of the prompt into host memory."""

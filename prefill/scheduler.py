@@ -35,10 +35,9 @@ from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.worker_config import PrefillConfig
 from twinpool.contracts.messages.worker_events import LegNote
 from twinpool.contracts.sampling_params import JUDGED
-from twinpool.engine.layers.picture_encoder import PictureEncoder, PlacedRows
 from twinpool.engine.runner.batch import BatchRow, TokenDraw
 from twinpool.engine.runner.sampling.logits_processors import TokenMask
-from twinpool.prefill.request import PrefillEvent, PrefillPages, PrefillPhase, PrefillRequest
+from twinpool.prefill.request import PrefillEvent, PrefillPages, PrefillPhase, PrefillRequest, launchable
 from twinpool.worker.fair_shares import FairShares, TenantReturns
 from twinpool.worker.request_table import RequestTable
 
@@ -301,38 +300,6 @@ class PrefillScheduler:
                 return True
         return False
 
-    # ------------------------------------------------------------ pictures
-
-    def compute_pictures(self) -> None:
-        """Compute pictures that the next chunks of running prompts have in them, for `prefill.picture_step_s`."""
-        if self._pages.encoder is None:
-            return
-        until = self._clock.now() + self._config.picture_step_s
-        while self._compute_picture(self._pages.encoder) and self._clock.now() < until:
-            continue
-
-    def _compute_picture(self, encoder: PictureEncoder) -> bool:
-        """Compute a slice of one; returns whether there was one."""
-        wanted, needed = list[PlacedRows](), set[bytes]()
-        for request in self._able():
-            lacking = request.unseen(encoder.has)
-            end = request.launched + self._config.chunk_tokens
-            if lacking is not None and lacking.at[0] < end:
-                wanted.append(lacking)
-                request.looked_at = True
-                end = lacking.at[0]
-            # What is behind a picture that it lacks is of no use yet, and holds up nobody.
-            here = [one for one in request.pictures if request.committed <= one.at[-1] and one.at[0] < end]
-            needed |= {one.digest for one in here if encoder.has(one.digest)}
-        return encoder.compute(wanted, needed)
-
-    def _able(self) -> list[PrefillRequest]:
-        """The requests of which something is left to launch, the most urgent first."""
-        found = [
-            r for r in self._requests if r.phase is PrefillPhase.RUNNING and r.allocation and r.launched < len(r.tokens)
-        ]
-        return sorted(found, key=lambda r: -r.submit.priority)
-
     # ------------------------------------------------------------ the next step
 
     def next_batch(self, budget: int | None = None) -> list[ScheduledChunk]:
@@ -343,10 +310,10 @@ class PrefillScheduler:
         time; `_plan_in_turn` says how a tenant's part is shared. Chunks end at page boundaries, except at the end of
         the prompt, where the whole budget is less than a page, and at a picture whose positions see each other. Such a
         picture waits for a step that has room for it; one that has nothing else is as long as the picture. A chunk ends
-        before a picture that isn't computed yet (`compute_pictures`), and none begins there. What is
+        before a picture that isn't computed yet (`PrefillPages.compute_pictures`), and none begins there. What is
         planned is launched, and charged. While another tenant is expected the step has less (`_kept_short`).
         """
-        able = self._able()
+        able = launchable(self._requests)
         self._follow()
         whole = budget = self._kept_short(able, self._config.chunk_tokens if budget is None else budget)
         for priority, equals in groupby(able, key=lambda r: r.submit.priority):
@@ -419,9 +386,8 @@ class PrefillScheduler:
         # Recurrent states are kept as they are at the last page boundary: a chunk ends there.
         boundary = request.last_boundary(size) if self._manager.running.stateful else 0
         whole = boundary if request.launched < boundary else len(request.tokens)
-        if request.pictures and self._pages.encoder is not None:
-            lacking = request.unseen(self._pages.encoder.has)
-            whole = whole if lacking is None else min(whole, max(lacking.at[0], request.launched))
+        if (lacking := self._pages.lacking(request)) is not None:
+            whole = min(whole, max(lacking.at[0], request.launched))
         if self._manager.running.stateful and request.awaited > request.launched:
             whole = min(whole, request.awaited)  # Requests that wait for it go on from the state there.
         end = min(whole, planned + most)

@@ -169,7 +169,7 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
 
     def _compute(self) -> None:
         """Launch the next step, then commit the one before it."""
-        self._scheduler.compute_pictures()
+        self._request_pages.compute_pictures(self._request_table, self.setup.config.prefill, self._clock)
         began = self._clock.now()
         batch = self._scheduler.next_batch()
         if batch:

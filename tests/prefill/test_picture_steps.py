@@ -11,6 +11,7 @@ import torch
 from tests.support.prefill_parts import PrefillParts
 from twinpool.cache.device.cpu_device import CpuDevice
 from twinpool.contracts.checkpoint.picture_spec import NONE, PictureSpec
+from twinpool.contracts.config.worker_config import PrefillConfig
 from twinpool.contracts.messages.router_commands import Picture
 from twinpool.engine.layers.picture_encoder import AT_ONCE, PictureEncoder, PlacedRows
 from twinpool.engine.layers.picture_tower import Slices
@@ -43,6 +44,7 @@ class SeeingParts(PrefillParts):
 
     def __init__(self, limit: int = 1 << 20, picture_step_s: float = 1e-9, **prefill: Any) -> None:
         super().__init__(pages=256, picture_step_s=picture_step_s, **prefill)
+        self.config = PrefillConfig(picture_step_s=picture_step_s, **prefill)
         self.tower = CountingTower()
         self.encoder = self.pages.encoder = PictureEncoder(self.tower, limit, FAST, None, CpuDevice())
         now = self.clock.now
@@ -64,7 +66,7 @@ class SeeingParts(PrefillParts):
 
     def step(self) -> dict[str, list[int]]:
         self.scheduler.admit()
-        self.scheduler.compute_pictures()
+        self.pages.compute_pictures(self.requests, self.config, self.clock)
         rows = super().step()
         for request in self.requests:
             request.committed = request.launched
