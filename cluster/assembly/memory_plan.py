@@ -330,9 +330,9 @@ def picture_bytes(spec: ModelSpec, config: Config, role: Role) -> int:
     _, vision = vision_fields(spec.path)
     pixels = seen.longest if seen.turned else seen.longest**2
     pixels = min(pixels, max(config.router.max_image_pixels, seen.least), PICTURE_BYTES // 3)
-    # A layer's stream before and behind it, normed rows, queries, keys, values, and what they mix to. Of the one that a
-    # slice is computed of, inner units as well.
-    width = 8 * AT_ONCE * vision.size("hidden_size") + 4 * vision.size("intermediate_size")
+    # A layer's stream before and behind it, normed rows, queries, keys, values, what they mix to, and inner units; of
+    # another one that is begun the stream, queries, keys, values and what they mix to.
+    width = (8 + 5 * (AT_ONCE - 1)) * vision.size("hidden_size") + 4 * vision.size("intermediate_size")
     itemsize = dtype_for(spec, config.engine).itemsize
     shown = vision.peek("deepstack_visual_indexes") if seen.family == "qwen3_vl" else ()
     a_row = (1 + len(shown if isinstance(shown, list) else range(3))) * spec.config.size("hidden_size")

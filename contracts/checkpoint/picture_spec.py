@@ -24,8 +24,9 @@ from twinpool.contracts.errors import CheckpointError
 
 NONE = -1
 """The id of a token that a family has none of."""
-PICTURE_BYTES = 32 * 1024**2
-"""Bytes of pixels, after they were resized, of all pictures of a request: they travel in one message."""
+PICTURE_BYTES = 48 * 1024**2
+"""Bytes of pixels, after they were resized, of all pictures of a request: they travel in one message. As many as the
+largest picture has that a published processor makes (2^24 pixels, Qwen3-VL's)."""
 _PIXTRAL = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
 _CLIP = {"image_mean": (0.48145466, 0.4578275, 0.40821073), "image_std": (0.26862954, 0.26130258, 0.27577711)}
 _HALVES = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}

@@ -114,8 +114,9 @@ class RouterConfig:
     model takes images, at most 64 MiB."""
     max_images: int = 16
     """Images in one request, where the model takes them; 0: they are refused."""
-    max_image_pixels: int = 2**25
-    """Pixels of an image, as its header says, above which it isn't decoded."""
+    max_image_pixels: int = 2**26
+    """Pixels of an image, as its header says, above which it isn't decoded. Decoding takes up to 12 bytes a pixel of
+    `reader_memory_bytes`. Any image below is brought to the size that the model's processor makes of it."""
     body_buffer_bytes: int = 64 * 1024 * 1024
     """Memory for bodies that are being received, of all clients; a body's first 64 KiB don't count. Bodies beyond it
     get 503."""

@@ -96,11 +96,13 @@ def _read(part: PicturePart, spec: PictureSpec, most: int) -> PlacedPicture:
     if width * height > most or max(width, height) > _SIDE:
         raise _refusal(part, f"the image has {width} by {height} pixels; at most {most} are taken")
     try:
-        upright = ImageOps.exif_transpose(opened)
-        height, width = spec.size(upright.height, upright.width)
+        # In place, and colours only where there are others: a copy of a photo may have 256 MiB.
+        ImageOps.exif_transpose(opened, in_place=True)
+        height, width = spec.size(opened.height, opened.width)
         if height * width * 3 > PICTURE_BYTES:
             raise UnfitPicture("it is too large for the model")
-        resized = upright.convert("RGB").resize((width, height), resample=spec.resample)
+        coloured = opened if opened.mode == "RGB" else opened.convert("RGB")
+        resized = coloured.resize((width, height), resample=spec.resample)
     except UnfitPicture as error:
         raise _refusal(part, f"the image has {opened.width} by {opened.height} pixels, and {error}") from None
     except MemoryError:

@@ -230,7 +230,7 @@ def test_decode_on_two_ranks_goes_on_behind_pictures(seer: Seer, ranks: str) -> 
 
 @pytest.mark.slow
 def test_a_request_that_runs_where_its_prompt_was_computed_holds_no_pixels(seer: Seer) -> None:
-    """An answer may take an hour, and its pixels 32 MiB."""
+    """An answer may take an hour, and its pixels 48 MiB."""
     messages = [asks("see ", png(pattern(60, 40)), " it")]
     prompt = seer.prompt(messages)
     with company(seer.folder, colocated=1) as c:

@@ -35,12 +35,14 @@ from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import Role
 from twinpool.contracts.sampling_params import SamplingParams
 from twinpool.engine.layers.picture_encoder import KEPT_BYTES
-from twinpool.engine.models.registry import read_model
+from twinpool.engine.layers.picture_tower import whole
+from twinpool.engine.models.registry import read_model, unchecked_model
 from twinpool.engine.runner.batch import TokenDraw
 from twinpool.engine.runner.graphs.graph_inputs import GraphInputs, GraphSize
 from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.runner.sampling.sampler import draw_tokens
 from twinpool.engine.tensors.row_exact_linear import FAST
+from twinpool.engine.tensors.weight_loader import Weights
 
 PENALTIES = SamplingParams(max_tokens=40, temperature=1.0, repetition_penalty=1.2, seed=1)
 SPARSE = ("deepseek_v32", "glm5")
@@ -74,6 +76,22 @@ def test_a_tower_is_in_the_plan_of_who_computes_prompts(tmp_path: Path, family: 
     assert decodes.pictures == 0
     _, blind = of(folder, Role.PREFILL, config_from_dict({"engine": {"draft_model": "mtp"}}))
     assert blind.pictures == 0
+
+
+@pytest.mark.slow
+@pytest.mark.every_parameter
+@pytest.mark.parametrize("family", WRITERS)
+def test_a_tower_computes_the_largest_picture_in_no_more_than_planned(tmp_path: Path, family: str) -> None:
+    config = config_from_dict({"engine": {"numerics": "fast"}, "router": {"max_image_pixels": 4096}})
+    spec, planned = of(WRITERS[family](tmp_path / "seer"), Role.PREFILL, config)
+    weights = Weights(spec, torch.float32, torch.device("cpu"))
+    tower = unchecked_model(spec).build(weights).tower
+    assert tower is not None
+    assert spec.pictures is not None
+    height, width = spec.pictures.size(64, 64)
+    with torch.inference_mode(), LiveBytes() as live:
+        whole(tower(torch.zeros(height, width, 3, dtype=torch.uint8), FAST))
+    assert 0 < live.peak <= planned.pictures - KEPT_BYTES
 
 
 @pytest.mark.slow

@@ -14,9 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from tests.router.fake_worker import FakeCluster
-from tests.support.seeing_models import MARKS, UNIT, asks, data_url, pattern, png, write_gemma3, write_mistral3
+from tests.support.seeing_models import (
+    MARKS,
+    UNIT,
+    asks,
+    data_url,
+    pattern,
+    png,
+    write_gemma3,
+    write_mistral3,
+    write_qwen3_vl,
+)
 from twinpool.contracts.block_hash import PICTURE_KEYS, in_vocabulary
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec
 from twinpool.contracts.checkpoint.picture_spec import PictureSpec, read_picture_spec
@@ -120,6 +131,7 @@ def test_a_bomb_is_refused_before_anything_is_unpacked(reader: BodyReader, monke
         chat(reader, shown(data_url(header_alone(1025, 1024))))
 
 
+@pytest.mark.slow
 def test_too_many_pictures_and_too_many_pixels_are_refused(spec: ModelSpec, tokenizer: ModelTokenizer) -> None:
     one = png(pattern(8, 8))
     some = BodyReader(spec, tokenizer, RouterConfig(max_images=2))
@@ -128,9 +140,29 @@ def test_too_many_pictures_and_too_many_pixels_are_refused(spec: ModelSpec, toke
         chat(some, asks(one, one, one))
     assert spec.pictures is not None
     large = BodyReader(replace(spec, pictures=replace(spec.pictures, longest=4096)), tokenizer, RouterConfig())
-    sides = png(Image.new("RGB", (2048, 2048)))
-    with pytest.raises(RequestError, match=r"content\[2\]: the images of one request have more than 32 MiB"):
+    sides = png(Image.new("RGB", (2048, 3072)))
+    with pytest.raises(RequestError, match=r"content\[2\]: the images of one request have more than 48 MiB"):
         chat(large, asks(sides, sides, sides))
+
+
+@pytest.mark.slow
+def test_a_photo_of_any_size_is_brought_to_the_size_of_the_processor(tmp_path: Path) -> None:
+    """A processor as Qwen3-VL's is published: 2^24 pixels. transformers' own makes the same of the same photo."""
+    folder = write_qwen3_vl(tmp_path / "seer")
+    spec, most = read_model_spec(folder), 2**24
+    assert spec.pictures is not None
+    pictures = replace(spec.pictures, patch=16, longest=most, least=65536)
+    seeing = BodyReader(
+        replace(spec, pictures=pictures, context=2**17), read_model_tokenizer(folder, 1_000_000), RouterConfig()
+    )
+    photo = Image.fromarray(pattern(36, 54)).resize((8000, 6000))  # 48 megapixels.
+    file = png(photo, "JPEG")
+    (picture,) = chat(seeing, asks("see", file)).pictures
+    height, width = picture.height, picture.width
+    assert (height, width) == smart_resize(6000, 8000, factor=32, min_pixels=65536, max_pixels=most)
+    assert len(picture.pixels) == 3 * height * width > 32 << 20
+    wanted = Image.open(io.BytesIO(file)).resize((width, height), resample=Image.Resampling.BICUBIC)
+    assert picture.pixels == wanted.tobytes()
 
 
 def test_pixels_count_once_for_each_answer(spec: ModelSpec, tokenizer: ModelTokenizer) -> None:
@@ -138,9 +170,9 @@ def test_pixels_count_once_for_each_answer(spec: ModelSpec, tokenizer: ModelToke
     pictures = replace(spec.pictures, longest=2048, patch=64)
     large = BodyReader(replace(spec, pictures=pictures), tokenizer, RouterConfig())
     side = png(Image.new("RGB", (2048, 1024)))  # 6 MiB of pixels.
-    assert len(chat(large, asks("see", side), n=5).pictures) == 1
-    with pytest.raises(RequestError, match="the images of 6 answers have more than 32 MiB") as found:
-        chat(large, asks("see", side), n=6)
+    assert len(chat(large, asks("see", side), n=8).pictures) == 1
+    with pytest.raises(RequestError, match="the images of 9 answers have more than 48 MiB") as found:
+        chat(large, asks("see", side), n=9)
     assert found.value.param == "n"
 
 
