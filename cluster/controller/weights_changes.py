@@ -164,7 +164,7 @@ class WeightsChanges:
             left = [row.role for row in behind]
             self._tell(max(behind, key=lambda row: (left.count(row.role), row.role is Role.PREFILL)), now)
         for row in behind:
-            if row.changes:
+            if row.changes or (_leaves(row) and row.becomes is row.role):  # An earlier controller has told it.
                 self._tell(row, now)
         return None
 
@@ -186,7 +186,7 @@ class WeightsChanges:
         """Have a worker that serves drain, and go on as its next incarnation. One that leaves already goes where it was
         sent: to another role, or for good."""
         self._told.setdefault((row.name, row.incarnation), now)
-        leaves = row.drains or row.state is WorkerState.DRAINING
+        leaves = _leaves(row)
         if row.changes and leaves:
             return
         row.changes = True
@@ -248,6 +248,11 @@ def _next(served: ServedWeights) -> int:
 
 def _serving(table: ControllerTable) -> list[WantedWorker]:
     return [row for row in table.rows.values() if row.serves]
+
+
+def _leaves(row: WantedWorker) -> bool:
+    """Whether a worker that serves is about to leave."""
+    return row.drains or row.state is WorkerState.DRAINING
 
 
 def _settled(row: WantedWorker) -> bool:

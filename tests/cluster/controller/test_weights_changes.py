@@ -203,9 +203,11 @@ def test_one_worker_that_can_not_take_them_ends_the_change_and_so_do_other_files
         pools.slow.clear()
         pools.digest = lambda name: DIGEST
         pools.core.pools.make(NEW)
-        pending = pools.core.table.served.pending
-        assert pending is not None
-        assert pending.number == 2
+        served = pools.core.table.served
+        assert served.pending is not None
+        assert (served.pending.number, served.failed) == (2, "")
+        pools.settle(8)
+        assert set(pools.numbers.values()) == {2}, "it has its own time to be read in"
 
 
 def test_a_controller_that_was_started_again_waits_for_the_word_of_every_worker() -> None:
@@ -320,6 +322,114 @@ def test_a_flush_is_a_change_to_the_same_weights_that_reads_nothing() -> None:
     served = pools.core.weights.told()
     assert (served.weights.version, served.weights.number) == ("new", 2)
     assert set(pools.numbers.values()) == {2}
+
+
+def test_weights_without_a_name_are_named_by_their_files() -> None:
+    pools = Pools(1, 1)
+    for number, letter in enumerate("ab", 1):
+        pools.digest = lambda name, letter=letter: letter * 64  # type: ignore[misc]
+        pools.core.pools.make(UpdateWeights("/weights", ""))
+        pools.settle()
+        weights = pools.core.table.served.weights
+        assert (weights.number, weights.version, weights.digest) == (number, letter * 32, letter * 64)
+
+
+def test_a_flush_of_the_checkpoints_weights_asks_nobody_to_read_and_all_leave_at_once() -> None:
+    pools = Pools()
+    pools.core.pools.make(replace(NEW, rolling=True))
+    pools.settle(100)
+    asked: set[object] = set()
+    for flushed in (pools, Pools()):
+        for one in flushed.processes.values():
+            one.requests = 1
+        flushed.core.pools.make(FlushCaches(9.0))
+        for _ in range(6):
+            flushed.round()
+            asked |= {one.told.prepare for one in flushed.processes.values() if one.told is not None}
+        changing = {row.name for row in flushed.core.table.rows.values() if row.changes}
+        assert len(changing) == 4, "of a rolling change nothing is left"
+        assert not any(flushed.numbers.values() if flushed is not pools else ())
+        flushed.settle()
+        assert len(set(flushed.numbers.values()) - {0}) == 1
+    assert {one.path for one in asked if isinstance(one, WeightsVersion)} == {NEW.path}
+
+
+def test_who_changes_ends_its_requests_though_the_cluster_is_paused() -> None:
+    pools = Pools(1, 1)
+    pools.core.pools.make(PauseCluster())
+    pools.processes[WorkerName("decode-0")].requests = 1
+    pools.core.pools.make(replace(NEW, wait_s=1000.0))
+    pools.settle(8)
+    one = pools.processes[WorkerName("decode-0")]
+    assert one.told is not None
+    assert (one.state, one.told.paused) == ("draining", False)
+    one.requests = 0
+    pools.settle(8)
+    told = [one.told for one in pools.processes.values()]
+    assert [grant.paused for grant in told if grant is not None] == [True, True]
+    assert set(pools.numbers.values()) == {1}
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_when_the_last_worker_had_changed_is_told(restarts: bool) -> None:
+    pools, wall = Pools(1, 2), 5000.0
+
+    def at() -> float:
+        pools.core.weights._wall = lambda: wall
+        return pools.core.weights.told().since
+
+    at()
+    pools.processes[WorkerName("decode-1")].requests = 1
+    pools.core.pools.make(replace(NEW, wait_s=1000.0))
+    pools.settle(8)
+    assert (pools.core.weights.told().behind, at()) == (1, 5000.0), "when the cluster has"
+    wall = 6000.0
+    if restarts:
+        pools.restart()
+        at()
+    pools.settle(2)
+    assert at() == 5000.0
+    pools.processes[WorkerName("decode-1")].requests = 0
+    pools.settle(8)
+    wall = 7000.0
+    pools.settle(2)
+    assert (pools.core.weights.told().behind, at()) == (0, 6000.0)
+    assert not pools.core.weights._told, "who has left isn't remembered"
+
+
+@pytest.mark.parametrize(("rolling", "restarts"), [(False, False), (False, True), (True, False), (True, True)])
+def test_requests_have_the_same_time_on_all_workers_whoever_waits_for_whom(rolling: bool, restarts: bool) -> None:
+    pools = Pools(1, 1)
+    for one in pools.processes.values():
+        one.requests = 1
+    pools.core.pools.make(replace(NEW, rolling=rolling))
+    while pools.core.table.served.pending is not None:
+        pools.round()
+    began = pools.clock.now()
+    if restarts:
+        pools.settle(3)
+        pools.restart()
+    ended: dict[WorkerName, float] = {}
+    for _ in range(60):
+        pools.round()
+        for name, process in pools.processes.items():
+            if not process.requests:
+                ended.setdefault(name, pools.clock.now() - began)
+    assert set(pools.numbers.values()) == {1}
+    waits = [NEW.wait_s, 2 * NEW.wait_s] if rolling else [NEW.wait_s] * 2
+    for wait, took in zip(waits, sorted(ended.values()), strict=True):
+        assert wait <= took <= wait + (6.0 if rolling or restarts else 2.0), ended
+
+
+def test_sleep_is_asked_for_twice_and_of_another_level_only_when_awake() -> None:
+    pools = Pools(1, 1)
+    for _ in range(2):
+        pools.core.pools.make(SleepCluster(1, 5.0))
+        pools.settle(4)
+    with pytest.raises(ConfigError, match="wake it first"):
+        pools.core.pools.make(SleepCluster(2, 5.0))
+    with pytest.raises(ConfigError, match="1 and 2"):
+        pools.core.pools.make(SleepCluster(3, 5.0))
 
 
 @pytest.mark.parametrize("level", [1, 2])
