@@ -295,6 +295,9 @@ def _with_pairs(
         message = "a reranker's prompt isn't cut: shorten the texts"
         raise RequestError(message, param="truncate_prompt_tokens")
     no, yes = (_one_token(word, tokenizer) for word in pooling.judge)
+    if no == yes:
+        message = f"config.json's classifier_from_token: {' and '.join(map(repr, pooling.judge))} are one token"
+        raise RequestError(f"{message} of this model: it can't judge by them", param="model")
     ids = tuple(sorted((no, yes)))
     judged = replace(form.pairs, places=tuple((n, n) for n in range(len(pairs))), yes_at=ids.index(yes))
     return replace(
