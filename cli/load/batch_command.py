@@ -31,6 +31,8 @@ def batch(args: argparse.Namespace) -> int:
     it has submitted, which it keeps beside the output."""
     output = args.output or args.file.with_name(f"{args.file.stem}.answers.jsonl")
     begun = output.with_name(f"{output.name}.batch")
+    if output.is_dir() or not output.parent.is_dir():
+        raise ConfigError(f"can't write {output}: it is a folder, or in none that there is")
     try:
         digest = hashlib.sha256(args.file.read_bytes()).hexdigest()
     except OSError as error:
@@ -43,9 +45,10 @@ def batch(args: argparse.Namespace) -> int:
         to_stderr(f"batch {known['batch']}; ended here it goes on, and the same command waits for it again")
         ended = _wait(client, known["batch"])
         for kind, path in (("output_file_id", output), ("error_file_id", output.with_name(f"{output.name}.errors"))):
-            path.unlink(missing_ok=True)
             if ended[kind] is not None:
                 _fetch(client, f"/v1/files/{ended[kind]}/content", path)
+            else:
+                path.unlink(missing_ok=True)
     begun.unlink()
     counts = ended["request_counts"]
     for problem in (ended["errors"] or {"data": []})["data"]:
@@ -93,7 +96,9 @@ def _ask(client: httpx.Client, method: str, path: str, *, may_lack: bool = False
     try:
         answer = client.request(method, path, **content)
     except httpx.TransportError as error:
-        raise ClusterNotFound(f"no router answers at {client.base_url} ({error or type(error).__name__})") from None
+        raise ClusterNotFound(
+            f"no router answers at {client.base_url} ({str(error) or type(error).__name__})"
+        ) from None
     if answer.status_code == 404 and may_lack:
         return None
     if answer.status_code != 200:
@@ -167,11 +172,21 @@ def _progress() -> Iterator[Callable[[str, int, int], object]]:
 
 
 def _fetch(client: httpx.Client, path: str, target: Path) -> None:
-    """Write a file's content to `target`, as a whole or not at all. Raises `CommandRefused`."""
+    """Write a file's content to `target`, as a whole or not at all. Raises `CommandRefused`, `ClusterNotFound`."""
+    import httpx
+
     beside = target.with_name(f"{target.name}.part")
-    with client.stream("GET", path) as answer, beside.open("wb") as out:
-        if answer.status_code != 200:
-            raise CommandRefused(f"GET {path} answered {answer.status_code}")
-        for piece in answer.iter_bytes():
-            out.write(piece)
-    beside.rename(target)
+    try:
+        with client.stream("GET", path) as answer, beside.open("wb") as out:
+            if answer.status_code != 200:
+                raise CommandRefused(f"GET {path} answered {answer.status_code}")
+            for piece in answer.iter_bytes():
+                out.write(piece)
+        beside.rename(target)
+    except httpx.TransportError as error:
+        text = f"{client.base_url} went away while it sent {path} ({str(error) or type(error).__name__})"
+        raise ClusterNotFound(f"{text}: the same command fetches it again") from None
+    except OSError as error:
+        raise CommandRefused(f"can't write {target}: {error.strerror}; the same command fetches it again") from None
+    finally:
+        beside.unlink(missing_ok=True)

@@ -84,7 +84,7 @@ class Endpoint:
             text = error.response.text[:_NOTE_CHARS]
             raise EndpointError(f"{method} {self.url + path} answered {error.response.status_code}: {text}") from None
         except (httpx.HTTPError, ValueError) as error:
-            raise EndpointError(f"{method} {self.url + path} failed: {error or type(error).__name__}") from None
+            raise EndpointError(f"{method} {self.url + path} failed: {str(error) or type(error).__name__}") from None
 
     async def first_model(self) -> str:
         """The first model that the server lists."""

@@ -48,6 +48,9 @@ MAX_WINDOW_S = 30 * 86_400
 LEAST_KEPT_S = 3600
 _BOUNDARY = re.compile(r'multipart/form-data\s*;.*?boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))', re.IGNORECASE)
 _NAME = re.compile(rb'[;\s]name="([^"]*)"')
+_AFTER_MARK = re.compile(rb"--|[ \t]*\r\n")
+_MAY_BECOME_THAT = re.compile(rb"-?|[ \t]*\r?")
+"""What follows a boundary, else it is content that begins as one (RFC 2046, 5.1.1); and what may become that."""
 _FILENAME = re.compile(rb'[;\s]filename="((?:[^"\\]|\\.)*)"')
 FILES, BATCHES = "/v1/files", "/v1/batches"
 PATHS = (FILES, BATCHES)
@@ -133,7 +136,7 @@ class BatchEndpoints:
             raise _Refused(
                 _invalid("send a form: Content-Type: multipart/form-data, with purpose and file", status=415)
             )
-        if len(self._uploads) >= MAX_UPLOADS or 2 * self._uploads.count(tenant) >= MAX_UPLOADS:
+        if too_many_uploads(self._uploads, tenant):
             raise _Refused(ApiError(503, "too many uploads at once; try again later", "server_error", "busy", None, 5))
         self._uploads.append(tenant)
         upload: Upload | None = None
@@ -266,6 +269,8 @@ class FormReader:
         self._into_file = False
         self._value, self._parts = b"", 0
         self._begun = False
+        self._skip = 0
+        """How many bytes of the line break in front of a content are left, which is the boundary's if that is empty."""
 
     def feed(self, piece: bytes) -> list[bytes]:
         """Take a piece of the body; returns what of the file is in it. Raises `RequestError` for what is no form."""
@@ -287,6 +292,13 @@ class FormReader:
             if not mark:  # The mark may have come in part.
                 safe = max(0, len(self._held) - len(self._mark))
                 content, rest = self._held[:safe], self._held[safe:]
+            elif not _AFTER_MARK.match(rest):
+                if len(rest) < HEAD_BYTES and _MAY_BECOME_THAT.fullmatch(rest):
+                    rest, mark = mark + rest, b""
+                else:
+                    self._take(content + mark, out)
+                    self._held = rest
+                    continue
             self._held = rest
             self._take(content, out)
             if not mark:
@@ -297,6 +309,8 @@ class FormReader:
         return out
 
     def _take(self, content: bytes, out: list[bytes]) -> None:
+        skipped = min(self._skip, len(content))
+        content, self._skip = content[skipped:], self._skip - skipped
         if self._into_file and content:
             out.append(content)
         elif self._begun:
@@ -318,8 +332,7 @@ class FormReader:
         if (found := _NAME.search(head)) is None:
             raise RequestError("a part of the form has no name")
         self._name, self._in_head, self._begun = found[1].decode("utf-8", "replace"), False, True
-        # The content may be empty: then the mark follows the headers at once.
-        self._held = self._held if not self._held.startswith(self._mark[2:]) else b"\r\n" + self._held
+        self._held, self._skip = b"\r\n" + self._held, 2
         if self._name == "file":
             if self.filename is not None:
                 raise RequestError("the form has more than one file", param="file")
@@ -327,6 +340,11 @@ class FormReader:
             raw = named[1].decode("utf-8", "replace") if named is not None else "file.jsonl"
             self.filename = "".join(one for one in raw if one.isprintable())[-255:]
             self._into_file = True
+
+
+def too_many_uploads(tenants: list[str], tenant: str) -> bool:
+    """Whether one of `tenant` has to wait while those of `tenants` are being received."""
+    return len(tenants) >= MAX_UPLOADS or 2 * tenants.count(tenant) >= MAX_UPLOADS
 
 
 _OF_BATCH = ("endpoint", "input_file_id", "completion_window", "metadata", "output_expires_after")

@@ -15,7 +15,7 @@ from typing import Any
 
 from twinpool.router.anthropic.messages_writer import error_body
 from twinpool.router.openai.api_errors import ApiError, BodyTooLarge, ClientGone, NotJson
-from twinpool.router.service.admission import BodyBuffer
+from twinpool.router.service.admission import FREE_BYTES, BodyBuffer
 
 AsgiScope = MutableMapping[str, Any]
 AsgiMessage = MutableMapping[str, Any]
@@ -25,9 +25,6 @@ AsgiSend = Callable[[AsgiMessage], Awaitable[None]]
 REST_TIMEOUT_S = 5.0
 REST_BYTES = 64 * 1024**2
 """How much of a refused body is read and thrown away at most, so that its client gets to read the error."""
-FREE_BYTES = 64 * 1024
-"""How much of every body doesn't count against the `BodyBuffer`: ordinary requests get in beside any number of large
-ones, and the limit on connections bounds the sum."""
 
 DIRECT_WRITE = "twinpool.direct_write"
 """The ASGI extension that writes a piece of a body at once: a function of the piece, False where it must be sent."""
@@ -225,7 +222,9 @@ class HttpExchange:
             headers.append((IGNORED_HEADER, ", ".join(self.ignored).encode("ascii")))
         if self._origin:
             headers += [(b"access-control-allow-origin", self._origin), (b"vary", b"origin")]
-            headers.append((b"access-control-expose-headers", b"x-request-id, " + IGNORED_HEADER))
+            headers.append(
+                (b"access-control-expose-headers", b"x-request-id, " + IGNORED_HEADER + b", " + WEIGHTS_HEADER)
+            )
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def answer(

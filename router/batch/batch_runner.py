@@ -9,8 +9,9 @@ serve every other request before them, and let them take steps only while no oth
 begins new ones only while it takes less than half of its own queue, and some decode worker runs nothing else; they are
 no part of a tenant's limits, of the latencies that it reports, or of what its drain waits for.
 
-What fails by the client's fault is an answer. What finds no room waits. What fails by the server's fault is tried
-`batch.line_tries` times, as a request that takes workers with it must not do so for ever.
+What fails by the client's fault is an answer, and so is an exception of ours. What finds no room waits, for memory of
+bodies, too, of which half is left to clients. What fails by the server's fault is tried `batch.line_tries` times, as a
+request that takes workers with it must not do so for ever.
 """
 
 from __future__ import annotations
@@ -246,8 +247,8 @@ class BatchRun:
 
     def _asked(self, task: asyncio.Task[None]) -> None:
         number = self.asking.pop(task)
-        if not task.cancelled() and (error := task.exception()) is not None:  # Our own bug, or the disk's.
-            log("line failed", level=logging.ERROR, batch=self.batch.id, line=number, reason=repr(error))
+        if not task.cancelled() and (error := task.exception()) is not None:  # The input can't be read now.
+            log("line can't be read", level=logging.ERROR, batch=self.batch.id, line=number, reason=repr(error))
             self._later(number, counted=False)
         self._changed.set()
         self._runner.wake()
@@ -261,7 +262,13 @@ class BatchRun:
         name = f"{self.batch.id}-{number}"
         kind = KINDS[self.batch.endpoint]
         asked = ClientRequest(kind, bytes(line.body), name, self.batch.tenant, background=seed)
-        body, failure = await self._answer(asked)
+        try:
+            body, failure = await self._answer(asked)
+        except Exception:  # Our own bug, which another try would meet again.
+            log("line failed", level=logging.ERROR, trace=True, batch=self.batch.id, line=number)
+            text = "the server failed at this request; its log says how"
+            self._note(number, line.custom_id, 1, None, ApiError(500, text, "server_error", "internal"))
+            return
         if failure is not None and failure.code in NO_ROOM:
             self._later(number, counted=False)
         elif failure is not None and failure.status >= 500 and self._tries[number] + 1 < self._store.config.line_tries:
@@ -275,7 +282,8 @@ class BatchRun:
         """Ask the router itself. Returns the answer's body, or how it failed."""
         service = self._runner.service
         try:
-            stream = await service.open(asked)
+            with service.buffer.beside_clients(len(asked.raw)):
+                stream = await service.open(asked)
         except TwinpoolError as error:
             return b"", failure_of(error)
         try:
@@ -459,6 +467,9 @@ class BatchRunner:
     def _idle(self) -> bool:
         """Whether there is idle capacity, as far as this router sees."""
         core, admission = self.service.core, self.service.admission
+        served = core.workers.served
+        if served.paused or served.asleep:  # What begins now may not end before its deadline.
+            return False
         if any(not core.serving(role) for role in core.workers.needed) or 2 * admission.booked >= admission.max_choices:
             return False
         if self.service.background_rows:

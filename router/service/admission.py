@@ -46,6 +46,11 @@ AWAY_RETRY_S = 1.0
 """Seconds until a controller that was away is asked for slices again."""
 
 
+FREE_BYTES = 64 * 1024
+"""How much of every body doesn't count against the `BodyBuffer`: ordinary requests get in beside any number of large
+ones, and the limit on connections bounds the sum."""
+
+
 class BodyBuffer:
     """The count of bytes held by bodies between their first byte and their admission; `limit` in bytes."""
 
@@ -56,12 +61,29 @@ class BodyBuffer:
     def take(self, size: int) -> None:
         """Book `size` bytes. Raises `BufferFull`, with nothing booked, where they go beyond the limit."""
         if self.held + size > self.limit:
-            text = f"bodies of {self.held} bytes are being received; try again later"
-            raise BufferFull(text, size, self.held, self.limit)
+            raise self._full(size)
         self.held += size
 
     def give_back(self, size: int) -> None:
         self.held -= size
+
+    @contextmanager
+    def beside_clients(self, size: int) -> Iterator[None]:
+        """Book a body of `size` bytes that no client waits for, meanwhile. Raises `BufferFull` where others would be
+        left less than half of the limit, unless it is alone."""
+        counted = max(0, size - FREE_BYTES)
+        if counted and self.held and 2 * (self.held + counted) > self.limit:
+            raise self._full(counted)
+        self.take(counted)
+        try:
+            yield
+        finally:
+            self.give_back(counted)
+
+    def _full(self, size: int) -> BufferFull:
+        return BufferFull(
+            f"bodies of {self.held} bytes are being received; try again later", size, self.held, self.limit
+        )
 
 
 class QuotaLeases:

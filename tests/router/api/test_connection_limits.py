@@ -14,9 +14,8 @@ from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, router_config, serving
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.router.api import http_protocol as module
-from twinpool.router.api.http_exchange import FREE_BYTES
 from twinpool.router.api.http_protocol import RESERVE, BoundedHttpProtocol, ClientConnections, connection_limit
-from twinpool.router.service.admission import BodyBuffer
+from twinpool.router.service.admission import FREE_BYTES, BodyBuffer
 
 STREAM = json.dumps({"prompt": [5, 6], "max_tokens": 6, "stream": True, "seed": 1}).encode()
 

@@ -399,3 +399,132 @@ def test_of_batches_that_have_ended_the_last_ones_are_kept_and_nothing_is_left_b
 def test_lines_that_are_blank_have_a_bound(tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(b'{"custom_id": "a"}\n' + b"\n" * 100)
     assert [one.code for one in check_input(tmp_path / "in", 5, 1000).problems] == ["too_many_requests"]
+
+
+def named(*names: str) -> bytes:
+    return b"".join(json.dumps({"custom_id": name}).encode() + b"\n" for name in names)
+
+
+@pytest.mark.parametrize(
+    ("content", "problems"),
+    [
+        (named("a", "b", "c"), []),
+        (named("a", "b", "c", "d"), [("too_many_requests", None)]),
+        (named("A", "a", " a"), []),
+        (named("a", "b", "a"), [("duplicate_custom_id", 3)]),
+        (named("a" * 512), []),
+        (named("a" * 513), [("invalid_json_line", 1)]),
+        (b'{"custom_id": "a"' + b" " * 982 + b"}", []),
+        (b'{"custom_id": "a"' + b" " * 983 + b"}", [("invalid_json_line", 1)]),
+        (b"x" * 2500 + b"\n" + named("a"), [("invalid_json_line", 1)]),
+        (
+            b"x\n" + named("a") + b"y\n" + named("a"),
+            [("invalid_json_line", 1), ("invalid_json_line", 3), ("duplicate_custom_id", 4)],
+        ),
+    ],
+)
+def test_an_input_at_its_bounds_is_taken_and_beyond_them_told_once(
+    tmp_path: Path, content: bytes, problems: list[tuple[str, int | None]]
+) -> None:
+    (tmp_path / "in").write_bytes(content)
+    found = check_input(tmp_path / "in", 3, 1000).problems
+    assert [(one.code, one.line) for one in found] == problems
+
+
+def test_a_file_of_the_largest_size_is_taken(tmp_path: Path) -> None:
+    store = store_of(tmp_path, file_bytes=10)
+    found = store.file("a", put(store, "a", b"0123456789"))
+    assert found is not None
+    assert (found[0].bytes, found[1].read_bytes()) == (10, b"0123456789")
+
+
+def test_what_is_written_between_two_counts_of_the_folder_counts(tmp_path: Path) -> None:
+    store = store_of(tmp_path, tenant_bytes=1000, disk_bytes=1500)
+    for _ in range(3):
+        store.check_room(tmp_path / "tenants" / "one", 300)
+    with pytest.raises(StorageFull, match="your files"):
+        store.check_room(tmp_path / "tenants" / "one", 101)
+    store.check_room(tmp_path / "tenants" / "one", 100)
+    store.check_room(tmp_path / "tenants" / "two", 500)
+    with pytest.raises(StorageFull, match="all files"):
+        store.check_room(tmp_path / "tenants" / "two", 1)
+
+
+def test_an_upload_that_can_not_be_shown_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_of(tmp_path)
+
+    def full(path: Path, content: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(batch_store, "_write", full)
+    with pytest.raises(StorageFull, match="No space left"):
+        put(store, "a", b"x")
+    assert not list((tmp_path / "tenants").glob("*/files/*"))
+
+
+def test_outputs_are_kept_from_when_they_are_published_and_empty_ones_are_not(tmp_path: Path) -> None:
+    wall = Wall()
+    store = store_of(tmp_path, wall, keep_s=1000)
+    batch = store.create("a", put(store, "a", b"x", kept_s=9000), URL, "24h", 100, None)
+    (place,) = store.waiting()
+    place.file(batch.output_file_id).write_bytes(line(1))
+    place.file(batch.error_file_id).write_bytes(b"")
+    wall.at += 800
+    ended = batch.after(BatchEvent.REFUSED, wall.at, published=store.publish(place, batch))
+    store.keep(place, ended)
+    assert ended.published == [batch.output_file_id]
+    assert not place.file(batch.error_file_id).exists()
+    for later, there in ((190, (True, True)), (20, (False, True)), (780, (False, True)), (20, (False, False))):
+        wall.at += later
+        store.sweep()
+        found = store.batch("a", batch.id) is not None, store.file("a", batch.output_file_id) is not None
+        assert found == there, f"{wall.at - 1_000_000:g} s after it was made, {wall.at - 1_000_800:g} after its end"
+
+
+def test_a_batch_that_runs_longer_than_files_are_kept_stays(tmp_path: Path) -> None:
+    wall = Wall()
+    store = store_of(tmp_path, wall, keep_s=50)
+    batch = store.create("a", put(store, "a", b"x"), URL, "24h", 100, None)
+    wall.at += 60
+    store.sweep()
+    assert store.batch("a", batch.id) == batch
+
+
+def test_a_batch_that_has_ended_is_claimed_by_nobody_and_its_lock_goes(tmp_path: Path) -> None:
+    store = store_of(tmp_path)
+    batch = store.create("a", put(store, "a", b"x"), URL, "24h", 100, None)
+    (place,) = store.waiting()
+    store.keep(place, batch.after(BatchEvent.REFUSED, 5))
+    place.lock.touch()  # Its router was killed before it could remove it.
+    assert store.claim(place) is None
+    assert not place.lock.exists()
+
+
+def test_a_cancelled_batch_says_when_somebody_wanted_that(tmp_path: Path) -> None:
+    wall = Wall()
+    store = store_of(tmp_path, wall)
+    batch = store.create("a", put(store, "a", b"x"), URL, "24h", 100, None)
+    store.cancel("a", batch.id)
+    (place,) = store.waiting()
+    os.utime(place.cancel, (1_000_007, 1_000_007))
+    wall.at += 60
+    shown = store.batch("a", batch.id)
+    assert shown is not None
+    assert shown.stamps == {"cancelling": 1_000_007}
+
+
+def test_a_lock_of_a_file_that_was_made_anew_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real = tmp_path / "x", fcntl.flock
+    path.touch()
+
+    def slow(file: int, how: int) -> None:
+        path.unlink()
+        path.touch()
+        real(file, how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", slow)
+        assert Locked.of(path) is None
+    lock = Locked.of(path)
+    assert lock is not None
+    lock.release()
