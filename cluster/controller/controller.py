@@ -35,6 +35,7 @@ Guarantees:
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterable
 
 from msgspec import structs
@@ -74,14 +75,20 @@ class Controller:
     """
 
     def __init__(
-        self, clock: Clock, config: ClusterConfig, ledger: ControllerLedger, *, supervised: bool = True
+        self,
+        clock: Clock,
+        config: ClusterConfig,
+        ledger: ControllerLedger,
+        *,
+        supervised: bool = True,
+        wall: Callable[[], float] = time.time,
     ) -> None:
-        """`supervised`: whether somebody carries out its actions from the beginning. Raises `ConfigError` for a ledger
-        that can't be read."""
+        """`supervised`: whether somebody carries out its actions from the beginning. `wall`: seconds since 1970. Raises
+        `ConfigError` for a ledger that can't be read."""
         self._clock = clock
         self._config = config
         self.table = ControllerTable(clock, config, ledger)
-        self.weights = WeightsChanges(self.table)
+        self.weights = WeightsChanges(self.table, wall)
         self.pools = PoolOperations(self.table, self.weights)
         self._supervised = supervised
         self.late_messages = 0

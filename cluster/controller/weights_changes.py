@@ -15,7 +15,6 @@ and sleep a leave after which nothing starts.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
@@ -43,7 +42,7 @@ DIGEST_CHARS = 32
 class WeightsChanges:
     """Changes of what one table's cluster serves."""
 
-    def __init__(self, table: ControllerTable, wall: Callable[[], float] = time.time) -> None:
+    def __init__(self, table: ControllerTable, wall: Callable[[], float]) -> None:
         """`wall`: seconds since 1970."""
         self._table, self._wall = table, wall
         self._prepare_by: float | None = None

@@ -9,9 +9,8 @@ serve every other request before them, and let them take steps only while no oth
 begins new ones only while it takes less than half of its own queue, and some decode worker runs nothing else; they are
 no part of a tenant's limits, of the latencies that it reports, or of what its drain waits for.
 
-What fails by the client's fault is an answer, and so is an exception of ours. What finds no room waits, for memory of
-bodies, too, of which half is left to clients. What fails by the server's fault is tried `batch.line_tries` times, as a
-request that takes workers with it must not do so for ever.
+What fails by the client's fault is an answer, as is an exception of ours. What finds no room waits. What fails by the
+server's fault is tried `batch.line_tries` times, as a request that takes workers with it must not do so for ever.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ POLL_S, SWEEP_S, DISK_RETRY_S, LOOK_S = 1.0, 60.0, 5.0, 0.05
 """Seconds between two looks for batches, for what has expired, for room on the disk, and for idle capacity."""
 BACKOFF_S = (0.5, 30.0)
 """Seconds before a request is tried again, at first and at most."""
-GRACE_S = 30.0
-THREADS = 4
+GRACE_S, THREADS = 30.0, 4
 NO_ROOM = frozenset({"queue_full", "tenant_limit", "overloaded", "cancelled", "shutting_down", "body_buffer_full"})
 """Codes of failures that say nothing of the request: it is asked again, however often."""
 T = TypeVar("T")
@@ -87,11 +85,13 @@ class BatchRun:
         self._again: list[tuple[float, int]] = []
         """Requests to be asked again, and when."""
         self._tries: Counter[int] = Counter()
-        self._answers: list[tuple[int, int, bytes]] = []
+        self.unwritten: list[tuple[int, int, bytes]] = []
         """Lines that are to be kept."""
         self.asking: dict[asyncio.Task[None], int] = {}
         self._changed = asyncio.Event()
         self._kept_at = 0.0
+        self.begun = False
+        """Whether it is known which requests have no answer yet."""
         self.full_until = 0.0
         """When a full disk is tried again, in seconds of the clock; nothing is asked before. 0 where it has room."""
 
@@ -124,9 +124,8 @@ class BatchRun:
             async with self._runner.reading:
                 found = await thread(partial(check_input, path, *limits))
         except FileNotFoundError as error:
-            found = CheckedInput(
-                array("Q", [0]), [BatchProblem("file_gone", f"the input can't be read: {error.strerror}")]
-            )
+            gone = BatchProblem("file_gone", f"the input can't be read: {error.strerror}")
+            found = CheckedInput(array("Q", [0]), [gone])
         if found.problems:
             refused = self.batch.after(BatchEvent.REFUSED, self._runner.now(), errors=found.problems)
             await self._keep_surely(refused)
@@ -136,6 +135,7 @@ class BatchRun:
         outputs = [self.place.file(one) for one in (self.batch.output_file_id, self.batch.error_file_id)]
         async with self._runner.reading:
             self._log = await thread(partial(AnswerLog, outputs, self._ids, total))
+        self.begun = True
         self._next = iter([number for number in range(total) if not self._log.done[number]])
         if self.batch.status is BatchState.VALIDATING:
             await self._keep_surely(self.batch.after(BatchEvent.CHECKED, self._runner.now(), total=total))
@@ -179,7 +179,7 @@ class BatchRun:
 
     async def _flush(self) -> None:
         """Keep the lines that wait. Where that fails they go on waiting, and nothing more is asked."""
-        lines = self._answers[:]
+        lines = self.unwritten[:]
         if not lines or self._log is None or self._runner.service.clock.now() < self.full_until:
             return
         try:
@@ -190,7 +190,7 @@ class BatchRun:
             self._full(str(error))
             return
         self.full_until = 0.0
-        del self._answers[: len(lines)]
+        del self.unwritten[: len(lines)]
         self._runner.kept.update("failed" if which else "completed" for _, which, _ in lines)
 
     def _full(self, reason: str) -> None:
@@ -208,14 +208,14 @@ class BatchRun:
     async def _expire(self) -> None:
         """Give each request without an answer a line that says so, and end."""
         assert self._log is not None
-        waiting = {number for number, *_ in self._answers}
+        waiting = {number for number, *_ in self.unwritten}
         for number in range(len(self._log.done)):
             if not self._log.done[number] and number not in waiting:
                 name = (await self._runner.thread(partial(self._read, number))).custom_id
                 text = "this request could not be answered before the completion window was over"
                 self._note(number, name, 1, {"code": "batch_expired", "message": text})
         await self._flush()
-        if not self._answers:
+        if not self.unwritten:
             await self._end(BatchEvent.TIMED_OUT)
 
     async def _end(self, event: BatchEvent) -> None:
@@ -260,8 +260,7 @@ class BatchRun:
             return
         seed = int.from_bytes(hashlib.sha256(f"{self._ids}{number}".encode()).digest()[:8])
         name = f"{self.batch.id}-{number}"
-        kind = KINDS[self.batch.endpoint]
-        asked = ClientRequest(kind, bytes(line.body), name, self.batch.tenant, background=seed)
+        asked = ClientRequest(KINDS[self.batch.endpoint], bytes(line.body), name, self.batch.tenant, background=seed)
         try:
             body, failure = await self._answer(asked)
         except Exception:  # Our own bug, which another try would meet again.
@@ -322,7 +321,7 @@ class BatchRun:
             raw = msgspec.Raw(body if b"\n" not in body else msgspec.json.encode(msgspec.json.decode(body)))
             response = {"status_code": status, "request_id": f"{self.batch.id}-{number}", "body": raw}
         line = {"id": f"{self._ids}{number}", "custom_id": name, "response": response, "error": error}
-        self._answers.append((number, which, msgspec.json.encode(line) + b"\n"))
+        self.unwritten.append((number, which, msgspec.json.encode(line) + b"\n"))
 
 
 def _wrong(line: InputLine, endpoint: str) -> ApiError | None:
@@ -330,9 +329,8 @@ def _wrong(line: InputLine, endpoint: str) -> ApiError | None:
     if line.method != "POST":
         return ApiError(400, "method must be POST", "invalid_request_error", "invalid_method", "method")
     if line.url != endpoint:
-        return ApiError(
-            400, f"url must be the batch's endpoint, {endpoint}", "invalid_request_error", "invalid_url", "url"
-        )
+        text = f"url must be the batch's endpoint, {endpoint}"
+        return ApiError(400, text, "invalid_request_error", "invalid_url", "url")
     return None
 
 
@@ -347,7 +345,7 @@ class BatchRunner:
         self._threads = ThreadPoolExecutor(THREADS, "batches")
         self.reading = asyncio.Semaphore(THREADS // 2)
         """For who reads whole inputs and outputs: other threads are left to clients."""
-        self._runs: dict[asyncio.Task[None], BatchRun] = {}
+        self.runs: dict[asyncio.Task[None], BatchRun] = {}
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._looked_at = self._swept_at = float("-inf")
@@ -388,17 +386,18 @@ class BatchRunner:
     async def _loop(self) -> None:
         while True:
             try:
-                await self._turn()
+                await self.turn()
             except Exception:  # Our own bug, or a disk that is gone; the next turn may be better.
                 log("batches can't go on", level=logging.ERROR, trace=True)
                 await asyncio.sleep(POLL_S)
             self._wake.clear()
-            waits = any(run.batch.status is BatchState.IN_PROGRESS for run in self._runs.values())
+            waits = any(run.batch.status is BatchState.IN_PROGRESS for run in self.runs.values())
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S if waits else POLL_S):
                     await self._wake.wait()
 
-    async def _turn(self) -> None:
+    async def turn(self) -> None:
+        """Claim what is free where that is due, and begin lines."""
         if self.service.draining or self.service.leaving:
             await self._give_up()
             return
@@ -409,21 +408,21 @@ class BatchRunner:
         if now - self._swept_at >= SWEEP_S:
             self._swept_at = now
             await self.thread(self.store.sweep)
-        self._ask()
+        self.begin_lines()
 
     async def _give_up(self) -> None:
-        for task in self._runs:
+        for task in self.runs:
             task.cancel()
-        await asyncio.gather(*self._runs, return_exceptions=True)
+        await asyncio.gather(*self.runs, return_exceptions=True)
 
     async def _claim(self) -> None:
         """Take batches that nobody has, in turn of the tenants."""
-        mine = {run.place for run in self._runs.values()}
+        mine = {run.place for run in self.runs.values()}
         free = [place for place in await self.thread(lambda: list(self.store.waiting())) if place not in mine]
         taken = Counter(place.folder for place in mine)
-        while free and len(self._runs) < MAX_CLAIMED:
+        while free and len(self.runs) < MAX_CLAIMED:
             place = min(free, key=lambda one: taken[one.folder])
-            if taken[place.folder] >= MAX_CLAIMED - len(self._runs):
+            if taken[place.folder] >= MAX_CLAIMED - len(self.runs):
                 return  # What is left is for other tenants.
             free.remove(place)
             claimed = await self.thread(partial(self.store.claim, place))
@@ -432,12 +431,12 @@ class BatchRunner:
             taken[place.folder] += 1
             run = BatchRun(self, place, *claimed)
             task = asyncio.get_running_loop().create_task(run.run())
-            self._runs[task] = run
+            self.runs[task] = run
             task.add_done_callback(self._ended)
             log("batch claimed", batch=run.batch.id, status=str(run.batch.status))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        run = self._runs.pop(task)
+        run = self.runs.pop(task)
         for asked in run.asking:
             asked.cancel()
         failed = None if task.cancelled() else task.exception()
@@ -446,15 +445,15 @@ class BatchRunner:
     @property
     def asking(self) -> int:
         """Requests that are under way."""
-        return sum(len(run.asking) for run in self._runs.values())
+        return sum(len(run.asking) for run in self.runs.values())
 
-    def _ask(self) -> None:
+    def begin_lines(self) -> None:
         """Ask as many requests as there is idle capacity for, those of the tenant that has fewest under way first."""
         room = self.store.config.concurrency - self.asking
-        runs = list(self._runs.values())
-        while room > 0 and runs and self._idle():
+        runs = list(self.runs.values())
+        while room > 0 and runs and self.idle():
             under_way: Counter[str] = Counter()
-            for run in self._runs.values():
+            for run in self.runs.values():
                 under_way[run.batch.tenant] += len(run.asking)
             run = min(runs, key=lambda one: (under_way[one.batch.tenant], len(one.asking)))
             number = run.due()
@@ -464,7 +463,7 @@ class BatchRunner:
             run.ask(number)
             room -= 1
 
-    def _idle(self) -> bool:
+    def idle(self) -> bool:
         """Whether there is idle capacity, as far as this router sees."""
         core, admission = self.service.core, self.service.admission
         served = core.workers.served
@@ -489,11 +488,11 @@ class BatchRunner:
             lines.add_metric([result], count)
         yield lines
         yield GaugeMetricFamily("twinpool_batch_lines_running", "Requests of batches under way", value=self.asking)
-        states = Counter(run.batch.status for run in self._runs.values())
+        states = Counter(run.batch.status for run in self.runs.values())
         batches = GaugeMetricFamily("twinpool_batches", "Batches that this router has, by status", labels=["status"])
         for state in BATCH.rows:
             batches.add_metric([str(state)], states[state])
         yield batches
         text = "Batches that wait because the disk, or their tenant's share of it, is full"
-        waiting = sum(bool(run.full_until) for run in self._runs.values())
+        waiting = sum(bool(run.full_until) for run in self.runs.values())
         yield GaugeMetricFamily("twinpool_batches_without_disk", text, value=waiting)

@@ -50,7 +50,7 @@ class Pools:
     """Workers of two pools and their controller, driven by hand; the ledger outlives controllers."""
 
     def __init__(self, prefill: int = 2, decode: int = 2) -> None:
-        self.clock, self.ledger = ManualClock(), MemoryLedger()
+        self.clock, self.ledger, self.wall = ManualClock(), MemoryLedger(), 5000.0
         self.slow: set[WorkerName] = set()
         """Workers that never get through with reading."""
         self.digest: Callable[[WorkerName], str] = lambda name: DIGEST
@@ -65,7 +65,7 @@ class Pools:
 
     def restart(self) -> None:
         """The controller is killed, and another one goes on from the ledger."""
-        self.core = Controller(self.clock, ClusterConfig(), self.ledger)
+        self.core = Controller(self.clock, ClusterConfig(), self.ledger, wall=lambda: self.wall)
         self.core.attach([(name, one.start.incarnation) for name, one in self.processes.items()])
 
     def act(self) -> None:
@@ -372,29 +372,23 @@ def test_who_changes_ends_its_requests_though_the_cluster_is_paused() -> None:
 
 @pytest.mark.parametrize("restarts", [False, True])
 def test_when_the_last_worker_had_changed_is_told(restarts: bool) -> None:
-    pools, wall = Pools(1, 2), 5000.0
-
-    def at() -> float:
-        pools.core.weights._wall = lambda: wall
-        return pools.core.weights.told().since
-
-    at()
+    pools = Pools(1, 2)
     pools.processes[WorkerName("decode-1")].requests = 1
     pools.core.pools.make(replace(NEW, wait_s=1000.0))
     pools.settle(8)
-    assert (pools.core.weights.told().behind, at()) == (1, 5000.0), "when the cluster has"
-    wall = 6000.0
+    told = pools.core.weights.told()
+    assert (told.behind, told.since) == (1, 5000.0), "when the cluster has"
+    pools.wall = 6000.0
     if restarts:
         pools.restart()
-        at()
     pools.settle(2)
-    assert at() == 5000.0
+    assert pools.core.weights.told().since == 5000.0
     pools.processes[WorkerName("decode-1")].requests = 0
     pools.settle(8)
-    wall = 7000.0
+    pools.wall = 7000.0
     pools.settle(2)
-    assert (pools.core.weights.told().behind, at()) == (0, 6000.0)
-    assert not pools.core.weights._told, "who has left isn't remembered"
+    told = pools.core.weights.told()
+    assert (told.behind, told.since) == (0, 6000.0)
 
 
 @pytest.mark.parametrize(("rolling", "restarts"), [(False, False), (False, True), (True, False), (True, True)])

@@ -453,10 +453,10 @@ def test_what_is_written_between_two_counts_of_the_folder_counts(tmp_path: Path)
 def test_an_upload_that_can_not_be_shown_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = store_of(tmp_path)
 
-    def full(path: Path, content: object) -> None:
+    def full(store: BatchStore, path: Path, stored: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(batch_store, "_write", full)
+    monkeypatch.setattr(BatchStore, "show", full)
     with pytest.raises(StorageFull, match="No space left"):
         put(store, "a", b"x")
     assert not list((tmp_path / "tenants").glob("*/files/*"))

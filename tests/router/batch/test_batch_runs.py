@@ -99,18 +99,18 @@ class Rig:
     async def turn(self) -> None:
         """One turn of the runner that looks for batches, and all that comes of it without time passing."""
         self.runner.look()
-        await self.runner._turn()
-        await until(lambda: not any(self._begins(run) for run in self.runner._runs.values()))
-        self.runner._ask()
+        await self.runner.turn()
+        await until(lambda: not any(self._begins(run) for run in self.runner.runs.values()))
+        self.runner.begin_lines()
         await until(lambda: self.runner.asking == len(self.service.open_now))
 
     @staticmethod
     def _begins(run: BatchRun) -> bool:
-        return run.batch.status == "validating" or (run._log is None and not run.batch.ended)
+        return run.batch.status == "validating" or not (run.begun or run.batch.ended)
 
     @property
     def run(self) -> BatchRun:
-        (run,) = self.runner._runs.values()
+        (run,) = self.runner.runs.values()
         return run
 
     async def ended(self, batch: StoredBatch) -> StoredBatch:
@@ -290,7 +290,7 @@ async def test_bodies_of_lines_leave_half_of_their_memory_to_clients(tmp_path: P
 @pytest.mark.asyncio
 async def test_lines_begin_only_where_there_is_idle_capacity(tmp_path: Path) -> None:
     async with rig(tmp_path) as made:
-        service, idle = made.service, made.runner._idle
+        service, idle = made.service, made.runner.idle
 
         def owner(priority: int, **workers: str) -> None:
             named = {Role[role.upper()]: name for role, name in workers.items()}
@@ -332,10 +332,10 @@ async def test_a_router_that_ends_lets_go_of_its_batches_and_takes_none(tmp_path
         made.service.script = lambda number: answer
         await made.turn()
         await other.turn()
-        assert (made.runner.asking, len(other.runner._runs)) == (1, 0)
+        assert (made.runner.asking, len(other.runner.runs)) == (1, 0)
         setattr(made.service, end, True)
         await made.turn()
-        assert (made.runner.asking, len(made.runner._runs), made.service.open_now) == (0, 0, set())
+        assert (made.runner.asking, len(made.runner.runs), made.service.open_now) == (0, 0, set())
         await other.turn()
         assert len(other.service.asked) == 1
 
@@ -375,9 +375,9 @@ async def test_each_request_has_one_line_when_time_is_over_while_the_disk_is_ful
 
         monkeypatch.setattr(BatchStore, "check_room", room)
         await made.turn()
-        await until(lambda: made.run.full_until > 0 and len(made.run._answers) == 2)
+        await until(lambda: made.run.full_until > 0 and len(made.run.unwritten) == 2)
         made.wall.at += 101
-        await until(lambda: len(made.run._answers) == 5)
+        await until(lambda: len(made.run.unwritten) == 5)
         full[0] = False
         made.service.clock.advance(10)
         batch = await made.ended(batch)
@@ -435,7 +435,7 @@ async def test_a_batch_is_another_routers_only_when_the_last_write_is_over(
         for _ in range(20):
             await asyncio.sleep(0)
         await other.turn()
-        assert not other.runner._runs
+        assert not other.runner.runs
         goes_on.set()
         await closing
         await other.turn()

@@ -314,7 +314,7 @@ def test_a_full_disk_refuses_uploads_and_batches_wait_until_there_is_room(
             patched.setattr(BatchStore, "check_room", full)
             server.resume()
             runner = runner_of(server)
-            server.wait_until(lambda: any(run.full_until for run in runner._runs.values()))
+            server.wait_until(lambda: any(run.full_until for run in runner.runs.values()))
             answer = server.client.post("/v1/files", files={"file": b"{}"}, data={"purpose": "batch"})
             assert (answer.status_code, answer.json()["error"]["code"]) == (507, "storage_full")
             assert server.complete(max_tokens=4)["choices"], "others go on"
@@ -340,7 +340,7 @@ def test_a_batch_that_was_checked_while_the_disk_was_full_begins_once_there_is_r
             server.call(lambda: setattr(server.service, "leaving", False))
             server.wait_until(lambda: len(tried) > 2)
             assert "twinpool_batches_without_disk 1.0" in server.client.get("/metrics").text
-            assert server.call(lambda: [run.batch.status for run in runner._runs.values()]) == ["validating"]
+            assert server.call(lambda: [run.batch.status for run in runner.runs.values()]) == ["validating"]
         assert ended(client, batch.id).status == "completed"
 
 
@@ -418,8 +418,8 @@ def test_lines_are_background_unmetered_and_begin_only_while_a_decode_worker_run
             server.wait_until(lambda: server.service.core.requests.in_flight == 1)
             batch = submit(client, [line(number) for number in range(20)])
             runner = runner_of(server)
-            server.wait_until(lambda: any(run._starts for run in runner._runs.values()))
-            assert not server.call(runner._idle)
+            server.wait_until(lambda: any(run.begun for run in runner.runs.values()))
+            assert not server.call(runner.idle)
             assert runner.asking == 0
             server.resume()
             answer.read()
