@@ -136,6 +136,8 @@ class WeightsPreparation:
         self._prepare, self._forget = prepare, forget
         self._lock = threading.Lock()
         self._wanted: WeightsVersion | None = None
+        self._done: WeightsVersion | None = None
+        """What was prepared last, or was to be."""
         self._busy = False
         self._found: tuple[int, str, str] = (0, "", "")
         """The number of the weights that were looked at, the digest of their files, and why they can't be had."""
@@ -160,11 +162,10 @@ class WeightsPreparation:
         return replace(status, prepared=number, prepared_digest=digest, unprepared=why_not[:1000])
 
     def _work(self) -> None:
-        done: WeightsVersion | None = None
         while True:
             with self._lock:
                 wanted = self._wanted
-                if wanted == done:
+                if wanted == self._done:
                     self._busy = False
                     return
             if wanted is None:
@@ -173,7 +174,7 @@ class WeightsPreparation:
             else:
                 found = self._look(wanted)
             with self._lock:
-                self._found, done = found, wanted
+                self._found, self._done = found, wanted
 
     def _look(self, weights: WeightsVersion) -> tuple[int, str, str]:
         try:
