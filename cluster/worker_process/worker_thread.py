@@ -73,6 +73,9 @@ class _InboxItem:
     refuse: Callable[[WorkerClosed], None] = lambda error: None
 
 
+LEFT = "the worker was drained and has left"
+
+
 @dataclass(frozen=True, slots=True)
 class _OpenSession:
     deliver: DeliverEvents
@@ -259,6 +262,8 @@ class WorkerThread:
             if self.pause.on:  # No lack of progress. Requests wait, and their deadlines come all the same.
                 self.snapshot = replace(self._worker.status(), paused=True)
                 self._watchdog.turned(self.snapshot.steps, False, 0.0)
+                if self._worker.drained and self._left():  # It keeps no request waiting.
+                    return WorkerEnd.LEFT, LEFT
                 self.pause.wait(self._idle_s)
                 continue
             events = self._worker.step()
@@ -272,14 +277,14 @@ class WorkerThread:
             self._watchdog.turned(self.snapshot.steps, self._worker.runnable, self._clock.now() - began)
             # An undrain that is already in the inbox must win against leaving, so look before deciding.
             if self._worker.drained and self._left():
-                return WorkerEnd.LEFT, "the worker was drained and has left"
+                return WorkerEnd.LEFT, LEFT
             self._worker.wait(self._idle_s)
 
     def _left(self) -> bool:
         with self._lock:
             if self._inbox:
                 return False
-            self._end, self._reason = WorkerEnd.LEFT, "the worker was drained and has left"
+            self._end, self._reason = WorkerEnd.LEFT, LEFT
             return True
 
     def _take_inbox(self) -> None:

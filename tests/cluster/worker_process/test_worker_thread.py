@@ -308,3 +308,52 @@ def test_calls_that_wait_are_refused_however_the_worker_ends_and_those_after_it_
         with pytest.raises(WorkerClosed):
             running.session()
         assert running.host.stop(WAIT_S)
+
+
+def test_a_paused_worker_makes_no_step_and_goes_on_with_what_it_has_at_once(running: Running) -> None:
+    running.host.pause.set(True)
+    session, got = running.session()
+    running.host.send(session, [submit("a", 3)])
+    status = running.host.call(lambda worker: worker.status()).result(WAIT_S)
+    assert status.running + status.waiting == 1, "calls and commands are taken in"
+    for _ in range(3):
+        steps = running.host.status().result(WAIT_S).steps
+    assert (steps, got.qsize(), running.host.snapshot.paused) == (0, 0, True)
+    running.host.pause.set(True)
+    running.host.pause.set(False)
+    assert [event.tokens for event in _until_done(got) if isinstance(event, Tokens)] == [(6,), (12,), (24,)]
+    assert not running.host.snapshot.paused
+
+
+def test_a_paused_worker_that_drains_leaves_once_it_has_no_request(running: Running) -> None:
+    running.host.pause.set(True)
+    session, _ = running.session()
+    running.host.send(session, [submit("a", 3)])
+    running.host.drain().result(WAIT_S)
+    running.host.status().result(WAIT_S)
+    assert running.ends.empty(), "what it has waits with it"
+    running.host.send(session, [Cancel(RequestId("a"), 0)])
+    assert running.ends.get(timeout=WAIT_S)[0] is WorkerEnd.LEFT
+
+
+def test_a_paused_worker_whose_lease_ends_is_fenced(running: Running) -> None:
+    running.host.pause.set(True)
+    running.host.status().result(WAIT_S)
+    running.lease_holds = False
+    assert running.ends.get(timeout=WAIT_S)[0] is WorkerEnd.FENCED
+
+
+def test_the_end_of_a_pause_is_waited_for_no_longer_than_it_lasts() -> None:
+    worker = FakeWorker()
+    host = WorkerThread(worker, idle_s=WAIT_S * 10)
+    host.pause.set(True)
+    host.start()
+    try:
+        got: queue.Queue[list[Event] | StreamEnd] = queue.Queue()
+        host.send(host.open_session(got.put, got.put), [submit("a", 1)])
+        while not host.snapshot.paused:
+            assert got.empty()
+        host.pause.set(False)
+        assert _until_done(got)
+    finally:
+        assert host.stop(WAIT_S)
