@@ -1,8 +1,8 @@
 """How tests are dealt out to the processes that run them side by side (pytest-xdist).
 
-A file stays together, as its tests share what it sets up. Those of tests/whole start clusters and mostly wait: one
-process takes all of them, from the start, while the others compute. Those of tests/kernels share what their scripts
-say. On two cores there are three processes, since tests wait for a third of their time.
+A file stays together, as its tests share what it sets up. Those of tests/whole start clusters and mostly wait: two
+processes take one half of the files each, from the start, while the third computes. Those of tests/kernels share what
+their scripts say. On two cores there are three processes, since tests wait for a third of their time.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ if hypothesis.settings.get_current_profile_name() == "default":
     hypothesis.settings.load_profile("any machine")
 
 WHOLE, KERNELS = "tests/whole/", "tests/kernels/"
+HALVES = {f"{WHOLE}{path.name}": n % 2 for n, path in enumerate(sorted(Path(__file__).parent.glob("whole/test_*.py")))}
+"""The half that a file of tests/whole belongs to: by turns, in the order of their names."""
 
 
 def pytest_configure() -> None:
@@ -65,8 +67,10 @@ class ByFile(LoadScopeScheduling):  # type: ignore[misc]
     """See the module's prose."""
 
     def _split_scope(self, nodeid: str) -> str:
-        shared = next((folder for folder in (WHOLE, KERNELS) if nodeid.startswith(folder)), None)
-        return shared or nodeid.split("::", 1)[0]
+        file = nodeid.split("::", 1)[0]
+        if file.startswith(WHOLE):
+            return f"{WHOLE}{HALVES.get(file, 0)}"
+        return KERNELS if file.startswith(KERNELS) else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
@@ -124,4 +128,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mark_later_parameters(items)
     yield
     if config.getoption("tx", None) or hasattr(config, "workerinput"):
-        items.sort(key=lambda item: not item.nodeid.startswith((WHOLE, KERNELS)))
+        items.sort(key=lambda item: not item.nodeid.startswith(WHOLE))

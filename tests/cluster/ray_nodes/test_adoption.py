@@ -212,7 +212,7 @@ def said_by(script: str, tmp_path: Path) -> tuple[int, str]:
                 env={**os.environ, "PYTHONPATH": str(ROOT), reaper.MARK: folder.name},
                 stdout=out,
                 stderr=out,
-                timeout=120,
+                timeout=400,
                 check=False,
             )
         finally:
