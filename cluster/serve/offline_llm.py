@@ -156,7 +156,7 @@ class LLM:
                 workers.append(start_worker(plan, name, role, self._stack, self._on_end))
             directory = self._directory = LocalDirectory(workers)
             directory.served = {one.name: one for one in adapters_of(plan.config)}
-            self._room = _AnswerRoom(max(1, plan.config.router.max_queue // 2))
+            self._room = AnswerRoom(max(1, plan.config.router.max_queue // 2))
             self._longest_s = plan.config.router.max_timeout_s
             self._start(lambda: RouterService(plan.spec, plan.config, directory, ports=ControllerPorts()))
             starting.pop_all()
@@ -339,7 +339,7 @@ class LLM:
                 self._loop.call_soon_threadsafe(self._gone.set)
 
 
-class _AnswerRoom:
+class AnswerRoom:
     """Room for so many answers at once, over all calls; one body with more of them goes alone."""
 
     def __init__(self, most: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import threading
@@ -194,3 +195,39 @@ def test_what_can_not_be_loaded_is_told_and_leaves_nothing(tmp_path: Path) -> No
     with pytest.raises(Exception, match="nowhere"):
         LLM(str(tmp_path / "nowhere"))
     assert set(threading.enumerate()) == before
+
+
+@pytest.mark.asyncio
+async def test_answers_under_way_have_a_bound_and_who_gives_up_waiting_leaves_its_place_to_the_next() -> None:
+    room, most = offline_llm.AnswerRoom(4), 0
+    under_way, ended = dict[int, int](), list[int]()
+    goes_on = asyncio.Event()
+
+    async def body(number: int, choices: int) -> None:
+        nonlocal most
+        async with room.taken(choices):
+            under_way[number] = choices
+            most = max(most, sum(under_way.values()))
+            await goes_on.wait()
+            del under_way[number]
+            ended.append(number)
+
+    sizes = [2, 2, 1, 3, 4, 9, 1, 1]
+    tasks = [asyncio.ensure_future(body(number, choices)) for number, choices in enumerate(sizes)]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert under_way == {0: 2, 1: 2}, "as many as there is room for"
+    tasks[0].cancel()
+    tasks[3].cancel()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert under_way.keys() - {0} == {1, 2}
+    under_way.pop(0)
+    goes_on.set()
+    done = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+    assert [type(one) is asyncio.CancelledError for one in done] == [number in (0, 3) for number in range(8)]
+    assert (most, sorted(ended)) == (9, [1, 2, 4, 5, 6, 7])
+    last = asyncio.ensure_future(body(8, 4))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert last.done(), "nothing is left of those before"

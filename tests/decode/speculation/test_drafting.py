@@ -126,6 +126,16 @@ def test_who_was_wrong_has_as_many_drafts_as_were_right() -> None:
     assert limits == [1, 2, 1], "one was right of two; that one alone is right, so two again"
 
 
+def test_what_follows_a_wrong_draft_is_not_judged_and_one_is_tried_again() -> None:
+    parts, _ = drafting((0,))
+    (request,) = parts.run("a", most=MANY)
+    step(parts)
+    assert (request.drafted, request.accepted, request.draft_limit) == (2, 0, 1)
+    assert request.draft_rates == pytest.approx([0.45, 0.5, 0.5, 0.5])
+    step(parts)
+    assert (request.drafted, request.accepted, request.draft_limit) == (3, 0, 1)
+
+
 class OneAnswer:
     """A grammar's matcher that allows one answer alone."""
 

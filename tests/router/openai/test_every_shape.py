@@ -114,6 +114,8 @@ def test_a_dimension_may_be_the_models_own_and_entries_as_many_as_the_bound() ->
     assert len(request.prompts) == 2
     mixed = {"query": "a", "documents": ["b", {"text": "c"}]}
     assert read_rerank(mixed, SPEC, COSINES, TOKENIZER).prompts == ("a", "b", "c")
+    spaced = read_score({"text_1": "b", "text_2": ["b ", "b", "B"]}, SPEC, COSINES, TOKENIZER)
+    assert spaced.prompts == ("b", "b ", "B"), "texts that aren't equal are others"
 
 
 def choices(count: int) -> list[Any]:
