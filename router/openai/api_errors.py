@@ -199,7 +199,7 @@ _NOT_HERE = {
     "embeddings are at /v1/embeddings": ("/embeddings",),
     "this server makes no classes": ("/pooling", "/classify", "/v1/moderations"),
     "adapters (LoRA) are loaded by /v1/load_lora_adapter": ("/load_lora_adapter", "/unload_lora_adapter"),
-    "only text is taken and answered: there are no images and no audio": (
+    "text is all that is made here: no images and no audio": (
         "/v1/images", "/v1/audio", "/v1/videos", "/v1/realtime",
     ),
     "nothing is stored here: send each request with its whole conversation": (
