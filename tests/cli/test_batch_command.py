@@ -16,6 +16,7 @@ from twinpool.cli import command_line
 from twinpool.cli import commands as cli
 from twinpool.cli.load import batch_command
 
+PARSER = command_line.parser()
 LINE = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}
 
 
@@ -88,7 +89,7 @@ def router(monkeypatch: pytest.MonkeyPatch) -> Router:
 
 
 def twinpool(source: Path, *words: str) -> int:
-    return cli.run(command_line.parser().parse_args(["batch", str(source), *words]))
+    return cli.run(PARSER.parse_args(["batch", str(source), *words]))
 
 
 @pytest.fixture

@@ -1,0 +1,203 @@
+"""`twinpool weights`, `flush`, `pause`, `resume`, `sleep`, `wake`, `adapters`: what is asked for, when it is over, and
+what is said."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from twinpool.cli import command_line
+from twinpool.cli import commands as cli
+from twinpool.cli.admin_client import CommandRefused, RouterAway
+from twinpool.cli.operator import pool_commands
+
+PARSER = command_line.parser()
+
+
+def worker(state: str = "ready", *, paused: bool = False, prepared: bool = False) -> dict[str, Any]:
+    return {"name": "w", "state": state, "weights_version": "v1", "prepared": prepared, "paused": paused}
+
+
+def served(*workers: dict[str, Any], tried: int = 1, **told: Any) -> dict[str, Any]:
+    """What `GET /v1/weights` tells."""
+    usual = {"weights": {"path": ""}, "weights_version": "v1", "pending": None, "failed": "", "behind": 0, "asleep": 0}
+    return {**usual, "paused": False, "tried": tried, "workers": list(workers or (worker(), worker())), **told}
+
+
+class Operator:
+    """A client of operators: it finds `looks`, one after the other and the last one from then on."""
+
+    def __init__(self) -> None:
+        self.before, self.looks = served(tried=0), list[Any]([served()])
+        self.ordered: list[tuple[str, Any]] = []
+        self.seconds = 0.0
+        self.changes: list[bool] = []
+
+    def clock(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+    def call(self, method: str, path: str, body: bytes | None = None) -> Any:
+        if method == "POST":
+            self.ordered.append((path, json.loads(body or b"{}")))
+            return {}
+        if path == "/cluster/status":
+            return {"adapters": [{"name": "mine", "digest": "d" * 64, "path": "/a", "workers": 2}]}
+        found = self.before if not self.ordered else self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+@pytest.fixture
+def operator(monkeypatch: pytest.MonkeyPatch) -> Operator:
+    made = Operator()
+
+    def client_for(url: object, ca: object, *, changes: bool) -> tuple[Operator, object]:
+        made.changes.append(changes)
+        return made, SimpleNamespace()
+
+    monkeypatch.setattr(pool_commands, "client_for", client_for)
+    return made
+
+
+def twinpool(*words: str) -> int:
+    return cli.run(PARSER.parse_args([*words]))
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "body"),
+    [
+        ("weights update /w", "weights", {"path": "/w", "version": "", "rolling": False}),
+        (
+            "weights update /w --version v2 --rolling --wait 0",
+            "weights",
+            {"path": "/w", "version": "v2", "rolling": True, "wait_s": 0.0},
+        ),
+        ("flush", "flush", {}),
+        ("flush --wait 2.5", "flush", {"wait_s": 2.5}),
+        ("pause", "pause", {}),
+        ("resume", "resume", {}),
+        ("sleep", "sleep", {"level": 1}),
+        ("sleep --level 2 --wait 9", "sleep", {"level": 2, "wait_s": 9.0}),
+        ("wake", "wake", {}),
+    ],
+)
+def test_orders_are_calls_of_the_router(operator: Operator, words: str, path: str, body: dict[str, Any]) -> None:
+    assert twinpool(*words.split(), "--no-wait") == 0
+    assert operator.ordered == [(f"/v1/{path}", {**body, "wait": False})]
+    assert operator.changes == [True]
+    assert operator.seconds == 0.0
+
+
+AWAY = RouterAway("away")
+
+
+@pytest.mark.parametrize(
+    ("words", "not_yet", "at_last"),
+    [
+        (
+            "weights update /w",
+            [
+                served(tried=0),
+                served(pending={"path": "/w"}),
+                served(behind=1),
+                AWAY,
+                served(worker(), worker("draining")),
+                served(worker("left")),
+            ],
+            served(worker(), worker("left")),
+        ),
+        ("flush", [served(tried=0), served(behind=2), served(worker("starting"))], served(worker())),
+        (
+            "pause",
+            [served(worker(paused=True)), served(worker(paused=True), worker(), paused=True)],
+            served(worker(paused=True), worker("left"), worker("dead"), paused=True),
+        ),
+        ("resume", [served(paused=True), served(worker(paused=True))], served(worker())),
+        (
+            "sleep",
+            [served(worker("left")), served(worker("draining"), worker("left"), asleep=1), AWAY],
+            served(worker("left"), worker("dead"), asleep=1),
+        ),
+        ("wake", [served(worker(), asleep=1), served(worker("left")), served(worker("starting"))], served(worker())),
+    ],
+)
+def test_an_order_is_over_when_all_workers_have_followed(
+    operator: Operator, capsys: pytest.CaptureFixture[str], words: str, not_yet: list[Any], at_last: dict[str, Any]
+) -> None:
+    operator.looks = [*not_yet, at_last]
+    assert twinpool(*words.split()) == 0
+    assert operator.seconds == pytest.approx(pool_commands.POLL_S * len(not_yet))
+    for number, found in enumerate(not_yet):
+        operator.looks, operator.seconds, operator.ordered = [found], 0.0, []
+        assert twinpool(*words.split(), "--timeout", "5") == 1, number
+        assert "not through after 5 s; it goes on" in capsys.readouterr().err
+        assert 5.0 <= operator.seconds <= 5.0 + pool_commands.POLL_S
+
+
+def test_a_change_that_is_given_up_is_told_and_one_before_it_is_not(
+    operator: Operator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    operator.before = served(tried=3, failed="an earlier one")
+    operator.looks = [operator.before, served(tried=4, failed="w can't take them")]
+    assert twinpool("weights", "update", "/w") == 1
+    assert "the weights stay as they are: w can't take them" in capsys.readouterr().err
+    operator.looks, operator.ordered = [served(tried=4, failed="w can't take them")], []
+    assert twinpool("flush") == 0, "it isn't the flush's"
+
+
+def test_states_are_told_in_words(operator: Operator, capsys: pytest.CaptureFixture[str]) -> None:
+    for told, words in (
+        (served(), "serving  weights v1  the checkpoint"),
+        (served(paused=True), "paused  weights v1"),
+        (served(paused=True, asleep=2), "asleep (level 2)  weights v1"),
+        (served(pending={"path": "/w"}), "being prepared: /w"),
+        (served(failed="no room"), "the latest change was given up: no room"),
+        (served(worker(prepared=True)), "w  ready  v1 prepared\n"),
+        (served(worker(paused=True)), "w  ready  v1 paused\n"),
+        (served(weights={"path": "/w"}), "serving  weights v1  /w"),
+    ):
+        operator.before = told
+        assert twinpool("weights", "status") == 0
+        assert words in capsys.readouterr().out
+        assert twinpool("weights", "status", "--json") == 0
+        assert json.loads(capsys.readouterr().out) == told
+    assert (operator.ordered, set(operator.changes)) == ([], {False})
+
+
+@pytest.mark.parametrize(
+    ("words", "order", "code"),
+    [
+        ("load mine /a", ("load", {"lora_name": "mine", "lora_path": "/a", "load_inplace": False}), 0),
+        ("load mine /a --replace", ("load", {"lora_name": "mine", "lora_path": "/a", "load_inplace": True}), 0),
+        ("unload mine", ("unload", {"lora_name": "mine"}), 0),
+        ("load mine", None, 2),
+        ("unload mine /a", None, 2),
+        ("unload", None, 2),
+        ("list", None, 0),
+    ],
+)
+def test_adapters_are_loaded_dropped_and_listed(
+    operator: Operator, capsys: pytest.CaptureFixture[str], words: str, order: Any, code: int
+) -> None:
+    assert twinpool("adapters", *words.split()) == code
+    assert operator.ordered == ([(f"/v1/{order[0]}_lora_adapter", order[1])] if order else [])
+    told = capsys.readouterr().out
+    if words == "list":
+        assert told == "mine  dddddddddddd  /a  in memory of 2 workers\n"
+    elif order:
+        assert told == f"mine is {'served' if order[0] == 'load' else 'served no more'}\n"
+
+
+def test_what_the_controller_refuses_is_told(operator: Operator, capsys: pytest.CaptureFixture[str]) -> None:
+    operator.before = CommandRefused("the cluster sleeps")
+    assert twinpool("flush") == 1
+    assert "the cluster sleeps" in capsys.readouterr().err
+    assert twinpool("weights", "update") == 2
+    assert not operator.ordered
