@@ -11,7 +11,7 @@ import pytest
 
 from twinpool.cli import command_line
 from twinpool.cli import commands as cli
-from twinpool.cli.admin_client import CommandRefused, RouterAway
+from twinpool.cli.admin_client import POLL_S, CommandRefused, RouterAway
 from twinpool.cli.operator import pool_commands
 
 PARSER = command_line.parser()
@@ -31,7 +31,8 @@ class Operator:
     """A client of operators: it finds `looks`, one after the other and the last one from then on."""
 
     def __init__(self) -> None:
-        self.before, self.looks = served(tried=0), list[Any]([served()])
+        self.before: Any = served(tried=0)
+        self.looks: list[Any] = [served()]
         self.ordered: list[tuple[str, Any]] = []
         self.seconds = 0.0
         self.changes: list[bool] = []
@@ -133,12 +134,12 @@ def test_an_order_is_over_when_all_workers_have_followed(
 ) -> None:
     operator.looks = [*not_yet, at_last]
     assert twinpool(*words.split()) == 0
-    assert operator.seconds == pytest.approx(pool_commands.POLL_S * len(not_yet))
+    assert operator.seconds == pytest.approx(POLL_S * len(not_yet))
     for number, found in enumerate(not_yet):
         operator.looks, operator.seconds, operator.ordered = [found], 0.0, []
         assert twinpool(*words.split(), "--timeout", "5") == 1, number
         assert "not through after 5 s; it goes on" in capsys.readouterr().err
-        assert 5.0 <= operator.seconds <= 5.0 + pool_commands.POLL_S
+        assert 5.0 <= operator.seconds <= 5.0 + POLL_S
 
 
 def test_a_change_that_is_given_up_is_told_and_one_before_it_is_not(

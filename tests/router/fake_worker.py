@@ -34,7 +34,7 @@ from twinpool.contracts.messages.router_commands import Audit, Cancel, Command, 
 from twinpool.contracts.messages.stream_frames import STREAM_PROTOCOL, StreamEnd
 from twinpool.contracts.messages.worker_events import Audited, Done, Embedding, Event, LegReport, PromptScores, Tokens
 from twinpool.contracts.messages.worker_status import CheckReport, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from twinpool.contracts.sampling_params import JUDGED, AdapterRef, SamplingParams, TokenLogprob
+from twinpool.contracts.sampling_params import JUDGED, AdapterRef, SamplingParams, TokenLogprob, WeightsVersion
 
 VOCAB = 1000
 FIRST = 300
@@ -205,6 +205,8 @@ class FakeWorker:
         self.numerics = ""
         """Its numerics class; empty: it registers without a fingerprint."""
         self.protocol, self.layout, self.weights = PROTOCOL, "layout", "weights"
+        self.changed: WeightsVersion | None = None
+        """The weights that were put in place of its checkpoint's."""
         self.kv_events = self.kv_replay = ""
         """Where it says that it publishes KV events."""
         self.pages_free: int | None = None
@@ -219,10 +221,11 @@ class FakeWorker:
     def record(self) -> WorkerRecord:
         control = f"inproc://{self.name}" if self.role is Role.PREFILL else ""
         fits = WorkerLimits(self.positions, 4096)
-        fingerprint = Fingerprint(self.protocol, self.layout, self.numerics, self.weights) if self.numerics else None
+        weights = self.weights if self.changed is None else f"{self.weights}/{self.changed.serial}"
+        fingerprint = Fingerprint(self.protocol, self.layout, self.numerics, weights) if self.numerics else None
         return WorkerRecord(
             self.name, self.role, self.incarnation, 1, self.node, self.endpoint, control, fits, self.node_id,
-            fingerprint, self.stream, stream_protocol=self.stream_protocol,
+            fingerprint, self.stream, stream_protocol=self.stream_protocol, weights=self.changed,
         )  # fmt: skip
 
     def status(self) -> WorkerStatus:
