@@ -201,17 +201,22 @@ def adapters(args: argparse.Namespace) -> int:
 
 
 def weights(args: argparse.Namespace) -> int:
-    """Run `weights`. Raises `ConfigError` for an update without a folder."""
+    """Run `weights`. Raises `ConfigError` for an update without a folder, or a way back with one."""
     if args.action == "status":
         operator, _ = client_for(args.url, args.ca, changes=False)
         served = operator.call("GET", "/v1/weights")
         for line in [json.dumps(served, indent=2)] if args.json else weights_lines(served):
             print_line(line)
         return FINE
-    if not args.folder:
-        raise ConfigError("weights takes status, or update FOLDER")
-    body: dict[str, Any] = {"path": args.folder, "version": args.version, "rolling": args.rolling}
-    return _serve_otherwise(args, "weights", body if args.wait is None else body | {"wait_s": args.wait})
+    back = args.action == "revert"
+    if bool(args.folder) == back or (back and args.version):
+        raise ConfigError("weights takes status, update FOLDER, or revert, which has neither a folder nor a version")
+    body: dict[str, Any] = (
+        {"rolling": args.rolling} if args.wait is None else {"rolling": args.rolling, "wait_s": args.wait}
+    )
+    if back:
+        return _serve_otherwise(args, "weights/revert", body)
+    return _serve_otherwise(args, "weights", body | {"path": args.folder, "version": args.version})
 
 
 def serving(args: argparse.Namespace) -> int:
@@ -232,7 +237,7 @@ def _serve_otherwise(args: argparse.Namespace, path: str, body: Mapping[str, Any
             served = operator.call("GET", "/v1/weights")
         except RouterAway:
             served = None
-        if served is not None and path == "weights" and served["failed"] and served["tried"] > before:
+        if served is not None and path.startswith("weights") and served["failed"] and served["tried"] > before:
             raise CommandRefused(f"the weights stay as they are: {served['failed']}")
         if served is not None and _followed(path, served, before):
             for line in weights_lines(served):
@@ -249,7 +254,7 @@ def _followed(order: str, served: Mapping[str, Any], before: int) -> bool:
     """Whether all workers have followed an order. `before`: the number of the latest change before it."""
     states = [row["state"] for row in served["workers"]]
     running = [row for row in served["workers"] if row["state"] not in ("left", "dead")]
-    if order in ("weights", "flush"):
+    if order in ("weights", "weights/revert", "flush"):
         begun = served["tried"] > before and served["pending"] is None
         return begun and not served["behind"] and bool(running) and all(state in ("ready", "left") for state in states)
     if order == "sleep":
@@ -264,7 +269,7 @@ def weights_lines(served: Mapping[str, Any]) -> list[str]:
     state = f"asleep (level {served['asleep']})" if served["asleep"] else "paused" if served["paused"] else "serving"
     lines = [f"{state}  weights {served['weights_version']}  {served['weights']['path'] or 'the checkpoint'}"]
     if served["pending"]:
-        lines.append(f"being prepared: {served['pending']['path']}")
+        lines.append(f"being prepared: {served['pending']['path'] or 'the checkpoint'}")
     if served["failed"]:
         lines.append(f"the latest change was given up: {served['failed']}")
     for row in served["workers"]:
@@ -285,7 +290,7 @@ def serving_commands(*followed: CommandFlag) -> tuple[Command, ...]:
             "weights",
             "change the weights while serving, or show which are served",
             weights,
-            flag("action", "update or status", choices=("update", "status")),
+            flag("action", "update, revert (to the checkpoint) or status", choices=("update", "revert", "status")),
             flag("folder", "folder of safetensors below engine.weight_roots", nargs="?", default="", metavar="FOLDER"),
             flag("--version", "the name that answers have of them (default: the digest of the files)", default=""),
             switch("--rolling", "change one worker after the other"),

@@ -8,6 +8,11 @@ with, leaves, and goes on in its process as its next incarnation, with the weigh
 starts with them. So a worker never computes with two versions, and what tells incarnations and fingerprints apart tells
 versions apart: hand-overs, caches, tiers, streams.
 
+A rolling change sends one worker away at a time, and waits until all are back. It doesn't wait for ever: once a worker
+serves with the new weights, these can't be what keeps another one away, and who hasn't served for as long as a start
+may take is gone on without. While none serves with them the change halts, and another one, the way back among them, may
+take its place.
+
 Nothing but the ledger's line says how far a change is, so a controller that was started again goes on with it: workers
 that have other weights than the cluster's are brought to them at every tick. A flush is a change to the same weights,
 and sleep a leave after which nothing starts.
@@ -33,6 +38,7 @@ from twinpool.contracts.messages.pool_changes import (
     UpdateWeights,
 )
 from twinpool.contracts.messages.stream_frames import WEIGHTS_SINCE
+from twinpool.contracts.messages.worker_status import WorkerRecord
 from twinpool.contracts.sampling_params import WeightsVersion
 
 DIGEST_CHARS = 32
@@ -51,6 +57,8 @@ class WeightsChanges:
         """Whether it has yet to be noted that all workers have the cluster's weights."""
         self._told: dict[tuple[WorkerName, Incarnation], float] = {}
         """When workers were told to leave for a change, in seconds of the clock."""
+        self._away_since: dict[WorkerName, float] = {}
+        """Since when wanted workers haven't served, in seconds of the clock."""
 
     # ------------------------------------------------------------ orders
 
@@ -72,7 +80,9 @@ class WeightsChanges:
                 return self._sleep(change)
 
     def _begin(self, change: UpdateWeights) -> str:
-        self._check_settled("change weights")
+        self._check_settled("change weights", rolling=True)
+        if not change.path and not self._served.weights.path:
+            raise ConfigError("the checkpoint's weights are what is served")
         if change.version and change.version == self._served.weights.version:
             raise ConfigError(f"version {change.version} is what is served: a version names one set of weights")
         serving = _serving(self._table)
@@ -83,8 +93,9 @@ class WeightsChanges:
                 raise ConfigError(f"{row.name} can't change its weights by its build: upgrade it first")
         pending = WeightsVersion(_next(self._served), change.version, change.path)
         self._prepare_by = None
-        self._save(pending=pending, tried=pending.number, rolling=change.rolling, wait_s=change.wait_s, failed="")
-        return f"an operator changes the weights to {change.path}"
+        asked = {"pending_rolling": change.rolling, "pending_wait_s": change.wait_s}
+        self._save(pending=pending, tried=pending.number, failed="", **asked)
+        return f"an operator changes the weights to {_source(change.path)}"
 
     def _sleep(self, change: SleepCluster) -> str:
         if change.level > 2:
@@ -94,18 +105,19 @@ class WeightsChanges:
         self._save(asleep=change.level, wait_s=change.wait_s if change.level else self._served.wait_s)
         return f"an operator has put the cluster to sleep, level {change.level}" if change.level else "it was woken"
 
-    def _check_settled(self, what: str) -> None:
-        """Refuse a change while another one is under way."""
+    def _check_settled(self, what: str, *, rolling: bool = False) -> None:
+        """Refuse a change while another one is under way. `rolling`: whether it may take the place of a rolling one."""
         served = self._served
         if served.pending is not None:
-            raise ConfigError(f"can't {what}: a change to {served.pending.path} is being prepared; wait for its end")
+            source = _source(served.pending.path)
+            raise ConfigError(f"can't {what}: a change to {source} is being prepared; wait for its end")
         if served.asleep:
             raise ConfigError(f"can't {what}: the cluster sleeps; wake it first (twinpool wake)")
-        if behind := self._behind():
+        if (behind := self._behind()) and not (rolling and served.rolling):
             names = ", ".join(sorted(row.name for row in behind))
             raise ConfigError(
-                f"can't {what}: the last change isn't through, {names} has still to follow; wait for its end, and if "
-                "it was rolling, bring back or scale away what isn't ready"
+                f"can't {what}: the last change isn't through, {names} has still to follow; wait for its end, or if "
+                "it is rolling and goes no further, change to other weights, or back (twinpool weights revert)"
             )
 
     # ------------------------------------------------------------ the passing of time
@@ -113,6 +125,8 @@ class WeightsChanges:
     def tick(self) -> None:
         """Go on with what is under way."""
         now = self._table.clock.now()
+        away = [row.name for row in self._table.rows.values() if row.wanted and not row.serves]
+        self._away_since = {name: self._away_since.get(name, now) for name in away}
         if self._served.pending is not None:
             self._tend(self._served.pending, now)
         if self._served.asleep:
@@ -137,7 +151,8 @@ class WeightsChanges:
                 return self._give_up(f"{' and '.join(sorted(digests.values()))} have read different files")
             digest = next(iter(digests))
             version = pending.version or digest[:DIGEST_CHARS]
-            self._change_to(replace(pending, version=version, digest=digest), pending=None)
+            asked = {"rolling": self._served.pending_rolling, "wait_s": self._served.pending_wait_s}
+            self._change_to(replace(pending, version=version, digest=digest), pending=None, **asked)
             return self._table.note(f"the weights are {version} now; workers change to them")
         if now >= self._prepare_by:
             self._give_up(
@@ -156,9 +171,12 @@ class WeightsChanges:
         if self._unsettled and not behind:
             self._unsettled = False
             self._save(since=self._wall())
+        if self._served.pending is not None:
+            return None
         if not self._served.rolling:
             return self._tell_all(behind, now)
         under_way = [row for row in self._table.rows.values() if row.wanted and not _settled(row)]
+        under_way = [row for row in under_way if not self._is_missed(row, now)]
         if behind and not under_way:
             left = [row.role for row in behind]
             self._tell(max(behind, key=lambda row: (left.count(row.role), row.role is Role.PREFILL)), now)
@@ -166,6 +184,13 @@ class WeightsChanges:
             if row.changes or (_leaves(row) and row.becomes is row.role):  # An earlier controller has told it.
                 self._tell(row, now)
         return None
+
+    def _is_missed(self, row: WantedWorker, now: float) -> bool:
+        """Whether a rolling change goes on without a worker: it hasn't served for as long as a start may take, and as
+        others serve with the new weights, it isn't these that keep it away."""
+        since = self._away_since.get(row.name)
+        late = since is not None and now >= since + self._table.config.start_timeout_s
+        return late and any(not self.is_behind(other) for other in _serving(self._table))
 
     def _tell_all(self, rows: Sequence[WantedWorker], now: float) -> None:
         """Have these workers leave; routers send them nothing new at once. Decode workers drain when no prefill worker
@@ -198,9 +223,8 @@ class WeightsChanges:
     def granted(self, row: WantedWorker, grant: LeaseGrant) -> LeaseGrant:
         """The grant with what is asked of its worker."""
         served, now = self._served, self._table.clock.now()
-        prepare = served.pending
-        if prepare is None and self.is_behind(row) and served.weights.path:
-            prepare = served.weights
+        read = _files(row.record) == (served.weights.path, served.weights.digest)
+        prepare = served.pending if served.pending or read or not self.is_behind(row) else served.weights
         told = self._told.get((row.name, row.incarnation))
         hurry = row.changes and told is not None and now >= told + served.wait_s
         return replace(grant, prepare=prepare, hurry=hurry, paused=served.paused and not row.changes)
@@ -252,6 +276,17 @@ def _serving(table: ControllerTable) -> list[WantedWorker]:
 def _leaves(row: WantedWorker) -> bool:
     """Whether a worker that serves is about to leave."""
     return row.drains or row.state is WorkerState.DRAINING
+
+
+def _files(record: WorkerRecord | None) -> tuple[str, str]:
+    """The folder that a worker's weights are from, and the digest of its files; both empty: the checkpoint's."""
+    weights = None if record is None else record.weights
+    return ("", "") if weights is None else (weights.path, weights.digest)
+
+
+def _source(path: str) -> str:
+    """The place that weights come from, in words."""
+    return path or "the checkpoint"
 
 
 def _settled(row: WantedWorker) -> bool:

@@ -55,6 +55,10 @@ class ServedWeights(Message, frozen=True):
     yet to, when the cluster changed."""
     tried: Uint32 = 0
     """The number of the latest change that was begun, given up or not."""
+    pending_rolling: bool = False
+    """As `rolling`, once the cluster has changed to the pending weights."""
+    pending_wait_s: Finite = 0.0
+    """As `wait_s`, once it has."""
 
 
 class RecordAsk(Message, frozen=True):

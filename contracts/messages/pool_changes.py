@@ -96,11 +96,12 @@ class UnloadAdapter(Message, frozen=True, tag="unload_adapter"):
 
 
 class UpdateWeights(Message, frozen=True, tag="update_weights"):
-    """Change the cluster's weights to those of a folder."""
+    """Change the cluster's weights to those of a folder, or back to the checkpoint's."""
 
     path: Name
+    """The folder; empty: the checkpoint that the cluster was started with."""
     version: Name = ""
-    """By which clients are told of them; empty: the digest of the files."""
+    """By which clients are told of them; empty: the digest of the files, or of the checkpoint."""
     rolling: bool = False
     """Whether workers change one after the other."""
     wait_s: Finite = 0.0

@@ -8,6 +8,7 @@ Adapters are loaded and dropped by vLLM's paths, which only operators may use he
 Weights change while the cluster serves, to those of a folder below `engine.weight_roots`:
 
     POST /v1/weights    path, and version, rolling, wait_s, wait; GET tells which are served, and how far a change is
+    POST /v1/weights/revert    the way back to the checkpoint that the cluster was started with: rolling, wait_s, wait
     POST /v1/flush      let nothing that was computed so far be found any more, on any tier: wait_s, wait
     POST /v1/pause      have workers make no steps and keep all requests, from the end of the step under way on
     POST /v1/resume     have them go on
@@ -112,7 +113,7 @@ async def update_weights(service: RouterService, exchange: HttpExchange) -> None
     changed."""
     if (asked := await _body(service, exchange, "path", "version rolling wait_s wait")) is None:
         return
-    version, rolling = asked.get("version", ""), asked.get("rolling", False)
+    version = asked.get("version", "")
     if version and not _VERSION.fullmatch(version):
         message = "a version has 1 to 127 letters, digits and any of ._:/+@-, a letter or digit first"
         return await exchange.fail(ApiError(400, message, "invalid_request_error", "invalid", "version"))
@@ -120,10 +121,21 @@ async def update_weights(service: RouterService, exchange: HttpExchange) -> None
         path = await asyncio.to_thread(weights_folder, asked["path"], service.weight_roots)
     except CheckpointError as error:
         return await exchange.fail(_conflict(str(error)))
-    wait_s = asked.get("wait_s", ROLLING_WAIT_S if rolling else WAIT_S)
     if len(str(path)) > NAME_CHARS:
         return await exchange.fail(_conflict(f"the folder's path has more than {NAME_CHARS} characters"))
-    await _make(service, exchange, UpdateWeights(str(path), version, rolling, wait_s), asked)
+    await _make(service, exchange, _update(str(path), version, asked), asked)
+
+
+async def revert_weights(service: RouterService, exchange: HttpExchange) -> None:
+    """Change the weights back to the checkpoint's, with which the cluster was started; otherwise as `update_weights`,
+    whichever folder `engine.weight_roots` allows."""
+    if (asked := await _body(service, exchange, "", "rolling wait_s wait")) is not None:
+        await _make(service, exchange, _update("", "", asked), asked)
+
+
+def _update(path: str, version: str, asked: Mapping[str, Any]) -> UpdateWeights:
+    rolling = asked.get("rolling", False)
+    return UpdateWeights(path, version, rolling, asked.get("wait_s", ROLLING_WAIT_S if rolling else WAIT_S))
 
 
 async def flush(service: RouterService, exchange: HttpExchange) -> None:
@@ -325,6 +337,7 @@ SERVED_BODIES: dict[str, Schema] = {
     "/v1/load_lora_adapter": object_of("lora_name lora_path", lora_name=TEXT, lora_path=TEXT, load_inplace=BOOLEAN),
     "/v1/unload_lora_adapter": object_of("lora_name", lora_name=TEXT),
     "/v1/weights": object_of("path", path=TEXT, version=TEXT, rolling=BOOLEAN, wait_s=_NUMBER, wait=BOOLEAN),
+    "/v1/weights/revert": object_of("", rolling=BOOLEAN, wait_s=_NUMBER, wait=BOOLEAN),
     "/v1/flush": object_of("", wait_s=_NUMBER, wait=BOOLEAN),
     "/v1/sleep": object_of("", level={"enum": [1, 2]}, wait_s=_NUMBER, wait=BOOLEAN),
     **dict.fromkeys(("/v1/pause", "/v1/resume", "/v1/wake"), object_of("", wait=BOOLEAN)),
@@ -336,6 +349,7 @@ SERVED_PATHS: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "/v1/load_lora_adapter": ("Serve an adapter from a folder below adapters.roots", "post", (200,)),
     "/v1/unload_lora_adapter": ("Serve an adapter no more", "post", (200,)),
     "/v1/weights": ("The weights that are served; change them", "get post", _WAITED),
+    "/v1/weights/revert": ("Change back to the checkpoint's weights", "post", _WAITED),
     "/v1/flush": ("Empty all prefix caches", "post", _WAITED),
     "/v1/pause": ("Stop all steps at their edge", "post", _WAITED),
     "/v1/resume": ("Let paused workers go on", "post", _WAITED),
@@ -348,6 +362,7 @@ SERVED_ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/load_lora_adapter": {"POST": load_adapter},
     "/v1/unload_lora_adapter": {"POST": unload_adapter},
     "/v1/weights": {"GET": weights, "POST": update_weights},
+    "/v1/weights/revert": {"POST": revert_weights},
     "/v1/flush": {"POST": flush},
     "/v1/pause": {"POST": pause},
     "/v1/resume": {"POST": resume},

@@ -363,6 +363,7 @@ class WorkerTable:
 
 def weights_version(workers: WorkerTable) -> str:
     """The version of the weights that the cluster is to serve: as it was given, or a digest; empty while no worker has
-    told any."""
-    told = (entry.record.weights_version for entry in workers)
-    return workers.served.weights.version or next(filter(None, told), "")
+    told it."""
+    served = workers.served.weights
+    told = (entry.record.weights_version for entry in workers if entry.record.weights_number == served.number)
+    return served.version or next(filter(None, told), "")

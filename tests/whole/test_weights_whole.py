@@ -8,9 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,116 +16,38 @@ import httpx
 import openai
 import psutil
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
-from tests.support.checkpoints import make_checkpoint
+from tests.support.changed_weights import (
+    PROMPTS,
+    Answers,
+    Clients,
+    ask,
+    greedy_answers,
+    make_versions,
+    shown,
+    update,
+    wait_for,
+)
 from tests.support.served_cluster import Serving, serving
 
 pytestmark = pytest.mark.slow
-PROMPTS = tuple([7 + 3 * n, 40, 41, 42 + n, 43, 44, 45] * 6 for n in range(8))
-TOKENS = 12
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint, and folders with other weights of its shapes, by version."""
-    root = tmp_path_factory.mktemp("weights")
-    return {f"step-{n}": make_checkpoint(root / f"step-{n}", layers=3, eos=None, seed=n) for n in range(4)}
+    return make_versions(tmp_path_factory.mktemp("weights"))
 
 
 @pytest.fixture(scope="module")
-def oracle(folders: dict[str, Path]) -> dict[str, list[list[int]]]:
-    """Each version's greedy answers, by transformers."""
-    found = {}
-    for version, folder in folders.items():
-        model = transformer(folder)
-        found[version] = [
-            model.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False)[0][len(prompt) :].tolist()
-            for prompt in PROMPTS
-        ]
-    assert len({str(answers) for answers in found.values()}) == len(found)
-    return found
-
-
-def transformer(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def oracle(folders: dict[str, Path]) -> dict[str, Answers]:
+    return greedy_answers(folders)
 
 
 def cluster(folders: dict[str, Path], runtime: Path, *flags: str, **sections: dict[str, Any]) -> Any:
     roots = str(folders["step-0"].parent)
     told = {"engine": {"weight_roots": roots, "threads": 1}, "cluster": {"heartbeat_s": 0.2}, **sections}
     return serving(folders["step-0"], runtime, *flags, sections=told)
-
-
-def ask(client: openai.OpenAI, model: str, number: int, *, stream: bool = False) -> tuple[str, list[int]]:
-    """One answer by the client; returns its version and tokens."""
-    prompt = PROMPTS[number % len(PROMPTS)]
-    extra = {"return_token_ids": True, "ignore_eos": True}
-    made: Any = client.completions.create(
-        model=model, prompt=prompt, max_tokens=TOKENS, temperature=0, extra_body=extra, stream=stream
-    )
-    if not stream:
-        return made.weights_version, made.choices[0].token_ids
-    versions, tokens = set[str](), list[int]()
-    for chunk in made:
-        versions.add(chunk.weights_version)
-        for choice in chunk.choices:
-            tokens += choice.token_ids
-    (version,) = versions
-    return version, tokens
-
-
-class Clients:
-    """Clients that ask until they are told to stop; each answer is checked."""
-
-    def __init__(self, serving: Serving, oracle: dict[str, list[list[int]]], count: int = 4) -> None:
-        self._oracle, self._model = oracle, serving.model
-        self._client = openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0, timeout=120)
-        self.stop = threading.Event()
-        self.seen: Counter[str] = Counter()
-        self.wrong: list[str] = []
-        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(count)]
-
-    def __enter__(self) -> Clients:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _run(self, number: int) -> None:
-        while not self.stop.is_set():
-            try:
-                version, tokens = ask(self._client, self._model, number, stream=number % 2 == 1)
-            except (openai.OpenAIError, ValueError) as error:
-                self.wrong.append(f"{type(error).__name__}: {error}")
-                return
-            self.seen[version] += 1
-            if version not in self._oracle or tokens != self._oracle[version][number % len(PROMPTS)]:
-                self.wrong.append(f"{version}: {tokens}")
-            number += len(self._threads)
-
-
-def update(serving: Serving, folder: Path, version: str, **more: Any) -> httpx.Response:
-    body = {"path": str(folder), "version": version, **more}
-    return httpx.post(f"{serving.url}/v1/weights", json=body, timeout=300)
-
-
-def shown(serving: Serving) -> dict[str, Any]:
-    told: dict[str, Any] = httpx.get(f"{serving.url}/v1/weights").json()
-    return told
-
-
-def wait_for(so: Callable[[], bool], what: str, within_s: float = 120) -> None:
-    deadline = time.monotonic() + within_s
-    while not so():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -137,7 +57,7 @@ def serving_cluster(folders: dict[str, Path], tmp_path: Path) -> Iterator[Servin
 
 
 def test_weights_change_under_load_and_each_answer_is_of_the_version_that_it_names(
-    serving_cluster: Serving, folders: dict[str, Path], oracle: dict[str, list[list[int]]], tmp_path: Path
+    serving_cluster: Serving, folders: dict[str, Path], oracle: dict[str, Answers], tmp_path: Path
 ) -> None:
     serving = serving_cluster
     first = httpx.get(f"{serving.url}/v1/models").json()["data"][0]["weights_version"]
@@ -147,7 +67,7 @@ def test_weights_change_under_load_and_each_answer_is_of_the_version_that_it_nam
         for version in ("step-1", "step-2", "step-3", "step-0", "step-1"):
             told = update(serving, folders[version], version)
             assert (told.status_code, told.json()["weights_version"]) == (200, version), told.text
-    assert clients.wrong == []
+    assert clients.wrong == clients.failed == []
     assert set(clients.seen) >= {"step-1"}
     # In place: the processes are those that there were.
     assert {row["pid"] for row in serving.status().values()} == pids
@@ -174,6 +94,13 @@ def test_weights_change_under_load_and_each_answer_is_of_the_version_that_it_nam
     second = update(serving, folders["step-3"], "step-3", wait=False)
     assert (begun.status_code, second.status_code) == (202, 409)
     wait_for(lambda: shown(serving)["weights_version"] == "step-2" and not shown(serving)["behind"], "the change ends")
+    # The way back to the checkpoint, under the name that it had, and no further.
+    for code in (0, 1):
+        done = serving.twinpool("weights", "revert")
+        assert (done.returncode, "checkpoint" in done.stdout + done.stderr) == (code, True)
+    client = openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0, timeout=120)
+    assert ask(client, serving.model, 0) == (first, oracle[first][0])
+    assert {row["pid"] for row in serving.status().values()} == pids
     serving.settle()
 
 
@@ -211,7 +138,7 @@ def post(serving: Serving, name: str, **body: Any) -> dict[str, Any]:
 
 
 def test_pauses_flushes_sleep_and_rolling_changes_by_http_and_by_the_commands(
-    serving_cluster: Serving, folders: dict[str, Path], oracle: dict[str, list[list[int]]]
+    serving_cluster: Serving, folders: dict[str, Path], oracle: dict[str, Answers]
 ) -> None:
     serving = serving_cluster
     client = openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0, timeout=120)
@@ -263,14 +190,14 @@ def test_pauses_flushes_sleep_and_rolling_changes_by_http_and_by_the_commands(
         assert serving.twinpool(
             "weights", "update", str(folders["step-2"]), "--version", "step-2", "--rolling"
         ).returncode == 0  # fmt: skip
-    assert clients.wrong == []
+    assert clients.wrong == clients.failed == []
     assert ask(client, serving.model, 5) == ("step-2", oracle["step-2"][5])
     serving.settle()
 
 
 @pytest.mark.parametrize("when", ["while they read", "while they follow"])
 def test_a_worker_that_is_killed_in_a_change_leaves_the_cluster_in_one_version(
-    serving_cluster: Serving, folders: dict[str, Path], oracle: dict[str, list[list[int]]], when: str
+    serving_cluster: Serving, folders: dict[str, Path], oracle: dict[str, Answers], when: str
 ) -> None:
     serving = serving_cluster
     client = openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0, timeout=120)

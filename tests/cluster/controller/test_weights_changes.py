@@ -295,22 +295,80 @@ def test_a_pool_that_is_scaled_down_during_a_change_stays_so() -> None:
     assert pools.numbers == dict.fromkeys(map(WorkerName, ("prefill-0", "prefill-1", "decode-0", "decode-1")), 1)
 
 
-def test_a_rolling_change_waits_for_a_worker_that_does_not_come_back_until_its_pool_is_smaller() -> None:
-    pools = Pools()
+def without(pools: Pools, name: WorkerName, seconds: float) -> None:
+    """Time passes in which a worker never comes so far as to register."""
+    for _ in range(round(2 * seconds)):
+        pools.processes.pop(name, None)
+        pools.round()
+
+
+def test_a_rolling_change_goes_on_without_a_worker_that_stays_away_once_another_serves_the_new_weights() -> None:
+    pools, away = Pools(), WorkerName("prefill-0")
     pools.core.pools.make(replace(NEW, rolling=True))
     while set(pools.numbers.values()) == {0}:
         pools.round()
-    pools.die(WorkerName("prefill-0"))
-    for _ in range(100):
+    pools.die(away)
+    without(pools, away, ClusterConfig().start_timeout_s - 10)
+    assert sorted(pools.numbers.values()) == [0, 0, 1], "decode-0 was under way when it died; the others wait"
+    without(pools, away, 60)
+    assert pools.numbers == dict.fromkeys(map(WorkerName, ("prefill-1", "decode-0", "decode-1")), 1)
+    pools.settle(400)
+    assert (len(pools.numbers), set(pools.numbers.values())) == (4, {1}), "who comes back has them too"
+
+
+@pytest.mark.parametrize("back", [UpdateWeights(""), UpdateWeights("/weights/old", "old", rolling=True)], ids=repr)
+def test_a_rolling_change_that_takes_down_its_first_worker_halts_and_another_one_takes_its_place(
+    back: UpdateWeights,
+) -> None:
+    pools, first = Pools(), WorkerName("prefill-0")
+    pools.core.pools.make(replace(NEW, rolling=True))
+    while first in pools.numbers:
         pools.round()
-        pools.processes.pop(WorkerName("prefill-0"), None)  # It never comes so far as to register.
-    assert sorted(pools.numbers.values()) == [0, 0, 1], "decode-0 was under way when it died"
-    for order in (UpdateWeights("/weights/old", "old"), FlushCaches(), SleepCluster(1)):
-        with pytest.raises(ConfigError, match="scale away what isn't ready"):
+    without(pools, first, 3 * ClusterConfig().start_timeout_s)
+    assert sorted(pools.numbers.values()) == [0, 0, 0]
+    for order in (FlushCaches(), SleepCluster(1)):
+        with pytest.raises(ConfigError, match="change to other weights, or back"):
             pools.core.pools.make(order)
+    pools.core.pools.make(back)
     pools.core.pools.scale({Role.PREFILL: 1})
     pools.settle()
-    assert pools.numbers == dict.fromkeys(map(WorkerName, ("prefill-1", "decode-0", "decode-1")), 1)
+    assert pools.numbers == dict.fromkeys(map(WorkerName, ("prefill-1", "decode-0", "decode-1")), 2)
+
+
+def test_a_rolling_change_stands_still_while_another_one_is_prepared() -> None:
+    pools, slow = Pools(), WorkerName("decode-1")
+    pools.core.pools.make(replace(NEW, rolling=True))
+    while set(pools.numbers.values()) == {0}:
+        pools.round()
+    pools.slow.add(slow)
+    pools.core.pools.make(UpdateWeights("", wait_s=7.0))
+    pools.settle()
+    assert sorted(pools.numbers.values()) == [0, 0, 1, 1], "the one that was under way has come back, no other has left"
+    pools.restart()
+    pools.settle(round(2 * ClusterConfig().start_timeout_s) + 10)
+    served = pools.core.table.served
+    assert (served.failed != "", served.weights.number, served.rolling, served.wait_s) == (True, 1, True, NEW.wait_s)
+    pools.settle()
+    assert set(pools.numbers.values()) == {1}, "the one before goes on, one worker after the other"
+
+
+def test_the_way_back_is_a_change_to_the_checkpoint_that_workers_read_first() -> None:
+    pools = Pools()
+    with pytest.raises(ConfigError, match="the checkpoint's weights are what is served"):
+        pools.core.pools.make(UpdateWeights(""))
+    pools.core.pools.make(NEW)
+    pools.settle()
+    pools.digest = lambda name: ""  # As workers say of the checkpoint.
+    pools.core.pools.make(UpdateWeights("", wait_s=5.0))
+    for one in pools.processes.values():
+        one.requests = 1
+    pools.settle(6)
+    served = pools.core.weights.told()
+    assert (served.weights, served.behind) == (WeightsVersion(2), 4)
+    kept = [one.told.prepare for one in pools.processes.values() if one.told is not None]
+    assert kept == [served.weights] * 4, "what was read is kept until its worker has left"
+    pools.settle()
+    assert set(pools.numbers.values()) == {2}
 
 
 def test_a_flush_is_a_change_to_the_same_weights_that_reads_nothing() -> None:
@@ -318,7 +376,11 @@ def test_a_flush_is_a_change_to_the_same_weights_that_reads_nothing() -> None:
     pools.core.pools.make(NEW)
     pools.settle()
     pools.core.pools.make(FlushCaches(5.0))
-    pools.settle()
+    told = []
+    for _ in range(60):
+        pools.round()
+        told += [one.told.prepare for one in pools.processes.values() if one.told is not None]
+    assert set(told) == {None}
     served = pools.core.weights.told()
     assert (served.weights.version, served.weights.number) == ("new", 2)
     assert set(pools.numbers.values()) == {2}
