@@ -175,8 +175,12 @@ class WeightsChanges:
             return None
         if not self._served.rolling:
             return self._tell_all(behind, now)
-        under_way = [row for row in self._table.rows.values() if row.wanted and not _settled(row)]
-        under_way = [row for row in under_way if not self._is_missed(row, now)]
+        # Where some serve with the new weights, it isn't these that keep another one away.
+        tried = any(not self.is_behind(row) for row in _serving(self._table))
+        since = now - self._table.config.start_timeout_s if tried else float("-inf")
+        missed = {name for name, away_since in self._away_since.items() if away_since <= since}
+        rows = self._table.rows.values()
+        under_way = [row for row in rows if row.wanted and not _settled(row) and row.name not in missed]
         if behind and not under_way:
             left = [row.role for row in behind]
             self._tell(max(behind, key=lambda row: (left.count(row.role), row.role is Role.PREFILL)), now)
@@ -184,13 +188,6 @@ class WeightsChanges:
             if row.changes or (_leaves(row) and row.becomes is row.role):  # An earlier controller has told it.
                 self._tell(row, now)
         return None
-
-    def _is_missed(self, row: WantedWorker, now: float) -> bool:
-        """Whether a rolling change goes on without a worker: it hasn't served for as long as a start may take, and as
-        others serve with the new weights, it isn't these that keep it away."""
-        since = self._away_since.get(row.name)
-        late = since is not None and now >= since + self._table.config.start_timeout_s
-        return late and any(not self.is_behind(other) for other in _serving(self._table))
 
     def _tell_all(self, rows: Sequence[WantedWorker], now: float) -> None:
         """Have these workers leave; routers send them nothing new at once. Decode workers drain when no prefill worker
