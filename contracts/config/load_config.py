@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from twinpool.contracts.config.autoscaling_config import autoscaling_conflicts
 from twinpool.contracts.config.cluster_config import ClusterConfig, Config, TracingConfig, section_of
+from twinpool.contracts.config.image_urls import UrlRules
 from twinpool.contracts.config.ledger_place import (
     NAME,
     check_ledger,
@@ -141,6 +142,10 @@ def _conflicts(config: Config) -> Iterator[str]:
             f"config key router.max_timeout_s={router.max_timeout_s:g} is below router.request_timeout_s="
             f"{router.request_timeout_s:g}: requests without a timeout of their own would exceed it"
         )
+    try:
+        UrlRules(router.image_urls, router.image_url_networks)
+    except ValueError as error:
+        yield f"config keys router.image_urls and router.image_url_networks: {error}"
     if router.body_buffer_bytes < router.max_body_bytes:
         yield (
             f"config key router.body_buffer_bytes={router.body_buffer_bytes} is below router.max_body_bytes="

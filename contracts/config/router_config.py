@@ -117,6 +117,16 @@ class RouterConfig:
     max_image_pixels: int = 2**26
     """Pixels of an image, as its header says, above which it isn't decoded. Decoding takes up to 12 bytes a pixel of
     `reader_memory_bytes`. Any image below is brought to the size that the model's processor makes of it."""
+    image_urls: str = ""
+    """Hosts whose images are fetched where a chat names them by an http or https URL, with commas: ``example.org``,
+    ``*.example.org`` for all below it, ``example.org:8080`` for that port alone, ``*`` for every host; without a port
+    80 and 443. Empty: none are, and an image has to come in the body. Addresses must be public all the same."""
+    image_url_networks: str = ""
+    """Networks, with commas (``10.1.0.0/16``), in which images may be fetched though their addresses aren't public."""
+    image_url_bytes: int = 20 * 1024**2
+    """Bytes of an image above which it isn't fetched."""
+    image_url_timeout_s: float = 10.0
+    """An image that isn't there after so many seconds, redirects and all, is given up."""
     body_buffer_bytes: int = 64 * 1024 * 1024
     """Memory for bodies that are being received, of all clients; a body's first 64 KiB don't count. Bodies beyond it
     get 503."""

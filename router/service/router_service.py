@@ -160,7 +160,7 @@ class RouterService:
         self.intake = BodyReader(self.spec, self.model_tokenizer, config.router, page_tokens)
         self.buffer = BodyBuffer(max(config.router.body_buffer_bytes, self.body_limit))
         setup = setup_frame(self.spec, config.router, max_chars, page_tokens)
-        self.readers = TokenizerPool(setup, config.router.reader_processes, config.router.reader_timeout_s)
+        self.readers = TokenizerPool.of(setup, config.router)
 
     def _count(self, config: Config, ports: ControllerPorts, index: KVIndexReader | None) -> None:
         """Make the parts that count what the router does, and tell it to operators and the controller."""

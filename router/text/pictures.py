@@ -14,10 +14,12 @@ import binascii
 import io
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from twinpool.contracts.block_hash import picture_keys
 from twinpool.contracts.checkpoint.picture_spec import PICTURE_BYTES, PictureSpec, UnfitPicture
+from twinpool.contracts.config.image_urls import RefusedUrl, UrlRules
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.messages.router_commands import Picture
@@ -27,8 +29,34 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """What is decoded, by Pillow's names; of a GIF, and of any other that moves, the first picture."""
 _NAMED = ", ".join(FORMATS)
 _DATA = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[\w.+-]+=[\w.+-]*)*;base64,", re.ASCII | re.IGNORECASE)
+_FETCHED = ("http://", "https://")
 _SIDE = 65_535
 """The most pixels of a side; no format but PNG has more."""
+
+
+class WantedImage(NamedTuple):
+    """An image of a request that is to be fetched."""
+
+    url: str
+    where: str
+    """Its place in the request's body."""
+
+
+class ImagesWanted(Exception):
+    """Raised where a body names images by URLs that may be fetched and weren't yet."""
+
+    def __init__(self, images: Sequence[WantedImage]) -> None:
+        super().__init__(f"{len(images)} images are to be fetched")
+        self.images = tuple(images)
+
+
+@dataclass(frozen=True)
+class ImageSources:
+    """Where images of a request may come from besides its body."""
+
+    rules: UrlRules
+    fetched: Mapping[str, bytes] = field(default_factory=dict)
+    """What was fetched for it, by URL."""
 
 
 class PlacedPicture(NamedTuple):
@@ -45,16 +73,22 @@ def pictures_of(messages: Sequence[Mapping[str, Any]]) -> list[PicturePart]:
     return [part for part in parts if isinstance(part, PicturePart)]
 
 
-def read_pictures(parts: Sequence[PicturePart], spec: PictureSpec | None, config: RouterConfig) -> list[PlacedPicture]:
-    """Decode a request's pictures. Raises `RequestError` naming the part that is wrong, or the limit."""
+def read_pictures(
+    parts: Sequence[PicturePart], spec: PictureSpec | None, config: RouterConfig, sources: ImageSources
+) -> list[PlacedPicture]:
+    """Decode a request's pictures. Raises `RequestError` naming the part that is wrong, or the limit, and
+    `ImagesWanted` where some are to be fetched first."""
     if spec is None or not config.max_images:
         raise _refusal(parts[0], "this server takes no images")
     if len(parts) > config.max_images:
         raise _refusal(parts[config.max_images], f"more than {config.max_images} images in one request")
+    if wanted := [WantedImage(part.source, part.where) for part in parts if _is_wanted(part, sources)]:
+        raise ImagesWanted(wanted)
     read: list[PlacedPicture] = []
     left = PICTURE_BYTES
     for part in parts:
-        placed = _read(part, spec, config.max_image_pixels)
+        data = sources.fetched[part.source] if part.source in sources.fetched else _decoded(part, sources.rules)
+        placed = _read(part, data, spec, config.max_image_pixels)
         left -= len(placed.picture.pixels)
         if left < 0:
             raise _refusal(part, f"the images of one request have more than {PICTURE_BYTES >> 20} MiB of pixels")
@@ -78,12 +112,22 @@ def expanded(tokens: Sequence[int], placed: Sequence[PlacedPicture]) -> tuple[in
     return tuple(found)
 
 
-def _read(part: PicturePart, spec: PictureSpec, most: int) -> PlacedPicture:
+def _is_wanted(part: PicturePart, sources: ImageSources) -> bool:
+    """Whether a picture is to be fetched first. Raises `RequestError` where it may not be."""
+    if not sources.rules or part.source in sources.fetched or not part.source[:8].lower().startswith(_FETCHED):
+        return False
+    try:
+        sources.rules.check(part.source)
+    except RefusedUrl as error:
+        raise _refusal(part, str(error)) from None
+    return True
+
+
+def _read(part: PicturePart, data: bytes, spec: PictureSpec, most: int) -> PlacedPicture:
     try:
         from PIL import Image, ImageOps
     except ImportError:
         raise _refusal(part, "this server can't decode images: pip install 'twinpool[images]'") from None
-    data = _decoded(part)
     if data[:256].lstrip().startswith((b"<svg", b"<?xml", b"<!DOCTYPE")):
         raise _refusal(part, f"SVG is not read here; send one of {_NAMED}")
     try:
@@ -115,11 +159,13 @@ def _read(part: PicturePart, spec: PictureSpec, most: int) -> PlacedPicture:
     return PlacedPicture(picture, spec.layout(height, width, keys))
 
 
-def _decoded(part: PicturePart) -> bytes:
+def _decoded(part: PicturePart, rules: UrlRules) -> bytes:
     """The bytes of a data URL. Raises `RequestError`."""
     found = _DATA.match(part.source)
     if found is None:
-        raise _refusal(part, f"the URL must be of data in base64 (data:image/png;base64,...); got {part.source[:32]!r}")
+        also = ", or of http or https" if rules else ""
+        told = f"the URL must be of data in base64 (data:image/png;base64,...){also}; got {part.source[:32]!r}"
+        raise _refusal(part, told)
     if (found[1] or "").lower() == "image/svg+xml":
         raise _refusal(part, f"SVG is not read here; send one of {_NAMED}")
     try:

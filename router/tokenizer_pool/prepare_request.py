@@ -21,6 +21,7 @@ from twinpool.contracts import outside_data
 from twinpool.contracts.block_hash import in_vocabulary
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_pooling
 from twinpool.contracts.checkpoint.picture_spec import PICTURE_BYTES
+from twinpool.contracts.config.image_urls import UrlRules
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.messages.router_commands import Picture
@@ -50,7 +51,7 @@ from twinpool.router.openai.tools import ToolUse, read_tools
 from twinpool.router.openai_responses.responses_request import read_responses, renamed
 from twinpool.router.state.prefix_hashes import PAGE_TOKENS, PrefixHashes, prefix_hashes
 from twinpool.router.text.chat_template import PicturePart, TextParts, check_open
-from twinpool.router.text.pictures import PlacedPicture, expanded, pictures_of, read_pictures
+from twinpool.router.text.pictures import ImageSources, PlacedPicture, expanded, pictures_of, read_pictures
 from twinpool.router.text.tokenizer import GuardedText, ModelTokenizer
 
 BODY_BYTES_LEAST = 1024**2
@@ -108,7 +109,8 @@ class TextAnswer(NamedTuple):
 
 
 class BodyReader:
-    """Reads bodies for one model. Every method raises `RequestError` naming the field or limit at fault."""
+    """Reads bodies for one model. Every method raises `RequestError` naming the field or limit at fault, and
+    `ImagesWanted` where a body is to be read once more, with images that it names."""
 
     def __init__(
         self, spec: ModelSpec, model_tokenizer: ModelTokenizer, config: RouterConfig, page_tokens: int = PAGE_TOKENS
@@ -122,6 +124,8 @@ class BodyReader:
         """The adapters that are served, by name."""
         self.sees = _sees(config, spec)
         """Whether chats may have images."""
+        self.sources = ImageSources(UrlRules(config.image_urls, config.image_url_networks))
+        """Where images of the next body may come from besides itself."""
         self._pooling = read_pooling(spec.path)
         self._chats = ChatFormat(
             model_tokenizer.template_source,
@@ -191,7 +195,7 @@ class BodyReader:
             message = f"{request.choices} answers in one request are above the server's queue of {limit}"
             raise RequestError(message, param="n" if request.embedding is None else request.prompt_field)
         parts = pictures_of(request.messages)
-        placed = read_pictures(parts, self._spec.pictures, self._config) if parts else []
+        placed = read_pictures(parts, self._spec.pictures, self._config, self.sources) if parts else []
         if sum(len(each.picture.pixels) for each in placed) * request.choices > PICTURE_BYTES:
             raise RequestError(
                 f"the images of {request.choices} answers have more than {PICTURE_BYTES >> 20} MiB of pixels: each "
@@ -305,7 +309,7 @@ class BodyReader:
                 text, add_special=values.get("add_special_tokens", False), param="messages"
             )
             if parts := pictures_of(messages):
-                placed = read_pictures(parts, self._spec.pictures, self._config)
+                placed = read_pictures(parts, self._spec.pictures, self._config, self.sources)
                 tokens = tuple(in_vocabulary(expanded(tokens, placed), placed[0].picture.token))
         elif isinstance(prompt, str):
             tokens = self._model_tokenizer.encode(prompt, add_special=values.get("add_special_tokens", True))

@@ -18,20 +18,24 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
 from twinpool.contracts.json_logs import log
 from twinpool.contracts.python_command import module_command
 from twinpool.router.openai.api_errors import ClientGone, ReaderEnded, ReaderFailed
 from twinpool.router.openai.structured_output import may_need_grammar
+from twinpool.router.tokenizer_pool.image_fetcher import ImageFetcher
 from twinpool.router.tokenizer_pool.prepare_request import BodyReader, PreparedRequest, TextAnswer
 from twinpool.router.tokenizer_pool.tokenizer_process import (
     HEAD,
     REQUESTS,
     TEXTS,
     FrameKind,
+    fetched_frame,
     prepared_of,
     refusal_of,
     text_of,
+    wanted_of,
 )
 
 INLINE_BYTES = 2048
@@ -52,6 +56,8 @@ class _Job:
     raw: bytes
     tenant: str
     """Who sent it; empty where nobody needs a key."""
+    fetched: bytes
+    """The frame of images that were fetched for it; empty: of none."""
     reply: asyncio.Future[tuple[FrameKind, bytes]]
 
 
@@ -78,9 +84,9 @@ class _TokenizerChild:
     def pid(self) -> int:
         return self._child.pid
 
-    async def ask(self, kind: FrameKind, raw: bytes, tenant: str, adapters: bytes) -> tuple[FrameKind, bytes]:
-        """Send one body of `tenant`'s and return the answer's kind and content; one call at a time. `adapters`: those
-        that are served, of which the process is told where they are others than before.
+    async def ask(self, job: _Job, adapters: bytes) -> tuple[FrameKind, bytes]:
+        """Send one body and return the answer's kind and content; one call at a time. `adapters`: those that are
+        served, of which the process is told where they are others than before.
 
         Raises `ReaderEnded` when the process ends before it has answered. After a cancelled call the process is of no
         use any more: close it.
@@ -94,10 +100,13 @@ class _TokenizerChild:
                 head = HEAD.pack(FrameKind.ADAPTERS, False, len(adapters))
                 await loop.sock_sendall(self.channel, head + adapters)
                 self._adapters = adapters
-            if name := tenant.encode():
+            if name := job.tenant.encode():
                 await loop.sock_sendall(self.channel, HEAD.pack(FrameKind.TENANT, False, len(name)) + name)
-            await loop.sock_sendall(self.channel, HEAD.pack(kind, False, len(raw)))
-            await loop.sock_sendall(self.channel, raw)
+            if job.fetched:
+                await loop.sock_sendall(self.channel, HEAD.pack(FrameKind.FETCHED, False, len(job.fetched)))
+                await loop.sock_sendall(self.channel, job.fetched)
+            await loop.sock_sendall(self.channel, HEAD.pack(job.kind, False, len(job.raw)))
+            await loop.sock_sendall(self.channel, job.raw)
             answered, self.over, length = HEAD.unpack(await self._exactly(HEAD.size))
             return FrameKind(answered), await self._exactly(length)
         except OSError as error:
@@ -135,15 +144,18 @@ class TokenizerPool:
         setup: bytes,
         processes: int,
         timeout_s: float,
+        images: ImageFetcher | None = None,
         *,
         start: Callable[[int], subprocess.Popen[bytes]] | None = None,
     ) -> None:
-        """`setup` is the first frame's content (`setup_frame`), `timeout_s` the time that one body may take.
+        """`setup` is the first frame's content (`setup_frame`), `timeout_s` the time that one body may take. `images`
+        fetches those that bodies name by URLs; None where readers allow none.
 
         `start` starts a reader process on the given descriptor; it is `start_reader` by default.
         """
         self._setup = setup
         self._timeout_s = timeout_s
+        self._images = images
         self._start = start or start_reader
         self._count = processes
         self._numbers = itertools.count()
@@ -158,6 +170,11 @@ class TokenizerPool:
         self.started = 0
         """Processes started so far."""
 
+    @classmethod
+    def of(cls, setup: bytes, config: RouterConfig) -> TokenizerPool:
+        """A router's, by its configuration."""
+        return cls(setup, config.reader_processes, config.reader_timeout_s, ImageFetcher(config))
+
     async def prepare(
         self,
         reader: BodyReader,
@@ -171,7 +188,7 @@ class TokenizerPool:
         `ClientGone`."""
         if read_inline(raw, reader.sees):
             return REQUESTS[kind](reader, raw, tenant)
-        reply = self.submit(kind, raw, tenant)
+        reply = asyncio.ensure_future(self._answer(kind, raw, tenant))
         if on_gone is not None:
             on_gone(reply.cancel)
         try:
@@ -187,7 +204,17 @@ class TokenizerPool:
         """Return the answer of an endpoint that counts or makes tokens. Raises as `submit`'s futures."""
         if read_inline(raw, reader.sees):
             return TEXTS[kind](reader, raw)
-        return text_of((await self.submit(kind, raw))[1])
+        return text_of((await self._answer(kind, raw))[1])
+
+    async def _answer(self, kind: FrameKind, raw: bytes, tenant: str = "") -> tuple[FrameKind, bytes]:
+        """The answer to a body, which is read once more where images that it names have to be fetched. Raises as
+        `submit`'s futures and `ImageFetcher.fetched`."""
+        answered, frame = await self.submit(kind, raw, tenant)
+        if answered is not FrameKind.WANTED:
+            return answered, frame
+        assert self._images is not None, "readers allow URLs where the router fetches them"
+        async with self._images.fetched(wanted_of(frame), tenant) as found:
+            return await self.submit(kind, raw, tenant, fetched_frame(found))
 
     @property
     def waiting(self) -> int:
@@ -198,8 +225,11 @@ class TokenizerPool:
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes.values()]
 
-    def submit(self, kind: FrameKind, raw: bytes, tenant: str = "") -> asyncio.Future[tuple[FrameKind, bytes]]:
-        """Queue a body of `tenant`'s; returns a future of the answer's kind and content.
+    def submit(
+        self, kind: FrameKind, raw: bytes, tenant: str = "", fetched: bytes = b""
+    ) -> asyncio.Future[tuple[FrameKind, bytes]]:
+        """Queue a body of `tenant`'s, with the frame of images that were `fetched` for it; returns a future of the
+        answer's kind and content.
 
         The future raises `RequestError` where the body is refused or takes too long, and `ReaderFailed` where a reader
         failed or two ended on it. Cancel the future, and a body that still waits is never read.
@@ -211,14 +241,16 @@ class TokenizerPool:
             return late
         if not self._tasks:
             self._tasks = [loop.create_task(self._read(manager)) for manager in range(self._count)]
-        job = _Job(next(self._numbers), kind, raw, tenant, loop.create_future())
-        (self._small if len(raw) <= LARGE_BYTES else self._large).append(job)
+        job = _Job(next(self._numbers), kind, raw, tenant, fetched, loop.create_future())
+        (self._small if len(raw) + len(fetched) <= LARGE_BYTES else self._large).append(job)
         self._wake()
         return job.reply
 
     async def close(self) -> None:
         """End the reader processes; bodies that are waiting or being read fail with `ReaderFailed`. Idempotent."""
         self._closed = True
+        if self._images is not None:
+            self._images.close()
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -276,7 +308,7 @@ class TokenizerPool:
                 process = self._processes[manager] = _TokenizerChild(self._setup, self._start)
                 self.started += 1
             async with asyncio.timeout(timeout_s):
-                kind, answer = await process.ask(job.kind, job.raw, job.tenant, self.adapters)
+                kind, answer = await process.ask(job, self.adapters)
         except TimeoutError:
             self._drop(manager)
             log("body took too long", bytes=len(job.raw), seconds=timeout_s)

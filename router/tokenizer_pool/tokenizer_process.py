@@ -25,7 +25,7 @@ import socket
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from twinpool.router.openai.chat_format import AnswerFormat
 from twinpool.router.openai.parse_request import EmbeddingFormat, GenerateRequest, PairFormat, UnknownModel
 from twinpool.router.openai.pooled_answers import read_rerank, read_score
 from twinpool.router.state.prefix_hashes import PAGE_TOKENS, PrefixHashes
+from twinpool.router.text.pictures import ImagesWanted, WantedImage
 from twinpool.router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from twinpool.router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, PreparedRequest, TextAnswer
 
@@ -99,6 +100,8 @@ class FrameKind(IntEnum):
     GENERATE = 13
     SCORE = 14
     RERANK = 15
+    FETCHED = 16
+    """Images that were fetched for the next frame's body, by URL; there is none where it needs none."""
     PREPARED = 20
     """A `PreparedRequest`."""
     TEXT = 21
@@ -107,6 +110,8 @@ class FrameKind(IntEnum):
     """A `RequestError`."""
     FAILED = 23
     """The text of any other exception."""
+    WANTED = 24
+    """The images that the body names by URLs, each with its place: it is to be read once more, with them."""
 
 
 REQUESTS: dict[FrameKind, Callable[[BodyReader, bytes, str], PreparedRequest]] = {
@@ -232,6 +237,16 @@ def adapters_frame(adapters: Iterable[AdapterRef]) -> bytes:
     return _pack([structs.astuple(one) for one in adapters])
 
 
+def fetched_frame(images: Mapping[str, bytes]) -> bytes:
+    """Pack the content of a `FETCHED` frame."""
+    return _pack(images)
+
+
+def wanted_of(frame: bytes) -> list[WantedImage]:
+    """Unpack the content of a `WANTED` frame."""
+    return [WantedImage(*one) for one in _unpack(frame)]
+
+
 def text_of(frame: bytes) -> TextAnswer:
     """Unpack the frame of a `TextAnswer`."""
     return TextAnswer(*_unpack(frame))
@@ -270,6 +285,8 @@ def answer(intake: BodyReader, kind: FrameKind, raw: bytes, tenant: str = "") ->
         if kind in REQUESTS:
             return FrameKind.PREPARED, prepared_frame(REQUESTS[kind](intake, raw, tenant))
         return FrameKind.TEXT, _pack(TEXTS[kind](intake, raw))
+    except ImagesWanted as wanted:
+        return FrameKind.WANTED, _pack(wanted.images)
     except RequestError as error:
         return FrameKind.REFUSED, refusal_frame(error)
     except MemoryError:
@@ -298,13 +315,16 @@ def serve(channel: socket.socket) -> None:
         if frame[0] == FrameKind.TENANT:
             tenant = frame[1].decode()
             continue
+        if frame[0] == FrameKind.FETCHED:
+            intake.sources = dataclasses.replace(intake.sources, fetched=_unpack(frame[1]))
+            continue
         if frame[0] == FrameKind.ADAPTERS:
             intake.adapters = {one[0]: AdapterRef(*one) for one in _unpack(frame[1])}
             continue
         signal.setitimer(signal.ITIMER_REAL, 2 * config.reader_timeout_s)
         kind, reply = answer(intake, FrameKind(frame[0]), frame[1], tenant)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        tenant = ""
+        tenant, intake.sources = "", dataclasses.replace(intake.sources, fetched={})
         del frame
         give_back()
         last = _resident_bytes() - at_start > KEEP_BYTES + len(reply)
