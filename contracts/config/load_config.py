@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 from twinpool.contracts.config.autoscaling_config import autoscaling_conflicts
 from twinpool.contracts.config.cluster_config import ClusterConfig, Config, TracingConfig, section_of
-from twinpool.contracts.config.image_urls import UrlRules
 from twinpool.contracts.config.ledger_place import (
     NAME,
     check_ledger,
@@ -31,6 +30,7 @@ from twinpool.contracts.config.router_config import read_sampling_defaults
 from twinpool.contracts.config.security_config import SecurityConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Role
+from twinpool.contracts.image_urls import UrlRules
 from twinpool.contracts.outside_data import read_json, read_yaml
 
 MAX_STANDBYS = 8

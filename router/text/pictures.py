@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from twinpool.contracts.block_hash import picture_keys
 from twinpool.contracts.checkpoint.picture_spec import PICTURE_BYTES, PictureSpec, UnfitPicture
-from twinpool.contracts.config.image_urls import RefusedUrl, UrlRules
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
+from twinpool.contracts.image_urls import RefusedUrl, UrlRules
 from twinpool.contracts.messages.router_commands import Picture
 from twinpool.router.text.chat_template import PicturePart, TextParts
 

@@ -1,7 +1,7 @@
 """The image fetcher of a router: it gets images by their URLs, where the operator allows that.
 
 All of it runs on the router's event loop, and nothing of it blocks: names are looked up on threads of its own. A URL is
-connected to at an address that was checked (`contracts.config.image_urls`), and the name isn't looked up again for the
+connected to at an address that was checked (`contracts.image_urls`), and the name isn't looked up again for the
 connection; the certificate must be the URL's host's. A redirect is a URL like any other, and there are few of them.
 
 Everything has a bound: the bytes of an image, of a request's and of all that are held; the time of an image from the
@@ -23,9 +23,9 @@ from urllib.parse import urljoin
 import httpcore
 import httpx
 
-from twinpool.contracts.config.image_urls import NO_ADDRESS, ImageUrl, RefusedUrl, UrlRules
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
+from twinpool.contracts.image_urls import NO_ADDRESS, ImageUrl, RefusedUrl, UrlRules
 from twinpool.router.openai.api_errors import BufferFull
 from twinpool.router.text.pictures import WantedImage
 

@@ -21,9 +21,9 @@ from twinpool.contracts import outside_data
 from twinpool.contracts.block_hash import in_vocabulary
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_pooling
 from twinpool.contracts.checkpoint.picture_spec import PICTURE_BYTES
-from twinpool.contracts.config.image_urls import UrlRules
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import RequestError
+from twinpool.contracts.image_urls import UrlRules
 from twinpool.contracts.messages.router_commands import Picture
 from twinpool.contracts.sampling_params import ADAPTER_SALT
 from twinpool.router.anthropic.messages_request import read_messages_body

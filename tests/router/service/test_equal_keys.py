@@ -89,7 +89,9 @@ class HeldReplies:
         self._submit = server.service.readers.submit
         monkeypatch.setattr(server.service.readers, "submit", self._hold)
 
-    def _hold(self, kind: FrameKind, raw: bytes, tenant: str = "") -> asyncio.Future[tuple[FrameKind, bytes]]:
+    def _hold(
+        self, kind: FrameKind, raw: bytes, tenant: str = "", fetched: bytes = b""
+    ) -> asyncio.Future[tuple[FrameKind, bytes]]:
         late: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._held.append((self._submit(kind, raw, tenant), late))
         return late
@@ -401,7 +403,9 @@ class Storm:
         self.gone: dict[asyncio.Task[str], list[Callable[[], object]]] = {}
         self.told: Counter[str] = Counter()
 
-    def _hold(self, kind: FrameKind, raw: bytes, tenant: str = "") -> asyncio.Future[tuple[FrameKind, bytes]]:
+    def _hold(
+        self, kind: FrameKind, raw: bytes, tenant: str = "", fetched: bytes = b""
+    ) -> asyncio.Future[tuple[FrameKind, bytes]]:
         late: asyncio.Future[tuple[FrameKind, bytes]] = asyncio.get_running_loop().create_future()
         self.late.append((late, kind, raw))
         return late

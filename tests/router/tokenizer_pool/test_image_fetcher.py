@@ -19,10 +19,10 @@ import pytest
 from tests.support.certificates import TestAuthority
 from tests.support.seeing_models import asks, data_url, pattern, png, write_mistral3
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
-from twinpool.contracts.config.image_urls import RefusedUrl, UrlRules
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import ConfigError, RequestError
+from twinpool.contracts.image_urls import RefusedUrl, UrlRules
 from twinpool.router.openai.api_errors import BufferFull
 from twinpool.router.text.pictures import WantedImage
 from twinpool.router.text.tokenizer import read_model_tokenizer
@@ -361,7 +361,7 @@ async def test_a_body_with_urls_makes_the_prompt_of_the_same_chat_with_data(host
     inside = BodyReader(spec, tokenizer, config)
     hosts.answers["/x.svg"] = answer(b"<svg xmlns='http://www.w3.org/2000/svg'/>")
     url = "http://images.example/one.png"
-    chat = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": url}}]
+    chat: list[dict[str, Any]] = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": url}}]
     block = [chat[0], {"type": "image", "source": {"type": "url", "url": url}}]
     said = [{"type": "input_text", "text": "see"}, {"type": "input_image", "image_url": url}]
     bodies: dict[FrameKind, Any] = {
@@ -389,7 +389,7 @@ async def test_a_body_with_urls_makes_the_prompt_of_the_same_chat_with_data(host
             bodies[FrameKind.RESPONSES]["input"][0]["content"][1]["image_url"] = "http://b.example/x"
             with pytest.raises(RequestError, match=r"input\[0\]\.content\[1\]: .* no images from that host"):
                 await ask(FrameKind.RESPONSES, bodies[FrameKind.RESPONSES])
-            chat[1]["image_url"] = {"url": data_url(PNG)}  # type: ignore[assignment]
+            chat[1]["image_url"] = {"url": data_url(PNG)}
             assert (await ask(FrameKind.CHAT, bodies[FrameKind.CHAT])).prompts == wanted, "nothing is left of before"
     finally:
         await readers.close()
