@@ -324,7 +324,8 @@ def serve(channel: socket.socket) -> None:
         signal.setitimer(signal.ITIMER_REAL, 2 * config.reader_timeout_s)
         kind, reply = answer(intake, FrameKind(frame[0]), frame[1], tenant)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        tenant, intake.sources = "", dataclasses.replace(intake.sources, fetched={})
+        tenant = ""
+        intake.sources = dataclasses.replace(intake.sources, fetched={})
         del frame
         give_back()
         last = _resident_bytes() - at_start > KEEP_BYTES + len(reply)
