@@ -170,6 +170,39 @@ def test_what_a_grammar_forces_is_no_draft_while_a_step_is_under_way() -> None:
     assert request.drafts == tuple(answer[2:4])
 
 
+class OneAnswerUnforced(OneAnswer):
+    """One that says of no token that it is the only one."""
+
+    def forced(self) -> Sequence[int]:
+        return ()
+
+
+def test_of_a_draft_as_much_is_computed_as_the_grammar_allows() -> None:
+    parts, drafter = drafting()
+    (request,) = parts.run("a", most=MANY)
+    answer = drafter.right(request)[request.submit.prompt_len :]
+    at = request.generated
+    allowed = [*answer[: at + 1], *(token + 1 for token in answer[at + 1 :])]
+    request.grammar = AnswerGrammar(StartedGrammar(OneAnswerUnforced(allowed), TokenMask.of([answer[0]])), emitted=0)
+    parts.drafting.plan([request], StepVerdict(4), 8)
+    assert drafter.asked == [2]
+    assert request.drafts == (answer[at],)
+
+
+def test_who_was_to_have_a_draft_and_has_ended_leaves_its_turn_to_another() -> None:
+    parts, _ = drafting(draft_requests=1)
+    one, other = parts.run("a", "b", most=MANY)
+    timed(parts, 0.004, 0.1)
+    for request in (one, other):
+        request.draft_rates = [0.0] * 4
+    for _ in range(32):
+        parts.drafting.plan([one, other], StepVerdict(0), 8)
+    for running, tried in (([one, other], one), ([one, other], one), ([other], other)):
+        verdict = parts.drafting.verdict(running)
+        assert verdict is not None
+        assert verdict.tried == {id(tried)}
+
+
 def test_no_row_has_more_drafts_than_the_configuration_says() -> None:
     parts, _ = drafting(draft_tokens=1)
     (request,) = parts.run("a", most=MANY)

@@ -314,6 +314,7 @@ async def test_lines_begin_only_where_there_is_idle_capacity(tmp_path: Path) -> 
             service.background_rows = rows
             service.answers.owners.clear()
             owner(BACKGROUND, prefill="p", decode="d")
+            owner(BACKGROUND, prefill="p", decode="e")
             owner(BACKGROUND - 5, prefill="p", decode="e")
             assert idle(), "what runs are lines"
             owner(BACKGROUND + 1, prefill="p", decode="d")

@@ -52,6 +52,32 @@ def test_an_answer_that_has_begun_is_told_at_once_that_nobody_has_its_weights_an
     assert "the weights were changed while it was answered" in stage.ends[rid].message
 
 
+def test_workers_that_are_gone_have_no_weights() -> None:
+    stage = stage_of(2, 2)
+    rid = begin(stage)
+    used = {name for name, _ in stage.legs} | {key[0] for key, _ in stage.submits}
+    change(stage, *(name for name in stage.cluster.workers if name not in used))
+    assert rid not in stage.ends
+    for name in used:
+        stage.kill(name)
+    stage.tick()
+    assert "the weights were changed while it was answered" in stage.ends[rid].message
+
+
+def test_an_answer_of_the_new_weights_waits_for_workers_that_come_back_with_them() -> None:
+    stage = stage_of()
+    change(stage, "decode-0", "prefill-0")
+    rid = begin(stage)
+    for name in ("decode-0", "prefill-0"):
+        stage.kill(name)
+    stage.tick()
+    assert rid not in stage.ends
+    for name in ("decode-0", "prefill-0"):
+        stage.restart(name)
+    stage.finish()
+    stage.assert_answered(rid)
+
+
 def test_an_answer_that_has_begun_goes_on_with_its_own_weights_wherever_these_are() -> None:
     stage = stage_of(2, 2)
     rid = begin(stage)
