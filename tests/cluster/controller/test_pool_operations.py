@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from twinpool.cluster.controller import pool_operations
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import KillWorker, StartWorker
 from twinpool.cluster.controller.leadership import MemoryLedger
@@ -15,7 +16,9 @@ from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.messages.pool_changes import LoadAdapter, UnloadAdapter
 from twinpool.contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
+from twinpool.contracts.sampling_params import AdapterRef
 
 A, B = NodePlace("a" * 12, "a"), NodePlace("b" * 12, "b")
 
@@ -415,3 +418,39 @@ def test_whatever_is_asked_for_in_turn_is_there_in_the_end_and_nobody_was_killed
     assert (len(company.pool(Role.PREFILL)), len(company.pool(Role.DECODE))) == sizes[-1]
     ended_starts = {start.name for start in company.starts} - company.serving.keys()
     assert set(company.killed) <= ended_starts
+
+
+def test_adapters_are_served_by_name_until_they_are_dropped_and_outlive_the_controller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_operations, "MAX_ADAPTERS", 2)
+    ledger = MemoryLedger()
+
+    def controller() -> Controller:
+        return Controller(ManualClock(), ClusterConfig(), ledger)
+
+    def adapter(name: str, digest: str) -> AdapterRef:
+        return AdapterRef(name, digest, f"/adapters/{name}")
+
+    core = controller()
+    for change in (
+        LoadAdapter(adapter("a", "1")),
+        LoadAdapter(adapter("a", "1")),
+        LoadAdapter(adapter("b", "2")),
+        LoadAdapter(adapter("b", "2")),
+        LoadAdapter(adapter("b", "3"), replace=True),
+    ):
+        before = core.version
+        core.pools.make(change)
+        assert core.version > before, "routers are told"
+    for refused, words in (
+        (LoadAdapter(adapter("a", "9")), "another adapter is served as a"),
+        (LoadAdapter(adapter("c", "9"), replace=True), "2 adapters are served already"),
+        (UnloadAdapter("c"), "no adapter is served as 'c'"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            core.pools.make(refused)
+    assert controller().table.adapters == {"a": adapter("a", "1"), "b": adapter("b", "3")}
+    core.pools.make(UnloadAdapter("a"))
+    core.pools.make(LoadAdapter(adapter("c", "9")))
+    assert set(controller().table.adapters) == {"b", "c"}

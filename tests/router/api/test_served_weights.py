@@ -14,17 +14,19 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from twinpool.contracts.errors import RequestError
+from twinpool.contracts.errors import CheckpointError, RequestError
 from twinpool.contracts.messages.cluster_view import ServedWeights
 from twinpool.contracts.messages.pool_changes import (
     ChangedWorkers,
     FlushCaches,
+    LoadAdapter,
     OperatorChange,
     PauseCluster,
     SleepCluster,
+    UnloadAdapter,
     UpdateWeights,
 )
-from twinpool.contracts.sampling_params import WeightsVersion
+from twinpool.contracts.sampling_params import AdapterRef, WeightsVersion
 from twinpool.router.api import admin_models
 from twinpool.router.api.http_exchange import HttpExchange
 from twinpool.router.service.admission import BodyBuffer
@@ -303,3 +305,42 @@ async def test_what_is_told_of_workers_is_their_own(cluster: Cluster) -> None:
     of(ServedWeights(), Worker(0))(cluster)
     _, told = await Call(cluster, admin_models.weights).answer()
     assert (told["weights_version"], told["workers"][0]["prepared"]) == ("v0", False)
+
+
+@pytest.mark.asyncio
+async def test_adapters_are_asked_of_the_controller_by_their_digest(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[tuple[object, ...]] = []
+
+    def ref(name: str, path: str, roots: str, most: int) -> AdapterRef:
+        looked.append((name, path, roots, most))
+        if path == "/broken":
+            raise CheckpointError("no adapter_config.json")
+        return AdapterRef(name, "d" * 64, path)
+
+    monkeypatch.setattr(admin_models, "adapter_ref", ref)
+    cluster.service.spec = SimpleNamespace(names=("demo", "other name"))
+    cluster.service.adapter_settings = SimpleNamespace(allowed="/roots", max_rank=8)
+    load, unload = admin_models.load_adapter, admin_models.unload_adapter
+    mine = {"lora_name": "mine", "lora_path": "/a"}
+    for handler, body, status, change in (
+        (load, mine, 200, LoadAdapter(AdapterRef("mine", "d" * 64, "/a"))),
+        (load, {**mine, "load_inplace": False}, 200, LoadAdapter(AdapterRef("mine", "d" * 64, "/a"))),
+        (load, {**mine, "load_inplace": True}, 200, LoadAdapter(AdapterRef("mine", "d" * 64, "/a"), replace=True)),
+        (load, {**mine, "lora_path": "/broken"}, 409, None),
+        (load, {**mine, "lora_name": "other name"}, 409, None),
+        (load, {"lora_name": "mine"}, 400, None),
+        (load, {**mine, "load_inplace": 1}, 400, None),
+        (load, None, 400, None),
+        (unload, {"lora_name": "mine"}, 200, UnloadAdapter("mine")),
+        (unload, mine, 400, None),
+    ):
+        found, told = await Call(cluster, handler, body).answer()
+        assert (found, cluster.asked) == (status, [change] if change else [])
+        cluster.asked.clear()
+        if handler is load and change:
+            assert told == {"lora_name": "mine", "digest": "d" * 64}
+    assert set(looked) == {("mine", "/a", "/roots", 8), ("mine", "/broken", "/roots", 8)}
+    cluster.answer = RequestError("another adapter is served as mine")
+    assert (await Call(cluster, load, mine).answer())[0] == 409
