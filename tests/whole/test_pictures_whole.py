@@ -4,8 +4,11 @@ transformers'."""
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import anthropic
@@ -28,8 +31,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    sections: dict[str, Any] = {"transfer": {"plane": "local"}, "router": {"max_image_pixels": 1 << 20}}
+def shop() -> Iterator[int]:
+    """The port of a server of images on this machine."""
+
+    class Shop(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/one.png" else 404)
+            self.end_headers()
+            self.wfile.write(FILE)
+
+        def log_message(self, *about: object) -> None:
+            """Nothing is written."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Shop) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory, shop: int) -> Iterator[Serving]:
+    router = {"max_image_pixels": 1 << 20, "image_urls": f"localhost:{shop}", "image_url_networks": "127.0.0.0/8, ::1"}
+    sections: dict[str, Any] = {"transfer": {"plane": "local"}, "router": router}
     with serving(folder, tmp_path_factory.mktemp("run"), sections=sections) as found:
         yield found
         found.settle()
@@ -60,6 +83,17 @@ def test_chats_with_images_get_transformers_answers(client: OpenAI, wanted: tupl
         model="seer", messages=MESSAGES, max_completion_tokens=COUNT, stream=True, **OPTIONS
     )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == wanted[1]
+
+
+@pytest.mark.slow
+def test_an_image_by_its_url_gets_the_same_as_its_data(client: OpenAI, wanted: tuple[int, str], shop: int) -> None:
+    named: Any = json.loads(json.dumps(MESSAGES))
+    named[0]["content"][1]["image_url"]["url"] = f"http://localhost:{shop}/one.png"
+    chat = client.chat.completions.create(model="seer", messages=named, max_completion_tokens=COUNT, **OPTIONS)
+    assert (chat.usage and chat.usage.prompt_tokens, chat.choices[0].message.content) == wanted
+    named[0]["content"][1]["image_url"]["url"] = f"http://localhost:{shop}/two.png"
+    with pytest.raises(openai.BadRequestError, match="answered with status 404"):
+        client.chat.completions.create(model="seer", messages=named, max_completion_tokens=COUNT, **OPTIONS)
 
 
 @pytest.mark.slow
@@ -99,7 +133,11 @@ def test_anthropics_blocks_get_the_same(cluster: Serving, wanted: tuple[int, str
 @pytest.mark.slow
 def test_what_is_no_image_gets_a_400_and_nobody_else_notices(client: OpenAI, wanted: tuple[int, str]) -> None:
     large = png(pattern(1025, 1024))
-    for url, words in ((data_url(b"hello"), "no image"), (data_url(large), "at most"), ("http://x/y.png", "base64")):
+    for url, words in (
+        (data_url(b"hello"), "no image"),
+        (data_url(large), "at most"),
+        ("http://x/y.png", "from that host"),
+    ):
         messages: list[Any] = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
         with pytest.raises(openai.BadRequestError, match=words):
             client.chat.completions.create(model="seer", messages=messages, max_completion_tokens=1)
