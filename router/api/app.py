@@ -348,7 +348,7 @@ async def _count(service: RouterService, exchange: HttpExchange) -> None:
         raise ShuttingDown
     exchange.require_json()
     raw = await exchange.body(service.body_limit, service.buffer)
-    answer = await service.text(COUNT_KINDS[exchange.path], raw)
+    answer = await service.text(COUNT_KINDS[exchange.path], raw, exchange.tenant)
     exchange.ignored = answer.ignored
     await exchange.answer(200, answer.body)
 

@@ -405,9 +405,9 @@ class RouterService:
         said = [found.answer.created for found in fit.values()] + ([headers.seen.created] if headers.seen else [])
         return KeyedRequest(identity, headers, claim, said[0] if said else int(time.time()))
 
-    async def text(self, kind: FrameKind, raw: bytes) -> TextAnswer:
-        """Return the answer of an endpoint that counts or makes tokens. Raises `RequestError`, `ReaderFailed`."""
-        answer = await self.readers.text(self.intake, kind, raw)
+    async def text(self, kind: FrameKind, raw: bytes, tenant: str) -> TextAnswer:
+        """Return the answer of an endpoint that counts or makes tokens. Raises as `TokenizerPool.text`."""
+        answer = await self.readers.text(self.intake, kind, raw, tenant)
         self.metrics.tally.ignore(answer.ignored)
         return answer
 

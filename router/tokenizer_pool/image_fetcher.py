@@ -36,6 +36,8 @@ HELD_BYTES, REQUEST_BYTES = 512 * 1024**2, 64 * 1024**2
 _REDIRECTS = 3
 _ADDRESSES = 4
 """Addresses of a host that are tried."""
+_TRY_S = 2.0
+"""Seconds for a connection to one of several addresses, but the last."""
 _MOVED = (301, 302, 303, 307, 308)
 _HEADERS = ((b"Accept", b"image/*"), (b"Accept-Encoding", b"identity"), (b"User-Agent", b"twinpool"))
 
@@ -151,7 +153,10 @@ class ImageFetcher:
             found = await self._get(url, await self._resolved(url, lookups), booked)
             if isinstance(found, bytes):
                 return found
-            text = urljoin(text, found)
+            try:
+                text = urljoin(text, found)
+            except ValueError:
+                raise RefusedUrl("it leads to what is no URL") from None
             before, url = url, self._rules.check(text)
             if (before.scheme, url.scheme) == ("https", "http"):
                 raise RefusedUrl("it leads from https to http")
@@ -236,8 +241,8 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
     ) -> httpcore.AsyncNetworkStream:
         *others, last = self._addresses
         for address in others:
-            with suppress(httpcore.ConnectError, OSError):
-                return await self._network.connect_tcp(address, port, timeout, local_address, socket_options)
+            with suppress(httpcore.ConnectError, httpcore.ConnectTimeout, OSError):
+                return await self._network.connect_tcp(address, port, _TRY_S, local_address, socket_options)
         return await self._network.connect_tcp(last, port, timeout, local_address, socket_options)
 
 

@@ -200,13 +200,13 @@ class TokenizerPool:
             raise ClientGone("the client left while its body was read") from None
         return prepared_of(frame)
 
-    async def text(self, reader: BodyReader, kind: FrameKind, raw: bytes) -> TextAnswer:
+    async def text(self, reader: BodyReader, kind: FrameKind, raw: bytes, tenant: str) -> TextAnswer:
         """Return the answer of an endpoint that counts or makes tokens. Raises as `submit`'s futures."""
         if read_inline(raw, reader.sees):
             return TEXTS[kind](reader, raw)
-        return text_of((await self._answer(kind, raw))[1])
+        return text_of((await self._answer(kind, raw, tenant))[1])
 
-    async def _answer(self, kind: FrameKind, raw: bytes, tenant: str = "") -> tuple[FrameKind, bytes]:
+    async def _answer(self, kind: FrameKind, raw: bytes, tenant: str) -> tuple[FrameKind, bytes]:
         """The answer to a body, which is read once more where images that it names have to be fetched. Raises as
         `submit`'s futures and `ImageFetcher.fetched`."""
         answered, frame = await self.submit(kind, raw, tenant)

@@ -145,10 +145,11 @@ async def test_redirects_are_checked_as_urls_are_and_counted(hosts: Hosts) -> No
     leads = {
         "/in": "http://inside.example/one.png", "/file": "file:///etc/passwd", "/loop": "/loop", "/here": "one.png",
         "/host": "http://10.0.0.7/one.png", "/port": "http://images.example:22/",
+        "/broken": "http://[",
     }  # fmt: skip
     hosts.answers |= {path: answer(b"", "302 Found", Location=to) for path, to in leads.items()}
     wrong = {"/in": "no public address", "/file": "http or https", "/loop": "leads on more than 3 times",
-             "/host": "no public address", "/port": "from that host and port"}  # fmt: skip
+             "/host": "no public address", "/port": "from that host and port", "/broken": "no URL"}  # fmt: skip
     async with hosts.serving():
         assert await fetch(fetcher(hosts), "http://images.example/here") == [PNG]
         for path, words in wrong.items():
@@ -380,7 +381,7 @@ async def test_a_body_with_urls_makes_the_prompt_of_the_same_chat_with_data(host
             for kind, body in bodies.items():
                 assert (await ask(kind, body)).prompts == wanted
             counted = await readers.text(
-                inside, FrameKind.COUNT_TOKENS, json.dumps(bodies[FrameKind.MESSAGES]).encode()
+                inside, FrameKind.COUNT_TOKENS, json.dumps(bodies[FrameKind.MESSAGES]).encode(), ""
             )
             assert json.loads(counted.body) == {"input_tokens": len(wanted[0].tokens)}
             bodies[FrameKind.RESPONSES]["input"][0]["content"][1]["image_url"] = "http://images.example/x.svg"
