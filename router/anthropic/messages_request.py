@@ -132,15 +132,11 @@ def _turns(message: object, where: str) -> list[dict[str, Any]]:
         match block:
             case {"type": "text", "text": str(text)}:
                 texts.append(text)
-            case {"type": "image", "source": {"type": "base64", "media_type": str(media), "data": str(data)}} if (
-                role == "user"
-            ):
-                texts.append(PicturePart(f"data:{media};base64,{data}", at))
-            case {"type": "image", "source": {"type": "url", "url": str(url)}} if role == "user":
-                texts.append(PicturePart(url, at))
+            case {"type": "image"} if role == "user" and (picture := _picture(block, at)) is not None:
+                texts.append(picture)
             case {"type": "tool_result", "tool_use_id": str(call_id)} if role == "user":
                 told = block.get("content")
-                text = _text_of(told, f"{at}.content") if told else ""
+                text = _text_of(told, f"{at}.content", pictures=True) if told else ""
                 results.append({"role": "tool", "tool_call_id": call_id, "content": text})
             case {"type": "tool_use", "id": str(call_id), "name": str(name), "input": dict(arguments)} if (
                 role == "assistant"
@@ -162,16 +158,29 @@ def _turns(message: object, where: str) -> list[dict[str, Any]]:
     return results if results and not texts else [*results, turn]
 
 
-def _text_of(content: object, where: str) -> str:
+def _picture(block: object, where: str) -> PicturePart | None:
+    """The picture of a block; None where it has none."""
+    match block:
+        case {"type": "image", "source": {"type": "base64", "media_type": str(media), "data": str(data)}}:
+            return PicturePart(f"data:{media};base64,{data}", where)
+        case {"type": "image", "source": {"type": "url", "url": str(url)}}:
+            return PicturePart(url, where)
+    return None
+
+
+def _text_of(content: object, where: str, *, pictures: bool = False) -> str:
+    """The text of a string or of blocks, among which `pictures` may be."""
     if isinstance(content, str):
         return content
-    texts = [
-        block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None
-        for block in (content if isinstance(content, list) else [None])
-    ]
-    if not all(isinstance(text, str) for text in texts):
-        raise RequestError(f"{where} must be a string or blocks of type text", param=where.partition("[")[0])
-    return TextParts([str(text) for text in texts])
+    parts: list[str] = []
+    for number, block in enumerate(content if isinstance(content, list) else [None]):
+        picture = _picture(block, f"{where}[{number}]") if pictures else None
+        text = block.get("text") if isinstance(block, dict) and block.get("type") == "text" else picture
+        if not isinstance(text, str):
+            kinds = "text or image" if pictures else "text"
+            raise RequestError(f"{where} must be a string or blocks of type {kinds}", param=where.partition("[")[0])
+        parts.append(text)
+    return TextParts(parts)
 
 
 def _stops(stops: object) -> dict[str, Any]:

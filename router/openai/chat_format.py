@@ -29,7 +29,7 @@ from twinpool.router.parsers.answer_parts import PartsParser, quoted
 from twinpool.router.parsers.harmony_messages import CALL, RETURN, HarmonyMessages, answer_rules
 from twinpool.router.parsers.reasoning_parser import REASONING, PlainContent, ReasoningParser, opened, reasoning_of
 from twinpool.router.parsers.tool_formats import FORMATS, HARMONY, CallGrammar, format_of
-from twinpool.router.text.chat_template import TemplateTraits
+from twinpool.router.text.chat_template import PicturePart, TemplateTraits, TextParts
 
 Message = dict[str, Any]
 _RESULTS = ("tool", "function")
@@ -85,7 +85,7 @@ def _as_text(messages: Sequence[Message]) -> list[Message]:
             answered = _results_turn(results, order)
             results = []
             if message["role"] == "user":
-                turns.append({**message, "content": f"{answered}\n{message['content']}"})
+                turns.append({**message, "content": _together([answered, "\n", message["content"]])})
                 continue
             turns.append({"role": "user", "content": answered})
         calls = message.get("tool_calls") or ()
@@ -107,9 +107,16 @@ def _called(function: Message) -> Message:
 
 def _results_turn(results: Sequence[Message], order: dict[str, int]) -> str:
     """Return the results as text, in the order of the calls that they answer, as nothing else says whose they are."""
-    last = len(order)
-    ordered = sorted(results, key=lambda result: order.get(str(result.get("tool_call_id")), last))
-    return "\n".join(f"<tool_response>\n{result['content']}\n</tool_response>" for result in ordered)
+    last, texts = len(order), list[str]()
+    for result in sorted(results, key=lambda result: order.get(str(result.get("tool_call_id")), last)):
+        texts += ["\n<tool_response>\n" if texts else "<tool_response>\n", result["content"], "\n</tool_response>"]
+    return _together(texts)
+
+
+def _together(texts: Sequence[str]) -> str:
+    """The texts as one, with the pictures that they have among them."""
+    parts = [part for text in texts for part in (text.parts if isinstance(text, TextParts) else (text,))]
+    return TextParts(parts) if any(isinstance(part, PicturePart) for part in parts) else "".join(texts)
 
 
 def messages_for(tool_format: str, messages: Sequence[Message], *, developer: bool = True) -> list[Message]:

@@ -240,6 +240,29 @@ def test_anthropics_blocks_make_the_prompt_that_openais_parts_make(reader: BodyR
     assert json.loads(told) == {"input_tokens": len(prompt.tokens)}
 
 
+def test_a_tools_result_with_an_image_makes_the_prompt_that_openais_parts_make(reader: BodyReader) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(PNG).decode()}
+    told = [{"type": "text", "text": "it shows "}, {"type": "image", "source": source}]
+    blocks = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "look", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": told}]},
+    ]
+    (prompt,) = reader.messages(json.dumps({"messages": blocks, "max_tokens": 3}).encode()).prompts
+    assert len(prompt.pictures) == 1
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    chats = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {**asks("it shows ", PNG, role="tool"), "tool_call_id": "a"},
+    ]
+    assert prompt == chat(reader, *chats)
+    assert len(chat(reader, *chats, asks("and ", png(pattern(8, 8)))).pictures) == 2, "what a user says to the result"
+    told[1] = {"type": "document"}
+    with pytest.raises(RequestError, match=r"messages\[2\]\.content\[0\]\.content .* of type text or image"):
+        reader.messages(json.dumps({"messages": blocks, "max_tokens": 3}).encode())
+
+
 def test_a_responses_image_makes_the_prompt_of_the_same_chat(reader: BodyReader) -> None:
     parts = [{"type": "input_text", "text": "see"}, {"type": "input_image", "image_url": data_url(PNG)}]
     body = {"input": [{"role": "user", "content": parts}]}
