@@ -251,7 +251,7 @@ def test_a_tools_result_with_an_image_makes_the_prompt_that_openais_parts_make(r
     (prompt,) = reader.messages(json.dumps({"messages": blocks, "max_tokens": 3}).encode()).prompts
     assert len(prompt.pictures) == 1
     call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-    chats = [
+    chats: list[dict[str, Any]] = [
         {"role": "user", "content": "look"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {**asks("it shows ", PNG, role="tool"), "tool_call_id": "a"},
