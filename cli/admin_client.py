@@ -73,12 +73,14 @@ class AdminClient:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         ca: str = "",
+        model: str = "",
     ) -> None:
-        """`ca`: the file of certificates by which the router's is checked; empty: the system's."""
+        """`ca`: the file of certificates by which the router's is checked; empty: the system's. `model`: the one that
+        calls are about where the router serves several; empty: it serves one."""
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--url takes http://HOST:PORT, got {url!r}")
-        self._url = url.rstrip("/")
+        self._url, self._model = url.rstrip("/"), urllib.parse.quote(model, safe="")
         try:
             self._tls = ssl.create_default_context(cafile=ca or None) if parts.scheme == "https" else None
         except (OSError, ssl.SSLError) as error:
@@ -89,15 +91,15 @@ class AdminClient:
         """Whether the router has answered before: if it doesn't answer later, it may be restarting (`RouterAway`)."""
 
     @classmethod
-    def at(cls, url: str, ca: str = "") -> AdminClient:
+    def at(cls, url: str, ca: str = "", model: str = "") -> AdminClient:
         """Return a client of the router at `url`; `ca`, else TWINPOOL_CA, is the file of certificates that the router's
         is checked by, else the system's."""
-        return cls(url, ca=ca or os.environ.get("TWINPOOL_CA", ""))
+        return cls(url, ca=ca or os.environ.get("TWINPOOL_CA", ""), model=model)
 
     @classmethod
-    def of_run(cls, run: RunFile, ca: str = "") -> AdminClient:
+    def of_run(cls, run: RunFile, ca: str = "", model: str = "") -> AdminClient:
         """Return a client of a cluster of this machine, checked by what the cluster says where nothing else does."""
-        return cls.at(run.url, ca or os.environ.get("TWINPOOL_CA", "") or run.ca)
+        return cls.at(run.url, ca or os.environ.get("TWINPOOL_CA", "") or run.ca, model)
 
     def status(self) -> dict[str, Any]:
         """Return ``url``; ``workers``, a row for each with the keys of `STATUS_KEYS` only (a key that the router lacks
@@ -134,6 +136,8 @@ class AdminClient:
             headers["Authorization"] = f"Bearer {token}"
         if body is not None:
             headers["Content-Type"] = "application/json"
+        if self._model:
+            path += f"{'&' if '?' in path else '?'}model={self._model}"
         request = urllib.request.Request(self._url + path, body, method=method, headers=headers)
         # A proxy of the environment can't reach a router on this machine or in this cluster.
         handlers = [urllib.request.HTTPSHandler(context=self._tls)] if self._tls is not None else []
@@ -222,13 +226,14 @@ def choose(url: str | None, *, changes: bool) -> ChosenCluster:
 
 
 def client_for(
-    url: str | None, ca: str, *, changes: bool, say: Callable[[str], None] | None = None
+    url: str | None, ca: str, model: str = "", *, changes: bool, say: Callable[[str], None] | None = None
 ) -> tuple[AdminClient, ChosenCluster]:
-    """Choose a cluster and say which it is; returns a client of it. `say`: None for standard error. Raises as `choose`,
-    and `ConfigError` for a URL that is none."""
+    """Choose a cluster and say which it is; returns a client of it. `model`: as of `AdminClient`. `say`: None for
+    standard error. Raises as `choose`, and `ConfigError` for a URL that is none."""
     chosen = choose(url, changes=changes)
     (say or to_stderr)(chosen.line)
-    operator = AdminClient.at(chosen.url, ca) if chosen.run is None else AdminClient.of_run(chosen.run, ca)
+    run = chosen.run
+    operator = AdminClient.at(chosen.url, ca, model) if run is None else AdminClient.of_run(run, ca, model)
     return operator, chosen
 
 

@@ -116,6 +116,7 @@ _CLUSTER = (
         default="",
         metavar="FILE",
     ),
+    flag("--model-name", "the model that it is about, where the endpoint serves several", default="", metavar="NAME"),
 )
 """Of what asks a cluster's router."""
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from twinpool.cluster.doctor.doctor_case import Finding
     from twinpool.cluster.serve.preflight import ServeOptions, ServePlan
+    from twinpool.cluster.serve.serve_models import ModelsPlan
 
 
 def _served_names(names: Sequence[str]) -> list[str]:
@@ -41,13 +42,30 @@ def _served_names(names: Sequence[str]) -> list[str]:
 def serve(args: argparse.Namespace) -> int:
     from twinpool.contracts.clock import SystemClock
 
-    began = SystemClock().now()
-    prepared = _prepared(_launch_options(args))
+    began, options = SystemClock().now(), _launch_options(args)
+    if options.config is not None and (models := _models_of(args, options)) is not None:
+        from twinpool.cluster.serve.serve_models import serve_models
+
+        return serve_models(models, began)
+    prepared = _prepared(options)
     if args.detach:
         return _launch(prepared)
     from twinpool.cluster.serve import serve_cluster
 
     return serve_cluster.serve(prepared, began)
+
+
+def _models_of(args: argparse.Namespace, options: ServeOptions) -> ModelsPlan | None:
+    """What a launch of several models comes to; None where the file has one."""
+    from twinpool.cluster.serve.serve_models import plan_models
+
+    models = plan_models(options)
+    if models is not None and (args.detach or args.served_model_name):
+        raise ConfigError(
+            "--detach and --served-model-name are for one model: with several, run serve under systemd, and name them "
+            "in the file"
+        )
+    return models
 
 
 def _prepared(options: ServeOptions) -> ServePlan:

@@ -345,7 +345,7 @@ def families() -> dict[str, Metric]:
     service.metrics.sources.append(lambda: index_metrics(cast(Any, told), service.clock))
     exporter = TraceExporter(cast(Any, SimpleNamespace()), config.tracing, random.Random)
     service.metrics.sources.append(exporter.families)
-    service.metrics.sources.append(ClientConnections(config.router, 1024).metrics)
+    service.metrics.of_process.append(ClientConnections(config.router, 1024).metrics)
     BatchRunner(service, cast(Any, None))
     found = (*service.metrics.collect(), *service.metrics.seen())
     return {family.name: family for family in found if not family.name.startswith("process_")}

@@ -1,5 +1,8 @@
 """The process of one router: ``python -m twinpool.router.main --model DIR --controller HOST:PORT[,…] --port N``.
 
+With ``--models FILE`` it serves several models, each over a cluster of its own (`router.api.models_app`); the file says
+of each what the flags say of one.
+
 The process logs JSON lines to standard error and prints nothing. With ``--ready-fd`` it writes one line to that
 descriptor once it listens. With ``--take-over`` it gets the listening sockets of the router that it replaces, which
 ends once its answers have. On SIGTERM or SIGINT it drains and ends (`router.api.router_server`).
@@ -19,6 +22,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import msgspec
+
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.config.cluster_config import Config
@@ -26,7 +31,7 @@ from twinpool.contracts.config.load_config import read_config_json
 from twinpool.contracts.config.setting_effects import routers_digest
 from twinpool.contracts.errors import ConfigError, TwinpoolError
 from twinpool.contracts.json_logs import log, log_to_stream
-from twinpool.contracts.messages.router_report import RouterIdentity
+from twinpool.contracts.messages.router_report import RoutedModel, RouterIdentity
 from twinpool.contracts.wire.socket_acceptor import listening
 from twinpool.router.api.app import create_admin_app, create_app
 from twinpool.router.api.http_protocol import raise_descriptor_limit
@@ -39,6 +44,7 @@ from twinpool.router.api.router_server import (
 )
 from twinpool.router.links.controller_directory import ControllerDirectory
 from twinpool.router.links.controller_port import ControllerPorts
+from twinpool.router.models_app import create_models_admin_app, create_models_app
 from twinpool.router.service.router_service import RouterService
 from twinpool.router.tokenizer_pool.tokenizer_process import map_large_buffers
 
@@ -49,8 +55,10 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     parser = argparse.ArgumentParser(
         allow_abbrev=False, prog="twinpool.router.main", description="One router of a Twinpool cluster."
     )
-    parser.add_argument("--model", type=Path, required=True, help="checkpoint folder")
-    parser.add_argument("--controller", required=True, metavar="HOST:PORT")
+    served = parser.add_mutually_exclusive_group(required=True)
+    served.add_argument("--model", type=Path, help="checkpoint folder")
+    served.add_argument("--models", type=Path, metavar="FILE", help="several models, as JSON: a list of RoutedModel")
+    parser.add_argument("--controller", default="", metavar="HOST:PORT", help="with --model")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--name", default="router", help="name in its logs")
@@ -76,6 +84,17 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
     # write before.
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return bound
+
+
+def routed_models(options: argparse.Namespace) -> list[RoutedModel]:
+    """The models that the flags name, the one that leads first. Raises `ConfigError` for a file that can't be read."""
+    if options.models is None:
+        settings, index = options.config_json or "", options.kv_index or ""
+        return [RoutedModel(str(options.model), options.controller, str(settings), str(index))]
+    try:
+        return msgspec.json.decode(options.models.read_bytes(), type=list[RoutedModel])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"can't read the models {options.models}: {error}") from None
 
 
 @contextmanager
@@ -115,9 +134,34 @@ def end_within(seconds: float) -> None:
     signal.alarm(math.ceil(seconds))
 
 
-def serve(options: argparse.Namespace, config: Config, directory: ControllerDirectory) -> None:
-    """Serve requests until SIGTERM or SIGINT, or until another process has taken the port over. Raises
-    `ConfigError`."""
+def service_of(
+    routed: RoutedModel, config: Config, quotas: ControllerDirectory | None, identity: RouterIdentity
+) -> tuple[RouterService, ControllerDirectory]:
+    """The service of one model, and the directory of its cluster. `quotas`: the controller that leases tenants' limits,
+    where it is another model's. Raises `ConfigError` and `CheckpointError`."""
+    directory = ControllerDirectory(routed.controllers, config.transfer.link_timeout_s, config.security.cluster)
+    service = RouterService(
+        read_model_spec(Path(routed.model), config.engine.context),
+        config,
+        directory,
+        ports=ControllerPorts(
+            lessor=quotas or directory,
+            reporter=directory,
+            recorder=directory,
+            dashboard=directory.dashboard,
+            control_plane=directory.control_plane,
+            reachable=directory.reachable,
+            identity=identity,
+        ),
+        kv_index=Path(routed.kv_index) if routed.kv_index else None,
+        name=identity.name,
+    )
+    return service, directory
+
+
+def serve(options: argparse.Namespace, routed: Sequence[RoutedModel], configs: Sequence[Config]) -> None:
+    """Serve requests until SIGTERM or SIGINT, or until another process has taken the port over. `configs`: of each
+    model. Raises `ConfigError`."""
     predecessor = Predecessor.reach(options.take_over) if options.take_over is not None else None
     with ExitStack() as stack:
         taken = [stack.enter_context(one) for one in predecessor.sockets] if predecessor is not None else []
@@ -126,39 +170,35 @@ def serve(options: argparse.Namespace, config: Config, directory: ControllerDire
             bound, admin = taken[0], taken[1] if len(taken) > 1 else None
         else:
             bound = stack.enter_context(listen(options.host, options.port, shared=options.reuse_port))
-            admin = stack.enter_context(listen_for_operators(config, options.admin_port))
+            admin = stack.enter_context(listen_for_operators(configs[0], options.admin_port))
         live = stack.enter_context(listen_at(options.live_socket))
         handover = stack.enter_context(listen_at(options.handover_socket))
-        spec, address = read_model_spec(options.model, config.engine.context), "{}:{}".format(*bound.getsockname()[:2])
-        service = RouterService(
-            spec,
-            config,
-            directory,
-            ports=ControllerPorts(
-                lessor=directory,
-                reporter=directory,
-                recorder=directory,
-                dashboard=directory.dashboard,
-                control_plane=directory.control_plane,
-                reachable=directory.reachable,
-                identity=RouterIdentity(options.name, address, routers_digest(config), options.kept),
-            ),
-            kv_index=options.kv_index,
-            name=options.name,
-        )
+        address = "{}:{}".format(*bound.getsockname()[:2])
+        services: list[RouterService] = []
+        quotas: ControllerDirectory | None = None
+        for one, config in zip(routed, configs, strict=True):
+            identity = RouterIdentity(options.name, address, routers_digest(config), options.kept)
+            service, directory = service_of(one, config, quotas, identity)
+            services.append(service)
+            quotas = quotas or directory
+        lead, *others = services
         log(
             "router listens",
             address=address,
-            model=service.spec.name,
+            model=", ".join(service.spec.name for service in services),
             pid=os.getpid(),
             build=build_id(),
             taken_over=predecessor is not None,
         )
-        operators = AdminListener(create_admin_app(service), admin) if admin is not None else None
+        app = create_models_app(services) if others else create_app(lead)
+        operators: AdminListener | None = None
+        if admin is not None:
+            operators = AdminListener(create_models_admin_app(services) if others else create_admin_app(lead), admin)
         listeners = RouterListeners(operators, live, handover)
         gc.collect()
         gc.freeze()  # A full collection would look through all modules again, while every stream stands still.
-        RouterServer(create_app(service), service, options.ready_fd, listeners, predecessor, end_within).run([bound])
+        server = RouterServer(app, lead, options.ready_fd, listeners, predecessor, end_within, others)
+        server.run([bound])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -167,10 +207,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     raise_descriptor_limit()
     map_large_buffers()
     try:
-        config = read_config_json(options.config_json)
-        if (certificate := config.security.cluster) is not None:
+        routed = routed_models(options)
+        configs = [read_config_json(Path(one.settings) if one.settings else None) for one in routed]
+        if (certificate := configs[0].security.cluster) is not None:
             certificate.check()
-        serve(options, config, ControllerDirectory(options.controller, config.transfer.link_timeout_s, certificate))
+        serve(options, routed, configs)
     except TwinpoolError as error:
         log("router failed", reason=str(error))
         return 1

@@ -231,7 +231,7 @@ def _counts(row: Mapping[str, Any]) -> bool:
 
 
 def apply(args: argparse.Namespace) -> int:
-    return apply_file(args, client_for(args.url, args.ca, changes=not args.dry_run)[0])
+    return apply_file(args, client_for(args.url, args.ca, args.model_name, changes=not args.dry_run)[0])
 
 
 def apply_file(args: argparse.Namespace, operator: AdminClient) -> int:

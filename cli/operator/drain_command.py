@@ -367,7 +367,7 @@ def quoted(name: str) -> str:
 
 def drain(args: argparse.Namespace) -> int:
     check_timeout(args.timeout)
-    operator = client_for(args.url, args.ca, changes=True)[0]
+    operator = client_for(args.url, args.ca, args.model_name, changes=True)[0]
     if args.no_wait:
         for name in order_drain(operator, args.worker, force=args.force):
             print_line(f"{name} drains")
@@ -397,7 +397,7 @@ def drain(args: argparse.Namespace) -> int:
 
 def role(args: argparse.Namespace) -> int:
     check_timeout(args.timeout)
-    operator = client_for(args.url, args.ca, changes=True)[0]
+    operator = client_for(args.url, args.ca, args.model_name, changes=True)[0]
     if args.no_wait:
         order_role(operator, args.worker, args.role, force=args.force)
         print_line(f"{args.worker} drains and starts again as a {args.role} worker")

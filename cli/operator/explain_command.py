@@ -162,7 +162,7 @@ def _bytes(nbytes: int) -> str:
 
 
 def explain(args: argparse.Namespace) -> int:
-    records = records_of(client_for(args.url, args.ca, changes=False)[0], args.request)
+    records = records_of(client_for(args.url, args.ca, args.model_name, changes=False)[0], args.request)
     if args.json:
         print(json.dumps(records))
     else:

@@ -130,7 +130,7 @@ def restart_path(worker: str) -> str:
 
 def undrain(args: argparse.Namespace) -> int:
     check_timeout(args.timeout)
-    operator = client_for(args.url, args.ca, changes=True)[0]
+    operator = client_for(args.url, args.ca, args.model_name, changes=True)[0]
     workers, refused = undrained(operator, args.worker)
     for line in (*(f"{one.name} {one.outcome}" for one in workers), *refused):
         print_line(line)
@@ -155,7 +155,7 @@ def restart(args: argparse.Namespace) -> int:
 def _change(args: argparse.Namespace, path: str, **query: str | int) -> int:
     """Give an order and follow it, unless that isn't wanted."""
     check_timeout(args.timeout)
-    operator, _ = client_for(args.url, args.ca, changes=True)
+    operator, _ = client_for(args.url, args.ca, args.model_name, changes=True)
     workers = order(operator, path, **query)
     for worker in workers:
         print_line(f"{worker.name} {worker.outcome}")
@@ -168,7 +168,7 @@ def _change(args: argparse.Namespace, path: str, **query: str | int) -> int:
 
 def cordon(args: argparse.Namespace) -> int:
     """Run `cordon` or `uncordon`."""
-    operator, _ = client_for(args.url, args.ca, changes=True)
+    operator, _ = client_for(args.url, args.ca, args.model_name, changes=True)
     for worker in order(operator, f"{args.command}/{quoted(args.node)}"):
         print_line(f"{worker.name} {worker.outcome}")
     print_line(f"{args.node} is {args.command}ed")
@@ -178,7 +178,7 @@ def cordon(args: argparse.Namespace) -> int:
 def adapters(args: argparse.Namespace) -> int:
     """Run `adapters`. Raises `ConfigError` for an action without what it needs."""
     if args.action == "list":
-        operator, _ = client_for(args.url, args.ca, changes=False)
+        operator, _ = client_for(args.url, args.ca, args.model_name, changes=False)
         served = operator.call("GET", "/cluster/status").get("adapters", [])
         if args.json:
             print_line(json.dumps({"adapters": served}, indent=2))
@@ -188,7 +188,7 @@ def adapters(args: argparse.Namespace) -> int:
         return FINE
     if not args.name or (args.action == "load") != bool(args.path):
         raise ConfigError("adapters takes list, load NAME FOLDER, or unload NAME")
-    operator, _ = client_for(args.url, args.ca, changes=True)
+    operator, _ = client_for(args.url, args.ca, args.model_name, changes=True)
     body: dict[str, Any] = {"lora_name": args.name}
     if args.action == "load":
         body |= {"lora_path": args.path, "load_inplace": args.replace}
@@ -203,7 +203,7 @@ def adapters(args: argparse.Namespace) -> int:
 def weights(args: argparse.Namespace) -> int:
     """Run `weights`. Raises `ConfigError` for an update without a folder, or a way back with one."""
     if args.action == "status":
-        operator, _ = client_for(args.url, args.ca, changes=False)
+        operator, _ = client_for(args.url, args.ca, args.model_name, changes=False)
         served = operator.call("GET", "/v1/weights")
         for line in [json.dumps(served, indent=2)] if args.json else weights_lines(served):
             print_line(line)
@@ -228,7 +228,7 @@ def serving(args: argparse.Namespace) -> int:
 def _serve_otherwise(args: argparse.Namespace, path: str, body: Mapping[str, Any]) -> int:
     """Give an order that all workers follow, and wait until they have, or it was given up. Raises `CommandRefused`."""
     check_timeout(args.timeout)
-    operator, _ = client_for(args.url, args.ca, changes=True)
+    operator, _ = client_for(args.url, args.ca, args.model_name, changes=True)
     before = operator.call("GET", "/v1/weights")["tried"]
     operator.call("POST", f"/v1/{path}", json.dumps({**body, "wait": False}).encode())
     deadline = operator.clock() + args.timeout

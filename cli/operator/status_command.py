@@ -219,7 +219,7 @@ def check_table(report: Mapping[str, Any]) -> Any:
 
 def status(args: argparse.Namespace) -> int:
     said: list[str] = []  # The view has a line of its own for the cluster.
-    operator, chosen = client_for(args.url, args.ca, changes=False, say=said.append)
+    operator, chosen = client_for(args.url, args.ca, args.model_name, changes=False, say=said.append)
     if args.json or chosen.several:
         print(chosen.line, file=sys.stderr, flush=True)
     if args.watch:
@@ -260,7 +260,7 @@ def _watch(operator: AdminClient, chosen: ChosenCluster, args: argparse.Namespac
 
 
 def check(args: argparse.Namespace) -> int:
-    report = client_for(args.url, args.ca, changes=False)[0].check()
+    report = client_for(args.url, args.ca, args.model_name, changes=False)[0].check()
     if args.json:
         print(json.dumps(report))
     else:

@@ -175,7 +175,7 @@ class UpgradeCommand:
 def upgrade(args: argparse.Namespace) -> int:
     check_timeout(args.timeout)
     python = interpreter_of(args.python)
-    operator, chosen = client_for(args.url, args.ca, changes=not args.dry_run)
+    operator, chosen = client_for(args.url, args.ca, args.model_name, changes=not args.dry_run)
     if chosen.run is None:
         raise ClusterNotFound(
             f"no cluster whose router is at {chosen.url} is running on this machine: upgrade it where it was started"

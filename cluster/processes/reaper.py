@@ -10,6 +10,9 @@ when
 - its command line or its output lies in the run's temporary folder (Ray's workers overwrite their environment), or
 - its parent belongs to the run.
 
+A run may begin others (one for each of several models): the mark of such a run is that of this one with a dot and more,
+and its folder lies beside this one's. They have reapers of their own, and end with this one.
+
 Lines on the pipe: ``pid PID START``, ``path FILE_OR_FOLDER``, ``shm PREFIX`` (names in /dev/shm).
 """
 
@@ -32,7 +35,7 @@ class ReapedRun:
 
     def __init__(self, mark: str, folder: str) -> None:
         self.mark = f"{MARK}={mark}".encode()
-        self.folder = folder.rstrip("/") + "/"
+        self.folder = folder.rstrip("/")
         self.pids: dict[int, int] = {}
         self.paths: list[str] = [folder]
         self.shm: list[str] = []
@@ -60,11 +63,14 @@ class ReapedRun:
         return sorted(members - {os.getpid()})
 
     def _marked(self, pid: int) -> bool:
-        if self.mark in _read(f"/proc/{pid}/environ").split(b"\0"):
+        for entry in _read(f"/proc/{pid}/environ").split(b"\0"):
+            if entry == self.mark or entry.startswith(self.mark + b"."):
+                return True
+        command = _read(f"/proc/{pid}/cmdline")
+        if any(f"{self.folder}{end}".encode() in command for end in "/."):
             return True
-        if self.folder.encode() in _read(f"/proc/{pid}/cmdline"):
-            return True
-        return any(_link(f"/proc/{pid}/fd/{fd}").startswith(self.folder) for fd in (1, 2))
+        outputs = [_link(f"/proc/{pid}/fd/{fd}") for fd in (1, 2)]
+        return any(output.startswith((f"{self.folder}/", f"{self.folder}.")) for output in outputs)
 
     def end(self) -> None:
         """Kill the run's processes until none is left, or `DEADLINE_S` has passed, then remove its files. Processes may
@@ -78,7 +84,7 @@ class ReapedRun:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
-        for path in self.paths:
+        for path in [*self.paths, *_begun(self.folder)]:
             with contextlib.suppress(OSError):
                 os.unlink(path) if not os.path.isdir(path) else shutil.rmtree(path, ignore_errors=True)
         for prefix in self.shm:
@@ -95,6 +101,12 @@ def _processes() -> Iterator[tuple[int, int, int]]:
             fields = _read(f"/proc/{name}/stat").rpartition(b")")[2].split()
             if len(fields) > 19 and fields[0] not in (b"Z", b"X"):
                 yield int(name), int(fields[1]), int(fields[19])
+
+
+def _begun(folder: str) -> list[str]:
+    """The folders of runs that a run has begun, by the folder of that one."""
+    place, name = os.path.split(folder)
+    return [os.path.join(place, one) for one in _names(place) if name and one.startswith(f"{name}.")]
 
 
 def _names(folder: str) -> list[str]:

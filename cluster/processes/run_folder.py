@@ -55,9 +55,11 @@ class RunFolder:
     """The folders and the run file of one run. However this process ends, the reaper removes all of them but the
     logs."""
 
-    def __init__(self) -> None:
-        self.temporary = new_folder()
-        self.logs = new_log_folder()
+    def __init__(self, within: Path | None = None, logs: Path | None = None) -> None:
+        """`within`: the temporary folder of the run that has begun this one, and ends it with itself. `logs`: the
+        folder of its logs; None: a new one."""
+        self.temporary = new_folder(within)
+        self.logs = logs or new_log_folder()
         self.mark = self.temporary.name
         reading, self._pipe = os.pipe()
         self._reaper = subprocess.Popen(
@@ -131,8 +133,11 @@ class KeptFolder:
             owned.write(f"{line}\n")
 
 
-def new_folder() -> Path:
-    """Make a run's temporary folder, which only this user can enter."""
+def new_folder(within: Path | None = None) -> Path:
+    """Make a run's temporary folder, which only this user can enter. `within`: that of the run which has begun this one
+    (`cluster.processes.reaper`)."""
+    if within is not None:
+        return Path(tempfile.mkdtemp(prefix=f"{within.name}.", dir=within.parent))
     base = tempfile.gettempdir()
     return Path(tempfile.mkdtemp(prefix="twinpool-", dir=base if len(base) < SOCKET_PATH_ROOM else "/tmp"))
 

@@ -19,11 +19,12 @@ from twinpool.cluster.processes.free_port import free_port
 from twinpool.cluster.processes.run_folder import RunFiles
 from twinpool.cluster.serve.preflight import ServePlan
 from twinpool.cluster.serve.rolling_services import ControllerServices, LocalControllers
-from twinpool.cluster.serve.router_services import Router, RouterCommand, RouterServices
+from twinpool.cluster.serve.router_services import Router, RouterCommand, RouterServices, RoutersPlan
 from twinpool.cluster.serve.service import ROUTER, STOP_S, PartFailed, Service, ServiceContext
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.cluster_secret import SECRET_VARIABLE
 from twinpool.contracts.config.cluster_config import Config
+from twinpool.contracts.messages.router_report import RoutedModel
 from twinpool.contracts.python_command import module_command
 
 KV_INDEX = tuple(module_command("twinpool.router.kv_index_process"))
@@ -101,7 +102,7 @@ class ClusterServices:
         self.endpoint = self._local.endpoints
         """Where the controllers are reached, ``host:port``, several with commas."""
         self._controllers = ControllerServices(self._context, self._local, prepared.config, self._settings)
-        self._routers = RouterServices(self._context, prepared, folder.temporary)
+        self._routers = RouterServices(self._context, RoutersPlan.of(prepared), folder.temporary)
 
     def start(self) -> None:
         """Start all services, or take over those that run."""
@@ -116,14 +117,19 @@ class ClusterServices:
             self._state.save()
         self._controllers.start(environment)
         self._kv_index = self._index() if index_wanted(prepared.config) else None
-        routers = RouterCommand(
-            ROUTER,
-            {**self._environment, **self._admin},
-            self.endpoint,
-            self._settings,
-            self._table if self._kv_index is not None else None,
-        )
-        self._routers.start(routers)
+        self._routers.start(RouterCommand(ROUTER, {**self._environment, **self._admin}, self._served()))
+
+    @property
+    def routed(self) -> RoutedModel:
+        """The model as a router of another process is told of it."""
+        table = str(self._table) if self._kv_index is not None else ""
+        return RoutedModel(str(self._prepared.spec.path), self.endpoint, str(self._settings), table)
+
+    def _served(self) -> tuple[str, ...]:
+        """The arguments that tell a router of it."""
+        routed = self.routed
+        index = ("--kv-index", routed.kv_index) if routed.kv_index else ()
+        return ("--model", routed.model, "--controller", routed.controllers, "--config-json", routed.settings, *index)
 
     @property
     def routers(self) -> list[Router]:
@@ -133,7 +139,7 @@ class ClusterServices:
         """Go by another plan: what reads other settings then is replaced, routers and controllers one by one."""
         self._prepared, self._context.config = prepared, prepared.config.cluster
         self._write_settings()
-        self._routers.change(prepared)
+        self._routers.change(RoutersPlan.of(prepared))
         self._controllers.change(prepared.config)
 
     def stale(self) -> tuple[int, str]:

@@ -160,12 +160,13 @@ def prepare(
     free_bytes: int | None = None,
     cards: tuple[CardFacts, ...] | None = None,
     say: Callable[[str], None] = log.info,
+    models: int = 1,
 ) -> ServePlan:
     """Check the options, fetch the model where it has to be, and work out what to start.
 
     `free_bytes` and `cards` are the memory and the GPUs to plan with; None: measure this machine's. `say` is told what
-    is fetched. Raises `ConfigError`, `CheckpointError` or `MemoryShort`, each in one line that says what to change.
-    With `--ray-address`, memory is checked later, by node.
+    is fetched. `models`: clusters that this machine's cores are divided among. Raises `ConfigError`, `CheckpointError`
+    or `MemoryShort`, each in one line that says what to change. With `--ray-address`, memory is checked later, by node.
     """
     try:
         config = given = with_absolute_paths(load_config(options.config, options.assignments))
@@ -204,6 +205,7 @@ def prepare(
     if options.ray_address is None:
         places = {role: count * config.ranks_for(role) for role, count in prepared.wanted.items()}
         facts = dataclasses.replace(measured(places), cards=cards)
+        facts = dataclasses.replace(facts, cores=max(1, facts.cores // models))
         if free_bytes is not None:
             facts = dataclasses.replace(facts, free=free_bytes)
         prepared = dataclasses.replace(prepared, shares={"": prepared.divide(facts)})

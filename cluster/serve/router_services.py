@@ -21,6 +21,7 @@ from twinpool.cluster.serve.rolling_services import RollingServices
 from twinpool.cluster.serve.service import PartFailed, Service, ServiceContext
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.clock import Clock
+from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.setting_effects import routers_digest
 
 EVERY_S = 1.0
@@ -102,12 +103,23 @@ class RouterCommand:
 
     command: Sequence[str]
     environment: Mapping[str, str]
-    controllers: str
-    """The controllers' endpoints."""
-    settings: Path
-    """The file with the settings, which is written before `change`."""
-    kv_index: Path | None
-    """The KV index's table."""
+    serves: Sequence[str]
+    """The arguments that say what they serve, and over which cluster; the files that they name are written before."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutersPlan:
+    """How many routers there are, and where they listen."""
+
+    count: int
+    host: str
+    port: int
+    config: Config
+    """Of the endpoint."""
+
+    @classmethod
+    def of(cls, prepared: ServePlan) -> RoutersPlan:
+        return cls(prepared.options.routers, prepared.options.host, prepared.port, prepared.config)
 
 
 class Router(Service):
@@ -135,10 +147,10 @@ class _LeavingRouter:
 class RouterServices(RollingServices[Router]):
     """The routers of one machine. Use it from the main thread only (`Service`)."""
 
-    def __init__(self, context: ServiceContext, prepared: ServePlan, folder: Path) -> None:
+    def __init__(self, context: ServiceContext, plan: RoutersPlan, folder: Path) -> None:
         """`folder`: where the routers' sockets are."""
         super().__init__(context)
-        self._prepared, self._folder = prepared, folder
+        self._plan, self._folder = plan, folder
         self._leaving: dict[str, _LeavingRouter] = {}
         """By name and mark."""
         self._probes = False
@@ -153,7 +165,7 @@ class RouterServices(RollingServices[Router]):
             for key, process in self._state.leaving.items():
                 if key.startswith("router"):
                     self._leaving[key] = _LeavingRouter(process, self._probe(key), None)
-        self._start(self._prepared.options.routers)
+        self._start(self._plan.count)
 
     def probe(self) -> None:
         """Ask the routers from now on whether they live, until the cluster ends."""
@@ -161,9 +173,9 @@ class RouterServices(RollingServices[Router]):
         for probe in [one.probe for one in self._services] + [one.probe for one in self._leaving.values()]:
             self._ask(probe)
 
-    def change(self, prepared: ServePlan) -> None:
+    def change(self, plan: RoutersPlan) -> None:
         """Go by another plan; routers that read settings that differ are replaced one by one."""
-        self._prepared, self._obstacle = prepared, ""
+        self._plan, self._obstacle = plan, ""
 
     def drain(self) -> None:
         """Have all of them end once their running answers have (`RouterServer`), replaced ones too."""
@@ -183,7 +195,7 @@ class RouterServices(RollingServices[Router]):
     def tend(self) -> None:
         """Kill routers that hang, start again what has ended, and go on replacing. Raises `PartFailed` where one ends
         too often."""
-        stall_s = self._prepared.config.router.stall_s
+        stall_s = self._plan.config.router.stall_s
         for router in self._services:
             before = router.process
             if not router.down and router.probe.silent_s >= stall_s:
@@ -200,7 +212,7 @@ class RouterServices(RollingServices[Router]):
 
     @property
     def mark(self) -> str:
-        return f"{build_id()}.{routers_digest(self._prepared.config)}"
+        return f"{build_id()}.{routers_digest(self._plan.config)}"
 
     def _key(self, service: Router) -> str:
         return f"{service.name}.{service.mark}"
@@ -212,7 +224,7 @@ class RouterServices(RollingServices[Router]):
         if old is not None and state is not None:
             mark = state.marks.get(name, old.build)
             probe = self._probe(f"{name}.{mark}")
-            if mark == self.mark or probe.lives(self._prepared.config.router.stall_s):
+            if mark == self.mark or probe.lives(self._plan.config.router.stall_s):
                 router = self._router(number)
                 router.adopt(old, mark)
                 router.probe = probe
@@ -232,17 +244,16 @@ class RouterServices(RollingServices[Router]):
 
     def _router(self, number: int, takes_over: str = "") -> Router:
         """A router of the plan, not started yet. `takes_over`: the mark of the one that it replaces."""
-        prepared, how = self._prepared, self._how
-        several, security = prepared.options.routers > 1, prepared.config.security
+        plan, how = self._plan, self._how
+        several, security = plan.count > 1, plan.config.security
         name = self._name(number)
         key = f"{name}.{self.mark}"
         arguments = [
-            *("--model", str(prepared.spec.path), "--controller", how.controllers),
-            *("--host", prepared.options.host, "--port", str(prepared.port)),
-            *("--name", name, "--config-json", str(how.settings), "--live-socket", str(self._live(key))),
+            *how.serves,
+            *("--host", plan.host, "--port", str(plan.port)),
+            *("--name", name, "--live-socket", str(self._live(key))),
             *("--handover-socket", str(self._handover(key)), "--kept"),
             *(("--take-over", str(self._handover(f"{name}.{takes_over}"))) if takes_over else ()),
-            *(("--kv-index", str(how.kv_index)) if how.kv_index is not None else ()),
             *(("--reuse-port", "--admin-port", str(security.admin_port + number)) if several else ()),
         ]
         router = Router(self._context, name, how.command, arguments, how.environment, mark=self.mark)
@@ -259,7 +270,7 @@ class RouterServices(RollingServices[Router]):
         return RouterProbe(self._live(key), self._context.clock)
 
     def _name(self, number: int) -> str:
-        return f"router-{number}" if self._prepared.options.routers > 1 else "router"
+        return f"router-{number}" if self._plan.count > 1 else "router"
 
     def _live(self, key: str) -> Path:
         """The socket on which a router is asked whether it lives, by name and mark."""

@@ -45,6 +45,7 @@ from twinpool.contracts.config.plane_choice import why
 from twinpool.contracts.errors import ConfigError, TwinpoolError
 from twinpool.contracts.ids import Role, WorkerName
 from twinpool.contracts.json_logs import log_to_stream
+from twinpool.contracts.messages.router_report import RoutedModel
 from twinpool.contracts.messages.worker_status import WorkerView
 from twinpool.contracts.signal_listener import ServiceManager
 
@@ -81,11 +82,13 @@ class ServeCluster:
         state: DetachedState | None = None,
         python: str = "",
         stopping: ShutdownSignal | None = None,
+        on_ready: Callable[[RoutedModel], None] | None = None,
     ) -> None:
         """`state`: of a detached cluster, which goes on when this process is killed; one that has begun is taken
         over. `python`: the interpreter that its workers are started with (`ray_cluster.join_ray`). `stopping`: the
-        signals that end it, where they are handled already."""
-        self._state, self._python = state, python
+        signals that end it, where they are handled already. `on_ready` is told, once it serves, what routers of another
+        process are to know."""
+        self._state, self._python, self._on_ready = state, python, on_ready
         self._prepared = prepared
         self._folder = folder
         self._clock: Clock = SystemClock()
@@ -199,6 +202,8 @@ class ServeCluster:
         self._stopping.manager.ready(f"serves at {url}")
         if self._state is not None:
             self._state.mark_ready()
+        if self._on_ready is not None:
+            self._on_ready(self._services.routed)
 
     def _show_plan(self) -> None:
         spec = self._prepared.spec

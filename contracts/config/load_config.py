@@ -43,10 +43,12 @@ def load_config(path: Path | None = None, assignments: Iterable[str] = ()) -> Co
     Raises `ConfigError` for an unreadable file, an unknown key, or a value of the wrong type or range.
     """
     tree = {} if path is None else read_config_file(path)
+    if "models" in tree:
+        raise ConfigError(f"{path} has several models: serve takes that, in a terminal or under systemd")
     wrong: list[str] = []
     for assignment in assignments:
         try:
-            _assign(tree, assignment)
+            assign(tree, assignment)
         except ConfigError as error:
             wrong.append(str(error))
     return _checked(tree, wrong)
@@ -277,7 +279,8 @@ def may_have_host_memory(config: Config, *roles: Role) -> bool:
     return bool(config.cluster.host_memory_bytes or config.cluster.host_memory_share)
 
 
-def _assign(tree: dict[str, Any], assignment: str) -> None:
+def assign(tree: dict[str, Any], assignment: str) -> None:
+    """Set a key of nested sections as `section.key=value` says. Raises `ConfigError` for another text."""
     key, separator, text = assignment.partition("=")
     if not separator:
         raise ConfigError(f"--set takes section.key=value, got {assignment!r}")

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Annotated
 
-from msgspec import Meta, field
+from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
 from twinpool.contracts.errors import WireError
@@ -118,6 +118,19 @@ class RouterIdentity(Message, frozen=True):
 
 
 UNNAMED = RouterIdentity()
+
+
+class RoutedModel(Struct, frozen=True):
+    """A model as a router is told of it, and where its cluster is."""
+
+    model: str
+    """The checkpoint's folder or file."""
+    controllers: str
+    """Where the cluster's controllers are reached: ``host:port``, several with commas."""
+    settings: str = ""
+    """The file of its whole configuration as JSON; empty: all defaults."""
+    kv_index: str = ""
+    """The file of the table of its KV index; empty: there is none."""
 
 
 class RouterReport(Message, frozen=True):

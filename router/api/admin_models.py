@@ -316,12 +316,50 @@ def model_card(service: RouterService, name: str) -> dict[str, Any]:
         "images": service.spec.pictures is not None and service.config.max_images > 0,
         "sampling_defaults": sampling_defaults(service.spec),
         "weights_version": weights_version(service.core.workers),
+        "state": state_of(service),
     }
+
+
+def health_problems(service: RouterService) -> list[str]:
+    """Return why a router can't serve now, each reason in words; nothing where it can."""
+    core = service.core
+    problems = ["the server is shutting down: it ends when the answers that run have ended"] if service.draining else []
+    problems += [f"no {role} worker can serve" for role in core.workers.needed if not core.serving(role)]
+    served = core.workers.served
+    if served.asleep:
+        problems = [f"the cluster sleeps, at level {served.asleep}: wake it (POST /v1/wake)"]
+    if served.paused:
+        problems.append("the cluster is paused: resume it (POST /v1/resume)")
+    elif core.progress.stalled_s > service.config.stall_s:
+        problems.append(f"work waits and nothing has advanced for {core.progress.stalled_s:.1f} s")
+    return problems
+
+
+def health_of(service: RouterService) -> dict[str, Any]:
+    """What `/health` says of a model; nothing is in its `problems` where it can be served."""
+    core, problems = service.core, health_problems(service)
+    return {
+        "status": "draining" if service.draining else "unhealthy" if problems else "ok",
+        "problems": problems,
+        "serving": {str(role): len(core.serving(role)) for role in core.workers.roles},
+        "in_flight": core.requests.in_flight,
+        "waiting": core.requests.waiting,
+    }
+
+
+def state_of(service: RouterService) -> str:
+    """Whether a model can be served now, in a word: `ready`, `asleep`, `waking`, or `unavailable`."""
+    core = service.core
+    if core.workers.served.asleep:
+        return "asleep"
+    if all(core.serving(role) for role in core.workers.needed):
+        return "ready"
+    return "unavailable"
 
 
 _NUMBER: Schema = {"type": "number"}
 MODEL_SCHEMA: Schema = object_of(
-    "id object created owned_by root parent max_model_len images weights_version",
+    "id object created owned_by root parent max_model_len images weights_version state",
     id=TEXT,
     object={"const": "model"},
     created=INTEGER,
@@ -331,6 +369,7 @@ MODEL_SCHEMA: Schema = object_of(
     max_model_len=INTEGER,
     images=BOOLEAN,
     weights_version=TEXT,
+    state={"enum": ["ready", "asleep", "waking", "unavailable"]},
 )
 """For `/openapi.json`: a model of `/v1/models`."""
 SERVED_BODIES: dict[str, Schema] = {

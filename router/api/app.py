@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 
@@ -13,7 +13,7 @@ from twinpool.contracts.errors import TwinpoolError
 from twinpool.contracts.json_logs import log
 from twinpool.router.api import admin_changes as changes
 from twinpool.router.api import admin_status as admin
-from twinpool.router.api.admin_models import SERVED_ROUTES, Handler, model_card
+from twinpool.router.api.admin_models import SERVED_ROUTES, Handler, health_of, health_problems, model_card
 from twinpool.router.api.batch_endpoints import PATHS, BatchEndpoints
 from twinpool.router.api.front_page import PATH as FRONT
 from twinpool.router.api.front_page import answer_front
@@ -74,9 +74,9 @@ def create_app(service: RouterService) -> App:
             scope[BATCHES] = batches
             exchange = HttpExchange(scope, receive, send)
             exchange.allow_origin(origins)
-            await _serve(service, exchange, _find(exchange, routes, prefixes), _refusal)
+            await serve_exchange(service, exchange, find_handler(exchange, routes, prefixes), refusal_of)
         elif scope["type"] == "lifespan":
-            await _lifespan(service, runner, receive, send)
+            await run_lifespan((service,), runner, receive, send)
 
     return app
 
@@ -86,41 +86,48 @@ def create_admin_app(service: RouterService) -> App:
 
     async def app(scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         exchange = HttpExchange(scope, receive, send)
-        await _serve(service, exchange, _find(exchange, ADMIN_ROUTES, ADMIN_PREFIX_ROUTES), _admin_refusal)
+        handler = find_handler(exchange, ADMIN_ROUTES, ADMIN_PREFIX_ROUTES)
+        await serve_exchange(service, exchange, handler, admin_refusal_of)
 
     return app
 
 
-async def _lifespan(service: RouterService, runner: BatchRunner | None, receive: AsgiReceive, send: AsgiSend) -> None:
+async def run_lifespan(
+    services: Sequence[RouterService], runner: BatchRunner | None, receive: AsgiReceive, send: AsgiSend
+) -> None:
+    """Start and close `services`, and what runs batches, as the server's lifespan events say."""
     while True:
         message = await receive()
         if message["type"] == "lifespan.startup":
-            await service.start()
+            for service in services:
+                await service.start()
             if runner is not None:
                 runner.start()
             await send({"type": "lifespan.startup.complete"})
         else:
             if runner is not None:
                 await runner.close()
-            await service.close()
+            for service in services:
+                await service.close()
             await send({"type": "lifespan.shutdown.complete"})
             return
 
 
-async def _serve(
+async def serve_exchange(
     service: RouterService,
     exchange: HttpExchange,
     handler: Handler | ApiError,
     refuse: Callable[[RouterService, HttpExchange], ApiError | None],
 ) -> None:
+    """Answer one request with `handler`, or with the error that this is, unless `refuse` says why it may not pass."""
     try:
         if exchange.is_preflight:
             await exchange.answer_preflight()
         elif isinstance(handler, ApiError):
             await exchange.fail(handler)
         elif (refusal := refuse(service, exchange)) is not None:
-            if handler is _generate:
-                _keep_refusal(service, exchange, refusal)
+            if exchange.path in TEXT_KINDS:
+                keep_refusal(service, exchange, refusal)
             await (exchange.refuse_body if exchange.method == "POST" else exchange.fail)(refusal)
         else:
             await handler(service, exchange)
@@ -139,8 +146,13 @@ async def _serve(
         exchange.release()
 
 
-def _refusal(service: RouterService, exchange: HttpExchange) -> ApiError | None:
+def refusal_of(service: RouterService, exchange: HttpExchange) -> ApiError | None:
     """Return why a request may not pass, None where it may; notes who asks. Operators have a token of their own."""
+    return stranger_refusal_of(service, exchange) or model_refusal_of((service,), exchange.tenant)
+
+
+def stranger_refusal_of(service: RouterService, exchange: HttpExchange) -> ApiError | None:
+    """Return why whoever asks is nobody who may, None where it is; notes who it is."""
     if exchange.path.startswith("/cluster/") or exchange.path in SERVED_ROUTES:
         return admin.forbidden(service, exchange)
     keys = service.admission.keys
@@ -155,20 +167,28 @@ def _refusal(service: RouterService, exchange: HttpExchange) -> ApiError | None:
     if tenant is None:
         return ApiError(401, "this API key is not known", "authentication_error", "invalid_api_key")
     exchange.tenant = tenant
-    allowed = keys.limits(tenant).models
-    if allowed and not set(allowed) & {*service.spec.names, *service.intake.adapters}:
-        message = f"{tenant} may use {' and '.join(allowed)}; this server has {' and '.join(service.spec.names)}"
-        return ApiError(403, message, "permission_error", "model_not_allowed")
     return None
 
 
-def _admin_refusal(service: RouterService, exchange: HttpExchange) -> ApiError | None:
+def model_refusal_of(services: Sequence[RouterService], tenant: str) -> ApiError | None:
+    """Return why a tenant may use none of these services' models and adapters, None where it may, or nobody needs a
+    key."""
+    allowed = services[0].admission.allowed(tenant).models if tenant else ()
+    if not allowed or any(set(allowed) & {*one.spec.names, *one.intake.adapters} for one in services):
+        return None
+    served = " and ".join(name for one in services for name in one.spec.names)
+    message = f"{tenant} may use {' and '.join(allowed)}; this server has {served}"
+    return ApiError(403, message, "permission_error", "model_not_allowed")
+
+
+def admin_refusal_of(service: RouterService, exchange: HttpExchange) -> ApiError | None:
     """Return why a request to the operators' port may not pass, None where it may."""
     is_open = exchange.path in OPEN_PATHS - OPERATORS or exchange.path in PAGE_ROUTES or exchange.path == FRONT
     return None if is_open else admin.forbidden(service, exchange)
 
 
-def _find(exchange: HttpExchange, routes: Routes, prefixes: Routes) -> Handler | ApiError:
+def find_handler(exchange: HttpExchange, routes: Routes, prefixes: Routes) -> Handler | ApiError:
+    """Return the handler of a request's path and method, or the error of a request that has none."""
     methods = routes.get(exchange.path)
     if methods is None:
         for prefix, found in prefixes.items():
@@ -215,13 +235,13 @@ async def _generate(service: RouterService, exchange: HttpExchange) -> None:
     except ClientGone:
         raise
     except TwinpoolError as error:
-        _keep_refusal(service, exchange, failure_of(error), service.clock.now() - began, error.numbers)
+        keep_refusal(service, exchange, failure_of(error), service.clock.now() - began, error.numbers)
         raise
     finally:
         service.answering -= 1
 
 
-def _keep_refusal(
+def keep_refusal(
     service: RouterService,
     exchange: HttpExchange,
     failure: ApiError,
@@ -367,34 +387,11 @@ async def _one_model(service: RouterService, exchange: HttpExchange) -> None:
     await exchange.answer_json(200, model_card(service, name))
 
 
-def health_problems(service: RouterService) -> list[str]:
-    """Return why a router can't serve now, each reason in words; nothing where it can."""
-    core = service.core
-    problems = ["the server is shutting down: it ends when the answers that run have ended"] if service.draining else []
-    problems += [f"no {role} worker can serve" for role in core.workers.needed if not core.serving(role)]
-    served = core.workers.served
-    if served.asleep:
-        problems = [f"the cluster sleeps, at level {served.asleep}: wake it (POST /v1/wake)"]
-    if served.paused:
-        problems.append("the cluster is paused: resume it (POST /v1/resume)")
-    elif core.progress.stalled_s > service.config.stall_s:
-        problems.append(f"work waits and nothing has advanced for {core.progress.stalled_s:.1f} s")
-    return problems
-
-
 async def _health(service: RouterService, exchange: HttpExchange) -> None:
     """Answer 200 while each role that is needed has a worker that serves and waiting work advances, else 503 with the
     problems; so it does from the moment that this router is to end."""
-    core, problems = service.core, health_problems(service)
-    serving = {str(role): len(core.serving(role)) for role in core.workers.roles}
-    answer = {
-        "status": "draining" if service.draining else "unhealthy" if problems else "ok",
-        "problems": problems,
-        "serving": serving,
-        "in_flight": core.requests.in_flight,
-        "waiting": core.requests.waiting,
-    }
-    await exchange.answer_json(503 if problems else 200, answer)
+    health = health_of(service)
+    await exchange.answer_json(503 if health["problems"] else 200, health)
 
 
 async def _front(service: RouterService, exchange: HttpExchange) -> None:

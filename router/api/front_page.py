@@ -45,7 +45,11 @@ async def answer_front(
 ) -> None:
     """Answer with what is here. `routes`: the paths, or their beginnings, that this port has. `problems`: whether this
     router can't serve now. `dashboard`: whether this port has the dashboard."""
-    about = describe(service, routes, problems=problems, dashboard=dashboard)
+    await show_front(exchange, describe(service, routes, problems=problems, dashboard=dashboard))
+
+
+async def show_front(exchange: HttpExchange, about: Mapping[str, Any]) -> None:
+    """Answer with what `describe` says."""
     if "text/html" in exchange.header(b"accept").lower():
         await exchange.answer(200, page_of(about).encode(), kind=b"text/html; charset=utf-8", headers=HEADERS)
     else:

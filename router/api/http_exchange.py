@@ -70,6 +70,7 @@ class HttpExchange:
         "_origin",
         "_receive",
         "_send",
+        "_whole",
         "body_done",
         "client_id",
         "headers",
@@ -110,6 +111,8 @@ class HttpExchange:
         self._on_gone: list[Callable[[], object]] = []
         self._buffer: BodyBuffer | None = None
         self._held = 0
+        self._whole = b""
+        """The body, where it was read and put back."""
 
     def header(self, name: bytes) -> str:
         """Return the value of a header, empty where it is missing; `name` in lower case."""
@@ -154,6 +157,11 @@ class HttpExchange:
         Raises `BodyTooLarge` as soon as the body is known to be above `limit` bytes, `BufferFull` when `buffer` has no
         room, and `ClientGone` when the client disconnects.
         """
+        if self._whole:
+            raw, self._whole = self._whole, b""
+            if len(raw) > limit:
+                raise BodyTooLarge(f"the body has {len(raw)} bytes; the limit is {limit}")
+            return raw
         self._buffer = buffer
         parts: list[bytes] = []
         size = 0
@@ -164,6 +172,11 @@ class HttpExchange:
                 self._held = size - FREE_BYTES
             parts.append(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def put_back(self, raw: bytes) -> None:
+        """Have the next `body` return what an earlier one has read: whose request it is, its body has said. It stays
+        booked where it is."""
+        self._whole = raw
 
     async def pieces(self, limit: int) -> AsyncIterator[bytes]:
         """Yield the body as it comes, for who keeps none of it. Raises `BodyTooLarge` and `ClientGone` as `body`."""

@@ -11,7 +11,7 @@ import asyncio
 import os
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,8 @@ from twinpool.contracts.credentials.node_tls import RereadFiles
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.json_logs import log
 from twinpool.contracts.wire.socket_acceptor import SocketAcceptor
-from twinpool.router.api.app import App, health_problems
+from twinpool.router.api.admin_models import health_problems
+from twinpool.router.api.app import App
 from twinpool.router.api.http_protocol import BoundedHttpProtocol, ClientConnections
 from twinpool.router.service.router_service import RouterService
 
@@ -243,12 +244,20 @@ class RouterListeners(NamedTuple):
     """The Unix socket at which a process that replaces this one takes the listening sockets over."""
 
 
+def _links_lack(service: RouterService) -> bool:
+    """Whether a service can't serve yet, and may be able to once it is linked to all workers that there are."""
+    links = service.worker_links
+    return not links.known or bool(links.missing and health_problems(service))
+
+
 class RouterServer(uvicorn.Server):
     """Uvicorn's server, which drains when it is asked to end; then it ends all answers, and waits for connections.
 
     `ready_fd`: a descriptor that gets one line once the server listens, and is closed then. `predecessor`: the router
     whose sockets it has, which serves until this one can. `must_end` is told when this router leaves or drains:
-    after so many seconds its process must be gone. Raises `ConfigError` where the certificate of HTTPS can't be used.
+    after so many seconds its process must be gone. `others`: the services of further models that `app` serves; what is
+    said of connections, HTTPS and times is `service`'s. Raises `ConfigError` where the certificate of HTTPS can't be
+    used.
     """
 
     def __init__(
@@ -259,11 +268,12 @@ class RouterServer(uvicorn.Server):
         listeners: RouterListeners = RouterListeners(),  # noqa: B008
         predecessor: Predecessor | None = None,
         must_end: Callable[[float], object] = lambda seconds: None,
+        others: Sequence[RouterService] = (),
     ) -> None:
         self.connections = ClientConnections(service.config)
         self._admin_connections = ClientConnections(service.config, ADMIN_CONNECTIONS)
         self._live_connections = ClientConnections(service.config, LIVE_CONNECTIONS)
-        service.metrics.sources.append(self.connections.metrics)
+        service.metrics.of_process.append(self.connections.metrics)
         self._listeners, self._predecessor, self._must_end = listeners, predecessor, must_end
         files = service.security.https
         self.certificate = HttpsCertificate(files) if files is not None else None
@@ -283,7 +293,7 @@ class RouterServer(uvicorn.Server):
                 timeout_graceful_shutdown=int(GRACE_S),
             )
         )
-        self._service = service
+        self._service, self._services = service, (service, *others)
         self._ready_fd = ready_fd
         self._handover: PortHandover | None = None
         self._leaving = False
@@ -341,10 +351,15 @@ class RouterServer(uvicorn.Server):
             self.should_exit = True
             return
         within_s = self._service.stop_timeout_s
-        log("draining: asked to end", answering=self._service.answering, within_s=within_s)
-        self._service.draining = True
+        log("draining: asked to end", answering=self._answering, within_s=within_s)
+        for service in self._services:
+            service.draining = True
         self._say_close()
         self._must_end(within_s + 2 * GRACE_S)
+
+    @property
+    def _answering(self) -> int:
+        return sum(service.answering for service in self._services)
 
     @property
     def _drained(self) -> bool:
@@ -352,12 +367,13 @@ class RouterServer(uvicorn.Server):
         if self._drain_began is None:
             return False
         waited_s = self._service.clock.now() - self._drain_began
-        return self._service.answering == 0 or waited_s >= self._service.stop_timeout_s
+        return self._answering == 0 or waited_s >= self._service.stop_timeout_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._handover is not None:
             self._handover.close()
-        await self._service.close()
+        for service in self._services:
+            await service.close()
         for probe in self._probes:
             probe.close()
         await super().shutdown(sockets)
@@ -370,9 +386,11 @@ class RouterServer(uvicorn.Server):
         """
         within_s = self._service.config.max_timeout_s + 2 * KEEP_ALIVE_S
         log("leaving: another process has the port", connections=len(self.server_state.connections), within_s=within_s)
-        self._leaving = self._service.leaving = True
-        if self._service.controller.dashboard is not None:
-            self._service.controller.dashboard.close()  # Its streams would go on for ever.
+        self._leaving = True
+        for service in self._services:
+            service.leaving = True
+            if service.controller.dashboard is not None:
+                service.controller.dashboard.close()  # Its streams would go on for ever.
         for server in cast(list[Any], self.servers):
             server.stop_accepting() if isinstance(server, TlsListener) else server.close()
         for one in self._bound:
@@ -405,13 +423,11 @@ class RouterServer(uvicorn.Server):
 
     async def _until_healthy(self) -> None:
         """Wait until this router could serve, or is linked to all workers that there are; `HEALTHY_S` at most."""
-        waited, links = 0.0, self._service.worker_links
-        while not links.known or (links.missing and health_problems(self._service)):
+        waited = 0.0
+        while unhealthy := [one for one in self._services if _links_lack(one)]:
             if waited >= HEALTHY_S or self.should_exit:
-                log(
-                    "the port is taken over, though this router can't serve yet",
-                    problems=health_problems(self._service),
-                )
+                problems = [problem for one in unhealthy for problem in health_problems(one)]
+                log("the port is taken over, though this router can't serve yet", problems=problems)
                 return
             await asyncio.sleep(POLL_INTERVAL_S)
             waited += POLL_INTERVAL_S

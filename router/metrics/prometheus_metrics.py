@@ -96,10 +96,16 @@ def nothing() -> Iterator[Metric]:
 class Scrapes:
     """Answers to scrapes; on one event loop."""
 
-    def __init__(self, collect: Callable[[], Iterator[Metric]], seen: Callable[[], Iterator[Metric]] = nothing) -> None:
+    def __init__(
+        self,
+        collect: Callable[[], Iterator[Metric]],
+        seen: Callable[[], Iterator[Metric]] = nothing,
+        join: Callable[[Iterable[Metric]], list[Metric]] = list,
+    ) -> None:
         """`collect` yields families on the loop, and holds nothing between two of them that the loop's other work
-        changes. `seen` is called on the loop and yields its families in a thread: it reads what doesn't change."""
-        self._collect, self._seen = collect, seen
+        changes. `seen` is called on the loop and yields its families in a thread: it reads what doesn't change. `join`
+        puts together, in that thread, what they yield."""
+        self._collect, self._seen, self._join = collect, seen, join
         self._turn = asyncio.Lock()
         self._next: dict[bool, asyncio.Task[tuple[bytes, str]]] = {}
         """The answers that are not begun yet, by whether they are in OpenMetrics."""
@@ -123,11 +129,10 @@ class Scrapes:
                 if time.perf_counter() - began > PIECE_S:
                     await asyncio.sleep(0)
                     began = time.perf_counter()
-            return await asyncio.to_thread(_write, families, seen, opened=opened)
+            return await asyncio.to_thread(self._write, families, seen, opened=opened)
 
-
-def _write(families: list[Metric], seen: Iterator[Metric], *, opened: bool) -> tuple[bytes, str]:
-    return expose(Collected([*families, *seen]), opened=opened)
+    def _write(self, families: list[Metric], seen: Iterator[Metric], *, opened: bool) -> tuple[bytes, str]:
+        return expose(Collected(self._join(itertools.chain(families, seen))), opened=opened)
 
 
 def verification_metrics(damage: DamageTotals, audits: Audits, watch: StreamWatch | None) -> Iterator[Metric]:
@@ -291,10 +296,12 @@ class PrometheusMetrics:
         self.disconnects = 0
         self.slow_clients = 0
         self.sources: list[Callable[[], Iterator[Metric]]] = []
-        """Functions that yield further families at each scrape: of connections, bodies and readers."""
+        """Functions that yield further families at each scrape: of bodies, tenants and readers."""
+        self.of_process: list[Callable[[], Iterable[Metric]]] = [ProcessCollector(registry=None).collect]
+        """Functions that yield the families of the whole process, of connections too: where it serves several models,
+        they are no model's."""
         if config.metrics_aliases == "vllm":
             self.sources.append(VllmAliases(core, self.tally, model).families)
-        self._process = ProcessCollector(registry=None)
         self.scrapes = Scrapes(self.collect, self.seen)
 
     @property
@@ -306,7 +313,12 @@ class PrometheusMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family but those of `seen`. Between two of them other work may have its turn."""
-        yield from self._process.collect()
+        for source in self.of_process:
+            yield from source()
+        yield from self.of_model()
+
+    def of_model(self) -> Iterator[Metric]:
+        """Yield the families of `collect` that are of this router's model."""
         yield from self._of_router()
         yield from self._of_requests()
         yield from self._of_attempts()

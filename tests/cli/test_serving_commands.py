@@ -59,7 +59,7 @@ class Operator:
 def operator(monkeypatch: pytest.MonkeyPatch) -> Operator:
     made = Operator()
 
-    def client_for(url: object, ca: object, *, changes: bool) -> tuple[Operator, object]:
+    def client_for(url: object, ca: object, model: object, *, changes: bool) -> tuple[Operator, object]:
         made.changes.append(changes)
         return made, SimpleNamespace()
 

@@ -8,11 +8,12 @@ import os
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import httpx
@@ -33,6 +34,7 @@ from twinpool.router.links.controller_port import (
     WorkerDirectory,
 )
 from twinpool.router.main import listen, listen_at
+from twinpool.router.models_app import create_models_admin_app, create_models_app
 from twinpool.router.service.router_service import RouterService
 from twinpool.router.tracing.otlp_exporter import SpanSender
 
@@ -68,6 +70,8 @@ class Server:
         self.admin_url = f"{scheme}://127.0.0.1:{admin_port}"
         verify = trust if trust is not None else False  # Reading the system's authorities takes 40 ms.
         self.client = httpx.Client(base_url=self.url, timeout=WAIT_S, trust_env=False, verify=verify)
+        self.others: dict[str, RouterService] = {}
+        """The services of further models, by name."""
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
 
     def call(self, work: Callable[[], T]) -> T:
@@ -169,10 +173,12 @@ def serving(
     span_sender: SpanSender | None = None,
     dashboard: DashboardSource | None = None,
     healthy: bool = True,
+    others: Mapping[str, FakeCluster] = MappingProxyType({}),
 ) -> Iterator[Server]:
     """A router on a free port that serves until the end of the block. Where `config` has an operators' port, that is a
     free one too. `handover` and `take_over`: where it hands its ports over, and where it gets another router's.
-    `healthy`: whether it is waited for until it could serve."""
+    `healthy`: whether it is waited for until it could serve. `others`: further models, by name, each over a cluster of
+    its own."""
     config = config or Config()
     service = RouterService(
         spec or demo_spec(),
@@ -181,17 +187,24 @@ def serving(
         ports=ControllerPorts(lessor=lessor, recorder=recorder, dashboard=dashboard),
         span_sender=span_sender,
     )
+    further = [
+        RouterService(demo_spec(), _served_as(config, name), own, ports=ControllerPorts(lessor=lessor))
+        for name, own in others.items()
+    ]
     reading, writing = os.pipe()
     predecessor = Predecessor.reach(take_over) if take_over is not None else None
     with ExitStack() as stack:
         taken = predecessor.sockets if predecessor is not None else [listen("127.0.0.1", 0), listen("127.0.0.1", 0)]
         bound, *rest = [stack.enter_context(one) for one in taken]
         admin = rest[0] if rest else bound
-        operators = AdminListener(create_admin_app(service), admin) if config.security.admin_port else None
+        app = create_models_app([service, *further]) if further else create_app(service)
+        admin_app = create_models_admin_app([service, *further]) if further else create_admin_app(service)
+        operators = AdminListener(admin_app, admin) if config.security.admin_port else None
         listeners = RouterListeners(operators, handover=stack.enter_context(listen_at(handover)))
-        uvicorn_server = RouterServer(create_app(service), service, writing, listeners, predecessor)
+        uvicorn_server = RouterServer(app, service, writing, listeners, predecessor, others=further)
         ports = bound.getsockname()[1], admin.getsockname()[1]
         server = Server(cluster, service, uvicorn_server, ports[0], trust, ports[1])
+        server.others = dict(zip(others, further, strict=True))
         thread = threading.Thread(target=server.loop.run_until_complete, args=(uvicorn_server.serve([bound]),))
         thread.start()
         try:
@@ -206,6 +219,10 @@ def serving(
             server.loop.close()
             os.close(reading)
     assert not thread.is_alive()
+
+
+def _served_as(config: Config, name: str) -> Config:
+    return replace(config, router=replace(config.router, served_model_name=name))
 
 
 def router_config(**changes: Any) -> Config:

@@ -254,7 +254,7 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 @contextmanager
 def serving(
-    model: Path | str,
+    model: Path | str | None,
     runtime: Path,
     *flags: str,
     sections: dict[str, Any] | None = None,
@@ -266,15 +266,16 @@ def serving(
     python: Path | None = None,
 ) -> Iterator[Serving]:
     """`twinpool serve` on a free port with `sections` as --set flags, ended by Ctrl-C. `prefix`: a command
-    that becomes it. `orderly`: False where the machine may be too busy for an end within its deadline, which is longer
-    than an operator's. `temporary`: where its temporary files go. `access`: by what its clients are let in.
-    `python`: the interpreter of an environment that has another build."""
+    that becomes it. `model`: None where a file among `flags` names it. `orderly`: False where the machine may be too
+    busy for an end within its deadline, which is longer than an operator's. `temporary`: where its temporary files go.
+    `access`: by what its clients are let in. `python`: the interpreter of an environment that has another build."""
     runtime.mkdir(parents=True, exist_ok=True)
     sections = {"cluster": {}, **(sections or {})}
     sections["cluster"] = {"stop_timeout_s": 25, "start_timeout_s": 300, **sections["cluster"]}
     settings = [f"{s}.{key}={value}" for s, keys in sections.items() for key, value in keys.items()]
     twinpool = COMMAND if python is None else (str(python), *COMMAND[1:])
-    command = [*prefix, *twinpool, "serve", "--model", str(model), "--port", "0", *flags]
+    named = [] if model is None else ["--model", str(model)]
+    command = [*prefix, *twinpool, "serve", *named, "--port", "0", *flags]
     command += [part for setting in settings for part in ("--set", setting)]
     variables = environment(runtime) | ({"TMPDIR": str(temporary)} if temporary is not None else {})
     if python is not None:

@@ -21,7 +21,7 @@ class Page {
     this.parts = null;
     this.frame = null;
     this.due = false;
-    this.events = new Events("/cluster/dashboard", {
+    this.events = new Events("/cluster/dashboard" + location.search, {  // ?model=NAME, where several are served.
       event: (kind, data) => this.#take(kind, data),
       state: (name, words) => this.#state(name, words),
       refused: (message) => this.#refused(message),

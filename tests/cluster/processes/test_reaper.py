@@ -51,18 +51,24 @@ def test_everything_of_a_run_dies_with_it_and_nothing_else(tmp_path: Path) -> No
     reported, stranger, reused = _sleeper(), _sleeper(), _sleeper()
     marked = _sleeper(env={**os.environ, "TWINPOOL_RUN": mark})
     named = _sleeper(f"--session={folder}/session")
+    begun = tmp_path / "run.within"
+    begun.mkdir()
+    of_begun = _sleeper(env={**os.environ, "TWINPOOL_RUN": f"{mark}.within"})
+    named_begun = _sleeper(f"--session={begun}/session")
+    another = _sleeper(env={**os.environ, "TWINPOOL_RUN": f"{mark}2"})
     with (folder / "out.log").open("w") as out:
         writing = _sleeper(stdout=out)
-    everyone = [reported, stranger, reused, marked, named, writing]
+    everyone = [reported, stranger, reused, marked, named, writing, of_begun, named_begun, another]
     try:
         reaper.say(f"pid {reported.pid} {start_time(reported.pid)}")
         reaper.say(f"pid {reused.pid} {(start_time(reused.pid) or 0) - 1}")
         reaper.say(f"path {path}")
         reaper.end()
-        assert [p.wait(60) for p in (reported, marked, named, writing)] == [-signal.SIGKILL] * 4
-        assert stranger.poll() is None
-        assert reused.poll() is None
+        dead = (reported, marked, named, writing, of_begun, named_begun)
+        assert [p.wait(60) for p in dead] == [-signal.SIGKILL] * len(dead)
+        assert [p.poll() for p in (stranger, reused, another)] == [None] * 3
         assert not folder.exists()
+        assert not begun.exists()
         assert not path.exists()
     finally:
         for process in everyone:

@@ -16,7 +16,7 @@ from twinpool.cluster.arena.local_agent import LocalArenaAgent
 from twinpool.cluster.processes.restart_policy import RestartHistory
 from twinpool.cluster.serve import router_services
 from twinpool.cluster.serve.detached_state import ServiceProcess
-from twinpool.cluster.serve.router_services import RouterCommand, RouterServices
+from twinpool.cluster.serve.router_services import RouterCommand, RouterServices, RoutersPlan
 from twinpool.cluster.serve.service import PartFailed
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig, Config
@@ -124,8 +124,8 @@ class Run:
         prepared: Any = types.SimpleNamespace(config=Config(cluster=CONFIG), options=options, spec=spec, port=0)
         stack = ExitStack()
         context = service_context(self.folder, self.clock, self.lines.append, stack, config=CONFIG)
-        self.routers = RouterServices(context, prepared, self.folder)
-        self.routers.start(RouterCommand([], {}, "127.0.0.1:1", self.folder / "settings", None))
+        self.routers = RouterServices(context, RoutersPlan.of(prepared), self.folder)
+        self.routers.start(RouterCommand([], {}, ()))
         (router,) = self.routers.services()
         assert isinstance(router, FakeRouter)
         return router

@@ -13,6 +13,7 @@ import pytest
 
 from twinpool.cluster.serve.changed_settings import SettingsChanger, digest_of, digests, replanned
 from twinpool.cluster.serve.detached_state import DetachedState
+from twinpool.cluster.serve.models_config import models_of
 from twinpool.cluster.serve.preflight import ServeOptions, ServePlan, prepare
 from twinpool.contracts.config.cluster_config import Config, LaunchConfig
 from twinpool.contracts.config.load_config import config_from_dict, load_config
@@ -218,11 +219,12 @@ def test_what_no_flag_says_is_launched_as_the_file_has_it(tmp_path: Path) -> Non
     assert flagged.given.launch.routers == 2, "what is applied later is compared with what it came to"
 
 
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(6))
 def test_the_files_that_the_operators_pages_show_are_configurations(number: int, tmp_path: Path) -> None:
     docs = Path(__file__).parents[3] / "docs"
     pages = [docs / "operating.md", *sorted((docs / "operating").glob("*.md"))]
     found = re.findall(r"```yaml\n(.*?)```", "".join(page.read_text() for page in pages), re.DOTALL)
-    assert len(found) == 5
-    (tmp_path / "cluster.yaml").write_text(found[number])
-    assert load_config(tmp_path / "cluster.yaml") != Config()
+    assert len(found) == 6
+    (file := tmp_path / "cluster.yaml").write_text(found[number])
+    configs = models_of(file).values() or [load_config(file)]
+    assert all(config != Config() for config in configs)

@@ -19,7 +19,7 @@ from twinpool.cluster.processes.process_ids import same_process, start_time
 from twinpool.cluster.serve.detached_state import DetachedState, ServiceProcess
 from twinpool.cluster.serve.preflight import ServePlan
 from twinpool.cluster.serve.rolling_services import REPLACE_S
-from twinpool.cluster.serve.router_services import RouterCommand, RouterProbe, RouterServices
+from twinpool.cluster.serve.router_services import RouterCommand, RouterProbe, RouterServices, RoutersPlan
 from twinpool.contracts.clock import ManualClock
 
 STALL_S = 15.0
@@ -68,10 +68,10 @@ class Scene:
         self.state = DetachedState.load(folder)
         self.clock, self.said = ManualClock(), list[str]()
         context = service_context(folder, self.clock, self.said.append, stack, self.state)
-        self.routers = RouterServices(context, prepared, folder)
+        self.routers = RouterServices(context, RoutersPlan.of(prepared), folder)
 
     def start(self) -> None:
-        command = RouterCommand((sys.executable, "-c", ROUTER), dict(os.environ), "127.0.0.1:1", self.settings, None)
+        command = RouterCommand((sys.executable, "-c", ROUTER), dict(os.environ), ("--config-json", str(self.settings)))
         self.routers.start(command)
         for service in self.routers.services():
             assert service.listening(60.0)
@@ -81,7 +81,7 @@ class Scene:
         config = self.prepared.config
         config = dataclasses.replace(config, router=dataclasses.replace(config.router, **router))  # type: ignore[arg-type]
         self.prepared = dataclasses.replace(self.prepared, config=config)
-        self.routers.change(self.prepared)
+        self.routers.change(RoutersPlan.of(self.prepared))
 
     def tended(self) -> tuple[int, str]:
         self.routers.tend()

@@ -1,0 +1,85 @@
+"""The section `models` of a configuration file: what each model gets of it, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from twinpool.cluster.serve.models_config import models_of, places_of
+from twinpool.contracts.config.load_config import load_config
+from twinpool.contracts.errors import ConfigError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "models.yaml"
+
+
+def read(file: Path, tree: dict[str, Any], *assignments: str) -> Any:
+    file.write_text(yaml.safe_dump(tree))
+    return models_of(file, assignments)
+
+
+def test_a_file_without_the_section_has_no_models(file: Path) -> None:
+    assert read(file, {"launch": {"port": 8001}}) == {}
+    assert models_of(None) == {}
+
+
+def test_each_model_has_the_rest_of_the_file_with_its_own_keys_in_place(file: Path) -> None:
+    common = {"launch": {"port": 8001, "model": "demo"}, "cache": {"device_tokens": 4096, "page_tokens": 16}}
+    own = {"a": {"pools": {"decode": 2}}, "b": {"launch": {"model": "smollm2"}, "cache": {"page_tokens": 32}}}
+    models = read(file, {**common, "models": own}, "cache.device_tokens=2048", "models.b.pools.prefill=3")
+    assert list(models) == ["a", "b"]
+    a, b = models.values()
+    assert [one.launch.model for one in (a, b)] == ["demo", "smollm2"]
+    assert [one.launch.port for one in (a, b)] == [8001, 8001]
+    assert [one.cache.page_tokens for one in (a, b)] == [16, 32]
+    assert [one.cache.device_tokens for one in (a, b)] == [2048, 2048]
+    assert [(one.pools.prefill, one.pools.decode) for one in (a, b)] == [(0, 2), (3, 0)]
+    assert [places_of(one) for one in (a, b)] == [3, 4]
+
+
+def test_a_model_is_served_under_its_name_and_those_that_it_adds(file: Path) -> None:
+    models = read(file, {"models": {"a": None, "b": {"router": {"served_model_name": "b, bee"}}}})
+    assert [one.router.served_model_name for one in models.values()] == ["a", "b, bee"]
+
+
+def test_names_and_ledgers_of_clusters_are_told_apart(file: Path) -> None:
+    models = read(file, {"cluster": {"name": "c", "ledger": "/x/table"}, "models": {"a": {}, "b": {}}})
+    assert [(one.cluster.name, one.cluster.ledger) for one in models.values()] == [
+        ("c.a", "/x/table.a"),
+        ("c.b", "/x/table.b"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tree", "word"),
+    [
+        ({"models": {}}, "must hold 1 to 64 models"),
+        ({"models": ["a"]}, "must hold 1 to 64 models"),
+        ({"models": {"a b": {}}}, "a model's name"),
+        ({"models": {"a": 7}}, "models.a must hold keys"),
+        ({"models": {"a": {"cach": {}}}}, "model a: unknown config key cach"),
+        ({"models": {"a": {"launch": {"port": 1}}}}, "models.a.launch.port is of the endpoint"),
+        ({"models": {"a": {"security": {"keys_file": "x"}}}}, "models.a.security is of the endpoint"),
+        ({"models": {"a": {"router": {"max_connections": 5}}}}, "models.a.router.max_connections is of the endpoint"),
+        ({"models": {"a": {}, "b": {"router": {"served_model_name": "a"}}}}, "models a and b are both served as a"),
+        ({"cluster": {"controller_port": 7000}, "models": {"a": {}, "b": {}}}, "both controlled at port 7000"),
+        ({"transfer": {"plane": "local"}, "models": {"a": {}}}, "model a: transfer.plane=local"),
+        ({"batch": {"folder": "/x"}, "models": {"a": {}}}, "model a: batch.folder"),
+        ({"cluster": {"controllers": "h:1", "name": "n", "ledger": "redis://h:1"}, "models": {"a": {}}}, "controllers"),
+    ],
+)
+def test_what_several_models_can_not_have_is_refused_by_name(file: Path, tree: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read(file, tree)
+    assert word in str(refused.value)
+
+
+def test_who_takes_one_model_refuses_a_file_of_several(file: Path) -> None:
+    read(file, {"models": {"a": {}}})
+    with pytest.raises(ConfigError, match="has several models"):
+        load_config(file)

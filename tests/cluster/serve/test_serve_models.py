@@ -1,0 +1,192 @@
+"""Several models under one supervisor, with stand-ins for their processes: started, kept, ended."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import yaml
+
+from tests.support.served_cluster import until
+from twinpool.cluster.assembly.node_shares import CardFacts
+from twinpool.cluster.serve import model_cluster, serve_models
+from twinpool.cluster.serve.preflight import ServeOptions
+from twinpool.cluster.serve.serve_models import ServeModels, plan_models
+from twinpool.cluster.serve.shutdown_signal import ASKED, FAILED, ShutdownSignal
+from twinpool.contracts.config.load_config import config_from_dict
+from twinpool.contracts.errors import ConfigError
+from twinpool.contracts.messages.router_report import RoutedModel
+
+MODEL = """
+import json, os, sys, time
+from pathlib import Path
+def given(name):
+    return sys.argv[sys.argv.index(name) + 1]
+config = Path(given("--config")).read_text()
+with (Path(given("--logs")) / "starts").open("a") as file:
+    file.write(f"{os.getpid()}\\n")
+if "breaker_failures: 77" in config:
+    sys.exit("error: it can't be served")
+Path(given("--report")).write_text(json.dumps({"model": given("--logs"), "controllers": "h:1"}))
+os.write(int(given("--ready-fd")), b"ready")
+time.sleep(600)
+"""
+ROUTER = """
+import os, socket, sys
+def given(name):
+    return sys.argv[sys.argv.index(name) + 1]
+bound = socket.socket(socket.AF_UNIX)
+bound.bind(given("--live-socket"))
+bound.listen()
+os.write(int(given("--ready-fd")), b"ready")
+while True:
+    asked = bound.accept()[0]
+    asked.recv(4096)
+    asked.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: 0\\r\\n\\r\\n")
+    asked.close()
+"""
+
+
+class Stopping(ShutdownSignal):
+    """A request to end that this process outlives."""
+
+    def install(self) -> None: ...
+
+    def ask(self) -> None:
+        self._asked.set()
+
+    def promise(self, code: int) -> None: ...
+
+
+class Folder:
+    """A run's folders, and what it was told."""
+
+    def __init__(self, place: Path) -> None:
+        self.temporary, self.logs = place / "t", place / "l"
+        self.temporary.mkdir()
+        self.logs.mkdir()
+        self.published: list[tuple[str, str]] = []
+
+    def owns(self, pid: int, started: int) -> None: ...
+
+    def publish(self, url: str, model: str, ca: str = "", config: str = "") -> None:
+        self.published.append((url, model))
+
+
+class Run:
+    """One run of two models, in a thread."""
+
+    def __init__(self, place: Path, **models: Any) -> None:
+        file = place / "models.yaml"
+        file.write_text(yaml.safe_dump({"launch": {"port": 0}, "models": models}))
+        plan = plan_models(ServeOptions.of_file(file))
+        assert plan is not None
+        self.folder, self.out, self.stopping = Folder(place), io.StringIO(), Stopping(0.0)
+        self.serve = ServeModels(plan, self.folder, self.out, self.stopping)  # type: ignore[arg-type]
+        self.code: list[int] = []
+        self.thread = threading.Thread(target=lambda: self.code.append(self.serve.run()))
+
+    def starts(self, model: str) -> list[int]:
+        file = self.folder.logs / model / "starts"
+        return [int(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def end(self) -> None:
+        self.stopping.ask()
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
+    monkeypatch.setattr(serve_models, "MODEL", (sys.executable, "-S", "-c", MODEL))
+    monkeypatch.setattr(serve_models, "ROUTER", (sys.executable, "-S", "-c", ROUTER))
+    runs: list[Run] = []
+
+    def start(**models: Any) -> Run:
+        runs.append(run := Run(tmp_path, **models))
+        run.thread.start()
+        return run
+
+    yield start
+    for run in runs:
+        run.end()
+
+
+@pytest.mark.slow
+def test_models_are_started_once_each_and_started_again_when_they_die_and_all_end_together(
+    begin: Callable[..., Run],
+) -> None:
+    run = begin(a={}, b={})
+    until(lambda: bool(run.folder.published), "both to be served", 60)
+    assert run.folder.published[0][1] == "a, b"
+    routed = msgspec.json.decode((run.folder.temporary / "models.json").read_bytes(), type=list[RoutedModel])
+    assert [Path(one.model).name for one in routed] == ["a", "b"]
+    first = run.starts("a")
+    psutil.Process(first[0]).kill()
+    until(lambda: len(run.starts("a")) == 2, "the model to be started again", 60)
+    assert len(run.starts("b")) == 1
+    pids = [*run.starts("a")[1:], *run.starts("b")]
+    run.end()
+    assert run.code == [ASKED]
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.slow
+def test_a_model_that_can_not_start_ends_the_start_with_its_reason(begin: Callable[..., Run]) -> None:
+    run = begin(a={}, b={"router": {"breaker_failures": 77}})
+    run.thread.join(60)
+    assert run.code == [FAILED]
+    assert "model-b" in run.out.getvalue()
+    assert "it can't be served" in run.out.getvalue()
+    assert not run.folder.published
+
+
+@pytest.mark.slow
+def test_a_model_that_dies_too_often_stays_away_and_the_others_are_served_on(begin: Callable[..., Run]) -> None:
+    run = begin(a={}, b={"cluster": {"restart_limit": 1}})
+    until(lambda: bool(run.folder.published), "both to be served", 60)
+    config = run.folder.logs / "b" / "settings.yaml"
+    config.write_text(config.read_text().replace("breaker_failures: 5", "breaker_failures: 77"))
+    psutil.Process(run.starts("b")[0]).kill()
+    until(lambda: "model b stays away" in run.out.getvalue(), "the model to be given up", 60)
+    assert len(run.starts("b")) == 2
+    assert psutil.pid_exists(run.starts("a")[0])
+    assert run.thread.is_alive()
+
+
+def test_flags_of_one_model_are_refused(tmp_path: Path) -> None:
+    (file := tmp_path / "models.yaml").write_text("models: {a: {}}")
+    options = ServeOptions.of_file(file)
+    for given in (replace(options, unset=options.unset - {"model"}), replace(options, unsized=frozenset())):
+        with pytest.raises(ConfigError, match="are of one model"):
+            plan_models(given)
+
+
+def card(index: int) -> CardFacts:
+    return CardFacts(index, "a card", 1 << 34, 1 << 34, 90, ())
+
+
+def test_models_have_cards_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_cluster, "cards_of", lambda setting: tuple(map(card, range(4))))
+    config = config_from_dict({"pools": {"decode": 2}})
+    assert [one.index for one in model_cluster.own_cards(config, 1)] == [1, 2, 3]
+    with pytest.raises(ConfigError, match="3 GPUs besides the 2 of other models"):
+        model_cluster.own_cards(config, 2)
+
+
+def test_the_report_names_the_table_of_the_index_by_a_name_that_stays(tmp_path: Path) -> None:
+    to = tmp_path / "m.1.routed"
+    for start in ("first", "second"):
+        (table := tmp_path / start).write_text(start)
+        model_cluster.report(RoutedModel("model", "h:1", "s", str(table)), to)
+        told = msgspec.json.decode(to.read_bytes(), type=RoutedModel)
+        assert told.kv_index == str(tmp_path / "m.1.kv-index")
+        assert Path(told.kv_index).read_text() == start
