@@ -289,17 +289,19 @@ class PrefillPages(RequestPages):
 
     def _compute_picture(self, encoder: PictureEncoder, able: Sequence[PrefillRequest], ahead: int) -> bool:
         """Compute a slice of a picture of the next `ahead` positions of one; returns whether there was one."""
-        wanted, needed = list[PlacedRows](), set[bytes]()
+        wanted, needed = dict[PrefillRequest, PlacedRows](), set[bytes]()
         for request in able:
             end = request.launched + ahead
             if (lacking := self.lacking(request)) is not None and lacking.at[0] < end:
-                wanted.append(lacking)
-                request.looked_at = True
+                wanted[request] = lacking
                 end = lacking.at[0]
             # What is behind a picture that it lacks is of no use yet, and holds up nobody.
             here = [one for one in request.pictures if request.committed <= one.at[-1] and one.at[0] < end]
             needed |= {one.digest for one in here if encoder.has(one.digest)}
-        return encoder.compute(wanted, needed)
+        computed = encoder.compute([*wanted.values()], needed)
+        for request, picture in wanted.items():
+            request.looked_at = request.looked_at or encoder.began(picture.digest)
+        return computed
 
     def prefetch(self, request: PrefillRequest) -> None:
         """Begin to read what storage has of the prompt into host memory."""

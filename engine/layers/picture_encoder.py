@@ -73,6 +73,10 @@ class PictureEncoder:
         """Whether a picture is computed."""
         return digest in self._kept
 
+    def began(self, digest: bytes) -> bool:
+        """Whether a picture is computed, or some of it."""
+        return digest in self._kept or digest in self._begun
+
     def compute(self, wanted: Sequence[PlacedRows], needed: Collection[bytes]) -> bool:
         """Compute one slice of a picture in `wanted`, none of which is computed; returns whether there was one, and
         room for what it gives. `needed`: the digests of pictures that are computed and go into steps now.
@@ -84,11 +88,11 @@ class PictureEncoder:
         chosen[1:] = sorted(chosen[1:], key=lambda one: one[1].count)[: AT_ONCE - 1]
         for digest in self._begun.keys() - dict(chosen).keys():
             del self._begun[digest]
+        if sum(self._kept[one].nbytes for one in needed) > self._limit:  # None is begun, and what was goes on.
+            chosen = [one for one in chosen if one[0] in self._begun]
         if not chosen:
             return False
         digest, picture = chosen[self.slices % len(chosen)]
-        if digest not in self._begun and sum(self._kept[one].nbytes for one in needed) > self._limit:
-            return False
         self._device.submit(_SLICE_OP, lambda: self._advance(digest, picture, needed)).wait()
         return True
 
@@ -112,7 +116,6 @@ class PictureEncoder:
 
     @torch.inference_mode()
     def _advance(self, digest: bytes, picture: Picture, needed: Collection[bytes]) -> None:
-        self.slices += 1
         if digest not in self._begun:
             self._begun[digest] = self._begin(picture)
         try:
@@ -121,6 +124,7 @@ class PictureEncoder:
         except StopIteration as end:
             del self._begun[digest]
             self._keep(digest, end.value, needed)
+        self.slices += 1
 
     def _keep(self, digest: bytes, rows: Tensor, needed: Collection[bytes]) -> None:
         self.counters["pictures_computed"] += 1

@@ -122,6 +122,23 @@ def test_what_is_kept_has_a_bound_and_prompts_that_need_more_take_turns() -> Non
     assert parts.encoder.counters["pictures_computed"] == 15, "none was computed again"
 
 
+def test_a_picture_that_was_begun_goes_on_while_there_is_no_room_to_begin_another() -> None:
+    tower = CountingTower()
+    encoder = PictureEncoder(tower, 0, FAST, None, CpuDevice())
+    kept, begun, new = (
+        PlacedRows(Picture(7, n, 1, n, bytes(3 * n)), bytes([n]), 0, range(n)) for n in (1, 9, 5)
+    )  # fmt: skip
+    while not encoder.has(kept.digest):
+        encoder.compute([kept], ())
+    encoder.compute([begun], ())
+    assert not encoder.compute([new], [kept.digest])
+    encoder.compute([begun], ())
+    for _ in range(4):
+        assert encoder.compute([begun, new], [kept.digest])
+    assert tower.of == [1] + [9] * 6
+    assert not encoder.began(new.digest)
+
+
 def test_what_nobody_waits_for_is_given_up() -> None:
     parts = SeeingParts(chunk_tokens=16)
     gone = parts.ask_seeing("gone", (4, 30), prompt=40)
@@ -137,11 +154,13 @@ def test_what_nobody_waits_for_is_given_up() -> None:
 
 def test_a_prompt_whose_picture_was_begun_is_not_too_late_to_begin() -> None:
     parts = SeeingParts(chunk_tokens=16)
-    request = parts.ask_seeing("one", (0, 30), prompt=40)
-    request.begin_by = 1.0
+    request, *behind = [parts.ask_seeing(name, (0, 30), prompt=40) for name in "abc"]
+    for each in (request, *behind):
+        each.begin_by = 1.0
     parts.step()
     assert request.launched == 0
     assert not request.late(2.0)
+    assert all(each.late(2.0) for each in behind), "theirs weren't"
 
 
 def test_a_picture_far_behind_the_next_chunk_is_not_begun() -> None:
