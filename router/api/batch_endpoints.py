@@ -48,8 +48,8 @@ MAX_WINDOW_S = 30 * 86_400
 LEAST_KEPT_S = 3600
 _BOUNDARY = re.compile(r'multipart/form-data\s*;.*?boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))', re.IGNORECASE)
 _NAME = re.compile(rb'[;\s]name="([^"]*)"')
-_AFTER_MARK = re.compile(rb"--|[ \t]*\r\n")
-_MAY_BECOME_THAT = re.compile(rb"-?|[ \t]*\r?")
+_AFTER_MARK = re.compile(rb"--|[ \t]{0,128}\r\n")
+_MAY_BECOME_THAT = re.compile(rb"-?|[ \t]{0,128}\r?")
 """What follows a boundary, else it is content that begins as one (RFC 2046, 5.1.1); and what may become that."""
 _FILENAME = re.compile(rb'[;\s]filename="((?:[^"\\]|\\.)*)"')
 FILES, BATCHES = "/v1/files", "/v1/batches"
@@ -293,7 +293,7 @@ class FormReader:
                 safe = max(0, len(self._held) - len(self._mark))
                 content, rest = self._held[:safe], self._held[safe:]
             elif not _AFTER_MARK.match(rest):
-                if len(rest) < HEAD_BYTES and _MAY_BECOME_THAT.fullmatch(rest):
+                if _MAY_BECOME_THAT.fullmatch(rest):
                     rest, mark = mark + rest, b""
                 else:
                     self._take(content + mark, out)

@@ -123,6 +123,7 @@ def test_lists_come_in_pages_in_either_order_and_by_purpose(server: Server) -> N
             found, more = names(server, "/v1/files", f"limit={size}{after}")
             assert 0 < len(found) <= size
             paged += found
+            assert len(paged) <= len(everything)
             after = f"&after={found[-1]}"
         assert paged == everything, size
 
