@@ -209,7 +209,7 @@ async def test_what_says_nothing_of_a_request_is_asked_again_and_what_does_ends_
     tmp_path: Path, outcome: Callable[[], Answer | Exception], times: int, asked: int, said: tuple[int, str | None]
 ) -> None:
     async with rig(tmp_path, line_tries=3) as made:
-        batch = made.submit([request(0)])
+        batch = made.submit([request(0, prompt="x" * 100_000)])  # Its memory is booked, and given back.
 
         def script(number: int) -> Answer | Exception:
             answer = outcome() if len(made.service.asked) <= times else Answer()
