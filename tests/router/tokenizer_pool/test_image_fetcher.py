@@ -23,7 +23,7 @@ from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import ConfigError, RequestError
 from twinpool.contracts.image_urls import RefusedUrl, UrlRules
-from twinpool.router.openai.api_errors import BufferFull
+from twinpool.router.openai.api_errors import BufferFull, ClientGone
 from twinpool.router.text.pictures import WantedImage
 from twinpool.router.text.tokenizer import read_model_tokenizer
 from twinpool.router.tokenizer_pool import image_fetcher
@@ -371,7 +371,15 @@ async def test_a_body_with_urls_makes_the_prompt_of_the_same_chat_with_data(host
         FrameKind.RESPONSES: {"input": [{"role": "user", "content": said}]},
     }
     wanted = inside.chat(json.dumps({"messages": [asks("see", PNG)]}).encode()).prompts
-    readers = TokenizerPool(setup_frame(spec, config, 100_000), 1, WAIT_S, fetcher(hosts))
+    images = fetcher(hosts, image_url_timeout_s=WAIT_S)
+    readers = TokenizerPool(setup_frame(spec, config, 100_000), 1, WAIT_S, images)
+    begun = asyncio.Event()
+
+    async def stuck(path: str, writer: asyncio.StreamWriter) -> None:
+        begun.set()
+        await asyncio.get_running_loop().create_future()
+
+    hosts.answers["/stuck"] = stuck
 
     async def ask(kind: FrameKind, body: Any) -> PreparedRequest:
         return await readers.prepare(inside, kind, json.dumps(body).encode(), "")
@@ -392,5 +400,14 @@ async def test_a_body_with_urls_makes_the_prompt_of_the_same_chat_with_data(host
                 await ask(FrameKind.RESPONSES, bodies[FrameKind.RESPONSES])
             chat[1]["image_url"] = {"url": data_url(PNG)}
             assert (await ask(FrameKind.CHAT, bodies[FrameKind.CHAT])).prompts == wanted, "nothing is left of before"
+            chat[1]["image_url"] = {"url": "http://images.example/stuck"}
+            body, gone = json.dumps(bodies[FrameKind.CHAT]).encode(), list[Callable[[], object]]()
+            left = asyncio.ensure_future(readers.prepare(inside, FrameKind.CHAT, body, "", gone.append))
+            async with asyncio.timeout(WAIT_S):
+                await begun.wait()
+                gone[0]()
+                with pytest.raises(ClientGone):
+                    await left
+            assert (images.held, images.busy) == (0, {})
     finally:
         await readers.close()
