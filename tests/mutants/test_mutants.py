@@ -24,7 +24,7 @@ def test_every_other_mutant_is_of_a_kind() -> None:
 def test_every_mutant_is_named_for_its_rule_and_its_test_is_there() -> None:
     for mutant in all_mutants():
         assert mutant.path.name.startswith(f"{mutant.rule.lower()}-"), mutant.path.name
-        file, name = mutant.test.split("::")
+        file, name = mutant.test.split("::", 1)
         assert f"def {name.split('[')[0]}(" in (ROOT / file).read_text(), f"{mutant.path.name}: {mutant.test} is gone"
 
 
