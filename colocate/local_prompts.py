@@ -24,7 +24,6 @@ from twinpool.cache.allocation import Allocation
 from twinpool.cache.device.device_port import Device
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config
-from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import RequestId
 from twinpool.contracts.interfaces.worker_interface import SessionId
 from twinpool.contracts.messages.router_commands import Submit, without_pixels
@@ -174,9 +173,9 @@ class LocalPrompts(TransferQueue):
         if submit.peer is not None:
             return super().open(session, submit, grammar)
         try:
-            pictures = self.prompt_pages.placed(submit)
+            pictures = self.prompt_pages.placed(submit, self._all())
         except UnfitPictures as error:
-            return AdmissionRefusal(ErrorKind.INVALID, str(error))
+            return AdmissionRefusal(error.kind, str(error))
         now, (prefix, chain) = self._clock.now(), self._pages.prefix(submit)
         deadline = now + submit.deadline_s
         leg = DecodeRequest(session, without_pixels(submit), now, deadline, prefix, grammar)

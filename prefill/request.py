@@ -25,6 +25,7 @@ from twinpool.cache.tiers.prefetch import PrefetchRequest
 from twinpool.contracts.block_hash import PICTURE_KEYS, picture_keys
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.worker_config import PrefillConfig
+from twinpool.contracts.errors import ErrorKind
 from twinpool.contracts.ids import Role, WorkerName
 from twinpool.contracts.messages.router_commands import Submit
 from twinpool.contracts.messages.worker_events import Embedding, Event, LegReport, PromptScores, Tokens
@@ -198,6 +199,11 @@ class PrefillRequest(WorkerRequest):
         self.phase = PHASES.next(self.phase, event)
 
 
+def _pixels(submit: Submit) -> int:
+    """Bytes of the pixels of a request."""
+    return sum(len(picture.pixels) for picture in submit.pictures)
+
+
 def launchable(requests: Iterable[PrefillRequest]) -> list[PrefillRequest]:
     """The requests of which something is left to launch, the most urgent first."""
     running = PrefillPhase.RUNNING
@@ -222,8 +228,17 @@ class StepMember:
         return self.start == self.request.starts
 
 
+PIXEL_BYTES = 1024**3
+"""Bytes of pixels that a worker holds for prompts that aren't computed yet, of all routers: as many as one has in
+flight."""
+
+
 class UnfitPictures(ValueError):
-    """A request's pictures that can't be computed here; the text says why."""
+    """A request's pictures that can't be computed here, or not now; the text says why."""
+
+    def __init__(self, why: str, kind: ErrorKind = ErrorKind.INVALID) -> None:
+        super().__init__(why)
+        self.kind = kind
 
 
 class PrefillPages(RequestPages):
@@ -240,13 +255,15 @@ class PrefillPages(RequestPages):
         """Return how many leading pages may come from the tree: the last token is computed, and every scored one."""
         return (len(request.tokens) - 1) // self.page_tokens if self.reuse and not request.wants_scores else 0
 
-    def placed(self, submit: Submit) -> list[PlacedRows]:
+    def placed(self, submit: Submit, requests: Iterable[PrefillRequest]) -> list[PlacedRows]:
         """Return a request's pictures with their positions. Raises `UnfitPictures` where they aren't those that its
-        tokens were made of."""
+        tokens were made of, or those of `requests`, which are here, leave no room for them."""
         if not submit.pictures:
             return []
         if self.encoder is None:
             raise UnfitPictures("this worker takes no images, as it is configured")
+        if sum(_pixels(one.submit) for one in requests) + _pixels(submit) > PIXEL_BYTES:
+            raise UnfitPictures("images of other requests fill this worker; try again later", ErrorKind.OVERLOADED)
         sees = self.encoder.tower.spec
         at = [place for place, token in enumerate(submit.tokens) if token >= PICTURE_KEYS]
         placed: list[PlacedRows] = []

@@ -79,10 +79,10 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         if submit is None:
             return
         try:
-            pictures = self._request_pages.placed(submit)
+            pictures = self._request_pages.placed(submit, self._request_table)
             self._handover.open(submit)
         except (UnfitPictures, WireError) as error:
-            kind = ErrorKind.ROOM if isinstance(error, WireError) else ErrorKind.INVALID
+            kind = error.kind if isinstance(error, UnfitPictures) else ErrorKind.ROOM
             self._request_table.refuse(session, submit, AdmissionRefusal(kind, str(error)))
             return
         self._auditor.preempt("a request came")

@@ -245,6 +245,18 @@ def test_a_request_that_runs_where_its_prompt_was_computed_holds_no_pixels(seer:
 
 
 @pytest.mark.slow
+def test_pixels_that_a_worker_holds_have_a_bound_and_come_back(seer: Seer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many routers send it some."""
+    prompt, alone = seer.prompt([asks("see ", png(pattern(24, 24)))]), SamplingParams(1, temperature=0.0)
+    monkeypatch.setattr("twinpool.prefill.request.PIXEL_BYTES", 2 * len(prompt.pictures[0].pixels))
+    with pair(seer.folder) as both:
+        answers = both.run(*[both.submit(prompt.tokens, alone, pictures=prompt.pictures) for _ in range(3)])
+        assert [answer.done.error for answer in answers if answer.done] == [None, None, ErrorKind.OVERLOADED]
+        (again,) = both.run(both.submit(prompt.tokens, alone, pictures=prompt.pictures))
+        assert again.list == answers[0].list
+
+
+@pytest.mark.slow
 def test_a_picture_that_is_not_the_prompts_is_refused(seer: Seer) -> None:
     prompt = seer.prompt([asks("see ", png(pattern(24, 24)))])
     other = seer.prompt([asks("see ", png(pattern(24, 24, seed=1)))]).pictures
