@@ -46,7 +46,17 @@ SECTIONS = {
         "bodies_",
         "reader_",
     ),
-    "Requests": ("requests_in", "requests_wait", "requests_", "ignored_", "answers", "client_", "slow_", "tenant_"),
+    "Requests": (
+        "requests_in",
+        "requests_wait",
+        "requests_",
+        "ignored_",
+        "answers",
+        "client_",
+        "slow_",
+        "tenant_",
+        "wake",
+    ),
     "Batches": ("batch",),
     "Records and traces": ("request_records", "record", "traces"),
     "Times and lengths": ("time_to", "time_per", "inter_token", "request_", "first_tokens", "gaps"),
@@ -148,6 +158,9 @@ NOTES = {
     "twinpool_requests_refused_falsely": Note(
         R, "a large part of `late`: predictions are off, the load changes faster than they learn"
     ),
+    "twinpool_wake_waiting": Note(R, "near `router.wake_queue`: further requests get 503 until the cluster serves"),
+    "twinpool_wakes": Note(R, "often: a longer `cluster.sleep_after_s`"),
+    "twinpool_wake_seconds": Note(R, "long: `cluster.sleep_level=1` keeps processes and weights"),
     "twinpool_requests_shed": Note(R, "grows: more prefill workers, or refuse more by `router.max_queue`"),
     "twinpool_answers": Note(
         R, "`error` grows: as `requests_failed`; `length` beyond the usual: a model that doesn't end"

@@ -45,6 +45,10 @@ DIGEST_CHARS = 32
 """Characters of the digest that names weights which were given no name."""
 
 
+IDLE_WAIT_S = 30.0
+"""Seconds that requests have to end which come while the cluster falls asleep for want of them."""
+
+
 class WeightsChanges:
     """Changes of what one table's cluster serves."""
 
@@ -59,6 +63,10 @@ class WeightsChanges:
         """When workers were told to leave for a change, in seconds of the clock."""
         self._away_since: dict[WorkerName, float] = {}
         """Since when wanted workers haven't served, in seconds of the clock."""
+        self._busy_at = table.clock.now()
+        """When a worker was last seen to have work, or the cluster not to be as it should, in seconds of the clock."""
+        self._steps: dict[tuple[WorkerName, Incarnation], int] = {}
+        """Steps that workers had made by then."""
 
     # ------------------------------------------------------------ orders
 
@@ -98,12 +106,37 @@ class WeightsChanges:
         return f"an operator changes the weights to {_source(change.path)}"
 
     def _sleep(self, change: SleepCluster) -> str:
+        if change.demand and not (self._served.asleep and self._served.by_demand):
+            return ""  # Another router was first, or an operator has put it to sleep.
         if change.level > 2:
             raise ConfigError(f"the levels of sleep are 1 and 2, and 0 wakes; got {change.level}")
         if change.level and change.level != self._served.asleep:
             self._check_settled("sleep")
-        self._save(asleep=change.level, wait_s=change.wait_s if change.level else self._served.wait_s)
-        return f"an operator has put the cluster to sleep, level {change.level}" if change.level else "it was woken"
+        wait_s = change.wait_s if change.level else self._served.wait_s
+        self._save(asleep=change.level, wait_s=wait_s, by_demand=False)
+        if change.level:
+            return f"an operator has put the cluster to sleep, level {change.level}"
+        return "a request has woken the cluster" if change.demand else "it was woken"
+
+    def _sleep_when_idle(self, now: float) -> None:
+        """Put the cluster to sleep that had no request for `cluster.sleep_after_s`. Work that begins and ends between
+        two heartbeats is seen by the steps that were made."""
+        after_s = self._table.config.sleep_after_s
+        if not after_s:
+            return
+        serving = _serving(self._table)
+        steps = {(row.name, row.incarnation): row.status.steps for row in serving if row.status is not None}
+        rows = [row for row in self._table.rows.values() if row.wanted]
+        still = rows and all(_idle(row) for row in rows) and steps == self._steps
+        settled = self._served.pending is None and not self._served.paused and not self._behind()
+        self._steps = steps
+        if not still or not settled:
+            self._busy_at = now
+        elif now >= self._busy_at + after_s:
+            self._save(asleep=self._table.config.sleep_level, wait_s=IDLE_WAIT_S, by_demand=True)
+            self._table.note(
+                f"no request for {after_s:g} s (cluster.sleep_after_s): the cluster sleeps until one comes"
+            )
 
     def _check_settled(self, what: str, *, rolling: bool = False) -> None:
         """Refuse a change while another one is under way. `rolling`: whether it may take the place of a rolling one."""
@@ -129,6 +162,8 @@ class WeightsChanges:
         self._away_since = {name: self._away_since.get(name, now) for name in away}
         if self._served.pending is not None:
             self._tend(self._served.pending, now)
+        if not self._served.asleep:
+            self._sleep_when_idle(now)
         if self._served.asleep:
             self._tell_all(_serving(self._table), now)
         else:
@@ -284,6 +319,12 @@ def _files(record: WorkerRecord | None) -> tuple[str, str]:
 def _source(path: str) -> str:
     """The place that weights come from, in words."""
     return path or "the checkpoint"
+
+
+def _idle(row: WantedWorker) -> bool:
+    """Whether a worker serves and has nothing to do, as its latest heartbeat says."""
+    status = row.status
+    return _settled(row) and status is not None and not (status.running or status.waiting or status.outgoing)
 
 
 def _settled(row: WantedWorker) -> bool:

@@ -107,6 +107,12 @@ class ClusterConfig:
     wait_for_nodes: bool = True
     """Whether workers may be added to a Ray that was joined (`--ray-address`) when no node of it has room for them:
     they wait for one to join, as Ray's autoscaler brings them. Off: they are refused, as on a Ray of our own."""
+    sleep_after_s: float = 0.0
+    """Seconds without a request after which all workers sleep, until one comes and wakes them
+    (`router.wake_timeout_s`). 0: they never do by themselves."""
+    sleep_level: int = 1
+    """How they sleep then. 1: processes keep the weights in host memory; 2: processes end, and weights are read
+    again."""
     stop_timeout_s: float = 25.0
     """Seconds that running answers have to end after Ctrl-C or SIGTERM, while new requests are refused; those that are
     left end with an error then, and `serve` itself within 6 s more. Without any it ends at once; one that is

@@ -158,6 +158,8 @@ def _conflicts(config: Config) -> Iterator[str]:
             "config key decode.retract=copy needs host memory to copy into: set cache.host_bytes or "
             "cluster.host_memory_share, or leave it at auto"
         )
+    if config.cluster.sleep_level not in (1, 2):
+        yield f"config key cluster.sleep_level is 1 or 2; got {config.cluster.sleep_level}"
     if config.pools.colocated and (config.pools.prefill or config.pools.decode):
         yield ("config key pools.colocated goes without pools.prefill and pools.decode: a cluster has either")
     if config.watch.window_tokens > 1024:
@@ -389,7 +391,7 @@ _MAY_BE_ZERO = {
     "prefill.tenant_credit_tokens",
     "faults.step_delay_s", "faults.link_bytes_per_s", "router.replay_limit", "router.max_body_bytes",
     "router.max_prompt_logprobs", "router.ttft_slo_ms", "decode.prefix_offer_bytes",
-    "cluster.controller_port", "cluster.ledger_replicas", "cluster.standby_controllers",
+    "cluster.sleep_after_s", "cluster.controller_port", "cluster.ledger_replicas", "cluster.standby_controllers",
     "faults.retract_every", "launch.port", "security.admin_port", "audit.fraction", "audit.margin",
     "watch.repetition_tokens", "watch.rare_factor", "cluster.host_memory_share", "cluster.host_memory_bytes",
     "autoscaling.max_workers", "autoscaling.tolerance", "autoscaling.hold_s",

@@ -56,6 +56,11 @@ class RouterConfig:
     """Requests that one decode worker hands to others at the same time."""
     worker_wait_s: float = 60.0
     """Seconds that a request waits for a worker of a role to come (back)."""
+    wake_timeout_s: float = 120.0
+    """Seconds that a request which meets a cluster asleep for want of requests (`cluster.sleep_after_s`) waits for it
+    to serve; then it gets 503."""
+    wake_queue: int = 64
+    """Requests that wait for that at once; more get 503 at once."""
     resume_wait_s: float = 2.0
     """Seconds that decode workers may take to say what they have kept of a request with an Idempotency-Key; those that
     haven't answered by then count as having nothing."""

@@ -59,6 +59,8 @@ class ServedWeights(Message, frozen=True):
     """As `rolling`, once the cluster has changed to the pending weights."""
     pending_wait_s: Finite = 0.0
     """As `wait_s`, once it has."""
+    by_demand: bool = False
+    """Whether it sleeps for want of requests, so that one that comes wakes it."""
 
 
 class RecordAsk(Message, frozen=True):

@@ -128,6 +128,8 @@ class SleepCluster(Message, frozen=True, tag="sleep"):
     """As `ServedWeights.asleep`."""
     wait_s: Finite = 0.0
     """As `ServedWeights.wait_s`."""
+    demand: bool = False
+    """Whether a request asks for a wake, or the want of requests for sleep; an operator's sleep isn't ended so."""
 
 
 ServingChange = UpdateWeights | FlushCaches | PauseCluster | SleepCluster

@@ -328,6 +328,8 @@ def health_problems(service: RouterService) -> list[str]:
     served = core.workers.served
     if served.asleep:
         problems = [f"the cluster sleeps, at level {served.asleep}: wake it (POST /v1/wake)"]
+    if service.demand.by_demand and not service.draining:
+        problems = []  # A request wakes it, or has.
     if served.paused:
         problems.append("the cluster is paused: resume it (POST /v1/resume)")
     elif core.progress.stalled_s > service.config.stall_s:
@@ -352,6 +354,8 @@ def state_of(service: RouterService) -> str:
     core = service.core
     if core.workers.served.asleep:
         return "asleep"
+    if service.demand.needed:
+        return "waking"
     if all(core.serving(role) for role in core.workers.needed):
         return "ready"
     return "unavailable"

@@ -24,7 +24,6 @@ from twinpool.router.batch.batch_runner import BatchRunner
 from twinpool.router.batch.batch_store import BatchStore
 from twinpool.router.openai.api_errors import (
     ApiError,
-    Asleep,
     BodyTooLarge,
     BufferFull,
     ClientGone,
@@ -258,8 +257,8 @@ def keep_refusal(
 async def _answer(service: RouterService, exchange: HttpExchange) -> None:
     if service.draining:
         raise ShuttingDown
-    if service.core.workers.served.asleep:
-        raise Asleep
+    if service.demand.needed:
+        service.demand.check_room()
     exchange.require_json()
     service.admission.check_room()  # Before the body takes memory, and time to read.
     headers = read_request_headers(exchange.header)

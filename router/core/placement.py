@@ -392,7 +392,7 @@ class Placement:
         it may wait."""
         served, bound = self._workers.served, r.bound
         alive = [entry for entry in self._workers if entry.status.state not in GONE]
-        if served.asleep and not alive:
+        if served.asleep and not served.by_demand and not alive:
             return "the cluster sleeps, and takes requests once it was woken"
         number = max(one.weights_number for one in r.siblings or (r,))
         if bound is None or number >= served.weights.number or any(entry.numerics == bound for entry in alive):

@@ -62,10 +62,10 @@ class ShuttingDown(TwinpoolError):
 
 
 class Asleep(TwinpoolError):
-    """Raised where a request comes while the cluster sleeps."""
+    """Raised where a request comes while the cluster sleeps, and can't wait for it to wake."""
 
-    def __init__(self) -> None:
-        super().__init__("the cluster sleeps, and takes requests once it was woken")
+    def __init__(self, why: str = "the cluster sleeps, and takes requests once it was woken") -> None:
+        super().__init__(why)
 
 
 class KeyReused(TwinpoolError):

@@ -50,6 +50,7 @@ from twinpool.router.records.kept_records import RefusedRequest
 from twinpool.router.security.tenant_accounts import ApiKeys, TenantAccounts
 from twinpool.router.service.admission import Admission, BodyBuffer
 from twinpool.router.service.controller_calls import ControllerCalls
+from twinpool.router.service.demand_wake import DemandWake
 from twinpool.router.service.idempotency_keys import (
     HASHED_INLINE_BYTES,
     SUPERSEDED,
@@ -74,6 +75,7 @@ from twinpool.router.verification.audits import AuditEnded, AuditFinding
 from twinpool.router.verification.stream_watch import StreamWatch, log_finding
 
 TICK_S = 0.1
+KEPT_NOWHERE = frozenset({FrameKind.EMBEDDINGS, FrameKind.SCORE, FrameKind.RERANK})  # It is computed again alike.
 SHUTTING_DOWN = "the server is shutting down"
 
 
@@ -147,6 +149,7 @@ class RouterService:
             kv_index=index,
             rng=random.Random(),
         )
+        self.demand = DemandWake(self.core, directory, config.router, self.clock)
         self._count(config, ports, index)
         self._answer(config, ports, name, span_sender, wall)
 
@@ -206,7 +209,7 @@ class RouterService:
             ports.recorder,
             span_sender,
         )
-        self.metrics.sources.append(self.records.families)
+        self.metrics.sources += [self.records.families, self.demand.families]
         self.claims = AnswerClaims(self.core, self._supersede)
         self.answers = OpenAnswers(
             self.core,
@@ -231,6 +234,7 @@ class RouterService:
 
         Requests that are read or looked for meanwhile are refused where they would begin."""
         self._closed = True
+        self.demand.close(SHUTTING_DOWN)
         self.claims.close(ReaderFailed(SHUTTING_DOWN))
         for stream in {id(stream): stream for stream, _ in self.answers.owners.values()}.values():
             self.abandon(stream)
@@ -283,13 +287,10 @@ class RouterService:
         `ReaderFailed`, `ClientGone`, `KeyReused` and `Superseded`.
         """
         admission, tenant, headers = self.admission, asked.tenant, asked.headers
-        if asked.kind in (
-            FrameKind.EMBEDDINGS,
-            FrameKind.SCORE,
-            FrameKind.RERANK,
-        ):  # Nothing of it is kept: it comes out the same when it is computed again.
+        if asked.kind in KEPT_NOWHERE:
             headers = replace(headers, resume=None)
         self._check_open()
+        await self.demand.awake(asked.on_gone)
         admission.check_room()
         turn = self.claims.next_turn()
         with admission.hold():
@@ -427,6 +428,7 @@ class RouterService:
         self._follow_adapters(self.worker_links.directory.adapters)
         self.core.workers.served = self.worker_links.directory.serving
         self.core.on_view(self.worker_links.views)
+        self.demand.observe()
         self._act()
 
     def _follow_adapters(self, adapters: tuple[AdapterRef, ...]) -> None:
@@ -438,6 +440,7 @@ class RouterService:
 
     def _on_linked(self, key: WorkerKey) -> None:
         self.core.on_linked(key)
+        self.demand.observe()
         self._act()
 
     def _on_unlinked(self, key: WorkerKey, end: StreamEnd) -> None:

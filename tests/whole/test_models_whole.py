@@ -1,4 +1,5 @@
-"""Two models behind one endpoint, in real clusters: answers, a drain, kills of a worker and of a whole model.
+"""Three models behind one endpoint, in real clusters: answers, a drain, kills of a worker and of a whole model, and one
+that sleeps by demand.
 
 Every answer is compared with transformers' greedy answer by the weights of the model that the request names.
 """
@@ -10,6 +11,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -23,26 +25,31 @@ pytestmark = pytest.mark.slow
 PROMPTS = tuple([7 + 3 * n, 40, 41, 42 + n, 43, 44, 45] * 6 for n in range(6))
 TOKENS = 12
 MODELS = ("first", "second")
+NIGHT = "night"
+"""The model that sleeps when nobody asks."""
 
 
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[list[int]]]]:
     """Of each model its checkpoint and its greedy answers."""
     root, found = tmp_path_factory.mktemp("models"), {}
-    for seed, name in enumerate(MODELS):
+    for seed, name in enumerate((*MODELS, NIGHT)):
         folder = make_checkpoint(root / name, eos=None, seed=seed)
         found[name] = folder, [Oracle(folder).generate(prompt, TOKENS) for prompt in PROMPTS]
-    assert found["first"][1] != found["second"][1]
+    assert len({str(answers) for _, answers in found.values()}) == len(found)
     return found
 
 
 @pytest.fixture
 def served(oracle: dict[str, tuple[Path, list[list[int]]]], tmp_path: Path) -> Iterator[Serving]:
-    models = {name: {"launch": {"model": str(folder)}} for name, (folder, _) in oracle.items()}
-    models["second"]["pools"] = {"decode": "2"}
+    models: dict[str, dict[str, Any]] = {
+        name: {"launch": {"model": str(folder)}} for name, (folder, _) in oracle.items()
+    }
+    models["second"]["pools"] = {"decode": 2}
+    models[NIGHT] |= {"pools": {"colocated": 1}, "cluster": {"sleep_after_s": 5.0, "sleep_level": 2}}
     file = tmp_path / "models.yaml"
     common = {"engine": {"threads": 1}, "cache": {"device_tokens": 4096}, "cluster": {"host_memory_share": 0.05}}
-    file.write_text(yaml.safe_dump({**common, "models": models}).replace("'2'", "2"))
+    file.write_text(yaml.safe_dump({**common, "models": models}))
     with serving(None, tmp_path / "run", "--config", str(file)) as running:
         yield running
 
@@ -64,6 +71,10 @@ def worker_of(served: Serving, model: str, name: str) -> int:
     """The pid of a worker."""
     rows = httpx.get(f"{served.url}/cluster/status", params={"model": model}, timeout=60).json()["workers"]
     return next(int(row["pid"]) for row in rows if row["name"] == name)
+
+
+def state_of(served: Serving, model: str) -> str:
+    return str(httpx.get(f"{served.url}/v1/models/{model}", timeout=60).json()["state"])
 
 
 def health(served: Serving) -> str:
@@ -93,6 +104,10 @@ def test_each_model_answers_by_itself_through_drains_and_kills(
     ask_all(served, oracle, "first")
     until(lambda: health(served) == "ok", "the model to come back", timeout=400)
     ask_all(served, oracle, *MODELS)
+    until(lambda: state_of(served, NIGHT) == "asleep", "the model that nobody asks to fall asleep")
+    assert not worker_of(served, NIGHT, "colocated-0")
+    ask_all(served, oracle, *MODELS, NIGHT)
+    assert served.metric("twinpool_wakes_total", model=NIGHT) >= 1
     for model in MODELS:
         checked = served.twinpool("check", "--model-name", model)
         assert checked.returncode == 0, checked.stdout

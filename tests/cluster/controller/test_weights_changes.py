@@ -42,6 +42,7 @@ class Process:
     prepared: WeightsVersion | None = None
     told: LeaseGrant | None = None
     requests: int = 0
+    steps: int = 0
     waits: bool = False
     """Whether its worker has left, and it waits for a plan."""
 
@@ -49,8 +50,9 @@ class Process:
 class Pools:
     """Workers of two pools and their controller, driven by hand; the ledger outlives controllers."""
 
-    def __init__(self, prefill: int = 2, decode: int = 2) -> None:
+    def __init__(self, prefill: int = 2, decode: int = 2, config: ClusterConfig | None = None) -> None:
         self.clock, self.ledger, self.wall = ManualClock(), MemoryLedger(), 5000.0
+        self.config = config or ClusterConfig()
         self.slow: set[WorkerName] = set()
         """Workers that never get through with reading."""
         self.digest: Callable[[WorkerName], str] = lambda name: DIGEST
@@ -65,7 +67,7 @@ class Pools:
 
     def restart(self) -> None:
         """The controller is killed, and another one goes on from the ledger."""
-        self.core = Controller(self.clock, ClusterConfig(), self.ledger, wall=lambda: self.wall)
+        self.core = Controller(self.clock, self.config, self.ledger, wall=lambda: self.wall)
         self.core.attach([(name, one.start.incarnation) for name, one in self.processes.items()])
 
     def act(self) -> None:
@@ -94,7 +96,9 @@ class Pools:
             )  # fmt: skip
             one.told, one.registered = self.core.register(record), True
         else:
-            status = WorkerStatus(name, one.start.role, one.state, 7, "n", incarnation, one.requests, 0, 1, 1)
+            status = WorkerStatus(
+                name, one.start.role, one.state, 7, "n", incarnation, one.requests, 0, 1, 1, steps=one.steps
+            )
             if one.prepared is not None and name not in self.slow:
                 words, digest = self.unfit.get(name, ""), self.digest(name)
                 number = one.prepared.number
@@ -504,6 +508,83 @@ def test_a_sleeping_cluster_starts_nothing_and_keeps_processes_at_level_1(level:
     pools.settle()
     assert len(pools.numbers) == 4
     assert {bool(start.successor_of) for start in pools.began[before:]} == {level == 1}
+
+
+def idle_pools(level: int = 1) -> Pools:
+    """Pools that sleep after 100 s without a request."""
+    return Pools(config=ClusterConfig(sleep_after_s=100.0, sleep_level=level))
+
+
+def idle_for(pools: Pools, seconds: float) -> None:
+    until = pools.clock.now() + seconds
+    while pools.clock.now() < until:
+        pools.round()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_cluster_without_requests_sleeps_and_a_request_wakes_it(level: int) -> None:
+    pools = idle_pools(level)
+    idle_for(pools, 60.0)
+    assert not pools.core.weights.told().asleep
+    idle_for(pools, 200.0)
+    served = pools.core.weights.told()
+    assert (served.asleep, served.by_demand) == (level, True)
+    assert pools.numbers == {}
+    assert len(pools.processes) == (4 if level == 1 else 0)
+    assert pools.core.pools.make(SleepCluster(0, demand=True))[1]
+    pools.settle()
+    assert len(pools.numbers) == 4
+    assert not pools.core.weights.told().by_demand
+    idle_for(pools, 60.0)
+    assert not pools.core.weights.told().asleep, "it has its time anew"
+
+
+def test_work_of_any_worker_keeps_a_cluster_awake_seen_or_not() -> None:
+    pools = idle_pools()
+    one = pools.processes[WorkerName("decode-1")]
+    for number in range(6):
+        one.requests = number % 2
+        one.steps += 0 if one.requests else 5  # Of a request that began and ended between two heartbeats.
+        idle_for(pools, 60.0)
+        assert not pools.core.weights.told().asleep
+    one.requests = 0
+    idle_for(pools, 200.0)
+    assert pools.core.weights.told().asleep
+
+
+def test_a_cluster_in_the_middle_of_something_does_not_fall_asleep() -> None:
+    pools = idle_pools()
+    pools.core.pools.make(PauseCluster())
+    idle_for(pools, 200.0)
+    assert not pools.core.weights.told().asleep
+    pools.core.pools.make(PauseCluster(paused=False))
+    pools.slow.add(WorkerName("decode-0"))
+    pools.core.pools.make(NEW)
+    idle_for(pools, 110.0)
+    assert not pools.core.weights.told().asleep
+
+
+def test_an_operators_sleep_is_not_ended_by_a_request() -> None:
+    pools = idle_pools()
+    pools.core.pools.make(SleepCluster(1))
+    assert not pools.core.pools.make(SleepCluster(0, demand=True))[1]
+    assert pools.core.weights.told().asleep
+    pools.core.pools.make(SleepCluster(0))
+    idle_for(pools, 200.0)
+    assert pools.core.weights.told().by_demand
+    pools.core.pools.make(SleepCluster(1))
+    assert not pools.core.weights.told().by_demand, "an operator has said so now"
+
+
+def test_a_sleep_by_demand_outlives_the_controller() -> None:
+    pools = idle_pools()
+    idle_for(pools, 200.0)
+    pools.restart()
+    idle_for(pools, 5.0)
+    assert pools.core.weights.told().by_demand
+    pools.core.pools.make(SleepCluster(0, demand=True))
+    pools.settle()
+    assert len(pools.numbers) == 4
 
 
 def test_a_wake_in_the_middle_of_a_change_leaves_requests_their_time() -> None:

@@ -219,12 +219,12 @@ def test_what_no_flag_says_is_launched_as_the_file_has_it(tmp_path: Path) -> Non
     assert flagged.given.launch.routers == 2, "what is applied later is compared with what it came to"
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(7))
 def test_the_files_that_the_operators_pages_show_are_configurations(number: int, tmp_path: Path) -> None:
     docs = Path(__file__).parents[3] / "docs"
     pages = [docs / "operating.md", *sorted((docs / "operating").glob("*.md"))]
     found = re.findall(r"```yaml\n(.*?)```", "".join(page.read_text() for page in pages), re.DOTALL)
-    assert len(found) == 6
+    assert len(found) == 7
     (file := tmp_path / "cluster.yaml").write_text(found[number])
     configs = models_of(file).values() or [load_config(file)]
     assert all(config != Config() for config in configs)
