@@ -542,8 +542,8 @@ def test_a_cluster_without_requests_sleeps_and_a_request_wakes_it(level: int) ->
 def test_work_of_any_worker_keeps_a_cluster_awake_seen_or_not() -> None:
     pools = idle_pools()
     one = pools.processes[WorkerName("decode-1")]
-    for number in range(6):
-        one.requests = number % 2
+    for number in range(8):
+        one.requests = int(number >= 4)
         one.steps += 0 if one.requests else 5  # Of a request that began and ended between two heartbeats.
         idle_for(pools, 60.0)
         assert not pools.core.weights.told().asleep
