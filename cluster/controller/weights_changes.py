@@ -49,6 +49,32 @@ IDLE_WAIT_S = 30.0
 """Seconds that requests have to end which come while the cluster falls asleep for want of them."""
 
 
+class IdleWatch:
+    """How long one table's workers have had nothing to do."""
+
+    def __init__(self, table: ControllerTable) -> None:
+        self._table = table
+        self._busy_at = table.clock.now()
+        """When a worker was last seen to have work, or the cluster not to be as it should, in seconds of the clock."""
+        self._steps: dict[tuple[WorkerName, Incarnation], int] = {}
+        """Steps that workers had made by the last look."""
+
+    def over(self, now: float, *, settled: bool) -> bool:
+        """Look at the workers; returns whether `cluster.sleep_after_s` has passed since they had something to do. What
+        begins and ends between two heartbeats is seen by the steps that were made. `settled`: whether nothing is under
+        way that a sleep would be in the way of."""
+        steps = {
+            (row.name, row.incarnation): row.status.steps for row in _serving(self._table) if row.status is not None
+        }
+        rows = [row for row in self._table.rows.values() if row.wanted]
+        still = bool(rows) and all(_idle(row) for row in rows) and steps == self._steps
+        self._steps = steps
+        if not still or not settled:
+            self._busy_at = now
+        after_s = self._table.config.sleep_after_s
+        return after_s > 0 and now >= self._busy_at + after_s
+
+
 class WeightsChanges:
     """Changes of what one table's cluster serves."""
 
@@ -63,10 +89,7 @@ class WeightsChanges:
         """When workers were told to leave for a change, in seconds of the clock."""
         self._away_since: dict[WorkerName, float] = {}
         """Since when wanted workers haven't served, in seconds of the clock."""
-        self._busy_at = table.clock.now()
-        """When a worker was last seen to have work, or the cluster not to be as it should, in seconds of the clock."""
-        self._steps: dict[tuple[WorkerName, Incarnation], int] = {}
-        """Steps that workers had made by then."""
+        self._idle = IdleWatch(table)
 
     # ------------------------------------------------------------ orders
 
@@ -118,26 +141,6 @@ class WeightsChanges:
             return f"an operator has put the cluster to sleep, level {change.level}"
         return "a request has woken the cluster" if change.demand else "it was woken"
 
-    def _sleep_when_idle(self, now: float) -> None:
-        """Put the cluster to sleep that had no request for `cluster.sleep_after_s`. Work that begins and ends between
-        two heartbeats is seen by the steps that were made."""
-        after_s = self._table.config.sleep_after_s
-        if not after_s:
-            return
-        serving = _serving(self._table)
-        steps = {(row.name, row.incarnation): row.status.steps for row in serving if row.status is not None}
-        rows = [row for row in self._table.rows.values() if row.wanted]
-        still = rows and all(_idle(row) for row in rows) and steps == self._steps
-        settled = self._served.pending is None and not self._served.paused and not self._behind()
-        self._steps = steps
-        if not still or not settled:
-            self._busy_at = now
-        elif now >= self._busy_at + after_s:
-            self._save(asleep=self._table.config.sleep_level, wait_s=IDLE_WAIT_S, by_demand=True)
-            self._table.note(
-                f"no request for {after_s:g} s (cluster.sleep_after_s): the cluster sleeps until one comes"
-            )
-
     def _check_settled(self, what: str, *, rolling: bool = False) -> None:
         """Refuse a change while another one is under way. `rolling`: whether it may take the place of a rolling one."""
         served = self._served
@@ -162,8 +165,11 @@ class WeightsChanges:
         self._away_since = {name: self._away_since.get(name, now) for name in away}
         if self._served.pending is not None:
             self._tend(self._served.pending, now)
-        if not self._served.asleep:
-            self._sleep_when_idle(now)
+        settled = self._served.pending is None and not self._served.paused and not self._behind()
+        if not self._served.asleep and self._idle.over(now, settled=settled):
+            self._save(asleep=self._table.config.sleep_level, wait_s=IDLE_WAIT_S, by_demand=True)
+            after_s = self._table.config.sleep_after_s
+            self._table.note(f"no request for {after_s:g} s (cluster.sleep_after_s): it sleeps until one comes")
         if self._served.asleep:
             self._tell_all(_serving(self._table), now)
         else:
