@@ -394,7 +394,10 @@ def test_weights_without_a_name_are_named_by_their_files() -> None:
     pools = Pools(1, 1)
     for number, letter in enumerate("ab", 1):
         pools.digest = lambda name, letter=letter: letter * 64  # type: ignore[misc]
-        pools.core.pools.make(UpdateWeights("/weights", ""))
+        try:
+            pools.core.pools.make(UpdateWeights("/weights", ""))
+        except ConfigError as error:
+            raise AssertionError(f"they are refused: {error}") from error
         pools.settle()
         weights = pools.core.table.served.weights
         assert (weights.number, weights.version, weights.digest) == (number, letter * 32, letter * 64)
