@@ -61,6 +61,7 @@ def test_workers_that_are_gone_have_no_weights() -> None:
     for name in used:
         stage.kill(name)
     stage.tick()
+    assert rid in stage.ends
     assert "the weights were changed while it was answered" in stage.ends[rid].message
 
 
