@@ -7,6 +7,8 @@ costs have everything in them that a request meets: the router, the messages, th
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import os
 import platform
 import random
@@ -42,6 +44,9 @@ ANSWER_TOKENS = (48, 256)
 BATCH_S = 6.0
 MIN_EVENTS = 16
 """Tokens that each answer of a batch must have had beside all others, to be counted."""
+WAKE_S = 600.0
+"""Seconds that a cluster may take to fall asleep, or to wake."""
+LOOK_S = 0.05
 _LAST = 8
 """Tokens at a prompt's end that no other request of its batch has."""
 
@@ -199,6 +204,8 @@ def measure_costs(source: CostSource, say: Callable[[str], None]) -> MeasuredCos
             say("starting a worker of each role")
             url = stack.enter_context(own_cluster(source.serve_flags()))
         model, prompts, batches = asyncio.run(_probed(url, source, config.prefill.chunk_tokens, say))
+        if not source.url:
+            measure_wakes(AdminClient.at(url), say)
     drafts = 0 if config.decode.speculation == "off" else config.decode.draft_requests
     fit = fit_costs(prompts, batches, config.prefill.chunk_tokens, drafts)
     return MeasuredCosts(
@@ -217,6 +224,36 @@ def measure_costs(source: CostSource, say: Callable[[str], None]) -> MeasuredCos
         prompts=tuple(prompts),
         batches=tuple(batches),
     )
+
+
+def measure_wakes(operator: AdminClient, say: Callable[[str], None]) -> None:
+    """Put a cluster to sleep at each level, wake it, and say how long that took: a request that wakes it
+    (`cluster.sleep_after_s`) waits about so long. Raises `TwinpoolError` where it doesn't sleep, or wake, within
+    `WAKE_S`."""
+    workers = _ready(operator)
+    for level in (1, 2):
+        operator.call("POST", "/v1/sleep", json.dumps({"level": level, "wait": False}).encode())
+        _until_ready(operator, 0)
+        began = operator.clock()
+        operator.call("POST", "/v1/wake", b'{"wait": false}')
+        _until_ready(operator, workers)
+        seconds = operator.clock() - began
+        say(
+            f"asleep at level {level} (cluster.sleep_level) it served again {seconds:,.1f} s after it was woken: a "
+            f"first request waits about so long; have router.wake_timeout_s={max(1, math.ceil(2 * seconds))} or more"
+        )
+
+
+def _ready(operator: AdminClient) -> int:
+    return sum(row["state"] == "ready" for row in operator.rows())
+
+
+def _until_ready(operator: AdminClient, count: int) -> None:
+    deadline = operator.clock() + WAKE_S
+    while (found := _ready(operator)) != count:
+        if operator.clock() > deadline:
+            raise TwinpoolError(f"{found} workers serve after {WAKE_S:g} s, not {count}")
+        operator.sleep(LOOK_S)
 
 
 async def _probed(
