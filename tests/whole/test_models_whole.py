@@ -105,7 +105,7 @@ def test_each_model_answers_by_itself_through_drains_and_kills(
     until(lambda: health(served) == "ok", "the model to come back", timeout=400)
     ask_all(served, oracle, *MODELS)
     until(lambda: state_of(served, NIGHT) == "asleep", "the model that nobody asks to fall asleep")
-    assert not worker_of(served, NIGHT, "colocated-0")
+    until(lambda: not worker_of(served, NIGHT, "colocated-0"), "its worker to leave")
     ask_all(served, oracle, *MODELS, NIGHT)
     assert served.metric("twinpool_wakes_total", model=NIGHT) >= 1
     for model in MODELS:
