@@ -268,6 +268,13 @@ async def test_a_change_that_was_given_up_is_a_conflict_and_one_before_it_is_not
     # Another one was begun meanwhile, and went through.
     of(ServedWeights(replace(NEW, number=3), tried=3), Worker(3))(cluster)
     assert (await Call(cluster, admin_models.update_weights, body).answer())[0] == 200
+    # It went through, and one behind it was given up.
+    of(ServedWeights(replace(NEW, number=2), tried=3, failed="of the third", behind=1), Worker(2))(cluster)
+    call = Call(cluster, admin_models.update_weights, body)
+    for _ in range(2000):
+        await asyncio.sleep(0)
+    cluster.served = replace(cluster.served, behind=0)
+    assert (await call.answer())[0] == 200
 
 
 @pytest.mark.asyncio
@@ -302,7 +309,7 @@ async def test_what_is_told_of_workers_is_their_own(cluster: Cluster) -> None:
     assert (told["weights_version"], told["pending"]["number"]) == ("v1", 2)
     shown = [(row["weights_version"], row["prepared"], row["paused"]) for row in told["workers"]]
     assert shown == [("v1", True, False), ("v0", False, True)]
-    of(ServedWeights(), Worker(0))(cluster)
+    of(ServedWeights(), Worker(0, prepared=2))(cluster)
     _, told = await Call(cluster, admin_models.weights).answer()
     assert (told["weights_version"], told["workers"][0]["prepared"]) == ("v0", False)
 
