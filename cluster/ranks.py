@@ -29,7 +29,17 @@ from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import PeerDead, WireError
 from twinpool.contracts.messages.rank_order_codec import decode, encode
-from twinpool.contracts.messages.rank_orders import EndRank, FollowerNotice, FormGroup, LinkLost, Order, WriteArrived
+from twinpool.contracts.messages.rank_orders import (
+    BeginStep,
+    EndRank,
+    FollowerNotice,
+    FormGroup,
+    LinkLost,
+    Order,
+    StepBegun,
+    WriteArrived,
+)
+from twinpool.engine.layers.moe.expert_group import ExpertGroup
 from twinpool.engine.tensors.tensor_parallel import TorchDistributedGroup
 from twinpool.transfer.net import process_watch as process
 from twinpool.transfer.net.process_watch import PidfdWatch
@@ -142,8 +152,87 @@ def _group(
     return ranks
 
 
+@dataclass(frozen=True)
+class DataParallelRank:
+    """A worker's place among those that it shares its experts with."""
+
+    experts: ExpertGroup
+    channel: LeaderChannel | FollowerChannel
+    watches: Sequence[tuple[str, PidfdWatch]]
+    """On processes of the others: the first rank's on those of all, theirs on the first one's."""
+
+    def wait_for_all(self) -> None:
+        """Wait until all ranks have loaded the model. Raises `PeerDead` for one that has not in the time that a start
+        has."""
+        self.experts.ranks.gather(torch.zeros(1), loading=True)
+
+    def close(self) -> None:
+        """Leave the group: what the others compute from now on fails. Idempotent."""
+        self.channel.close()
+        self.experts.close()
+        for _, watch in self.watches:
+            watch.close()
+
+
+def meet_data_parallel(
+    meeting: str, rank: int, size: int, clock: Clock, engine: EngineConfig, *, deadline_s: float, start_s: float
+) -> DataParallelRank:
+    """Be data-parallel rank `rank` of `size`: meet the other workers. Parameters and errors are those of `lead` and
+    `follow`."""
+    if rank == 0:
+        group = lead(meeting, size, clock, engine, deadline_s=deadline_s, start_s=start_s)
+        others = [(f"data-parallel rank {rank}", watch) for rank, watch in group.line.watches.items()]
+        return DataParallelRank(ExpertGroup(group.ranks, LeaderSteps(group.line)), group.line, others)
+    follower = follow(meeting, rank, size, engine, deadline_s=deadline_s, start_s=start_s)
+    steps = RankSteps(follower.line)
+    return DataParallelRank(
+        ExpertGroup(follower.ranks, steps), follower.line, [("data-parallel rank 0", follower.leader)]
+    )
+
+
+class LeaderSteps:
+    """The first data-parallel rank's end of the line on which steps are told; it passes on what one of the others
+    tells. Implements `engine.layers.moe.expert_group.StepLine`."""
+
+    def __init__(self, line: LeaderChannel) -> None:
+        self._line, self._begun = line, 0
+
+    def begin(self, number: int) -> None:
+        self._begun = number
+        self._line.send(BeginStep(number))
+
+    def begun(self) -> int:
+        told = max((notice.number for _, notice in self._line.heard() if isinstance(notice, StepBegun)), default=0)
+        if told > self._begun:
+            self.begin(told)
+        return self._begun
+
+
+class RankSteps:
+    """Another data-parallel rank's end of that line. Implements `engine.layers.moe.expert_group.StepLine`."""
+
+    def __init__(self, line: FollowerChannel) -> None:
+        self._line, self._begun = line, 0
+
+    def begin(self, number: int) -> None:
+        self._begun = number
+        self._line.send(StepBegun(number))
+
+    def begun(self) -> int:
+        while (item := self._line.next(0.0)) is not None:
+            order = item[1]
+            if not isinstance(order, BeginStep):
+                raise WireError(f"a data-parallel rank is told of steps alone, not {type(order).__name__}")
+            self._begun = max(self._begun, order.number)
+        return self._begun
+
+
 JOIN, ANSWER = b"J", b"A"
-_FOLLOWER_NOTICES: dict[bytes, type[WriteArrived] | type[LinkLost]] = {b"T": WriteArrived, b"S": LinkLost}
+_FOLLOWER_NOTICES: dict[bytes, type[WriteArrived] | type[LinkLost] | type[StepBegun]] = {
+    b"T": WriteArrived,
+    b"S": LinkLost,
+    b"B": StepBegun,
+}
 NOTICE_KINDS = {kind: tag for tag, kind in _FOLLOWER_NOTICES.items()}
 _LOOK_S = 0.2
 """Seconds between two looks for dead followers, while waiting for an answer."""

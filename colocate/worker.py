@@ -113,8 +113,8 @@ class ColocatedWorker(DecodeWorker):
         self._auditor.preempt("the worker drains")
 
     @property
-    def drained(self) -> bool:
-        return super().drained and not self._chunks
+    def emptied(self) -> bool:
+        return super().emptied and not self._chunks
 
     @property
     def runnable(self) -> bool:

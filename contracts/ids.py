@@ -40,5 +40,11 @@ class Role(StrEnum):
     """Both phases, over one KV cache: the request never leaves the worker."""
 
 
+def dp_rank(name: WorkerName, size: int) -> tuple[int, int]:
+    """Which group of `size` data-parallel ranks a worker is of, by the number in its name, and which of its ranks it
+    is. Raises `ValueError` for a name without a number."""
+    return divmod(int(name.rpartition("-")[2]), size)
+
+
 PAIR = (Role.PREFILL, Role.DECODE)
 """The roles of two pools: a request needs a worker of each, and its state goes from one to the other."""

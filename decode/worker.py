@@ -166,7 +166,7 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
             self._waiter.wait(min(timeout_s, self.report.next_due(self._clock)))
 
     @property
-    def drained(self) -> bool:
+    def emptied(self) -> bool:
         waiting = self._request_table or self._gate
         at_work = waiting or self._steps or self._receiver.rooms or self._manager.busy
         return self._request_table.draining and not at_work and self._sender.quiet and self._offers.over

@@ -110,7 +110,7 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         self._auditor.preempt("the worker drains")
 
     @property
-    def drained(self) -> bool:
+    def emptied(self) -> bool:
         at_work = self._request_table or self._gate or self._steps or self._manager.busy
         return self._request_table.draining and not at_work and self._sender.quiet
 

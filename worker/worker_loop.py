@@ -22,6 +22,7 @@ from twinpool.contracts.messages.router_commands import Audit, Command, Submit
 from twinpool.contracts.messages.worker_events import Event
 from twinpool.contracts.messages.worker_status import CheckReport, EndedWorker, WorkerLimits, WorkerStatus
 from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.runner.launched_step import take_part
 from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.structured_output.grammar_engine import AnswerGrammar, GrammarEngine
 from twinpool.engine.tensors.adapters import AdapterStore
@@ -181,7 +182,29 @@ def _needed_adapters(requests: RequestTable[Any], audited: Sequence[SamplingPara
     return {one.adapter.digest for one in (*sampled, *audited) if one.adapter is not None}
 
 
-class WorkerLoop(ABC, Generic[R]):
+class ExpertSharing(ABC):
+    """What a worker does for those that it shares its experts with; nothing where it has all of them."""
+
+    _engine: ModelRunner
+
+    def take_part(self) -> None:
+        """`contracts.interfaces.worker_interface.Worker.take_part`."""
+        if self._engine.experts is not None:
+            take_part(self._engine, drained=self.emptied)
+
+    @property
+    def drained(self) -> bool:
+        """Whether the worker can leave: it is emptied, and so are those that it shares its experts with."""
+        experts = self._engine.experts
+        return self.emptied if experts is None else experts.over
+
+    @property
+    @abstractmethod
+    def emptied(self) -> bool:
+        """Whether the worker drains, and no request runs, waits or is outgoing."""
+
+
+class WorkerLoop(ExpertSharing, Generic[R]):
     """What both roles' workers have in common of `contracts.interfaces.worker_interface.Worker`. Single-threaded,
     except `wake`."""
 
@@ -205,6 +228,8 @@ class WorkerLoop(ABC, Generic[R]):
         self._peer_parts: list[PeerPart] = [setup.sender]
         self._audited: Callable[[], list[SamplingParams]] = list
         """Returns by what parameters audits compute answers again."""
+        if self._engine.experts is not None:
+            self.report.counted.append(self._engine.experts)
         if setup.adapters is not None:
             setup.adapters.needed = lambda: _needed_adapters(self._request_table, self._audited())
             self.report.counted.append(setup.adapters)
@@ -240,6 +265,7 @@ class WorkerLoop(ABC, Generic[R]):
         self._expire()
         self._admit()
         self._compute()
+        self.take_part()
         return self._request_table.take_events()
 
     def wake(self) -> None:

@@ -68,8 +68,9 @@ class WeightMemory:
 
 
 def count_weights(spec: ModelSpec, config: Config, ranks: int, *, gpu: bool) -> WeightMemory:
-    """Count the weights of a model, whose `spec` may have no tensors. Ranks are stages where a role's are. Raises
-    `CheckpointError`, and `ConfigError` for numbers of ranks that don't divide it."""
+    """Count the weights of a model, whose `spec` may have no tensors. Ranks are stages where a role's are, and
+    data-parallel where workers share their experts. Raises `CheckpointError`, and `ConfigError` for numbers of ranks
+    that don't divide it."""
     from twinpool.engine.models.planned_headers import asked_of, planned_spec
     from twinpool.engine.models.registry import unchecked_model
     from twinpool.engine.runner.kernel_choice import dtype_for, inputs_of, weights_kept
@@ -77,8 +78,11 @@ def count_weights(spec: ModelSpec, config: Config, ranks: int, *, gpu: bool) -> 
     from twinpool.engine.tensors.weight_loader import Weights
 
     asked = asked_of(replace(spec, draft_model="", draft_head=None), config.engine)  # What drafts isn't of the model.
+    dp = max(config.dp_for(role) for role in Role)
     shards = [Shard(0, ranks, ranks if max(config.ep_for(role) for role in Role) > 1 else 1)]
-    if ranks > 1 and _staged(config):
+    if dp > 1:
+        shards = [Shard(dp=dp)]
+    elif ranks > 1 and _staged(config):
         shards = [Shard(stage=stage, stages=ranks) for stage in range(ranks)]
     spec = spec if spec.headers else planned_spec(spec, asked)
 
@@ -192,6 +196,8 @@ def _position_bytes(spec: ModelSpec, config: Config, ranks: int) -> float:
     from twinpool.cluster.assembly.memory_plan import unit_bytes
 
     pools = _pool_set(spec, config)
+    if max(config.dp_for(role) for role in Role) > 1:
+        ranks = 1  # Each has all of its own requests' pages.
     if ranks > 1 and _staged(config):
         stages = [pools.staged(stage, ranks) for stage in range(ranks)]
         return max(stage.page_bytes for stage in stages) / pools.page_tokens

@@ -63,6 +63,8 @@ class DrainProgress:
     """The incarnation that is to leave; 0 until a row has told it."""
     drained: bool = False
     """Whether the worker was seen draining: if it is ready after that, it was undrained."""
+    shares: bool = False
+    """Whether it shares its experts with others."""
 
     @classmethod
     def of(cls, row: Mapping[str, Any], before: DrainProgress | None, here: bool) -> DrainProgress:
@@ -101,6 +103,7 @@ class DrainProgress:
             migrated_bytes=int(counters.get("migrated_out_bytes", 0)),
             incarnation=before.incarnation,
             drained=before.drained or state == "draining",
+            shares="dp_steps" in counters,
         )
 
     @property
@@ -122,7 +125,8 @@ class DrainProgress:
         if self.outgoing:
             whom = ", ".join(f"{count} to {name}" for name, count in sorted(self.outgoing_to.items()))
             parts.append(f"{self.outgoing} outgoing transfers" + (f" ({whom})" if whom else ""))
-        return ", ".join(parts) or "its last frames"
+        shares = "its last frames, and for the drain of those with which it shares its experts"
+        return ", ".join(parts) or (shares if self.shares else "its last frames")
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from twinpool.cache.storage.io_queue import ThreadedIoQueue
 from twinpool.cache.storage.page_store import PageStore, RankPageStore, TPPageStore
 from twinpool.cluster.arena.arena_client import ArenaProvider
 from twinpool.cluster.assembly.memory_plan import state_options, stride
-from twinpool.cluster.ranks import LeaderChannel, RankGroup
+from twinpool.cluster.ranks import DataParallelRank, LeaderChannel, RankGroup
 from twinpool.contracts.checkpoint.gguf.gguf_header import is_gguf
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.clock import Clock
@@ -39,7 +39,7 @@ from twinpool.contracts.cluster_secret import SECRET_VARIABLE
 from twinpool.contracts.config.cluster_config import Config, section_of
 from twinpool.contracts.credentials.certificate_files import read_curve_pair
 from twinpool.contracts.errors import ConfigError
-from twinpool.contracts.ids import PAIR, Role, WorkerName
+from twinpool.contracts.ids import PAIR, Role, WorkerName, dp_rank
 from twinpool.contracts.messages.rank_orders import AwaitReady, BindArenas
 from twinpool.engine.models.model_base import Model
 from twinpool.engine.models.registry import model_for
@@ -82,12 +82,16 @@ def build_parts(
     arenas: ArenaProvider | None,
     undo: ExitStack,
     kept: KeptModel | None = None,
+    dp: DataParallelRank | None = None,
 ) -> WorkerParts:
     """Build the common parts of a worker; see `build_worker` for parameters and errors.
 
-    A worker of several ranks waits here until all followers are built. `undo` gets what closes each part.
+    A worker of several ranks waits here until all followers are built, and one that shares its experts until the
+    others are. `undo` gets what closes each part.
     """
     hold_to_class(config.engine)
+    if (config.dp_for(role) > 1) != (dp is not None):
+        raise ConfigError(f"{section_of(role)}.dp={config.dp_for(role)} needs workers that are processes")
     curve = curve_keys_for(host)
     if (config.ranks_for(role) > 1) != (group is not None):
         key, count = ("pp", config.pp_for(role)) if config.pp_for(role) > 1 else ("tp", config.tp_for(role))
@@ -97,6 +101,8 @@ def build_parts(
     undo.callback(waiter.close)
     device = device or make_device(config.engine.device, waiter.wake, streams=streams_beside(config, ranks.size))
     undo.callback(device.close)
+    if dp is not None and device.torch_device.type != "cpu":
+        raise ConfigError(f"{section_of(role)}.dp={config.dp_for(role)}: on CPUs so far; set engine.device=cpu")
     if line is not None:
         device = TPDevice(device, line)
     own = make_plane(config, host, curve, waiter.wake, ranks.rank, ranks.size)
@@ -111,9 +117,12 @@ def build_parts(
     undo.callback(manager.close, 1.0)
     epochs = {pool: allocator.epochs for pool, allocator in pools.allocators.items()}
     engine = load_engine(
-        model, config.engine, layout.spec, pools.gates, epochs, device, ranks, line, kept, config.ep_for(role),
-        config.pp_for(role),
+        model, config.engine, layout.spec, pools.gates, epochs, device, ranks, line, kept,
+        shard_for(role, config, ranks, name), dp.experts if dp is not None else None,
     )  # fmt: skip
+    if dp is not None:
+        waiter.add(dp.channel.socket)
+        dp.wait_for_all()
     if line is not None:
         line.ask(AwaitReady(), config.cluster.start_timeout_s).wait()
     take_over(manager, line)
@@ -159,9 +168,12 @@ def rank_layout(
     return model, PoolSetLayout(model.pool_set(options), {pool: 1 + count for pool, count in counts.items()})
 
 
-def shard_for(role: Role, config: Config, ranks: TensorParallelGroup) -> Shard:
-    """The shard of one of a worker's ranks."""
-    return Shard.of(ranks.rank, ranks.size, config.ep_for(role), config.pp_for(role))
+def shard_for(role: Role, config: Config, ranks: TensorParallelGroup, name: WorkerName | None = None) -> Shard:
+    """The shard of one of a worker's ranks; of its state where no `name` says which of those it is that share their
+    experts."""
+    shard = Shard.of(ranks.rank, ranks.size, config.ep_for(role), config.pp_for(role))
+    size = config.dp_for(role)
+    return shard if name is None or size == 1 else replace(shard, dp_rank=dp_rank(name, size)[1], dp=size)
 
 
 def host_tier(layout: PoolSetLayout, config: Config, role: Role, size: int) -> PoolSetLayout | None:

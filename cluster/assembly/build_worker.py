@@ -32,11 +32,12 @@ from twinpool.cluster.assembly.build_parts import (
     host_tier,
     numerics_class_of,
     rank_layout,
+    shard_for,
     streams_beside,
     weights_digest,
     worker_fingerprint,
 )
-from twinpool.cluster.ranks import RankGroup
+from twinpool.cluster.ranks import DataParallelRank, RankGroup
 from twinpool.colocate import decode_class_for
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
 from twinpool.contracts.checkpoint.tokenizer_files import read_tokenizer_files
@@ -110,6 +111,7 @@ def build_worker(
     group: RankGroup | None = None,
     arenas: ArenaProvider | None = None,
     kept: KeptModel | None = None,
+    dp: DataParallelRank | None = None,
 ) -> Worker:
     """Load the model, open the worker's sockets on `host`, and return the worker, not yet stepping.
 
@@ -117,11 +119,12 @@ def build_worker(
     `group`: the other ranks of a worker of several; this process is the leader, and the caller closes the group.
     `arenas`: gives memory for the host tier that outlives the worker; state that an earlier incarnation left there is
     taken over. `kept`: the model of this process's last worker, which isn't loaded again where this one has the same.
+    `dp`: the worker's place among those that it shares its experts with, which the caller closes.
     Raises `CheckpointError`, `ConfigError`, or `PeerDead` for a rank that could not start.
     """
     clock = clock or SystemClock()
     with ExitStack() as undo:
-        p = build_parts(role, name, spec, config, host, counts, device, clock, group, arenas, undo, kept)
+        p = build_parts(role, name, spec, config, host, counts, device, clock, group, arenas, undo, kept, dp)
         transfer = config.transfer
         transport = ZmqControlTransport(host, p.waiter, p.curve, transfer.link_timeout_s, transfer.control_frame_bytes)
         pools = p.manager.pools
@@ -248,10 +251,10 @@ def build_rank(
                 undo.callback(queue.close, 1.0)
                 storage = FollowerPageStore(RankPageStore(queue, mirror, named, ranks.rank, ranks.size))
         epochs = {pool: allocator.epochs for pool, allocator in pools.allocators.items()}
-        ep, pp = config.ep_for(role), config.pp_for(role)
         engine = load_engine(
-            model, config.engine, layout.spec, pools.gates, epochs, device, ranks, kept=kept, ep=ep, stages=pp
-        )
+            model, config.engine, layout.spec, pools.gates, epochs, device, ranks, kept=kept,
+            shard=shard_for(role, config, ranks),
+        )  # fmt: skip
         undo.pop_all()
     for socket in plane.waitable:
         waiter.add(socket)

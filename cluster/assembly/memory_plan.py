@@ -192,6 +192,17 @@ def largest_stage(spec: ModelSpec, pool_set: PoolSetSpec, config: EngineConfig, 
     return LargestStage(weights, pools)
 
 
+def data_parallel_part(spec: ModelSpec, config: EngineConfig, dp: int) -> float:
+    """Which part of the model's weights a worker has that shares its experts, one of `dp`."""
+    if dp == 1:
+        return 1.0
+    model, dtype = unchecked_model(spec, config), dtype_for(spec, config)
+    mine, whole = Weights.dry(spec, dtype, Shard(dp=dp)), Weights.dry(spec, dtype)
+    for weights in (mine, whole):
+        model.build(weights)
+    return mine.nbytes / whole.nbytes
+
+
 def _sized(spec: PoolSetSpec, units: Mapping[str, int], steps: int, pages: int, requests: int) -> MemoryPlan:
     """The plan with `pages` pages in a full pool, for `requests` requests that write up to `steps` positions ahead."""
     plans = []

@@ -114,6 +114,8 @@ class NodeShare:
     """The cards of the ranks of each worker; empty where there are none, or Ray deals them out."""
     copy_threads: bool = False
     """Whether its workers copy and send on threads of their own, if they compute on the CPU."""
+    parts: Mapping[Role, float] = field(default_factory=dict)
+    """Which part of `weights` a worker of each role has; all where it isn't named."""
 
     def sizes(self, role: Role) -> WorkerShare:
         return WorkerShare(self.threads, self.plans[role].counts, self.host_bytes[role], self.copy_threads)

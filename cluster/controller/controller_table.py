@@ -10,6 +10,7 @@ The workers of the table that are due form a queue of starts (`StartQueue`):
 - *Who served comes first.* A worker that has served and died goes before all that never did, starts of such don't hold
   it up, and nobody takes the memory or the place that it comes back to. So an overloaded cluster that has lost workers
   gets back what it had before it grows.
+- *Those that share experts start together.* None of them can serve without the others (`prefill.dp`).
 - *Only what fits.* Whoever was added has been checked, but a table may be older than that check, its nodes smaller than
   they were, or cards gone: who doesn't fit waits, and says so.
 """
@@ -38,7 +39,7 @@ from twinpool.cluster.controller.wanted_worker import (
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.errors import ConfigError
-from twinpool.contracts.ids import NO_INCARNATION, Incarnation, WorkerName
+from twinpool.contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName, dp_rank
 from twinpool.contracts.message_types import as_dict
 from twinpool.contracts.messages.cluster_view import ServedWeights
 from twinpool.contracts.messages.worker_status import EndedWorker, WorkerView
@@ -255,6 +256,14 @@ class ControllerTable:
     def on_node(self, name: str) -> Iterable[WantedWorker]:
         return [row for row in self.rows.values() if row.node.named(name)]
 
+    def sharers(self, name: WorkerName, role: Role) -> tuple[WorkerName, ...]:
+        """The workers that share their experts with this one, itself among them."""
+        size = self.room.together(role)
+        if size == 1:
+            return (name,)
+        group, kind = dp_rank(name, size)[0], name.rpartition("-")[0]
+        return tuple(WorkerName(f"{kind}-{group * size + rank}") for rank in range(size))
+
     def known_nodes(self) -> str:
         return ", ".join(sorted({node.host for node in self.every_node()})) or "none"
 
@@ -297,6 +306,11 @@ class StartQueue:
         moment."""
         if row.waiting or not self._room.nodes:  # Its process is there already.
             return ""
+        others = {name: self._table.rows.get(name) for name in self._table.sharers(row.name, row.role)}
+        if any(one is not None and self._starts_now(one) for one in others.values()):
+            return ""  # They have their turn together.
+        if lacking := [name for name, one in others.items() if one is None or not self._is_due(one)]:
+            return f"{lacking[0]}, with which it shares its experts"
         kind = row.role, row.only, row.served, row.incarnation == 0, row.name if self._by_name else ""
         if kind not in self._refused:
             why, room = self._look(row)
@@ -323,6 +337,9 @@ class StartQueue:
     def _is_due(self, row: WantedWorker) -> bool:
         awake = not self._table.served.asleep
         return awake and row.state is WorkerState.DEAD and row.wanted and self._now >= row.restart_at
+
+    def _starts_now(self, row: WantedWorker) -> bool:
+        return row.state is WorkerState.STARTING and row.started_at == self._now
 
     def _look(self, row: WantedWorker) -> tuple[str, bool]:
         if not row.served and (first := self._one_that_served(row)) is not None:

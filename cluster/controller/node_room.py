@@ -88,6 +88,8 @@ class RoleRoom(Message, frozen=True):
     """Workers that the node's memory was divided for."""
     places: Uint32 | None = None
     """Processes of this role that Ray places there at most; None: any number."""
+    together: Annotated[int, msgspec.Meta(ge=1, le=2**32 - 1)] = 1
+    """Workers that share their experts, and so start, restart and leave together (`prefill.dp`)."""
 
 
 class NodeRoom(Message, frozen=True):
@@ -136,6 +138,10 @@ class ClusterRoom(Message, frozen=True):
     nodes: Annotated[tuple[NodeRoom, ...], SOME] = ()
     grows: bool = False
     """Whether workers that no node has room for may wait for one to join (`cluster.wait_for_nodes`)."""
+
+    def together(self, role: Role) -> int:
+        """How many workers of `role` share their experts."""
+        return max((node.roles[role].together for node in self.nodes if role in node.roles), default=1)
 
     def refusal(self, there: Iterable[Occupant], more: Sequence[Occupant]) -> str:
         """Why `more` workers don't fit beside those `there`, with the numbers and how many would; empty where all of

@@ -6,6 +6,7 @@ grants, starts and kills. A worker leaves by drain always: nothing here ends one
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from twinpool.cluster.controller.controller_table import ControllerTable, occupant
@@ -13,6 +14,7 @@ from twinpool.cluster.controller.node_room import Occupant
 from twinpool.cluster.controller.wanted_worker import WantedWorker, WorkerEvent, WorkerState, advance
 from twinpool.cluster.controller.weights_changes import WeightsChanges
 from twinpool.cluster.processes.restart_policy import RestartHistory
+from twinpool.contracts.config.cluster_config import uneven
 from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.ids import PAIR, Incarnation, Role, WorkerName
 from twinpool.contracts.messages.pool_changes import (
@@ -78,6 +80,7 @@ class PoolOperations:
         if count < 1:
             raise ConfigError(f"at least 1 worker is added, got {count}")
         self._check_role(role)
+        self._check_together(role, count)
         if node:
             self._check_place(node)
         names = self._free_names(role, count)
@@ -97,6 +100,7 @@ class PoolOperations:
                 raise ConfigError(f"{role} can't be scaled to {count}: each role needs a worker")
             if count > MAX_WORKERS:
                 raise ConfigError(f"{role} can't be scaled to {count}: {MAX_WORKERS} workers are the most")
+            self._check_together(role, count)
         pools = {role: self._staying(role) for role in counts}
         more = {
             role: self._free_names(role, count - len(pools[role]))
@@ -119,10 +123,23 @@ class PoolOperations:
                 changed.append(row.name)
         return tuple(changed)
 
-    @staticmethod
-    def _first_to_leave(staying: Sequence[WantedWorker], count: int) -> list[WantedWorker]:
-        order = sorted(staying, key=lambda row: (row.state is WorkerState.READY, -_number(row.name)))
+    def _first_to_leave(self, staying: Sequence[WantedWorker], count: int) -> list[WantedWorker]:
+        together = {row.name: set(self._table.sharers(row.name, row.role)) for row in staying}
+        serve = {row.name: row.state is WorkerState.READY for row in staying}
+        order = sorted(
+            staying,
+            key=lambda row: (
+                all(serve.get(name, False) for name in together[row.name]),
+                -max(map(_number, together[row.name])),
+                -_number(row.name),
+            ),
+        )
         return order[: max(0, count)]
+
+    def _check_together(self, role: Role, count: int) -> None:
+        """Refuse a number of workers that leaves some without those that they share their experts with."""
+        if refusal := uneven(role, count, self._table.room.together(role)):
+            raise ConfigError(refusal)
 
     def more(self, role: Role, count: int) -> tuple[int, str]:
         """How many of `count` workers of a role more there is room for, and why not for all of them."""
@@ -137,8 +154,14 @@ class PoolOperations:
         self._send_away(row)
 
     def restart(self, name: WorkerName) -> None:
-        """Have a worker drain, leave and start again as its next incarnation; one that has left or is dead starts."""
+        """Have a worker drain, leave and start again as its next incarnation; one that has left or is dead starts. So
+        do those that it shares its experts with."""
         row = self._row(name)
+        for one in self._table.sharers(row.name, row.role):
+            if one in self._table.rows:
+                self._restart(self._table.rows[one])
+
+    def _restart(self, row: WantedWorker) -> None:
         if row.state is WorkerState.STARTING:
             self._table.end_start(row, "an operator restarts it")
         elif row.serves:
@@ -160,6 +183,8 @@ class PoolOperations:
             raise ConfigError(f"{name} is a {row.role} worker and can't become a {role} one: a colocated one has both")
         if row.role is role:
             raise ConfigError(f"{name} is a {role} worker already")
+        if len(self._table.sharers(row.name, row.role)) > 1 or self._table.room.together(role) > 1:
+            raise ConfigError(f"{name} can't become a {role} worker: workers that share their experts keep their role")
         if not empty:
             self._check_left(name, [row], {row.role})
         self._check_room([Occupant(name, role, only=row.only)], without=[row])
@@ -327,8 +352,10 @@ class PoolOperations:
     def _free_names(self, role: Role, count: int) -> tuple[WorkerName, ...]:
         """The lowest numbers of a role that no wanted worker has. Workers that have changed their role keep theirs."""
         taken = {row.name for row in self._table.rows.values() if row.wanted}
-        numbers = (WorkerName(f"{role}-{number}") for number in range(count + len(taken)))
-        return tuple([name for name in numbers if name not in taken][:count])
+        most = count + self._table.room.together(role) * len(taken)
+        numbers = (WorkerName(f"{role}-{number}") for number in range(most))
+        free = (name for name in numbers if taken.isdisjoint(self._table.sharers(name, role)))
+        return tuple(itertools.islice(free, count))
 
     def _send_away(self, row: WantedWorker) -> None:
         """Have a worker leave for good: by drain if it serves."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import re
 import threading
 from collections.abc import Container, Mapping
@@ -42,7 +43,8 @@ def place_name(worker: WorkerKey) -> str:
 
 
 def ranks_name(actor: str) -> str:
-    """The name of the placement group that a worker of several ranks was started in, by its leader's actor."""
+    """The name of the placement group that a worker of several ranks was started in, by its leader's actor; or that
+    workers were which share their experts, by that of the first."""
     return f"{actor}.ranks"
 
 
@@ -57,6 +59,16 @@ def take_places(worker: WorkerKey, resources: dict[str, float], ranks: int, node
         name=place_name(worker),
         lifetime="detached" if kept else None,
     )
+
+
+def places_on_one_node(plan: WorkerPlan, size: int, elsewhere: dict[str, str], *, kept: bool) -> Any:
+    """Ask for a place on one node for each of `size` ranks, or none; returns their placement group. `elsewhere`: the
+    label selector of the node. `kept`: beyond this process."""
+    labels = {"bundle_label_selector": [elsewhere] * size} if elsewhere else {}
+    named = ranks_name(f"{plan.name}.{plan.incarnation}")
+    bundles = [rank_resources(plan) for _ in range(size)]
+    lifetime = "detached" if kept else None
+    return placement_group(bundles, strategy="STRICT_PACK", name=named, lifetime=lifetime, **labels)
 
 
 def places_taken(group: Any) -> bool:
@@ -133,12 +145,15 @@ class StartedRank(NamedTuple):
     """How many ranks its worker has."""
     runs: bool = True
     """Whether it was told to run: a launcher that dies in between has made an actor that nobody tells."""
+    together: str = ""
+    """`WorkerPlan.together`."""
 
     @classmethod
     def of(cls, plan: WorkerPlan) -> StartedRank:
         ranks = plan.config.ranks_for(plan.role)
         resources, kept = rank_resources(plan), kept_key(plan)
-        return cls(plan.name, plan.incarnation, plan.rank, plan.logs, resources, kept=kept, ranks=ranks)
+        started = cls(plan.name, plan.incarnation, plan.rank, plan.logs, resources, kept=kept, ranks=ranks)
+        return started._replace(together=plan.together)
 
     def to_tree(self) -> dict[str, Any]:
         return {**self._asdict(), "logs": str(self.logs)}
@@ -151,6 +166,14 @@ class StartedRank(NamedTuple):
     @property
     def key(self) -> WorkerKey:
         return self.name, self.incarnation
+
+
+class AskedStart(NamedTuple):
+    """A start that a launcher was asked for (`WorkerLauncher.start`)."""
+
+    plan: WorkerPlan
+    avoid: tuple[str, ...]
+    only: str
 
 
 class WorkerActor:
@@ -208,3 +231,15 @@ class WorkerActor:
         """The plan with this node's share and address. Raises `NodeUnmeasured` for a node that was not measured."""
         plan = plan.on(ray.get_runtime_context().get_node_id())
         return plan if plan.host else dataclasses.replace(plan, host=ray.util.get_node_ip_address())
+
+
+def crash_line(path: Path) -> str:
+    """The last "Fatal Python error" line that faulthandler wrote to the end of the log; empty without one."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    crashes = [line for line in lines if line.startswith("Fatal Python error")]
+    return crashes[-1] if crashes else ""

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import re
 import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from twinpool.cluster.arena.local_agent import ArenaAgents, NoArenaAgents
@@ -31,18 +29,20 @@ from twinpool.cluster.ray_nodes.ray_facts import RESOURCES, has_places
 from twinpool.cluster.ray_nodes.worker_actor import (
     NODE_LABEL,
     ActorPlacement,
+    AskedStart,
     StartedRank,
     WorkerActor,
+    crash_line,
     kept_places,
     place_name,
+    places_on_one_node,
     places_taken,
-    rank_resources,
     ranks_name,
     take_places,
 )
 from twinpool.cluster.worker_process.worker_plan import NodeUnmeasured, WorkerPlan, exit_file, node_name
 from twinpool.contracts.clock import Clock, SystemClock
-from twinpool.contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName
+from twinpool.contracts.ids import NO_INCARNATION, Incarnation, Role, WorkerName, dp_rank
 
 log = logging.getLogger("twinpool.actors")
 
@@ -87,6 +87,8 @@ class _RunningWorker:
     """The placement group that holds its places in a role that it has changed to; None where it was started in it."""
     role: Role | None = None
     """Its role; None where another launcher has started it."""
+    dismissed: bool = False
+    """Whether its other ranks were killed and its places given back."""
     again: set[Any] = field(default_factory=set)
     """The Ray references of those `run`s that are their rank's second (`RayLauncher._run_again`)."""
 
@@ -123,6 +125,8 @@ class RayLauncher:
         # Once: Ray keeps the export of each remote class for ever, and workers are started again and again.
         self._class = ray.remote(WorkerActor)
         self._running: dict[Any, _RunningWorker] = {}
+        self._forming: dict[WorkerKey, AskedStart] = {}
+        """Workers whose start waits for those of the workers that they share their experts with."""
 
     def nodes(self) -> tuple[NodePlace, ...]:
         if self._clock.now() >= self._look_at:
@@ -140,7 +144,7 @@ class RayLauncher:
         return placed
 
     def running(self) -> list[WorkerKey]:
-        return [one.started.key for one in list(self._running.values())]
+        return [*list(self._forming), *(one.started.key for one in list(self._running.values()))]
 
     def adopt(self) -> None:
         """Take over the workers that an earlier process of this kind has started and that still run. Those that don't
@@ -156,6 +160,7 @@ class RayLauncher:
             try:
                 if (running := self._take_over(handle)) is not None:
                     holders |= {ranks_name(name): running, place_name(running.started.key): running}
+                    holders |= {running.started.together: running} if running.started.together else {}
             except (ValueError, KeyError, AttributeError, ray.exceptions.RayError) as error:
                 log.warning("%s is not taken over, and ends: %s", name, error)
                 ray.kill(handle, no_restart=True)  # In seconds, also where its process is stopped.
@@ -197,16 +202,14 @@ class RayLauncher:
     ) -> None:
         if successor_of and self._goes_on(plan, successor_of):
             return
+        if plan.config.dp_for(plan.role) > 1:
+            self._form(plan, avoid, only)
+            return
         size = plan.config.ranks_for(plan.role)
         group = None
         elsewhere = self._elsewhere(plan, avoid, only)
         if size > 1:
-            # All ranks go to one node with a place for each of them, or none is started.
-            labels = {"bundle_label_selector": [elsewhere] * size} if elsewhere else {}
-            bundles = [rank_resources(plan) for _ in range(size)]
-            kept = {"lifetime": "detached"} if self._detached else {}
-            named = ranks_name(f"{plan.name}.{plan.incarnation}")
-            group = placement_group(bundles, strategy="STRICT_PACK", name=named, **kept, **labels)
+            group = places_on_one_node(plan, size, elsewhere, kept=self._detached)
             plan = dataclasses.replace(plan, meeting=secrets.token_hex(32))
         ranks = [dataclasses.replace(plan, rank=rank) for rank in range(size)]
         leader, *followers = [self._actor(rank, group, elsewhere) for rank in ranks]
@@ -214,11 +217,32 @@ class RayLauncher:
             handle.run.remote(): _FollowerActor(rank, handle, handle.where.remote())
             for rank, handle in enumerate(followers, 1)
         }
+        self._begin(plan, leader, runs, group)
+
+    def _begin(self, plan: WorkerPlan, leader: Any, runs: dict[Any, _FollowerActor], group: Any) -> None:
         started, run, where = StartedRank.of(plan), leader.run.remote(), leader.where.remote()
         now = self._clock.now()
         self._running[run] = _RunningWorker(
             started, leader, run, where, now, followers=runs, group=group, role=plan.role
         )
+
+    def _form(self, plan: WorkerPlan, avoid: tuple[str, ...], only: str) -> None:
+        """Start the workers that share their experts, on one node, once all of them are asked for."""
+        size = plan.config.dp_for(plan.role)
+        self._forming[plan.name, plan.incarnation] = AskedStart(plan, avoid, only)
+        mine = plan.role, dp_rank(plan.name, size)[0]
+        asked = [one for one in self._forming.values() if (one.plan.role, dp_rank(one.plan.name, size)[0]) == mine]
+        if len(asked) < size:
+            return
+        asked.sort(key=lambda one: dp_rank(one.plan.name, size)[1])
+        first, secret = asked[0], secrets.token_hex(32)
+        elsewhere = self._elsewhere(first.plan, tuple(name for one in asked for name in one.avoid), first.only)
+        group = places_on_one_node(first.plan, size, elsewhere, kept=self._detached)
+        together = ranks_name(f"{first.plan.name}.{first.plan.incarnation}")
+        for rank, one in enumerate(asked):
+            del self._forming[one.plan.name, one.plan.incarnation]
+            sharing = dataclasses.replace(one.plan, meeting=secret, together=together)
+            self._begin(sharing, self._actor(sharing, group, {}, rank), {}, None if rank else group)
 
     def nodes_in_use(self) -> set[str]:
         """The nodes, by Ray id, on which processes of workers run or start."""
@@ -281,11 +305,14 @@ class RayLauncher:
         ]
         return {NODE_LABEL: f"!in({','.join(ids)})"} if ids else {}
 
-    def _actor(self, plan: WorkerPlan, group: Any, elsewhere: dict[str, str]) -> Any:
-        """Create the actor of one rank; its `run` is not called yet."""
+    def _actor(self, plan: WorkerPlan, group: Any, elsewhere: dict[str, str], bundle: int | None = None) -> Any:
+        """Create the actor of one rank; its `run` is not called yet. `bundle`: which of the places of the placement
+        group it has; None: its rank's."""
         placed: dict[str, Any] = {"lifetime": "detached"} if self._detached else {}
         if group is not None:
-            placed["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, plan.rank)
+            placed["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                group, plan.rank if bundle is None else bundle
+            )
         elif elsewhere:
             placed["label_selector"] = elsewhere
         actor = self._class.options(
@@ -301,6 +328,7 @@ class RayLauncher:
         return actor.remote(plan)
 
     def kill(self, name: WorkerName, incarnation: Incarnation, pid: int, node: str) -> None:
+        self._forming.pop((name, incarnation), None)
         for running in list(self._running.values()):
             if running.started.key == (name, incarnation):
                 self._kill(running)
@@ -325,7 +353,7 @@ class RayLauncher:
                 continue
             if ref in self._running:
                 running = self._running.pop(ref)
-                _dismiss(running)
+                self._dismiss(running)
                 out.append(EndedProcess(*running.started.key, _reason(running, ref)))
             elif not self._lost_rank(ref):
                 self._note_pid(ref)
@@ -410,7 +438,22 @@ class RayLauncher:
 
     def _kill(self, running: _RunningWorker) -> None:
         _end(running)
-        _dismiss(running)
+        self._dismiss(running)
+
+    def _dismiss(self, running: _RunningWorker) -> None:
+        """Kill the other ranks, which end by themselves unless they are stuck, and give the places of all ranks back;
+        those of workers that share their experts when the last one ends. Idempotent."""
+        running.dismissed = True
+        for follower in running.followers.values():
+            _end(follower)
+        name, running_group = running.started.together, running.group
+        others = [one for one in self._running.values() if one.started.together == name and not one.dismissed]
+        running.group = None
+        if name and others:
+            others[0].group = others[0].group or running_group
+        elif running_group is not None:
+            remove_placement_group(running_group)
+        _leave_places(running)
 
     def close(self) -> None:
         for running in self._running.values():
@@ -423,17 +466,6 @@ def _end(process: _RunningWorker | _FollowerActor) -> None:
     if process.at is not None and process.at.node == node_name():
         kill_process(process.at.pid, process.at.started)
     ray.kill(process.handle, no_restart=True)
-
-
-def _dismiss(running: _RunningWorker) -> None:
-    """Kill the other ranks, which end by themselves unless they are stuck, and give the places of all ranks back.
-    Idempotent."""
-    for follower in running.followers.values():
-        _end(follower)
-    if running.group is not None:
-        remove_placement_group(running.group)
-        running.group = None
-    _leave_places(running)
 
 
 def _leave_places(running: _RunningWorker) -> None:
@@ -463,18 +495,6 @@ def _reason(running: _RunningWorker, ref: Any) -> str:
         node = running.at.node if running.at is not None else ""
         if node not in ("", node_name()):
             return f"its process on {node} has ended, see {log_file} there"
-        crash = _crash_line(log_file)
+        crash = crash_line(log_file)
         return crash or "killed, signal 9"
     return "the process has ended"
-
-
-def _crash_line(path: Path) -> str:
-    """The last "Fatal Python error" line that faulthandler wrote to the end of the log; empty without one."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    crashes = [line for line in lines if line.startswith("Fatal Python error")]
-    return crashes[-1] if crashes else ""

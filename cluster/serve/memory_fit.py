@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from twinpool.cache.arena.arena import max_index_bytes
@@ -12,6 +12,7 @@ from twinpool.cluster.assembly.memory_plan import (
     LargestStage,
     MemoryPlan,
     StepMemory,
+    data_parallel_part,
     largest_stage,
     plan_memory,
     step_memory,
@@ -61,6 +62,8 @@ class MemoryDemand:
     """What steps of a worker of each role take besides weights and pools, on each rank."""
     cards: CardParts | None = None
     """What the workers get of the node's cards, where their weights and pools lie; None: in its memory."""
+    parts: Mapping[Role, float] = field(default_factory=dict)
+    """Which part of the weights a worker has; all where a role isn't named."""
 
     def plans(self) -> dict[Role, MemoryPlan] | None:
         """The memory plan of a worker of each role; None where free memory, or that of its cards, is too little for the
@@ -79,7 +82,7 @@ class MemoryDemand:
             if self.cards is not None:
                 budget = self.cards.budget(role)
             else:
-                others = self._own_weights + self._processes(role) + self._host(role)
+                others = self._own_weights(role) + self._processes(role) + self._host(role)
                 budget = min(int(share * MEMORY_SHARE), share - others)
             on_cards = self.cards is not None
             plan = plan_memory(self.pool_set, self.config, role, self.context, budget, fill=on_cards)
@@ -93,13 +96,12 @@ class MemoryDemand:
         on cards, processes, and host tiers of a configured size."""
         each = {role: self._processes(role) for role in self.workers}
         if self.cards is None:
-            each = {role: plans[role].nbytes + self._own_weights + own for role, own in each.items()}
+            each = {role: plans[role].nbytes + self._own_weights(role) + own for role, own in each.items()}
         return sum(count * each[role] for role, count in self.workers.items()) + self._hosts + self._shared_weights
 
-    @property
-    def _own_weights(self) -> int:
+    def _own_weights(self, role: Role) -> int:
         """Bytes of weights that each worker on the node's processors has to itself."""
-        return 0 if shares_weights(self.config) else self.weights
+        return 0 if shares_weights(self.config) else int(self.weights * self.parts.get(role, 1.0))
 
     @property
     def _shared_weights(self) -> int:
@@ -181,7 +183,7 @@ class MemoryDemand:
     def _weights_said(self) -> str:
         if self._shared_weights:
             return f"{_mib(self._shared_weights)} of weights that they share"
-        return f"{_mib(self.weights)} of weights each"
+        return " and ".join(dict.fromkeys(_mib(self._own_weights(role)) for role in self.workers)) + " of weights each"
 
     def _advice(self) -> str:
         """The first setting that fits: smaller pools, then fewer workers, then either without host tiers."""
@@ -280,7 +282,8 @@ def divide(
     counts = {role: config.pp_for(role) for role in workers if config.pp_for(role) > 1 and facts.cards}
     stages = {role: largest_stage(spec, pool_set, config.engine, count) for role, count in counts.items()}
     dealt, cards = card_parts(facts, config, weights, workers, steps, stages)
-    demand = MemoryDemand(config, pool_set, spec.context, weights, workers, facts.free, steps, cards)
+    parts = {role: data_parallel_part(spec, config.engine, config.dp_for(role)) for role in workers}
+    demand = MemoryDemand(config, pool_set, spec.context, weights, workers, facts.free, steps, cards, parts)
     plans = demand.plans()
     if plans is None or not demand.fits(plans):
         raise MemoryShort(demand.refusal(plans))
@@ -294,7 +297,7 @@ def divide(
     threads = config.engine.threads or max(1, facts.cores // max(1, processes))
     on_cards = {role: cards.budget(role) for role in workers} if cards is not None else {}
     beside = copies_beside(config, facts.cores, threads * processes)
-    return NodeShare(facts, workers, threads, weights, plans, budget, host_bytes, on_cards, steps, dealt, beside)
+    return NodeShare(facts, workers, threads, weights, plans, budget, host_bytes, on_cards, steps, dealt, beside, parts)
 
 
 def max_bytes(share: NodeShare, config: Config, role: Role) -> int:
@@ -303,7 +306,7 @@ def max_bytes(share: NodeShare, config: Config, role: Role) -> int:
     if share.facts.cards:
         return config.ranks_for(role) * CUDA_WORKER_BYTES + share.host_bytes[role]
     steps = config.ranks_for(role) * (WORKER_BYTES + share.steps[role].nbytes)
-    weights = 0 if shares_weights(config) else share.weights
+    weights = 0 if shares_weights(config) else int(share.weights * share.parts.get(role, 1.0))
     return share.plans[role].nbytes + weights + steps + share.host_bytes[role]
 
 

@@ -24,7 +24,7 @@ from twinpool.contracts.checkpoint.adapter_files import adapter_ref
 from twinpool.contracts.checkpoint.gguf.gguf_header import is_gguf
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec, served_as
 from twinpool.contracts.config.autoscaling_config import AutoscalingConfig
-from twinpool.contracts.config.cluster_config import Config, LaunchConfig, PoolsConfig, section_of
+from twinpool.contracts.config.cluster_config import Config, LaunchConfig, PoolsConfig, section_of, uneven
 from twinpool.contracts.config.load_config import load_config
 from twinpool.contracts.config.plane_choice import on_gpus, with_plane
 from twinpool.contracts.config.worker_config import DecodeConfig
@@ -198,6 +198,9 @@ def prepare(
         config = with_plane(on_device(config, bool(cards)), one_host=True, apart=apart(cards))
     pool_set = pool_set_of(spec, config, options.cache_role)
     check_ranks(config, spec, options.workers)
+    for role, count in options.workers.items():
+        if refusal := uneven(role, count, config.dp_for(role)):
+            raise ConfigError(refusal)
     config = dataclasses.replace(config, decode=with_speculation(config, pool_set))
     weights = weight_bytes(spec, config)
     port = free_port(options.host, options.port)
@@ -280,6 +283,7 @@ def check_ranks(config: Config, spec: ModelSpec, roles: Iterable[Role] = PAIR) -
     """Check that the model can be divided into the configured numbers of ranks. Raises `ConfigError` naming numbers
     that would work."""
     for role in roles:
+        _check_data_parallel(config, spec, role)
         _check_stages(config, spec, role)
         size, key = config.tp_for(role), f"{section_of(role)}.tp"
         ep, ep_key = config.ep_for(role), f"{section_of(role)}.ep"
@@ -299,6 +303,41 @@ def check_ranks(config: Config, spec: ModelSpec, roles: Iterable[Role] = PAIR) -
         raise ConfigError(f"{key}={size}: {reason}; {key} can be {', '.join(good)}")
 
 
+def _check_data_parallel(config: Config, spec: ModelSpec, role: Role) -> None:
+    """Check that the model's experts can be spread over the configured number of workers. Raises `ConfigError` naming
+    numbers that would work."""
+    size, key = config.dp_for(role), f"{section_of(role)}.dp"
+    if size == 1:
+        return
+    for other, count in (("tp", config.tp_for(role)), ("ep", config.ep_for(role)), ("pp", config.pp_for(role))):
+        if count > 1:
+            raise ConfigError(
+                f"{key}={size} and {section_of(role)}.{other}={count}: workers that share their experts have one rank "
+                "each so far; set one of them to 1"
+            )
+    barred = {
+        "transfer.plane=local": config.transfer.plane == "local",
+        "adapters": config.adapters.used,
+        "autoscaling.enabled": config.autoscaling.enabled,
+        f"engine.device={config.engine.device}": on_gpus(config),
+        f"engine.draft_model={config.engine.draft_model}": bool(config.engine.draft_model),
+        "engine.models=transformers": config.engine.models != "native",
+        "engine.share_weights=on": config.engine.share_weights == "on",
+        "engine.weight_roots": bool(config.engine.weight_roots),
+    }
+    for setting in [setting for setting, there in barred.items() if there]:
+        raise ConfigError(f"{key}={size} doesn't go with {setting} yet: leave one of them out")
+    reason = divides(config, spec, 1, dp=size)
+    if reason == NO_EXPERTS:
+        raise ConfigError(f"{key}={size}: {reason}; dp of a dense model is more workers: set {key}=1")
+    if reason:
+        good = [str(n) for n in range(1, MOST_DP + 1) if not divides(config, spec, 1, dp=n)]
+        raise ConfigError(f"{key}={size}: {reason}; {key} can be {', '.join(good)}")
+
+
+NO_EXPERTS = "this model has no experts"
+MOST_DP = 64
+"""Most data-parallel ranks that an error suggests."""
 MOST_STAGES = 64
 """Most stages that an error suggests."""
 
@@ -323,9 +362,9 @@ def _check_stages(config: Config, spec: ModelSpec, role: Role) -> None:
         raise ConfigError(f"{key}={stages}: {reason}; {key} can be {', '.join(good)}")
 
 
-def divides(config: Config, spec: ModelSpec, size: int, ep: int = 1, stages: int = 1) -> str:
-    """Why the model can't be divided among `size` ranks, in `stages` and with experts spread over `ep`, in words; empty
-    where it can."""
+def divides(config: Config, spec: ModelSpec, size: int, ep: int = 1, stages: int = 1, dp: int = 1) -> str:
+    """Why the model can't be divided among `size` ranks, in `stages` and with experts spread over `ep`, or over `dp`
+    workers, in words; empty where it can."""
     from twinpool.cluster.assembly.memory_plan import state_options
     from twinpool.engine.models.registry import model_for
     from twinpool.engine.runner.kernel_choice import dtype_for
@@ -336,14 +375,14 @@ def divides(config: Config, spec: ModelSpec, size: int, ep: int = 1, stages: int
     dtype, options = dtype_for(spec, config.engine), state_options(spec, config, Role.PREFILL)
     try:
         for rank in range(size) if stages > 1 else (0, size - 1):
-            shard = Shard.of(rank, size, ep, stages)
+            shard = dataclasses.replace(Shard.of(rank, size, ep, stages), dp=dp)
             mine = model.pool_set(dataclasses.replace(options, shard=shard))
             if mine != mine.whole.shard(rank, size, stages):
                 return "its state is not divided like its heads"
             weights = Weights.dry(spec, dtype, shard)
             model.build(weights)
-            if ep > 1 and not weights.mixtures:
-                return "this model has no experts"
+            if max(ep, dp) > 1 and not weights.mixtures:
+                return NO_EXPERTS
     except ConfigError as error:
         return str(error)
     return ""

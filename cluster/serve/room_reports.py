@@ -62,6 +62,7 @@ def node_room(share: NodeShare, config: Config, free: int | None = None) -> Node
             config.ranks_for(role),
             planned,
             facts.places.get(role, 0) if facts.node_id else None,
+            config.dp_for(role),
         )
         for role, planned in share.workers.items()
     }

@@ -24,7 +24,7 @@ from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec,
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.errors import ConfigError
-from twinpool.contracts.ids import Incarnation, Role, WorkerName
+from twinpool.contracts.ids import Incarnation, Role, WorkerName, dp_rank
 from twinpool.contracts.interfaces.worker_interface import Worker
 from twinpool.contracts.messages.worker_status import WorkerStatus
 from twinpool.contracts.sampling_params import WeightsVersion
@@ -32,6 +32,7 @@ from twinpool.contracts.sampling_params import WeightsVersion
 if TYPE_CHECKING:
     from twinpool.cluster.arena.arena_client import ArenaClient
     from twinpool.cluster.arena.shared_weights import SharedImages
+    from twinpool.cluster.ranks import DataParallelRank, RankGroup
 
 
 class NodeUnmeasured(ConfigError):
@@ -61,8 +62,10 @@ class WorkerPlan:
     rank: int = 0
     """Which of the worker's tensor-parallel ranks this process is; 0 is the leader."""
     meeting: str = field(default="", repr=False)
-    """The secret, in hex, by which the ranks of this incarnation find and authenticate each other; empty for one
-    rank."""
+    """The secret, in hex, by which the ranks of this incarnation, or the workers with which it shares its experts, find
+    and authenticate each other; empty for one rank."""
+    together: str = ""
+    """The name of the placement group of the workers with which it shares its experts; empty where it has all."""
     node_id: str = ""
     """The Ray node id of the node that the worker runs on."""
     arena: str = field(default="", repr=False)
@@ -213,6 +216,43 @@ def images_of(plan: WorkerPlan) -> SharedImages:
     from twinpool.cluster.arena.shared_weights import SharedImages
 
     return SharedImages(plan.arena, plan.config.cluster.start_timeout_s / 2, SystemClock(), time.sleep)
+
+
+def meet_ranks(plan: WorkerPlan, end: Callable[[str], None]) -> RankGroup:
+    """Meet the plan's other ranks as their leader; `end` is called when one of them dies. Raises `PeerDead` when a rank
+    doesn't come."""
+    from twinpool.cluster.ranks import DeathWatch, lead
+
+    cluster = plan.config.cluster
+    group = lead(
+        plan.meeting,
+        plan.config.ranks_for(plan.role),
+        SystemClock(),
+        plan.rank_config.engine,
+        deadline_s=cluster.rank_timeout_s,
+        start_s=cluster.start_timeout_s,
+    )
+    DeathWatch(group.watch(), end).start()
+    return group
+
+
+def meet_sharers(plan: WorkerPlan, end: Callable[[str], None]) -> DataParallelRank:
+    """Meet the workers that this one shares its experts with; `end` is called when one of them dies. Raises `PeerDead`
+    when one doesn't come."""
+    from twinpool.cluster.ranks import DeathWatch, meet_data_parallel
+
+    cluster, size = plan.config.cluster, plan.config.dp_for(plan.role)
+    rank = meet_data_parallel(
+        plan.meeting,
+        dp_rank(plan.name, size)[1],
+        size,
+        SystemClock(),
+        plan.rank_config.engine,
+        deadline_s=cluster.rank_timeout_s,
+        start_s=cluster.start_timeout_s,
+    )
+    DeathWatch(rank.watches, end).start()
+    return rank
 
 
 def exit_file(logs: Path, name: WorkerName, incarnation: Incarnation) -> Path:

@@ -41,6 +41,8 @@ from twinpool.cluster.worker_process.worker_plan import (
     WorkerPlan,
     arenas_of,
     images_of,
+    meet_ranks,
+    meet_sharers,
     node_name,
     write_exit,
 )
@@ -63,7 +65,7 @@ from twinpool.transfer.net.fault_injection import HangFault, hang_at, via_proxy
 
 if TYPE_CHECKING:
     from twinpool.cluster.arena.arena_client import ArenaClient
-    from twinpool.cluster.ranks import RankGroup
+    from twinpool.cluster.ranks import DataParallelRank, RankGroup
     from twinpool.contracts.checkpoint.model_spec import ModelSpec
     from twinpool.engine.runner.load_model import KeptModel
 
@@ -106,6 +108,7 @@ class PlannedWorkers:
         self._plan: WorkerPlan | None = None
         self._kept: KeptModel | None = None
         self._group: RankGroup | None = None
+        self._dp: DataParallelRank | None = None
         self._arenas: ArenaClient | None = None
 
     def build(self, plan: WorkerPlan) -> Worker:
@@ -124,7 +127,9 @@ class PlannedWorkers:
         spec = plan.read_spec()
         before = files_mark(spec.headers) if plan.weights is not None else ()
         if plan.config.ranks_for(plan.role) > 1 and self._group is None:
-            self._group = _meet(plan, self._end)
+            self._group = meet_ranks(plan, self._end)
+        if plan.config.dp_for(plan.role) > 1:
+            self._dp = meet_sharers(plan, self._end)
         self._arenas = arenas_of(plan)
         worker = build_worker(
             plan.role,
@@ -137,6 +142,7 @@ class PlannedWorkers:
             arenas=self._arenas,
             group=self._group,
             kept=self._kept,
+            dp=self._dp,
         )
         _check_unchanged(spec, before)
         return worker
@@ -175,6 +181,8 @@ class PlannedWorkers:
 
     def _end(self, reason: str) -> None:
         """End this process, as a rank is gone."""
+        if self._dp is not None and self._dp.experts.over:
+            return  # All have drained, and leave one after the other.
         plan = self._plan
         assert plan is not None, "ranks meet for a plan"
         log.error("a rank is gone", extra={"worker": plan.name, "reason": reason})
@@ -211,24 +219,6 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
-
-
-def _meet(plan: WorkerPlan, end: Callable[[str], None]) -> RankGroup:
-    """Meet the plan's other ranks as their leader; `end` is called when one of them dies. Raises `PeerDead` when a rank
-    doesn't come."""
-    from twinpool.cluster.ranks import DeathWatch, lead
-
-    cluster = plan.config.cluster
-    group = lead(
-        plan.meeting,
-        plan.config.ranks_for(plan.role),
-        SystemClock(),
-        plan.rank_config.engine,
-        deadline_s=cluster.rank_timeout_s,
-        start_s=cluster.start_timeout_s,
-    )
-    DeathWatch(group.watch(), end).start()
-    return group
 
 
 class SigtermDrain:
@@ -480,7 +470,10 @@ def run_worker(
             lambda weights: run_low(lambda: workers.prepare(weights)), workers.forget_prepared
         )
         while True:
-            outcome = WorkerProcess(plan, workers.build, loop, workers.release, preparation).run()
+            alone = plan.config.dp_for(plan.role) == 1  # Who shares experts starts with the others, in a new process.
+            outcome = WorkerProcess(
+                plan, workers.build, loop, workers.release if alone else None, preparation if alone else None
+            ).run()
             code = 0 if outcome.end in (WorkerEnd.LEFT, WorkerEnd.STOPPED) else 1
             write_exit(plan, outcome.reason)
             if not outcome.goes_on:

@@ -262,6 +262,7 @@ class WorkerThread:
             if self.pause.on:  # No lack of progress. Requests wait, and their deadlines come all the same.
                 self.snapshot = replace(self._worker.status(), paused=True)
                 self._watchdog.turned(self.snapshot.steps, False, 0.0)
+                self._worker.take_part()
                 if self._worker.drained and self._left():  # It keeps no request waiting.
                     return WorkerEnd.LEFT, LEFT
                 self.pause.wait(self._idle_s)

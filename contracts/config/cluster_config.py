@@ -170,6 +170,15 @@ def section_of(role: Role) -> str:
     return "colocate" if role is Role.COLOCATED else str(role)
 
 
+def uneven(role: Role, count: int, size: int) -> str:
+    """Why `count` workers of `role` can't share their experts, `size` each; empty where they can."""
+    if count % size == 0:
+        return ""
+    could = " or ".join(str(number) for number in (count - count % size, count - count % size + size) if number)
+    key = f"{section_of(role)}.dp={size}"
+    return f"{count} {role} workers can't share their experts by {key}: their number is a multiple of it, as {could}"
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
@@ -213,6 +222,10 @@ class Config:
     def pp_for(self, role: Role) -> int:
         """Pipeline-parallel ranks of a worker of `role`: its stages."""
         return self._section(role).pp
+
+    def dp_for(self, role: Role) -> int:
+        """How many workers of `role` share their experts, each a data-parallel rank."""
+        return self._section(role).dp
 
     def ranks_for(self, role: Role) -> int:
         """All ranks of a worker of `role`, each a process."""
@@ -266,11 +279,12 @@ class Config:
     def with_local_prompts(self, role: Role) -> Config:
         """Return the configuration as both halves of a worker of `role` go by it that computes its own prompts: ranks
         and cache are the worker's."""
-        tp, ep, pp, cache = self.tp_for(role), self.ep_for(role), self.pp_for(role), self.override_for(role)
+        tp, ep, pp, dp = self.tp_for(role), self.ep_for(role), self.pp_for(role), self.dp_for(role)
+        cache = self.override_for(role)
         return dataclasses.replace(
             self,
-            prefill=dataclasses.replace(self.prefill, tp=tp, ep=ep, pp=pp, cache=cache),
-            decode=dataclasses.replace(self.decode, tp=tp, ep=ep, pp=pp, cache=cache),
+            prefill=dataclasses.replace(self.prefill, tp=tp, ep=ep, pp=pp, dp=dp, cache=cache),
+            decode=dataclasses.replace(self.decode, tp=tp, ep=ep, pp=pp, dp=dp, cache=cache),
         )
 
     def to_dict(self) -> dict[str, Any]:

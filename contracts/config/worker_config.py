@@ -133,6 +133,10 @@ class PrefillConfig:
     """Pipeline-parallel ranks of a worker, each a process with some of the layers, one stage behind the other: for
     models larger than a card or a process may be. They have `tp` of 1. As many as layers at most, and each stage has
     some of every kind of layer that keeps state."""
+    dp: int = 1
+    """Data-parallel ranks: so many workers of the pool, on one host, share the experts of a mixture. Each has requests
+    and pages of its own, holds its share of the experts, and computes them for the tokens of all. The pool's number of
+    workers is a multiple of it. With `tp` and `pp` of 1, and on CPUs so far."""
     cache: CacheOverride = field(default_factory=CacheOverride)
 
 
@@ -170,6 +174,8 @@ class DecodeConfig:
     """As `prefill.ep`; the two may differ."""
     pp: int = 1
     """As `prefill.pp`; the two may differ."""
+    dp: int = 1
+    """As `prefill.dp`; the two may differ."""
     retract: Literal["auto", "copy", "recompute"] = "auto"
     """What happens to the state of a retracted request: copied to host memory and back, or computed again by prefill;
     auto: the quicker one by the rates measured so far."""
@@ -204,7 +210,7 @@ class DecodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ColocateConfig:
-    """A colocated worker also goes by the keys of `prefill` and `decode`, but for their `tp`, `ep`, `pp` and
+    """A colocated worker also goes by the keys of `prefill` and `decode`, but for their `tp`, `ep`, `pp`, `dp` and
     `cache`."""
 
     prompt_tokens: int = 64
@@ -219,6 +225,8 @@ class ColocateConfig:
     """As `prefill.ep`."""
     pp: int = 1
     """As `prefill.pp`."""
+    dp: int = 1
+    """As `prefill.dp`."""
     cache: CacheOverride = field(default_factory=CacheOverride)
 
 

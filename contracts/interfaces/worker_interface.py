@@ -29,6 +29,10 @@ class Worker(Protocol):
     def wait(self, timeout_s: float) -> None:
         """Return when `step` has something to do, when `wake` was called, or after `timeout_s`."""
 
+    def take_part(self) -> None:
+        """Do what the workers need that it shares its experts with, and nothing else: between two steps, while it makes
+        none of its own."""
+
     def wake(self) -> None:
         """Make `wait` return; may be called from any thread."""
 
@@ -49,7 +53,8 @@ class Worker(Protocol):
 
     @property
     def drained(self) -> bool:
-        """Whether the worker drains, and no request runs, waits or is outgoing: it can leave."""
+        """Whether the worker drains, and no request runs, waits or is outgoing: it can leave. One that shares its
+        experts can when all that it shares them with have drained, too."""
 
     @property
     def runnable(self) -> bool:

@@ -13,6 +13,7 @@ import msgpack
 from twinpool.contracts.errors import WireError
 from twinpool.contracts.messages.rank_orders import (
     AwaitReady,
+    BeginStep,
     BindArenas,
     CheckPages,
     CloseLink,
@@ -69,6 +70,7 @@ TAGS: dict[int, type[Any]] = {
     35: SeverPeer,
     36: SeverLink,
     37: LeaveRole,
+    38: BeginStep,
 }
 _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
 _NAMES = {cls: tuple(f.name for f in fields(cls)) for cls in TAGS.values()}

@@ -301,6 +301,19 @@ class EndRank:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class BeginStep:
+    """To data-parallel ranks, which carry out no other order: their group's step `number` has begun."""
+
+    number: int
+
+
+class StepBegun(NamedTuple):
+    """Notice of a data-parallel rank: it has begun step `number` of its group."""
+
+    number: int
+
+
 class WriteArrived(NamedTuple):
     """Notice: the follower has taken in the writes up to `number` of a room from the writer's rank `source`."""
 
@@ -315,7 +328,7 @@ class LinkLost(NamedTuple):
     link: int
 
 
-FollowerNotice = WriteArrived | LinkLost
+FollowerNotice = WriteArrived | LinkLost | StepBegun
 """A message that a follower sends without being asked."""
 
 Order = (
@@ -341,4 +354,5 @@ Order = (
     | AwaitReady
     | LeaveRole
     | EndRank
+    | BeginStep
 )

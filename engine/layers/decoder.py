@@ -26,7 +26,7 @@ from torch import Tensor
 
 from twinpool.cache.pool.load_gate import GateDoor, LayerBuffers
 from twinpool.engine.attention.attention_backend import AttentionBackend
-from twinpool.engine.attention.attention_plan import AttentionPlan, SlotPlan
+from twinpool.engine.attention.attention_plan import AttentionPlan, SlotPlan, muted, muted_slots
 from twinpool.engine.attention.kv_quantization import store
 from twinpool.engine.layers.norm import add_rms_norm, rms_norm
 from twinpool.engine.native.current_kernels import LayerKernels, using
@@ -35,6 +35,7 @@ from twinpool.engine.tensors.row_exact_linear import AdaptedLayer, Numerics, Row
 from twinpool.engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
 
 if TYPE_CHECKING:
+    from twinpool.engine.layers.moe.expert_group import Spread, SpreadStep
     from twinpool.engine.layers.picture_encoder import StepPictures
     from twinpool.engine.layers.picture_tower import PictureTower
     from twinpool.engine.layers.rope import RopeTable
@@ -77,6 +78,8 @@ class ForwardContext:
     None: all three are `positions_m`."""
     adapters: StepAdapters | None = None
     """The adapters of the step's rows; None: no row has one."""
+    spread: SpreadStep | None = None
+    """The step of all workers that share their experts; None: of models whose experts are all here."""
     scratch: dict[Any, Any] = field(default_factory=dict)
     """Values that a layer leaves for later layers of the same step, such as selections."""
 
@@ -110,6 +113,12 @@ class ForwardContext:
         if not turned:
             return []
         return [self.positions_m] * 3 if self.turned_cm is None else [*self.turned_cm]
+
+    def mute(self, stale_b: Tensor) -> None:
+        """Redirect the writes of stale sequences ([B] bool) to the null page and the null slot, as zeros."""
+        if not stale_b.is_cpu or stale_b.any():
+            self.plans = {pool: muted(plan, stale_b) for pool, plan in self.plans.items()}
+            self.slots = {pool: muted_slots(plan, stale_b) for pool, plan in self.slots.items()}
 
     def padded(self, x_tn: Tensor) -> Tensor:
         """Append the padding rows (zeros) to the T rows of tokens again: [M, ...]."""
@@ -291,6 +300,8 @@ class Decoder:
     turned: bool = False
     """Whether pictures turn positions by three axes, so that ranks are told how."""
     stage: Stage = Stage()
+    mixtures: Sequence[Spread] = ()
+    """The layers' mixtures of experts, in the order in which a step computes them."""
 
     @property
     def dtype(self) -> torch.dtype:

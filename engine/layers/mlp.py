@@ -5,7 +5,8 @@ outputs of its experts. So a decode step reads the weights of the chosen experts
 product an expert.
 
 Experts that are spread over ranks: every rank routes all tokens and computes those of its own experts, and the ranks
-add up their sums, as they do those over inner units.
+add up their sums, as they do those over inner units. Data-parallel ranks have tokens of their own each, and compute
+their experts for the tokens of all (`engine.layers.moe.expert_group`).
 
 Rows stay exact: an expert's rows are padded to the numerics' quantum like any batch (the products of all experts of a
 model have one shape, which the probe has tried), and a row's outputs are weighted and added in float32 in the order of
@@ -16,9 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from twinpool.engine.layers.decoder import ForwardContext, Sublayer
+from twinpool.engine.layers.moe.expert_group import HeldExperts, SpreadStep
 from twinpool.engine.layers.moe.experts import (
     Activation,
     ExpertReader,
@@ -26,6 +29,7 @@ from twinpool.engine.layers.moe.experts import (
     ExpertRoutes,
     ExpertSizes,
     ExpertWeights,
+    RoutedExperts,
     TorchExperts,
     gated_silu,
     plain_expert,
@@ -112,27 +116,43 @@ class MixtureOfExperts:
         self._here = here if len(here) < sizes.experts else None
         whole = ShardAxis(sizes.inner, 0, sizes.inner)
         units = weights.shard.axis(sizes.inner, what="inner units of an expert") if self._here is None else whole
-        self._partial = self._here is not None or units.divided
+        self._shared_out = weights.shard.dp > 1
+        self._partial = not self._shared_out and (self._here is not None or units.divided)
         mine = weights.scope(below)
         experts = [read(mine, number, sizes, units) for number in here]
         self._experts = (_triton if weights.triton else _torch)(weights, experts, activation)
+        self._hidden = sizes.hidden
+        weights.mixtures.append(self)
 
     def __call__(self, h_mh: Tensor, ctx: ForwardContext, routed_by: Tensor | None = None) -> Tensor:
         """Compute [M, hidden]. `routed_by`: the router's input, where it isn't `h_mh`."""
         routes = self._router(h_mh if routed_by is None else routed_by, ctx)
         real = ExpertRoutes(routes.experts_mk[: ctx.count], routes.weights_mk[: ctx.count])
-        if self._here is not None:
-            real = real.of(self._here)
-        sum_th = self._experts(h_mh[: ctx.count], real, ctx.numerics)
+        if self._shared_out:
+            assert ctx.spread is not None, "experts that others have are computed in a step of all"
+            sum_th = ctx.spread.sum(h_mh[: ctx.count], real, self.held, ctx.numerics)
+        else:
+            if self._here is not None:
+                real = real.of(self._here)
+            sum_th = self._experts(h_mh[: ctx.count], real, ctx.numerics)
         if self._partial:
             sum_th = ctx.sum(sum_th)
         out_mh = ctx.padded(sum_th.to(h_mh.dtype))
         return out_mh if self._shared is None else out_mh.add_(self._shared(h_mh, ctx))
 
+    def serve(self, step: SpreadStep, like: Tensor, numerics: Numerics) -> None:
+        """Take part in a step without tokens of its own: compute the experts here for those of the other ranks. `like`:
+        a tensor of the activations' dtype and device."""
+        none = ExpertRoutes(
+            torch.empty(0, self._router.top_k, dtype=torch.int64, device=like.device),
+            torch.empty(0, self._router.top_k, device=like.device),
+        )
+        step.sum(like.new_empty(0, self._hidden), none, self.held, numerics)
 
-RoutedExperts = Callable[[Tensor, ExpertRoutes, Numerics], Tensor]
-"""Computes, from rows of tokens [T, hidden] and their routes, each row's weighted sum over the experts that this rank
-holds: [T, hidden] float32."""
+    @property
+    def held(self) -> HeldExperts:
+        assert self._here is not None, "its experts are spread"
+        return HeldExperts(self._here, self._experts)
 
 
 def _torch(weights: Weights, experts: Sequence[ExpertWeights], activation: Activation) -> RoutedExperts:

@@ -1,24 +1,30 @@
 """One step: as the host plans it before the device runs it, and as it was launched, with its results on the way to the
-host; and the packing of a step's input tokens."""
+host; the packing of a step's input tokens; and a rank's part in the steps of others."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from twinpool.cache.device.device_port import DONE, Completion
+from twinpool.cache.device.device_port import DONE, Completion, DeviceOp, DeviceStream
 from twinpool.cache.memory.pinned_memory import to_device, upload
+from twinpool.contracts.messages.rank_orders import RowOrder, RunStep, TableEntries, TablePlace
 from twinpool.engine.attention.attention_plan import StepShape
+from twinpool.engine.native.current_kernels import using
 from twinpool.engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenDraw, TokenFromStep
 from twinpool.engine.runner.device_rows import PlannedHistories, PlannedTables
 from twinpool.engine.runner.sampling.redraw import RedrawnTokens
 from twinpool.engine.runner.sampling.sampler import DrawnRows, Logprobs
 from twinpool.engine.tensors.adapters import StepAdapters
+
+if TYPE_CHECKING:
+    from twinpool.engine.runner.model_runner import ModelRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,3 +202,40 @@ def input_tokens(
     for places_n, (step, (_, drawn)) in zip(all_places, pending.items(), strict=True):
         tokens_m.index_copy_(0, places_n, step.tokens(drawn))
     return tokens_m, beside_n
+
+
+def compute_order(planned: PlannedStep) -> RunStep:
+    """Make the order by which followers compute a step: positions and block tables, without tokens."""
+    places = {
+        pool: [TablePlace(pool, *place) for place in zip(mine.rows, mine.firsts, mine.stops, strict=True)]
+        for pool, mine in planned.tables.items()
+    } | {pool: [TablePlace(pool, slot, 0, 1) for (slot,) in mine.slots] for pool, mine in planned.slots.items()}
+    starts, counts = planned.shape.starts.tolist(), planned.shape.counts.tolist()
+    rows = zip(starts, counts, zip(*places.values(), strict=True), strict=True)
+    entries = [
+        TableEntries(pool, one.row.number, one.first, tuple(one.entries[0]))
+        for pool, mine in planned.tables.items()
+        for one in mine.updates
+    ]
+    return RunStep(tuple(RowOrder(*row) for row in rows), tuple(entries))
+
+
+_TAKE_PART = DeviceOp("take part", DeviceStream.COMPUTE)
+
+
+def take_part(engine: ModelRunner, *, drained: bool) -> None:
+    """Take part, without rows, in steps of the workers that `engine` shares its experts with. `drained`: whether it
+    needs no further step itself, which they are told. Raises what a step raises."""
+    group, decoder = engine.experts, engine.decoder
+    assert group is not None, "it shares its experts"
+    like = torch.empty(0, dtype=decoder.dtype, device=engine.device.torch_device)
+
+    @torch.inference_mode()
+    def step() -> None:
+        if group.due:  # Else a step of its own that had waited on the device was the one.
+            with using(decoder.kernels):
+                group.take_part(decoder.mixtures, like, engine.numerics)
+
+    group.drained = drained
+    while group.due:
+        engine.device.submit(_TAKE_PART, step).wait()

@@ -30,6 +30,7 @@ from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.errors import CheckpointError, ConfigError
 from twinpool.contracts.messages.rank_order_codec import OrderChannel
 from twinpool.engine.layers.decoder import Decoder
+from twinpool.engine.layers.moe.expert_group import ExpertGroup
 from twinpool.engine.models.model_base import Model
 from twinpool.engine.native import current_kernels
 from twinpool.engine.runner.kernel_choice import (
@@ -46,7 +47,7 @@ from twinpool.engine.runner.kernel_choice import (
 from twinpool.engine.runner.model_image import ImageUnfit, ModelImages, image_of, model_of
 from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.tensors.row_exact_linear import FAST, TILE_ROWS, Numerics, probe
-from twinpool.engine.tensors.shard import Shard
+from twinpool.engine.tensors.shard import WHOLE, Shard
 from twinpool.engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
 from twinpool.engine.tensors.weight_loader import Weights
 
@@ -79,7 +80,7 @@ class KeptModel:
         self._loaded: LoadedModel | None = None
         self._next: LoadedModel | None = None
         """The model that is to follow the one in use (`prepare`)."""
-        self._asked: tuple[EngineConfig, torch.device, TensorParallelGroup, int, int] | None = None
+        self._asked: tuple[EngineConfig, torch.device, TensorParallelGroup, Shard] | None = None
         """With what the latest model was asked for."""
         self._lock = threading.Lock()
         self.loads = 0
@@ -91,14 +92,13 @@ class KeptModel:
         config: EngineConfig,
         device: torch.device,
         ranks: TensorParallelGroup,
-        ep: int = 1,
-        stages: int = 1,
+        shard: Shard = WHOLE,
     ) -> LoadedModel:
         """The model that is kept, if it is the one asked for; else it is freed, and the other one loaded. Raises as
         `load_model`."""
-        key = model_key(model, config, device, Shard.of(ranks.rank, ranks.size, ep, stages))
+        key = model_key(model, config, device, shard)
         with self._lock:
-            self._asked, prepared = (config, device, ranks, ep, stages), self._next
+            self._asked, prepared = (config, device, ranks, shard), self._next
             self._next = None
             if self._loaded is None or self._loaded.key != key:
                 self._loaded = prepared if prepared is not None and prepared.key == key else None
@@ -115,8 +115,8 @@ class KeptModel:
         with self._lock:
             if self._asked is None or self._asked[2].size > 1:
                 return
-            config, device, ranks, ep, stages = self._asked
-            key = model_key(model, config, device, Shard.of(ranks.rank, ranks.size, ep, stages))
+            config, device, _, shard = self._asked
+            key = model_key(model, config, device, shard)
             if key not in [one.key for one in (self._loaded, self._next) if one is not None]:
                 self._next = None
                 self._next = self._load(model, *self._asked)
@@ -129,11 +129,11 @@ class KeptModel:
                 self._images.use_only(self._loaded.image)
 
     def _load(
-        self, model: Model, config: EngineConfig, device: torch.device, ranks: TensorParallelGroup, ep: int, stages: int
+        self, model: Model, config: EngineConfig, device: torch.device, ranks: TensorParallelGroup, shard: Shard
     ) -> LoadedModel:
         run = self._run if device.type == "cpu" and ranks.size == 1 else _here
         self.loads += 1
-        return run(lambda: load_model(model, config, device, ranks, self._images, ep, stages))
+        return run(lambda: load_model(model, config, device, ranks, self._images, shard))
 
 
 def _here(load: Callable[[], LoadedModel]) -> LoadedModel:
@@ -160,19 +160,17 @@ def load_model(
     device: torch.device,
     ranks: TensorParallelGroup = ALONE,
     images: ModelImages | None = None,
-    ep: int = 1,
-    stages: int = 1,
+    shard: Shard = WHOLE,
 ) -> LoadedModel:
     """Load the checkpoint of `model`, or map what another process of this node has loaded.
 
-    Each of several `ranks` loads its part, and all must call this at the same time; `ep` of them spread the experts, or
-    they are in `stages` (`Shard`). Sets torch's threads to `config.threads` unless that is 0. Raises `CheckpointError`
+    Each of several `ranks` loads its `shard`, and all must call this at the same time. Sets torch's threads to
+    `config.threads` unless that is 0. Raises `CheckpointError`
     for a checkpoint that can't be read and `ConfigError` for kernels that can't be had on this device, or for weights
     that must be shared and can't.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    shard = Shard.of(ranks.rank, ranks.size, ep, stages)
     key, image = model_key(model, config, device, shard), ""
     if images is not None and config.share_weights != "off" and device.type == "cpu":
         image = _image_key(model, config, device, key)
@@ -224,7 +222,7 @@ def _read(model: Model, config: EngineConfig, device: torch.device, shard: Shard
         with current_kernels.using(kernels):
             decoder = model.build(weights)
             check_inputs(config, weights.linears, model.spec.name)
-        decoder.kernels = kernels
+        decoder.kernels, decoder.mixtures = kernels, weights.mixtures
     finally:
         weights.close()
     return decoder, numerics_for(weights, config, device)
@@ -284,25 +282,27 @@ def load_engine(
     ranks: TensorParallelGroup = ALONE,
     followers: OrderChannel | None = None,
     kept: KeptModel | None = None,
-    ep: int = 1,
-    stages: int = 1,
+    shard: Shard = WHOLE,
+    experts: ExpertGroup | None = None,
 ) -> ModelRunner:
     """Load the checkpoint of `model`, or take the one that is `kept`, and bind it to `gates`, whose buffers are those
     of `spec`, its pool set.
 
-    All of several `ranks` must call this at the same time; the leader sends orders to its `followers`. `ep`, `stages`:
-    as `load_model`. `epochs` are the epoch tables of the allocators that hand out the pools' pages and slots, by pool.
-    Raises as `load_model`, and `ConfigError` for an attention backend, or state, that can't be had on this device.
+    All of several `ranks` must call this at the same time; the leader sends orders to its `followers`. `shard`: the
+    part of the model that this rank holds. `experts`: those with which its experts are shared. `epochs` are the epoch
+    tables of the allocators that hand out the pools' pages and slots, by pool. Raises as `load_model`, and
+    `ConfigError` for an attention backend, or state, that can't be had on this device.
     """
     torch_device = device.torch_device
     triton = wants_triton(config, torch_device)
     check_state(spec, torch_device, triton=triton)
-    loaded = (kept or KeptModel()).get(model, config, torch_device, ranks, ep, stages)
+    loaded = (kept or KeptModel()).get(model, config, torch_device, ranks, shard)
     decoder, numerics = loaded.decoder, loaded.numerics
     attention = attention_for(config, numerics, torch_device, decoder.kernels)
     return ModelRunner(
-        decoder, numerics, attention, spec, gates, epochs, device, ranks=ranks, followers=followers, triton=triton
-    )
+        decoder, numerics, attention, spec, gates, epochs, device, ranks=ranks, followers=followers, experts=experts,
+        triton=triton,
+    )  # fmt: skip
 
 
 def numerics_for(weights: Weights, config: EngineConfig, device: torch.device) -> Numerics:

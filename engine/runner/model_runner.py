@@ -19,7 +19,7 @@ from twinpool.cache.pool.load_gate import GateDoor, GatePass, LoadGate
 from twinpool.cache.pool.page_allocator import EpochTable
 from twinpool.contracts.errors import ConfigError, UnorderedAccess
 from twinpool.contracts.messages.rank_order_codec import OrderChannel
-from twinpool.contracts.messages.rank_orders import RowOrder, RunStep, TableEntries, TablePlace
+from twinpool.contracts.messages.rank_orders import RunStep
 from twinpool.engine.attention.attention_backend import AttentionBackend
 from twinpool.engine.attention.attention_plan import (
     AttentionPlan,
@@ -27,10 +27,9 @@ from twinpool.engine.attention.attention_plan import (
     SlotPlan,
     StepShape,
     make_plan,
-    muted,
-    muted_slots,
 )
 from twinpool.engine.layers.decoder import Decoder, ForwardContext
+from twinpool.engine.layers.moe.expert_group import ExpertGroup
 from twinpool.engine.layers.picture_encoder import KEPT_BYTES, PictureEncoder
 from twinpool.engine.runner.batch import NO_MASKS, BatchRow, DraftRow, RowOutput, TokenDraw, turned_positions
 from twinpool.engine.runner.device_rows import (
@@ -42,7 +41,14 @@ from twinpool.engine.runner.device_rows import (
     TokenHistory,
 )
 from twinpool.engine.runner.graphs.step_graphs import Capture, DraftedSteps, StepGraphs
-from twinpool.engine.runner.launched_step import ForwardResults, LaunchedStep, PlannedSlots, PlannedStep, input_tokens
+from twinpool.engine.runner.launched_step import (
+    ForwardResults,
+    LaunchedStep,
+    PlannedSlots,
+    PlannedStep,
+    compute_order,
+    input_tokens,
+)
 from twinpool.engine.runner.sampling.logits_processors import TokenMask
 from twinpool.engine.runner.sampling.redraw import RedrawnTokens, redraw
 from twinpool.engine.runner.sampling.sampler import DrawnRows, Logprobs, draw_tokens, token_logprobs
@@ -70,11 +76,12 @@ class ModelRunner:
         *,
         ranks: TensorParallelGroup = ALONE,
         followers: OrderChannel | None = None,
+        experts: ExpertGroup | None = None,
         triton: bool = False,
     ) -> None:
         """`gates` and `epochs` are by pool. `followers`: the order channel to the other ranks, on the leader of several
-        `ranks`. `triton`: tokens are drawn by Triton's kernel."""
-        self.ranks, self._followers = ranks, followers
+        `ranks`. `experts`: those with which its experts are shared. `triton`: tokens are drawn by Triton's kernel."""
+        self.ranks, self._followers, self.experts = ranks, followers, experts
         self.decoder, self.numerics, self.attention = decoder, numerics, attention
         self.spec = spec
         self._gates, self._epochs = dict(gates), dict(epochs)
@@ -194,7 +201,7 @@ class ModelRunner:
                 tokens_n = tokens_n.index_select(0, kept_n)
                 features_nh = features_nh.index_select(0, kept_n) if features_nh is not None else None
             ctx = self.context(planned, doors)
-            _mute(ctx, self._stale(ctx, planned))
+            ctx.mute(self._stale(ctx, planned))
             padded_nh = None if features_nh is None else ctx.padded(features_nh)
             features_nh = self.decoder.draft_from(ctx.padded(tokens_n), padded_nh, ctx)[: ctx.count]
             logits_nv = self.decoder.draft_logits(features_nh, self.numerics)
@@ -243,6 +250,8 @@ class ModelRunner:
         if self._followers is not None:
             self._followers.send(compute_order(planned))
         ctx = self.context(planned, doors)
+        if self.experts is not None:
+            ctx.spread = self.experts.begin(ctx.count)
         if marks is not None:
             ctx.passed = lambda: marks.passed({pool: door.opened for pool, door in doors.items()})
         stale_b = self._stale(ctx, planned)
@@ -257,7 +266,7 @@ class ModelRunner:
         ctx.turned_cm = None if turned is None else to_device(turned, device)
         if self._followers is not None:
             self.ranks.first(torch.cat((tokens_m, stale_b.long(), *ctx.told(self.decoder.turned))))
-        _mute(ctx, stale_b)
+        ctx.mute(stale_b)
         if self.pictures is not None:
             placed = zip(planned.shape.offsets[:-1].tolist(), (row.pictures for row in rows), strict=True)
             ctx.pictured = self.pictures.placed(placed)
@@ -314,7 +323,7 @@ class ModelRunner:
         ctx = self._context(self._ordered(order), doors)
         count, rows = len(ctx.positions_m), len(order.rows)
         told = self.ranks.first(ctx.positions_m.new_zeros(count + rows + sum(map(len, ctx.told(self.decoder.turned)))))
-        _mute(ctx, told[count : count + rows].bool())
+        ctx.mute(told[count : count + rows].bool())
         if self.decoder.turned:
             ctx.turned_cm = told[count + rows :].view(3, count)
         self.decoder.forward(told[:count], ctx)
@@ -459,29 +468,6 @@ def _embeddings(
             ids = rows[number].embed
             found[number] = to_host(row_x.index_select(0, to_device(ids, x_mh.device)) if ids else row_x)
     return found
-
-
-def compute_order(planned: PlannedStep) -> RunStep:
-    """Make the order by which followers compute a step: positions and block tables, without tokens."""
-    places = {
-        pool: [TablePlace(pool, *place) for place in zip(mine.rows, mine.firsts, mine.stops, strict=True)]
-        for pool, mine in planned.tables.items()
-    } | {pool: [TablePlace(pool, slot, 0, 1) for (slot,) in mine.slots] for pool, mine in planned.slots.items()}
-    starts, counts = planned.shape.starts.tolist(), planned.shape.counts.tolist()
-    rows = zip(starts, counts, zip(*places.values(), strict=True), strict=True)
-    entries = [
-        TableEntries(pool, one.row.number, one.first, tuple(one.entries[0]))
-        for pool, mine in planned.tables.items()
-        for one in mine.updates
-    ]
-    return RunStep(tuple(RowOrder(*row) for row in rows), tuple(entries))
-
-
-def _mute(ctx: ForwardContext, stale_b: Tensor) -> None:
-    """Redirect the writes of stale sequences to the null page and the null slot, as zeros."""
-    if not stale_b.is_cpu or stale_b.any():
-        ctx.plans = {pool: muted(plan, stale_b) for pool, plan in ctx.plans.items()}
-        ctx.slots = {pool: muted_slots(plan, stale_b) for pool, plan in ctx.slots.items()}
 
 
 def adapters_of(

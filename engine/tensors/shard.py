@@ -5,6 +5,9 @@ product over a divided axis gives each rank a part of the sum, and the ranks add
 Of a mixture either each expert's inner units are divided, or the experts are spread: each rank has some of them whole.
 
 Pipeline-parallel ranks are stages: each holds some of the layers, whole, and the first the embedding and the head too.
+
+Data-parallel ranks are workers of their own (`engine.layers.moe.expert_group`): each holds all but the experts whole,
+and of these its share.
 """
 
 from __future__ import annotations
@@ -44,6 +47,9 @@ class Shard:
     stage: int = 0
     stages: int = 1
     """The stage that the rank is of, and of how many; `rank` and `size` count the ranks of a stage."""
+    dp_rank: int = 0
+    dp: int = 1
+    """Which of the workers that spread their experts over themselves this one is, and of how many."""
 
     @staticmethod
     def of(rank: int, size: int, ep: int = 1, stages: int = 1) -> Shard:
@@ -58,12 +64,13 @@ class Shard:
     def experts(self, count: int) -> range:
         """The experts of `count` that this rank holds, of those that are spread an equal part. Raises `ConfigError`
         where they can't be spread equally."""
-        if self.ep == 1:
+        key, rank, size = ("dp", self.dp_rank, self.dp) if self.dp > 1 else ("ep", self.rank, self.ep)
+        if size == 1:
             return range(count)
-        if count % self.ep:
-            raise ConfigError(f"ep={self.ep} doesn't divide the {count} experts of this model")
-        here = count // self.ep
-        return range(self.rank * here, (self.rank + 1) * here)
+        if count % size:
+            raise ConfigError(f"{key}={size} doesn't divide the {count} experts of this model")
+        here = count // size
+        return range(rank * here, (rank + 1) * here)
 
     def heads(self, count: int, what: str = "heads") -> range:
         """The heads of `count` that this rank holds: an equal part, or one head that several ranks share.

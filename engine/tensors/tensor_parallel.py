@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -51,6 +52,24 @@ class TensorParallelGroup(Protocol):
 
     def receive(self, like: Tensor, sender: int) -> Tensor:
         """Return what rank `sender` sends next, of the shape and dtype of `like`, whose memory it may take."""
+
+
+class ExpertRanks(Protocol):
+    """The workers that share their experts, as one of them sees them. Each must call the same methods in the same
+    order."""
+
+    @property
+    def size(self) -> int: ...
+
+    def gather(self, x: Tensor, *, loading: bool = False) -> list[Tensor]:
+        """As `TensorParallelGroup.gather`."""
+
+    def exchange(self, x_rk: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send each rank its rows of `x_rk` [rows, width], `sent` of them, in the order of the ranks; returns what all
+        of them have sent to this one, `received` rows of each."""
+
+    def close(self) -> None:
+        """Leave the group. Idempotent."""
 
 
 class _SingleRank:
@@ -153,6 +172,12 @@ class TorchDistributedGroup:
         raw = like.contiguous().view(-1).view(torch.uint8)
         self._run(lambda group: group.recv([raw], sender, _ACTIVATIONS))
         return raw.view(like.dtype).view(like.shape)
+
+    def exchange(self, x_rk: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        raw = x_rk.contiguous().view(torch.uint8)
+        parts = raw.new_empty(sum(received), raw.shape[1])
+        self._run(lambda group: group.alltoall_base(parts, raw, list(received), list(sent)))
+        return parts.view(x_rk.dtype)
 
     def _run(self, collective: Any, within: timedelta | None = None) -> None:
         if self._group is None:

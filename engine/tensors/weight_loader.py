@@ -82,7 +82,7 @@ class LoadFiles:
     products: list[tuple[int, int, int]] = field(default_factory=list)
     adapted: dict[str, AdaptedLayer] = field(default_factory=dict)
     nbytes: int = 0
-    mixtures: int = 0
+    mixtures: list[Any] = field(default_factory=list)
     triton: bool = False
     gpu: bool = False
     """Whether weights are for a GPU, though it may be the meta device that they are built on."""
@@ -164,12 +164,11 @@ class Weights:
 
     def experts(self, count: int) -> range:
         """The experts of a mixture of `count` that this rank holds (`Shard.experts`)."""
-        self._files.mixtures += 1
         return self.shard.experts(count)
 
     @property
-    def mixtures(self) -> int:
-        """How many mixtures of experts were read so far in this load."""
+    def mixtures(self) -> list[Any]:
+        """Every mixture of experts (`engine.layers.mlp`) made so far in this load, in the order of the layers."""
         return self._files.mixtures
 
     def of(self, spec: ModelSpec) -> Weights:

@@ -142,6 +142,7 @@ class HashEngine:
     """Stands in for `engine.runner.model_runner.ModelRunner`, with the `launch` and `device` that workers use."""
 
     pictures = None
+    experts = None
 
     def __init__(
         self,

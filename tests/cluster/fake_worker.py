@@ -74,6 +74,9 @@ class FakeWorker:
             self._woken.wait(timeout_s)
         self._woken.clear()
 
+    def take_part(self) -> None:
+        return
+
     def wake(self) -> None:
         self._woken.set()
 

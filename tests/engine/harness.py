@@ -58,10 +58,11 @@ class Bench:
         device: Device | None = None,
         options: Mapping[str, Any] | None = None,
         images: ModelImages | None = None,
+        loading: Mapping[str, Any] | None = None,
         **config: object,
     ) -> None:
         """`options` are those of the state (`StateOptions`), `config` those of the engine. `images`: where the model is
-        mapped from, or shared."""
+        mapped from, or shared. `loading`: further arguments of `load_engine`."""
         self.config = EngineConfig(**config)  # type: ignore[arg-type]
         self.model = read_model(folder, self.config.context, self.config.draft_model, self.config)
         self.spec = self.model.spec
@@ -80,8 +81,9 @@ class Bench:
         self._free = {pool: random.Random(seed).sample(range(1, count), count - 1) for pool in pool_set.by_name}
         epochs = {pool: EpochTable(count) for pool in pool_set.by_name}
         self.engine: ModelRunner = load_engine(
-            self.model, self.config, pool_set, self.pools.gates, epochs, device or CpuDevice(), kept=KeptModel(images)
-        )
+            self.model, self.config, pool_set, self.pools.gates, epochs, device or CpuDevice(), kept=KeptModel(images),
+            **loading or {},
+        )  # fmt: skip
 
     @property
     def free(self) -> list[int]:

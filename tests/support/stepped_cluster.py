@@ -15,9 +15,10 @@ from typing import Any
 
 from tests.support.default_device import default_device
 from tests.support.rank_followers import RankProcesses, group_of
+from tests.support.thread_ranks import idle_sharers
 from tests.support.worker_pair import SESSION, UnhurriedClock, counts_for, turns
 from twinpool.cluster.assembly.build_worker import build_worker
-from twinpool.cluster.ranks import RankGroup
+from twinpool.cluster.ranks import DataParallelRank, RankGroup
 from twinpool.contracts.checkpoint.model_spec import read_model_spec, with_weights
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.cluster_config import Config
@@ -56,10 +57,12 @@ class Company:
     def __init__(
         self, folder: Path, config: Config, roles: Sequence[Role], tokens: int, clock: Clock,
         group: Callable[[Role], RankGroup | None] = lambda role: None,
+        sharers: Callable[[Role, WorkerName], DataParallelRank | None] = lambda role, name: None,
     ) -> None:  # fmt: skip
-        """`group`: the other ranks of a worker that is about to be built."""
+        """`group`: the other ranks of a worker that is about to be built. `sharers`: its place among those that it
+        shares its experts with."""
         self.clock, self.config = clock, config
-        self._folder, self._tokens, self._crew = folder, tokens, group
+        self._folder, self._tokens, self._crew, self._sharers = folder, tokens, group, sharers
         self.workers: dict[WorkerName, Worker] = {}
         self._numbers = itertools.count(1)
         self._incarnations: dict[WorkerName, int] = {}
@@ -86,7 +89,7 @@ class Company:
         worker = build_worker(
             role, name, Incarnation(number), spec, self.config, host="127.0.0.1",
             counts=counts_for(self._folder, self.config, role, self._tokens), clock=self.clock,
-            group=self._crew(role), device=default_device(),
+            group=self._crew(role), device=default_device(), dp=self._sharers(role, name),
         )  # fmt: skip
         self.workers[name] = worker
         self.view()
@@ -236,7 +239,10 @@ def company(
             counts = counts_for(folder, config, role, tokens)
             return stack.enter_context(group_of(ranks, folder, role, config, counts)) if ranks is not None else None
 
-        both = Company(folder, config, roles, tokens, clock or UnhurriedClock(), group)
+        def sharers(role: Role, name: WorkerName) -> DataParallelRank | None:
+            return stack.enter_context(idle_sharers(folder, role, name, config))
+
+        both = Company(folder, config, roles, tokens, clock or UnhurriedClock(), group, sharers)
         try:
             yield both
             if settle:

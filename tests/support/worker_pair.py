@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ from twinpool.prefill.worker import PrefillWorker
 if TYPE_CHECKING:
     from tests.support.rank_followers import RankProcesses
     from twinpool.cluster.arena.arena_client import ArenaProvider
-    from twinpool.cluster.ranks import RankGroup
+    from twinpool.cluster.ranks import DataParallelRank, RankGroup
     from twinpool.engine.runner.load_model import KeptModel
 
 SESSION = SessionId(1)
@@ -107,7 +107,9 @@ class Pair:
         groups: Mapping[Role, RankGroup | None] | None = None,
         arenas: Mapping[Role, ArenaProvider] | None = None,
         kept: Mapping[Role, KeptModel] | None = None,
+        sharers: Mapping[Role, DataParallelRank | None] | None = None,
     ) -> None:
+        """`sharers`: by role, a worker's place among those that it shares its experts with."""
         devices, groups, arenas, kept = devices or {}, groups or {}, arenas or {}, kept or {}
         sizes = tokens if isinstance(tokens, Mapping) else dict.fromkeys(PAIR, tokens)
         spec = read_model_spec(folder, draft_model=config.engine.draft_model)
@@ -127,6 +129,7 @@ class Pair:
                 group=groups.get(role),
                 arenas=arenas.get(role),
                 kept=kept.get(role),
+                dp=(sharers or {}).get(role),
                 **options,
             )
             for role in (Role.PREFILL, Role.DECODE)
@@ -263,9 +266,11 @@ def pair(
     devices: Mapping[Role, Device] | None = None,
     ranks: RankProcesses | None = None,
     arenas: Mapping[Role, ArenaProvider] | None = None,
+    sharers: Mapping[Role, DataParallelRank | None] | None = None,
     **sections: dict[str, Any],
 ) -> Iterator[Pair]:
-    """A pair that is checked for leaks at the end. `ranks`: warm processes for workers of several ranks."""
+    """A pair that is checked for leaks at the end. `ranks`: warm processes for workers of several ranks. `sharers`: by
+    role, a worker's place among those that it shares its experts with; None: these are idle."""
     sections.setdefault("transfer", {}).setdefault("plane", "local")
     sections.setdefault("engine", {}).setdefault("threads", 1)
     # Here is nobody who could take what decode offers of its tree when it leaves.
@@ -273,7 +278,8 @@ def pair(
     config = config_from_dict(sections)
     with ExitStack() as stack:
         groups = _crews(stack, ranks, folder, config, tokens)
-        both = Pair(folder, config, tokens, clock or UnhurriedClock(), devices, groups, arenas)
+        sharers = sharers or {role: stack.enter_context(_idle_sharers(folder, role, config)) for role in PAIR}
+        both = Pair(folder, config, tokens, clock or UnhurriedClock(), devices, groups, arenas, sharers=sharers)
         try:
             yield both
             if settle:
@@ -281,6 +287,14 @@ def pair(
         finally:
             both.prefill.close()
             both.decode.close()
+
+
+def _idle_sharers(folder: Path, role: Role, config: Config) -> AbstractContextManager[DataParallelRank | None]:
+    if config.dp_for(role) == 1:
+        return nullcontext()
+    from tests.support.thread_ranks import idle_sharers
+
+    return idle_sharers(folder, role, WorkerName(f"{role}-0"), config)
 
 
 def _crews(

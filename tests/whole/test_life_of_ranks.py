@@ -1,5 +1,5 @@
 """A cluster whose prefill worker has two ranks, tensor-parallel ones or stages, under Ray, and what becomes of it when
-one dies."""
+one dies; and one whose decode workers share their experts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.support.checkpoints import Oracle, compare, make_checkpoint
+from tests.support.model_families import FAMILIES
 from tests.support.served_cluster import COMES_BACK_S, Serving, family, serving, until
 
 
@@ -56,6 +57,34 @@ def test_a_worker_of_two_ranks_answers_as_the_oracle_and_comes_back_whole_when_a
         assert any("prefill-0" in line and "rank 1" in line for line in cluster.lines), cluster.lines
         assert not psutil.pid_exists(before["prefill-0"]["pid"])
         assert len(_ranks(cluster)) == 3
+        for prompt, answer in zip(prompts, cluster.complete_all(prompts, max_tokens=12), strict=True):
+            assert compare(oracle, prompt, answer.tokens).equal
+        cluster.settle()
+
+
+@pytest.mark.slow
+def test_decode_workers_that_share_their_experts_come_back_together_when_one_is_killed(tmp_path: Path) -> None:
+    folder = FAMILIES["qwen3_moe"](tmp_path / "model")
+    oracle, rng = Oracle(folder), random.Random(7)
+    prompts = [[rng.randrange(90) for _ in range(n)] for n in (1, 40, 150, 90)]
+    sections = {"cache": {"device_tokens": 4096}, "decode": {"dp": 2}}
+    with serving(folder, tmp_path / "run", "--decode", "2", sections=sections) as cluster:
+        for prompt, answer in zip(prompts, cluster.complete_all(prompts, max_tokens=12), strict=True):
+            assert compare(oracle, prompt, answer.tokens).equal
+        before = cluster.status()
+        psutil.Process(before["decode-1"]["pid"]).send_signal(signal.SIGKILL)
+        names = ("decode-0", "decode-1")
+        until(
+            lambda: all(
+                cluster.status()[name]["incarnation"] > before[name]["incarnation"]
+                and cluster.status()[name]["state"] == "ready"
+                for name in names
+            ),
+            "both to come back",
+            240,
+            pause_s=COMES_BACK_S,
+        )
+        assert not any(psutil.pid_exists(before[name]["pid"]) for name in names)
         for prompt, answer in zip(prompts, cluster.complete_all(prompts, max_tokens=12), strict=True):
             assert compare(oracle, prompt, answer.tokens).equal
         cluster.settle()

@@ -41,6 +41,7 @@ from twinpool.contracts.messages.rank_orders import (
     RevokeRoom,
     SeverLink,
     SeverPeer,
+    WriteArrived,
 )
 from twinpool.transfer.planes.data_plane import (
     LaunchedWrite,
@@ -131,7 +132,7 @@ class TPDataPlane:
                 link = self._links.get(notice.link)
                 if link is not None:
                     link.severed = True
-            else:
+            elif isinstance(notice, WriteArrived):
                 self._plane.settled(rank, notice)
 
     def forget(self, number: int) -> None:

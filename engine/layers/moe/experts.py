@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -41,8 +42,26 @@ class ExpertRoutes:
         return ExpertRoutes(local_mk.masked_fill_(elsewhere_mk, len(here)), self.weights_mk)
 
 
-ExpertRouter = Callable[[Tensor, ForwardContext], ExpertRoutes]
-"""Routes activations [M, hidden], padding rows included."""
+class ExpertRouter(Protocol):
+    """What routes a step's tokens."""
+
+    top_k: int
+    """Experts of a row."""
+
+    def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> ExpertRoutes:
+        """Route activations [M, hidden], padding rows included."""
+
+
+class RoutedExperts(Protocol):
+    """The experts that this rank holds."""
+
+    def __call__(self, h_th: Tensor, routes: ExpertRoutes, numerics: Numerics) -> Tensor:
+        """Compute each row's weighted sum over these experts, [T, hidden] float32, from rows of tokens [T, hidden] and
+        their routes. Expert number ``len(experts)`` is one of another rank: 0 in the sum."""
+
+    def combined(self, down_sh: Tensor, place_tk: Tensor, weights_tk: Tensor) -> Tensor:
+        """Add up each row's outputs of its experts, [T, hidden] float32. `down_sh`: outputs, [S, hidden]; `place_tk`:
+        where those of a row's experts are, in the order in which they are added; `weights_tk`: their weights."""
 
 
 class SoftmaxRouter:
@@ -54,10 +73,10 @@ class SoftmaxRouter:
         """`normalise`: the weights of the chosen experts are scaled to add up to 1. `rounded`: they are rounded to the
         model's dtype."""
         self._linear = weights.linear({"gate": sizes.experts}, sizes.hidden)
-        self._top_k, self._normalise, self._rounded = top_k, normalise, rounded
+        self.top_k, self._normalise, self._rounded = top_k, normalise, rounded
 
     def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> ExpertRoutes:
-        chosen = ctx.linear(h_mh, self._linear).float().softmax(-1).topk(self._top_k)
+        chosen = ctx.linear(h_mh, self._linear).float().softmax(-1).topk(self.top_k)
         weights_mk = chosen.values
         if self._normalise:
             weights_mk = weights_mk / weights_mk.sum(-1, keepdim=True)
@@ -75,11 +94,11 @@ class ScaledSoftmaxRouter:
         self._scale_h = mine.tensor("scale", sizes.hidden)
         self._factor_e = mine.tensor("per_expert_scale", sizes.experts, dtype=torch.float32)
         self._ones_h = torch.ones(sizes.hidden, device=weights.device)
-        self._top_k, self._root, self._eps = top_k, sizes.hidden**-0.5, eps
+        self.top_k, self._root, self._eps = top_k, sizes.hidden**-0.5, eps
 
     def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> ExpertRoutes:
         scaled_mh = rms_norm(h_mh, self._ones_h, self._eps).mul_(self._scale_h).mul_(self._root)
-        chosen = ctx.linear(scaled_mh, self._linear).float().softmax(-1).topk(self._top_k)
+        chosen = ctx.linear(scaled_mh, self._linear).float().softmax(-1).topk(self.top_k)
         weights_mk = chosen.values / chosen.values.sum(-1, keepdim=True)
         return ExpertRoutes(chosen.indices, weights_mk.mul_(self._factor_e[chosen.indices]))
 
@@ -91,10 +110,10 @@ class ChosenSoftmaxRouter:
         self, weights: Weights, sizes: ExpertSizes, top_k: int, *, bias: bool = True, name: str = "router"
     ) -> None:
         self._linear = weights.linear({name: sizes.experts}, sizes.hidden, bias=bias)
-        self._top_k = top_k
+        self.top_k = top_k
 
     def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> ExpertRoutes:
-        chosen = ctx.linear(h_mh, self._linear).topk(self._top_k)
+        chosen = ctx.linear(h_mh, self._linear).topk(self.top_k)
         weights_mk = chosen.values.float().softmax(-1)
         return ExpertRoutes(chosen.indices, weights_mk.to(h_mh.dtype).float())
 
@@ -169,12 +188,12 @@ class ScoreRouter:
             self._correction_e = correction
         elif correction:
             self._correction_e = weights.tensor(correction, experts, dtype=torch.float32)
-        self._top_k, self._rules = top_k, rules
+        self.top_k, self._rules = top_k, rules
 
     def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> ExpertRoutes:
         scores_me = self._rules.score(ctx.linear(h_mh.float(), self._linear))
         corrected_me = scores_me if self._correction_e is None else scores_me + self._correction_e
-        experts_mk = self._in_groups(corrected_me).topk(self._top_k, sorted=False).indices
+        experts_mk = self._in_groups(corrected_me).topk(self.top_k, sorted=False).indices
         weights_mk = scores_me.gather(1, experts_mk)
         if self._rules.normalise:
             weights_mk = weights_mk / (weights_mk.sum(-1, keepdim=True) + self._rules.least)
@@ -377,7 +396,10 @@ class TorchExperts:
         down_sh = self._products(self._downs, self._activation(up_sn), chosen, sizes, numerics)
         if behind < len(order_s):
             down_sh = torch.cat((down_sh, down_sh.new_zeros(1, down_sh.shape[1])))
-        sum_th = torch.zeros(h_th.shape, device=h_th.device)
+        return self.combined(down_sh, place_tk, weights_tk)
+
+    def combined(self, down_sh: Tensor, place_tk: Tensor, weights_tk: Tensor) -> Tensor:
+        sum_th = torch.zeros(len(place_tk), down_sh.shape[1], device=down_sh.device)
         for place_t, weight_t in zip(place_tk.unbind(1), weights_tk.unbind(1), strict=True):
             sum_th += down_sh.index_select(0, place_t).float().mul_(weight_t.unsqueeze(1))
         return sum_th

@@ -72,9 +72,8 @@ class TritonExperts:
     def __call__(self, h_th: Tensor, routes: ExpertRoutes, numerics: Numerics = FAST) -> Tensor:
         """Compute each row's weighted sum, [T, hidden] float32; row-exact whatever the numerics."""
         tokens, top_k = routes.experts_mk.shape
-        sum_th = torch.empty(tokens, h_th.shape[1], dtype=torch.float32, device=h_th.device)
         if tokens == 0:
-            return sum_th
+            return torch.empty(0, h_th.shape[1], dtype=torch.float32, device=h_th.device)
         experts_tk, turn = routes.experts_mk.sort(-1)
         weights_tk = routes.weights_mk.gather(1, turn)
         experts = self._ups.shape[0]
@@ -84,6 +83,13 @@ class TritonExperts:
         place_tk.masked_fill_(experts_tk.flatten() >= experts, -1)
         up_sn = self._product(h_th, groups.order_s // top_k, self._ups, groups)
         down_sh = self._product(self._activation(up_sn), places_s, self._downs, groups)
+        return self.combined(down_sh, place_tk, weights_tk)
+
+    def combined(self, down_sh: Tensor, place_tk: Tensor, weights_tk: Tensor) -> Tensor:
+        tokens, top_k = place_tk.shape
+        sum_th = torch.empty(tokens, down_sh.shape[1], dtype=torch.float32, device=down_sh.device)
+        if tokens == 0:
+            return sum_th
         kernels.weighted_sum_kernel[(tokens, triton.cdiv(sum_th.shape[1], _SUM_COLUMNS))](
             down_sh, place_tk, weights_tk, sum_th, down_sh.stride(0), sum_th.stride(0), sum_th.shape[1],
             TOP_K=top_k, BLOCK=_SUM_COLUMNS,

@@ -360,3 +360,65 @@ def _leave(cluster: Cluster) -> None:
         if cluster.core.renew(name, number, status).drain:
             cluster.core.leave(name, number)
             del cluster.serving[name]
+
+
+def sharing(most: int, starts: int = 1) -> ClusterRoom:
+    """A node on which two decode workers each share their experts."""
+    roles: dict[str, RoleRoom] = {Role.PREFILL: RoleRoom(10), Role.DECODE: RoleRoom(10, together=2)}
+    return ClusterRoom((here(most, starts, roles=roles),))
+
+
+def test_workers_that_share_their_experts_start_in_one_turn_and_come_back_together() -> None:
+    cluster = Cluster(sharing(60), prefill=1, decode=4)
+    assert cluster.tick() == ["prefill-0"]
+    cluster.up()
+    assert cluster.tick() == ["decode-0", "decode-1"], "one turn for both"
+    cluster.up()
+    assert cluster.tick() == ["decode-2", "decode-3"]
+    cluster.up()
+    cluster.die("decode-2")
+    assert cluster.tick(5.0) == []
+    assert cluster.waits() == {"decode-2": "decode-3, with which it shares its experts"}
+    cluster.die("decode-3")
+    assert cluster.tick(5.0) == ["decode-2", "decode-3"]
+
+
+def test_one_that_is_not_wanted_holds_up_those_that_share_its_experts_and_they_say_so() -> None:
+    cluster = Cluster(sharing(60, starts=9), prefill=1, decode=2)
+    cluster.tick()
+    cluster.up()
+    cluster.core.pools.drain("decode-1")
+    cluster.die("decode-1")
+    cluster.die("decode-0")
+    assert cluster.tick(5.0) == []
+    assert cluster.waits() == {"decode-0": "decode-1, with which it shares its experts"}
+    cluster.core.pools.undrain("decode-1")
+    assert cluster.tick(5.0) == ["decode-0", "decode-1"]
+
+
+def test_pools_of_sharing_workers_change_by_whole_groups() -> None:
+    cluster = Cluster(sharing(60, starts=9), prefill=1, decode=4)
+    cluster.tick()
+    cluster.up()
+    pools = cluster.core.pools
+    with pytest.raises(ConfigError, match=r"^3 decode workers .* by decode\.dp=2: .* as 2 or 4$"):
+        pools.scale({Role.DECODE: 3})
+    with pytest.raises(ConfigError, match=r"^1 decode workers .* by decode\.dp=2: .* as 2$"):
+        pools.add_some(Role.DECODE, 1)
+    for name, role in (("decode-0", Role.PREFILL), ("prefill-0", Role.DECODE)):
+        with pytest.raises(ConfigError, match="share their experts keep their role"):
+            pools.change_role(WorkerName(name), role, empty=True)
+    assert pools.add_some(Role.DECODE, 2) == ("decode-4", "decode-5")
+    assert set(pools.scale({Role.DECODE: 4})) == {"decode-4", "decode-5"}, "those that don't serve yet"
+    assert set(pools.scale({Role.DECODE: 2})) == {"decode-2", "decode-3"}
+    pools.restart(WorkerName("decode-1"))
+    rows = cluster.core.table.rows
+    assert all(rows[WorkerName(name)].becomes is Role.DECODE for name in ("decode-0", "decode-1"))
+
+
+def test_what_a_drain_has_left_of_a_group_is_scaled_away_first() -> None:
+    cluster = Cluster(sharing(60, starts=9), prefill=1, decode=4)
+    cluster.tick()
+    cluster.up()
+    cluster.core.pools.drain("decode-1")
+    assert cluster.core.pools.scale({Role.DECODE: 2}) == ("decode-0",)

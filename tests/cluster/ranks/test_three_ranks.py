@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.wire.instances import full
-from twinpool.cluster.ranks import FollowerChannel, LeaderChannel
+from twinpool.cluster.ranks import FollowerChannel, LeaderChannel, LeaderSteps, RankSteps
 from twinpool.contracts.clock import ManualClock
-from twinpool.contracts.errors import PeerDead
+from twinpool.contracts.errors import PeerDead, WireError
 from twinpool.contracts.messages.rank_orders import AwaitReady, DescribeMemory, LinkLost
 
 DEADLINE_S = 30.0
@@ -109,3 +109,28 @@ def test_what_followers_say_of_themselves_is_told_with_their_rank_between_answer
     assert asked.wait() == [1, 2]
     assert ranks.leader.heard() == [(2, lost)]
     assert ranks.leader.heard() == []
+
+
+def test_a_step_that_any_rank_begins_is_told_to_all_by_way_of_the_first(ranks: Ranks) -> None:
+    leader, first, second = LeaderSteps(ranks.leader), RankSteps(ranks.first), RankSteps(ranks.second)
+    assert (leader.begun(), first.begun(), second.begun()) == (0, 0, 0)
+    second.begin(1)
+    assert ranks.leader.socket.poll(10_000)
+    assert leader.begun() == 1
+    assert ranks.first.socket.poll(10_000)
+    assert first.begun() == 1
+    leader.begin(2)
+    for follower, steps in ((ranks.first, first), (ranks.second, second)):
+        while steps.begun() < 2:
+            assert follower.socket.poll(10_000)
+    assert leader.begun() == 2
+    first.begin(1)  # It says late what all of them know.
+    assert ranks.leader.socket.poll(10_000)
+    assert leader.begun() == 2
+
+
+def test_a_data_parallel_rank_carries_out_no_order_of_a_followers(ranks: Ranks) -> None:
+    ranks.leader.send(AwaitReady())
+    assert ranks.first.socket.poll(10_000)
+    with pytest.raises(WireError, match="told of steps alone, not AwaitReady"):
+        RankSteps(ranks.first).begun()

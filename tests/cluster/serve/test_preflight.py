@@ -14,9 +14,12 @@ import pytest
 
 from tests.support.model_families import FAMILIES
 from twinpool.cli.credential_commands import new_key
+from twinpool.cli.load.model_memory import count_weights
 from twinpool.cluster.assembly.node_shares import MemoryShort, measured
 from twinpool.cluster.models import DEMO
-from twinpool.cluster.serve.preflight import ServeOptions, prepare
+from twinpool.cluster.serve.memory_fit import max_bytes
+from twinpool.cluster.serve.preflight import ServeOptions, ServePlan, prepare
+from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.config.security_config import SecurityConfig
 from twinpool.contracts.errors import CheckpointError, ConfigError
 from twinpool.contracts.ids import PAIR, Role
@@ -258,6 +261,13 @@ def test_a_bad_folder_fails_in_one_line_before_anything_large_is_imported(tmp_pa
         (("decode.pp=9",), r"decode\.pp=9: \d layers can't be divided into \d stages; decode\.pp can be 1, 2"),
         (("prefill.pp=2", "transfer.plane=local"), r"prefill\.pp=2 needs a process for each rank: .*shm, nixl or zmq$"),
         (("prefill.pp=0",), r"prefill\.pp must be above 0"),
+        (("decode.dp=0",), r"decode\.dp must be above 0"),
+        (("decode.dp=2", "pools.decode=2"), r"decode\.dp=2: this model has no experts; .*: set decode\.dp=1$"),
+        (("decode.dp=2", "decode.tp=2"), r"decode\.dp=2 and decode\.tp=2: .*set one of them to 1$"),
+        (("prefill.dp=2", "transfer.plane=local"), r"prefill\.dp=2 doesn't go with transfer\.plane=local yet"),
+        (("decode.dp=2", "engine.weight_roots=/w"), r"decode\.dp=2 doesn't go with engine\.weight_roots yet"),
+        (("decode.dp=2", "adapters.roots=/w"), r"decode\.dp=2 doesn't go with adapters yet"),
+        (("decode.dp=2", "engine.share_weights=on"), r"decode\.dp=2 doesn't go with engine\.share_weights=on yet"),
         (("decode.pp=2", "decode.tp=2"), r"decode\.pp=2 and decode\.tp=2: .*set one of them to 1$"),
     ],
 )
@@ -266,6 +276,26 @@ def test_ranks_that_cannot_share_the_model_are_refused_with_those_that_can(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         prepare(options(assignments=assignments), 8 * GIB)
+
+
+@pytest.mark.slow
+def test_workers_may_share_experts_in_numbers_that_divide_both(tmp_path: Path) -> None:
+    folder = str(FAMILIES["qwen3_moe"](tmp_path / "model"))
+
+    def asked(workers: int, dp: int) -> ServePlan:
+        return prepare(options(model=folder, decode=workers, assignments=(f"decode.dp={dp}",)), 8 * GIB)
+
+    with pytest.raises(ConfigError, match=r"decode\.dp=3: dp=3 doesn't divide the 8 experts .* can be 1, 2, 4, 8$"):
+        asked(3, 3)
+    with pytest.raises(ConfigError, match=r"^3 decode workers can't share .* decode\.dp=2: .* as 2 or 4$"):
+        asked(3, 2)
+    whole, halves = asked(4, 1), asked(4, 2)
+    spec = read_model_spec(Path(folder))
+    experts = sum(header.end - header.begin for name, header in spec.headers.items() if ".experts." in name)
+    took, less = (max_bytes(plan.here, plan.config, Role.DECODE) for plan in (whole, halves))
+    assert took - less == pytest.approx(experts / 2, rel=0.02), "half of the experts is another worker's"
+    assert count_weights(spec, halves.config, 2, gpu=False).held == pytest.approx(whole.weights - experts / 2, rel=0.02)
+    assert halves.here.plans[Role.DECODE].nbytes == whole.here.plans[Role.DECODE].nbytes, "pages are whole on each"
 
 
 @pytest.mark.slow
