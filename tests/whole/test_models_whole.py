@@ -67,10 +67,14 @@ def ask_all(served: Serving, oracle: dict[str, tuple[Path, list[list[int]]]], *m
     assert found == [oracle[model][1][number] for model, number in asked]
 
 
-def worker_of(served: Serving, model: str, name: str) -> int:
-    """The pid of a worker."""
+def worker_of(served: Serving, model: str, name: str) -> dict[str, Any]:
+    """A worker's row."""
     rows = httpx.get(f"{served.url}/cluster/status", params={"model": model}, timeout=60).json()["workers"]
-    return next(int(row["pid"]) for row in rows if row["name"] == name)
+    return next(dict(row) for row in rows if row["name"] == name)
+
+
+def serves(served: Serving, model: str, name: str) -> bool:
+    return worker_of(served, model, name)["state"] in ("ready", "draining")
 
 
 def state_of(served: Serving, model: str) -> str:
@@ -91,7 +95,7 @@ def test_each_model_answers_by_itself_through_drains_and_kills(
     assert served.twinpool("status").returncode == 1
     ask_all(served, oracle, *MODELS)
 
-    os.kill(worker_of(served, "first", "decode-0"), signal.SIGKILL)
+    os.kill(worker_of(served, "first", "decode-0")["pid"], signal.SIGKILL)
     ask_all(served, oracle, *MODELS)
 
     (process,) = (
@@ -105,7 +109,7 @@ def test_each_model_answers_by_itself_through_drains_and_kills(
     until(lambda: health(served) == "ok", "the model to come back", timeout=400)
     ask_all(served, oracle, *MODELS)
     until(lambda: state_of(served, NIGHT) == "asleep", "the model that nobody asks to fall asleep")
-    until(lambda: not worker_of(served, NIGHT, "colocated-0"), "its worker to leave")
+    until(lambda: not serves(served, NIGHT, "colocated-0"), "its worker to leave")
     ask_all(served, oracle, *MODELS, NIGHT)
     assert served.metric("twinpool_wakes_total", model=NIGHT) >= 1
     for model in MODELS:
