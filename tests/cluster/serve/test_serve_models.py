@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -105,19 +106,20 @@ class Run:
 
 
 @pytest.fixture
-def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
+def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
     monkeypatch.setattr(serve_models, "MODEL", (sys.executable, "-S", "-c", MODEL))
     monkeypatch.setattr(serve_models, "ROUTER", (sys.executable, "-S", "-c", ROUTER))
     runs: list[Run] = []
 
     def start(**models: Any) -> Run:
-        runs.append(run := Run(tmp_path, **models))
+        runs.append(run := Run(Path(folder), **models))
         run.thread.start()
         return run
 
-    yield start
-    for run in runs:
-        run.end()
+    with TemporaryDirectory() as folder:  # The path of a socket has 107 bytes at most, and `tmp_path` may have most.
+        yield start
+        for run in runs:
+            run.end()
 
 
 @pytest.mark.slow
