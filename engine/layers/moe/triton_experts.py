@@ -83,7 +83,7 @@ class TritonExperts:
         place_tk.masked_fill_(experts_tk.flatten() >= experts, -1)
         up_sn = self._product(h_th, groups.order_s // top_k, self._ups, groups)
         down_sh = self._product(self._activation(up_sn), places_s, self._downs, groups)
-        return self.combined(down_sh, place_tk, weights_tk)
+        return self.combined(down_sh, place_tk.view(tokens, top_k), weights_tk)
 
     def combined(self, down_sh: Tensor, place_tk: Tensor, weights_tk: Tensor) -> Tensor:
         tokens, top_k = place_tk.shape
