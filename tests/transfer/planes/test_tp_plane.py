@@ -20,6 +20,7 @@ from twinpool.contracts.messages.rank_orders import (
     RevokeRoom,
     SeverLink,
     SeverPeer,
+    WriteArrived,
 )
 from twinpool.transfer.planes.data_plane import LaunchedWrite, PageNumbers, PageWrite, RoomTarget, SentCounts, SlotWrite
 from twinpool.transfer.planes.tp_plane import TPDataPlane
@@ -165,9 +166,9 @@ def test_a_follower_that_lost_a_link_is_heard_of_for_that_link_and_once(
     plane: TPDataPlane, followers: Followers
 ) -> None:
     first, second = plane.connect({}), plane.connect({})
-    followers.notices = [(1, LinkLost(2)), (2, LinkLost(9)), (1, "stored")]
+    followers.notices = [(1, LinkLost(2)), (2, LinkLost(9)), (1, WriteArrived("room", 0, 3))]
     assert plane.poll() == [b"a notice"]
-    assert cast(Any, plane._plane).settled_by == [(1, "stored")]
+    assert cast(Any, plane._plane).settled_by == [(1, WriteArrived("room", 0, 3))]
     assert (first.cut(), second.cut(), second.cut()) == (False, True, False)
     cast(Any, first)._mine.was_cut = True
     assert (first.cut(), first.cut()) == (True, False)
