@@ -99,7 +99,9 @@ def kills_router(cluster: Serving, at: int) -> Callable[[int, httpx.Response], b
 
     def meanwhile(events: int, response: httpx.Response) -> bool:
         if events == at:
-            its_router(cluster, response).kill()
+            router = its_router(cluster, response)
+            router.kill()
+            router.wait(60)  # It may listen a moment longer than its streams last, and would take the next connection.
         return False
 
     return meanwhile
@@ -239,7 +241,9 @@ def test_an_answer_whose_decode_worker_died_with_its_router_is_drawn_again(clust
     def meanwhile(events: int, response: httpx.Response) -> bool:
         if events == 12:
             at_work.extend(w["pid"] for w in decode_workers(cluster) if w["running"])
-            its_router(cluster, response).kill()
+            router = its_router(cluster, response)
+            router.kill()
+            router.wait(60)  # It may listen a moment longer than its streams last, and would take the next connection.
         return False
 
     first = read(cluster.url, "/v1/completions", body, keyed("gone"), meanwhile)
@@ -275,7 +279,9 @@ def test_a_migrated_answer_is_found_where_it_went(cluster: Serving) -> None:
             drained.extend(n for n, count in running(cluster).items() if count)
             assert httpx.post(f"{cluster.url}/cluster/drain/{drained[0]}", timeout=60).status_code == 200
             until(lambda: not running(cluster).get(drained[0]), "the request to leave")
-            its_router(cluster, response).kill()
+            router = its_router(cluster, response)
+            router.kill()
+            router.wait(60)  # It may listen a moment longer than its streams last, and would take the next connection.
         return False
 
     calm = undisturbed(cluster, "/v1/chat/completions", body, "moved-calm")
