@@ -295,7 +295,7 @@ COMMANDS = command_table(
         _JSON,
         *_CLUSTER,
     ),
-    *pool_commands.serving_commands(_NO_WAIT, _TIMEOUT, *_CLUSTER),
+    *(*pool_commands.serving_commands(_NO_WAIT, _TIMEOUT, *_CLUSTER), *launch_commands.picker_commands()),
     command(
         "check",
         "recount every page, slot, lease and room, and report what doesn't add up",

@@ -8,6 +8,7 @@ Beside a cluster: simulated ones (`sim`), loads and plans (`replay`, `plan`), th
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import re
 import signal
@@ -20,7 +21,7 @@ from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from twinpool.cli.admin_client import AdminClient, ClusterNotFound, choose, to_stderr
-from twinpool.cli.command_parser import FINE, REFUSED, print_line, print_table
+from twinpool.cli.command_parser import FINE, REFUSED, Command, command, flag, print_line, print_table, switch
 from twinpool.cli.operator.apply_command import apply_file
 from twinpool.cluster.processes.process_ids import TIED
 from twinpool.contracts.errors import ConfigError, TwinpoolError
@@ -317,9 +318,9 @@ def sim(args: argparse.Namespace) -> int:
 
     if args.requests is not None:
         return _sim_scale(args)
-    for flag in _SCALE_FLAGS:
-        if getattr(args, flag):
-            raise ConfigError(f"--{flag} is for sim --requests N")
+    for name in _SCALE_FLAGS:
+        if getattr(args, name):
+            raise ConfigError(f"--{name} is for sim --requests N")
     if args.colocate and args.conditional:
         raise ConfigError("--colocate and --conditional are two kinds of cluster: give one of them")
     kind = (
@@ -336,9 +337,9 @@ _SCALE_FLAGS = ("workers", "seconds", "policy", "trace", "replay")
 def _sim_scale(args: argparse.Namespace) -> int:
     from twinpool.sim.scale.scale_command import ScaleOptions, simulate_scale
 
-    for flag in ("seeds", "colocate", "conditional", "shrink", "first"):
-        if getattr(args, flag):
-            raise ConfigError(f"--{flag} is not for sim --requests, which draws no faults")
+    for name in ("seeds", "colocate", "conditional", "shrink", "first"):
+        if getattr(args, name):
+            raise ConfigError(f"--{name} is not for sim --requests, which draws no faults")
     given = {flag: getattr(args, flag) for flag in ("seed", *_SCALE_FLAGS) if getattr(args, flag) is not None}
     options = ScaleOptions(**{"workers": 8, "requests": args.requests} | given)
     return FINE if simulate_scale(options, print_line) else REFUSED
@@ -391,3 +392,66 @@ def demo(args: argparse.Namespace) -> int:
     if args.minutes < 0:
         raise ConfigError(f"--minutes must not be less than 0, got {args.minutes:g}")
     return demo_command.demo(demo_command.DemoOptions(args.chaos, args.minutes, args.port, args.seed))
+
+
+# ------------------------------------------------------------ gateways
+
+MAX_PREVIEW_S = 60.0
+
+
+def endpoint_picker(args: argparse.Namespace) -> int:
+    """Run `endpoint-picker` until SIGTERM. Raises `ConfigError`."""
+    from twinpool.contracts.json_logs import log_to_stream
+    from twinpool.router.endpoint_picker.endpoint_picker import Endpoints, serve_picker
+
+    if bool(args.cert) != bool(args.key):
+        raise ConfigError("--cert and --key go together")
+    if not 0 < args.preview_timeout <= MAX_PREVIEW_S:
+        raise ConfigError(f"--preview-timeout is a number of seconds, up to {MAX_PREVIEW_S:g}")
+    endpoints = Endpoints(args.endpoint, args.ca)
+    address = f"{args.host}:{args.port}"
+    log_to_stream("endpoint-picker")
+    asyncio.run(
+        serve_picker(
+            address, endpoints, args.preview_timeout, fail_open=not args.fail_close, cert=args.cert, key=args.key
+        )
+    )
+    return FINE
+
+
+def picker_commands() -> tuple[Command, ...]:
+    """The command."""
+    return (
+        command(
+            "endpoint-picker",
+            "choose endpoints for a gateway of Kubernetes (Gateway API Inference Extension)",
+            endpoint_picker,
+            flag(
+                "--endpoint",
+                "a router, or the name of a headless service of several; may be repeated",
+                action="append",
+                required=True,
+                metavar="HOST:PORT",
+            ),
+            flag("--host", "address to listen on (0.0.0.0)", default="0.0.0.0"),
+            flag("--port", "port to listen on (9002)", type=int, default=9002),
+            flag("--cert", "file of the certificate to serve gRPC with", default="", metavar="FILE"),
+            flag("--key", "file of its key", default="", metavar="FILE"),
+            flag(
+                "--ca",
+                "file of the authority of the routers' certificates: they are asked by HTTPS",
+                default="",
+                metavar="FILE",
+            ),
+            flag(
+                "--preview-timeout",
+                "seconds for which routers' previews are waited for (1)",
+                type=float,
+                default=1.0,
+                metavar="S",
+            ),
+            switch(
+                "--fail-close", "refuse a request of which no router gives a preview, in place of sending it to one"
+            ),
+        ),
+    )

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from types import MappingProxyType
 
 from twinpool.contracts.build_id import package_version
@@ -35,12 +36,12 @@ from twinpool.router.openai.api_errors import (
     unsupported_reason,
 )
 from twinpool.router.openai.parse_request import check_model
-from twinpool.router.openai.request_headers import NO_TRACE, read_request_headers, read_traceparent
+from twinpool.router.openai.request_headers import NO_TRACE, PREVIEW_HEADER, read_request_headers, read_traceparent
 from twinpool.router.openai.response_stream import WRITE_BYTES, ResponseStream, StreamHeartbeat
 from twinpool.router.openai.response_writer import version_of
 from twinpool.router.records.kept_records import RefusedRequest
 from twinpool.router.security.tenant_accounts import TenantLimited
-from twinpool.router.service.open_answers import ClientRequest
+from twinpool.router.service.open_answers import ClientRequest, preview
 from twinpool.router.service.router_service import RouterService
 from twinpool.router.tokenizer_pool.tokenizer_process import FrameKind
 
@@ -247,8 +248,10 @@ def keep_refusal(
     total_s: float = 0.0,
     numbers: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
-    """Keep why a request for text is refused. One of nobody who is known here is no trace: else strangers would fill
-    the collector."""
+    """Keep why a request for text is refused, unless it was a preview. One of nobody who is known here is no trace:
+    else strangers would fill the collector."""
+    if exchange.header(PREVIEW_HEADER.encode()):
+        return
     stranger = service.admission.keys is not None and not exchange.tenant
     trace = NO_TRACE if stranger else service.records.traced(read_traceparent(exchange.header(b"traceparent")))
     service.refused(RefusedRequest(exchange.client_id, exchange.tenant, trace, total_s), failure, numbers)
@@ -277,10 +280,11 @@ async def _answer(service: RouterService, exchange: HttpExchange) -> None:
 
     exchange.on_gone(client_left)
     kind = TEXT_KINDS[exchange.path]
-    stream = await service.open(
-        ClientRequest(kind, raw, exchange.client_id, exchange.tenant, headers, exchange.on_gone)
-    )
-    del raw
+    asked = ClientRequest(kind, raw, exchange.client_id, exchange.tenant, headers, exchange.on_gone)
+    if headers.preview:
+        return await exchange.answer_json(200, asdict(await preview(service, asked)))
+    stream = await service.open(asked)
+    del raw, asked
     exchange.forget_body()
     exchange.ignored = stream.request.ignored
     try:

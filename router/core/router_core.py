@@ -86,13 +86,13 @@ class RouterCore:
         self.requests = RoutedRequests()
         self.progress = ProgressWatch(clock, self.requests)
         self.counts, self.damage = RouterCounts(), DamageTotals()
-        self._placement, self._failover = Placement(self.workers, self.indexes, policy, local), Failover(config)
+        self.placement, self._failover = Placement(self.workers, self.indexes, policy, local), Failover(config)
         self.audits = Audits(audit, clock, self.workers, self.requests, self.requests.queued)
         self.migrations = Migrations(
             config,
             clock,
             self.workers,
-            self._placement,
+            self.placement,
             mint_room,
             send=lambda worker, command: self._actions.append(SendCommand(worker, command)),
             replay=lambda r, reason: self._retry(r, AttemptFailure(reason, cost=AttemptCost.REFUSAL)),
@@ -118,7 +118,7 @@ class RouterCore:
     def check(self) -> list[str]:
         """Recount all books from the requests themselves; returns a line for each disagreement."""
         placed = [(r, move.target if (move := self.migrations.of(r)) else None) for r in self.requests]
-        return self.migrations.check() + self.requests.check() + self._placement.check(placed) + self.audits.check()
+        return self.migrations.check() + self.requests.check() + self.placement.check(placed) + self.audits.check()
 
     # ------------------------------------------------------------ workers come and go
 
@@ -167,7 +167,7 @@ class RouterCore:
             if self.migrations.lost(r, entry.key, reason):
                 continue
             if r.prefill == entry.key and r.outlives_prefill(left=left):
-                self._placement.unbook_prefill(r, self._clock.now())
+                self.placement.unbook_prefill(r, self._clock.now())
                 r.prefill_lost = True
                 self._finish_if_complete(r)
                 continue
@@ -186,7 +186,7 @@ class RouterCore:
             if self.migrations.lost(r, key, "it leaves", over=False):
                 continue
             if r.prefill == key and r.outlives_prefill(left=False):
-                self._placement.unbook_prefill(r, self._clock.now())
+                self.placement.unbook_prefill(r, self._clock.now())
                 r.prefill_lost = True
             else:
                 taken += self.migrations.restart(r, key)
@@ -198,7 +198,7 @@ class RouterCore:
         """When the first tokens of new requests, which come together, are predicted to come, where that is too late:
         the caller refuses them, and doesn't submit them. None: they may be taken."""
         now, due = self._clock.now(), requests[0].first_token_by
-        predicted = self._placement.predict_ttft(requests, now) if due is not None else None
+        predicted = self.placement.predict_ttft(requests, now) if due is not None else None
         if due is None or predicted is None:
             return None
         seconds = predicted.prediction.seconds
@@ -272,7 +272,7 @@ class RouterCore:
                 self._end(r, _failed(r, ErrorKind.DEADLINE, took))
         self._place(self.requests.queued.values())
         for r in list(self.requests.queued.values()):
-            if why := self._placement.hopeless(r, now, self._config.worker_wait_s):
+            if why := self.placement.hopeless(r, now, self._config.worker_wait_s):
                 self._end(r, _failed(r, ErrorKind.OVERLOADED, why))
         for r in list(self.requests.held.values()):
             self._finish_if_complete(r)
@@ -284,17 +284,17 @@ class RouterCore:
         """Send to workers the requests whose back-off is over and for which there is a pair of workers."""
         for r in sorted(requests, key=lambda r: -r.priority):
             now = self._clock.now()
-            pair = self._placement.pick(r, now) if now >= r.not_before else None
+            pair = self.placement.pick(r, now) if now >= r.not_before else None
             if pair is None:
-                r.journal.waits(now, r.attempt, partial(self._placement.missing, r, now))
+                r.journal.waits(now, r.attempt, partial(self.placement.missing, r, now))
                 continue
             del self.requests.queued[r.id]
             r.step("place")
             r.first_placed = now if r.first_placed is None else r.first_placed
             r.computed_by(*pair.prefill.weights)
             r.room = room_of(r.id, self._mint_room())
-            choices = self._placement.explain(r, pair)
-            self._placement.book(r, pair, now)
+            choices = self.placement.explain(r, pair)
+            self.placement.book(r, pair, now)
             self.counts.local_prompts.update([r.local] if r.local else ())
             self.counts.placements.update((name, str(role)) for role, name in r.workers.items())
             if pair.decode is not None and not pair.one:
@@ -346,7 +346,7 @@ class RouterCore:
                     self.workers.succeeded({r.prefill, r.decode}, r.id, now)
                 elif role is Role.PREFILL:
                     r.journal.note(now, JournalKind.FIRST_TOKEN, r.attempt, r.workers.get(role, ""))
-                    self._placement.computed(r, now)
+                    self.placement.computed(r, now)
                 self._deliver(r, *r.accept(event, role))
             case LegReport():
                 again = any(p.role is event.role and p.attempt == event.attempt for p in r.progress)
@@ -354,12 +354,12 @@ class RouterCore:
                 r.journal.note(now, JournalKind.REPORT, r.attempt, event.worker, report=event)
                 if role is Role.PREFILL:
                     r.reported = True
-                    self._placement.prefilled(r, now)
+                    self.placement.prefilled(r, now)
                 else:
                     r.prompt_arrived = True
                     self.counts.fallbacks += bool(event.computed_tokens)
                     if "exposed" in event.marks and not again:  # Later reports have the mark again.
-                        self._placement.transferred(r, event.cached_tokens, event.marks["exposed"])
+                        self.placement.transferred(r, event.cached_tokens, event.marks["exposed"])
             case PromptScores() if not r.scores_in:
                 r.scores_in = True
                 self._actions.append(DeliverScores(r.id, event.scores))
@@ -439,7 +439,7 @@ class RouterCore:
             entry = self.workers.get(key) if key else None
             if key and entry is not None and entry.linked:
                 self._actions.append(SendCommand(key, leave(r.id, r.attempt)))
-        self._placement.unbook(r, self._clock.now())
+        self.placement.unbook(r, self._clock.now())
         self.requests.held.pop(r.id, None)
 
     def _end(

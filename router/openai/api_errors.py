@@ -68,6 +68,10 @@ class Asleep(TwinpoolError):
         super().__init__(why)
 
 
+class NoWorkers(TwinpoolError):
+    """Raised where a request that is previewed would have to wait for workers."""
+
+
 class KeyReused(TwinpoolError):
     """Raised where an Idempotency-Key comes with another body than the one that it was first sent with."""
 
@@ -173,6 +177,8 @@ def failure_of(error: TwinpoolError) -> ApiError:
             return ApiError(503, str(error), "server_error", "shutting_down", retry_after_s=SHUTDOWN_RETRY_S)
         case Asleep():
             return ApiError(503, str(error), "server_error", "asleep", retry_after_s=ASLEEP_RETRY_S)
+        case NoWorkers():
+            return ApiError(503, str(error), "server_error", "no_workers", retry_after_s=1)
         case QueueFull():
             return ApiError(429, str(error), "rate_limit_error", "queue_full", retry_after_s=1)
         case NotJson():

@@ -95,6 +95,8 @@ SLO_HEADER = "x-slo-ttft-ms"
 """The header by which a request names the milliseconds to its first token beyond which its answer is of no use."""
 SESSION_HEADER = "x-session-id"
 """The header by which a request names its session."""
+PREVIEW_HEADER = "x-twinpool-preview"
+"""The header by which whoever chooses among routers asks what would become of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,8 @@ class RequestHeaders:
     trace: TraceContext = NO_TRACE
     timeline: bool = False
     """Whether it asks for the timeline in its answer."""
+    preview: bool = False
+    """Whether it asks what would become of it, in place of an answer."""
 
 
 NO_HEADERS = RequestHeaders()
@@ -122,4 +126,5 @@ def read_request_headers(header: Callable[[bytes], str]) -> RequestHeaders:
         header(b"x-session-id"),
         read_traceparent(header(b"traceparent")),
         header(b"x-twinpool-timeline") == "1",
+        header(PREVIEW_HEADER.encode()) == "1",
     )

@@ -17,6 +17,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -30,6 +31,7 @@ from twinpool.router.core.answer_lookups import FoundAnswer
 from twinpool.router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, PromptAction
 from twinpool.router.core.router_core import RouterCore
 from twinpool.router.metrics.prometheus_metrics import PrometheusMetrics
+from twinpool.router.openai.api_errors import NoWorkers, SloUnreachable
 from twinpool.router.openai.choice_output import ChoiceOutput
 from twinpool.router.openai.parse_request import GenerateRequest
 from twinpool.router.openai.pooled_answers import EmbeddingWriter, PairWriter
@@ -46,6 +48,9 @@ from twinpool.router.text.tokenizer import ModelTokenizer
 from twinpool.router.tokenizer_pool.prepare_request import PreparedPrompt
 from twinpool.router.tokenizer_pool.tokenizer_process import FrameKind
 from twinpool.router.verification.stream_watch import StreamWatch, log_flag
+
+if TYPE_CHECKING:
+    from twinpool.router.service.router_service import RouterService
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,3 +446,54 @@ class OpenAnswers:
             if not choice.first_at:
                 self._metrics.tally.unanswered(choice)
             self._ended(*owner)
+
+
+# ---------------------------------------------------------------- previews
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPreview:
+    """What would become of a request, were it sent now; of several prompts, of the first. Whole tokens."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    """Of the prompt, held by the worker that would compute it."""
+    queued_tokens: int
+    """Of other prompts, in flight there; each sequence that a colocated worker decodes counts as some."""
+    first_token_s: float | None
+    """Seconds until its first token is expected; None: too little was seen of that worker, or nothing that would tell
+    a long prompt from a short one."""
+    waiting: int
+    """Requests that wait for workers at this router."""
+
+
+async def preview(service: RouterService, asked: ClientRequest) -> RequestPreview:
+    """Look what would become of a request, for whoever chooses among several routers: it is read, tokenised, checked by
+    the limits of its own tenant, and placed as any other, but nothing is booked or begun. Raises as
+    `RouterService.open` does, and `NoWorkers`."""
+    admission, tenant, core = service.admission, asked.tenant, service.core
+    began, slo_ms = service.clock.now(), admission.first_token_ms(asked.headers.slo, tenant)
+    with admission.hold():
+        prepared = await service.readers.prepare(service.intake, asked.kind, asked.raw, tenant, asked.on_gone)
+    request, prompts = prepared.request, prepared.prompts
+    admission.check_model(tenant, request)
+    admission.check_room(request.choices)
+    admission.check_tenant(tenant, request.choices, sum(len(prompt.tokens) for prompt in prompts))
+    limits = [admission.answer_tokens(request, len(prompt.tokens)) for prompt in prompts]
+    times = RequestTimes(began, admission.timeout_s(request), began + slo_ms / 1000 if slo_ms else None)
+    share = TenantWeight(tenant, admission.allowed(tenant).weight)
+    routed = OpenedRequest("preview", request, prompts, limits, times, share, asked.client_id, None).routed(began, "")
+    now, first = service.clock.now(), routed[0]
+    late = core.placement.predict_ttft(routed, now) if slo_ms else None
+    if late is not None and (now - began + late.prediction.seconds) * 1000 > slo_ms:
+        raise SloUnreachable((now - began + late.prediction.seconds) * 1000, slo_ms)
+    pair = core.placement.pick(first, now)
+    if pair is None:
+        raise NoWorkers(core.placement.missing(first, now))
+    worker, hits = pair.prefill, pair.considered[0].ask.hits
+    cached = min(hits.held.get(worker.key, 0), first.next_position)
+    cost = worker.prompts.cost
+    tells = cost is not None and cost[1] > 0
+    lacking = first.next_position - cached
+    expected = worker.prompts.expect(lacking, first.priority, now, share) if tells else None
+    return RequestPreview(first.next_position, cached, worker.whole_load, expected, core.requests.waiting)

@@ -1,0 +1,389 @@
+"""The endpoint picker in front of real routers, as a gateway talks to it: messages made and read by protobuf itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+
+from tests.router.fake_worker import FakeCluster
+from tests.router.http_server import Server, router_config, serving
+from tests.support.ext_proc_protos import filter_metadata, header_map, parsed, proto
+from tests.support.free_ports import free_port
+from twinpool.contracts.clock import ManualClock
+from twinpool.contracts.errors import ConfigError
+from twinpool.router.endpoint_picker.endpoint_picker import (
+    AWAY_S,
+    DESTINATION,
+    HEALTH,
+    MOST_ASKED,
+    PROCESSOR,
+    SERVED,
+    SUBSET,
+    EndpointPicker,
+    Endpoints,
+    GatewayExchange,
+    HeldBodies,
+    PickerService,
+)
+from twinpool.router.endpoint_picker.ext_proc_messages import read_request
+
+FULL_DUPLEX, BUFFERED, STREAMED, NONE = 4, 2, 1, 0
+PROMPT = list(range(5, 69))
+PATH = "/v1/completions"
+
+
+@pytest.fixture
+def routers() -> Iterator[list[Server]]:
+    """Two routers, each of a cluster of its own, with room for two answers."""
+    with ExitStack() as stack:
+        found = [stack.enter_context(serving(FakeCluster(1, 1), config=router_config(max_queue=2))) for _ in range(2)]
+        yield found
+        for router in found:
+            router.resume()
+            router.at_rest()
+
+
+def address(router: Server) -> str:
+    return f"127.0.0.1:{router.port}"
+
+
+class Gateway:
+    """A gateway of one picker. `talk` is one exchange."""
+
+    def __init__(self, picker: EndpointPicker, held: HeldBodies | None = None) -> None:
+        self.picker, self._held = picker, held or HeldBodies()
+
+    async def talk(self, *messages: Any) -> list[Any]:
+        """What the picker replies to these; the exchange is over then."""
+        exchange, replies = GatewayExchange(self.picker, self._held), []
+        try:
+            for message in messages:
+                told = await exchange.take(read_request(message.SerializeToString()))
+                replies += [parsed("ProcessingResponse", one.to_bytes()) for one in told]
+                assert sum(self.picker.open.values()) <= 1
+        finally:
+            exchange.close()
+        assert not self._held.bytes
+        assert not +self.picker.open
+        return replies
+
+    async def destination(self, body: dict[str, Any] | bytes, **headers: str) -> list[str]:
+        """The endpoints for a request whose body is sent in pieces."""
+        return chosen(await self.talk(*asked(body, **headers)))
+
+
+def chosen(replies: Sequence[Any]) -> list[str]:
+    """The endpoints of the one reply that names some, the same in both places and in place of the client's own."""
+    (reply,) = [one for one in replies if one.HasField("dynamic_metadata")]
+    common = (reply.request_headers if reply.HasField("request_headers") else reply.request_body).response
+    (header,) = common.header_mutation.set_headers
+    assert (header.header.key, header.append_action, common.clear_route_cache) == (DESTINATION, 2, True)
+    told: str = header.header.raw_value.decode()
+    assert reply.dynamic_metadata["envoy.lb"][DESTINATION] == told
+    return told.split(",")
+
+
+def headers_message(
+    mode: int = FULL_DUPLEX, subset: Any = None, method: str = "POST", path: str = PATH, end: bool = False, **more: str
+) -> Any:
+    headers = {":method": method, ":path": path, "content-type": "application/json", DESTINATION: "6.6.6.6:6"}
+    headers |= {name.replace("_", "-"): value for name, value in more.items()}
+    spaces = {} if subset is None else {"envoy__lb__subset_hint": {SUBSET: subset}}
+    return proto(
+        "ProcessingRequest",
+        request_headers={"headers": header_map(headers), "end_of_stream": end},
+        metadata_context=filter_metadata(**spaces),
+        protocol_config={"request_body_mode": mode, "response_body_mode": mode},
+    )
+
+
+def body_message(body: bytes, end: bool) -> Any:
+    return proto("ProcessingRequest", request_body={"body": body, "end_of_stream": end})
+
+
+def asked(body: dict[str, Any] | bytes, **more: Any) -> list[Any]:
+    """An exchange's first messages, its body in three pieces, of which the last is empty."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    half = len(raw) // 2
+    return [headers_message(**more), *(body_message(one, not one) for one in (raw[:half], raw[half:], b""))]
+
+
+def completion(prompt: Sequence[int] = PROMPT, **more: Any) -> dict[str, Any]:
+    return {"prompt": list(prompt), "max_tokens": 2, **more}
+
+
+def picking(
+    endpoints: Sequence[str], work: Callable[[Gateway], Awaitable[None]], clock: ManualClock | None = None, **how: Any
+) -> None:
+    """Do something with a picker of these endpoints."""
+
+    async def run() -> None:
+        found = Endpoints(endpoints)
+        await found.resolve()
+        async with found.client(60.0) as client:
+            await work(Gateway(EndpointPicker(found, client, clock or ManualClock(), 60.0, **how)))
+
+    asyncio.run(run())
+
+
+def test_a_request_goes_where_its_prefix_is_and_its_body_passes_as_it_came(routers: list[Server]) -> None:
+    there = random.Random(3).randrange(2)
+    routers[there].complete(prompt=PROMPT, max_tokens=2)
+    held = routers[there].post(PATH, completion(), **{"X-Twinpool-Preview": "1"}).json()
+    bare = routers[1 - there].post(PATH, completion(), **{"X-Twinpool-Preview": "1"}).json()
+    assert (held["prompt_tokens"], bare["prompt_tokens"]) == (len(PROMPT), len(PROMPT))
+    assert held["cached_tokens"] > bare["cached_tokens"] == 0
+
+    async def work(gateway: Gateway) -> None:
+        messages = asked(completion())
+        replies = await gateway.talk(
+            *messages,
+            proto(
+                "ProcessingRequest",
+                response_headers={"headers": header_map({":status": "200"})},
+                metadata_context=filter_metadata(envoy__lb={SERVED: address(routers[1 - there])}),
+            ),
+            proto("ProcessingRequest", response_body={"body": b"data: 1\n\n", "end_of_stream": True}),
+        )
+        assert chosen(replies) == [address(routers[there]), address(routers[1 - there])]
+        assert replies[0].HasField("request_headers"), "headers come first"
+        pieces = [one.request_body.response.body_mutation.streamed_response for one in replies[1:4]]
+        assert [(one.body, one.end_of_stream) for one in pieces] == [
+            (one.request_body.body, one.request_body.end_of_stream) for one in messages[1:]
+        ]
+        assert replies[4].HasField("response_headers")
+        echoed = replies[5].response_body.response.body_mutation.streamed_response
+        assert (echoed.body, echoed.end_of_stream) == (b"data: 1\n\n", True)
+
+    picking([address(router) for router in routers], work)
+    assert [router.service.core.counts.submitted for router in routers].count(1) == 1, "previews begin nothing"
+
+
+def test_a_busy_router_is_left_alone_and_where_all_refuse_their_client_hears_why(routers: list[Server]) -> None:
+    def begin(router: Server, prompt: int) -> None:
+        router.call(lambda: None)
+        sent = httpx.AsyncClient(base_url=router.url, trust_env=False)
+
+        async def send() -> None:
+            async with sent:
+                await sent.post(PATH, json=completion([prompt] * 40), timeout=60)
+
+        asyncio.run_coroutine_threadsafe(send(), router.loop)
+
+    for router in routers:
+        router.pause("prefill")
+    begin(routers[0], 7)
+    routers[0].wait_until(lambda: routers[0].service.core.requests.in_flight == 1)
+
+    async def first(gateway: Gateway) -> None:
+        assert await gateway.destination(completion()) == [address(routers[1]), address(routers[0])]
+
+    picking([address(router) for router in routers], first)
+    begin(routers[0], 8)
+    begin(routers[1], 9)
+    begin(routers[1], 10)
+    for router in routers:
+        router.wait_until(lambda router=router: router.service.core.requests.in_flight == 2)  # type: ignore[misc]
+
+    async def full(gateway: Gateway) -> None:
+        (reply,) = await gateway.talk(*asked(completion()))
+        told = {one.header.key: one.header.raw_value for one in reply.immediate_response.headers.set_headers}
+        assert reply.immediate_response.status.code == 429
+        assert told == {"content-type": b"application/json", "retry-after": b"1"}
+        assert json.loads(reply.immediate_response.body)["error"]["code"] == "queue_full"
+
+    picking([address(router) for router in routers], full)
+    for router in routers:
+        router.call(lambda router=router: setattr(router.service, "draining", True))  # type: ignore[misc]
+
+    async def draining(gateway: Gateway) -> None:
+        (reply,) = await gateway.talk(*asked(completion()))
+        assert reply.immediate_response.status.code == 503
+        assert json.loads(reply.immediate_response.body)["error"]["code"] == "shutting_down"
+
+    picking([address(router) for router in routers], draining)
+
+
+def test_only_endpoints_of_the_gateways_subset_are_chosen(routers: list[Server]) -> None:
+    routers[0].complete(prompt=PROMPT, max_tokens=2)
+    both = [address(router) for router in routers]
+
+    async def work(gateway: Gateway) -> None:
+        assert await gateway.destination(completion(), subset=[both[1]]) == [both[1]]  # type: ignore[arg-type]
+        assert await gateway.destination(completion(), subset=",".join(both)) == both
+        for none in ([], ["10.0.0.1:8000"], 5):
+            for mode in (FULL_DUPLEX, NONE):
+                replies = await gateway.talk(*asked(completion(), subset=none, mode=mode)[: 4 if mode else 1])
+                assert [one.immediate_response.status.code for one in replies] == [503], none
+
+    picking(both, work)
+
+
+def test_bodies_come_as_the_gateway_has_them(routers: list[Server]) -> None:
+    """Whole ones are looked at; those that come too late, or are larger than what may be held, pass unseen."""
+    routers[1].complete(prompt=PROMPT, max_tokens=2)
+    both, raw = [address(router) for router in routers], json.dumps(completion()).encode()
+
+    async def work(gateway: Gateway) -> None:
+        for _ in range(2):
+            replies = await gateway.talk(headers_message(BUFFERED), body_message(raw, True))
+            assert not replies[0].request_headers.response.HasField("header_mutation")
+            assert chosen(replies) == both[::-1]
+        firsts = set()
+        for mode in (NONE, STREAMED):
+            for _ in range(2):
+                replies = await gateway.talk(headers_message(mode), body_message(raw, True))
+                assert replies[0].HasField("dynamic_metadata")
+                assert replies[1].HasField("request_body")
+                firsts.add(chosen(replies)[0])
+        assert firsts == set(both), "in turns, where nothing tells them apart"
+        trailers = proto("ProcessingRequest", request_trailers={"trailers": header_map({"x": "y"})})
+        replies = await gateway.talk(headers_message(), body_message(raw, False), trailers)
+        assert chosen(replies) == both[::-1]
+        assert replies[-1].HasField("request_trailers")
+        for path, method in (("/v1/models", "GET"), ("/tokenize", "POST"), ("/v1/files", "POST")):
+            got = await gateway.talk(headers_message(method=method, path=path, end=True))
+            assert sorted(chosen(got)) == sorted(both)
+        small = Gateway(gateway.picker, HeldBodies(most=len(raw) // 4))
+        replies = await small.talk(*asked(completion()))
+        assert b"".join(r.request_body.response.body_mutation.streamed_response.body for r in replies[1:]) == raw
+        assert sorted(chosen(replies)) == sorted(both)
+
+    picking(both, work)
+    assert [router.service.core.counts.submitted for router in routers] == [0, 1]
+
+
+def test_a_client_that_comes_back_with_its_key_and_a_wrong_request_reach_a_router(routers: list[Server]) -> None:
+    both = [address(router) for router in routers]
+
+    async def work(gateway: Gateway) -> None:
+        firsts = {(await gateway.destination(completion(), idempotency_key="k"))[0] for _ in range(4)}
+        assert len(firsts) == 1
+        keys = {(await gateway.destination(completion(), idempotency_key=f"k{n}"))[0] for n in range(16)}
+        assert keys == set(both)
+        for wrong in (b"{", b'{"prompt": [5], "n": 0}', b'{"prompt": [5], "model": "other"}'):
+            (there,) = await gateway.destination(wrong)
+            assert there in both, "which says what is wrong"
+
+    picking(both, work)
+
+
+def test_a_router_that_does_not_answer_is_left_out_and_asked_again_later(routers: list[Server]) -> None:
+    gone, clock = f"127.0.0.1:{free_port()}", ManualClock()
+    there = address(routers[0])
+
+    async def work(gateway: Gateway) -> None:
+        asks = list[str]()
+        preview = gateway.picker._preview
+
+        async def counted(request: Any, endpoint: str) -> Any:
+            asks.append(endpoint)
+            return await preview(request, endpoint)
+
+        gateway.picker._preview = counted  # type: ignore[method-assign]
+        for _ in range(3):
+            assert await gateway.destination(completion()) == [there]
+        assert asks.count(gone) == 1
+        assert await gateway.destination(b"", path="/v1/models") == [there]
+        clock.advance(AWAY_S)
+        await gateway.destination(completion())
+        assert asks.count(gone) == 2
+
+    picking([gone, there], work, clock)
+
+
+@pytest.mark.parametrize("fail_open", [True, False])
+def test_where_no_router_answers_a_request_is_sent_on_or_refused_as_is_set(fail_open: bool) -> None:
+    gone = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+
+    async def work(gateway: Gateway) -> None:
+        replies = await gateway.talk(*asked(completion()))
+        if fail_open:
+            assert sorted(chosen(replies)) == sorted(gone)
+        else:
+            assert [one.immediate_response.status.code for one in replies] == [503]
+
+    picking(gone, work, fail_open=fail_open)
+
+
+def test_of_many_routers_those_are_asked_that_requests_of_the_same_beginning_ask() -> None:
+    many = [f"127.0.0.1:{20000 + n}" for n in range(4 * MOST_ASKED)]
+
+    async def work(gateway: Gateway) -> None:
+        asks = list[str]()
+
+        async def none(request: Any, endpoint: str) -> None:
+            asks.append(endpoint)
+
+        gateway.picker._preview = none  # type: ignore[method-assign]
+        asked_of = []
+        for prompt in ([1] * 400, [1] * 400 + [2], [3] * 400):
+            asks.clear()
+            await gateway.destination(completion(prompt))
+            asked_of.append(set(asks))
+        assert [len(one) for one in asked_of] == [MOST_ASKED] * 3
+        assert asked_of[0] == asked_of[1] != asked_of[2]
+
+    picking(many, work)
+
+
+def test_bytes_that_are_no_message_are_refused_and_never_more() -> None:
+    draw = random.Random(11)
+    good = [one.SerializeToString() for one in asked(completion(), subset=["1.2.3.4:5"])]
+    for _ in range(3000):
+        data = bytearray(draw.choice(good))
+        for _ in range(draw.randrange(1, 4)):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        try:
+            read_request(bytes(data[: draw.randrange(len(data) + 1)]))
+        except ValueError:
+            continue
+    deep: dict[str, Any] = {}
+    for _ in range(20):
+        deep = {"x": deep}
+    with pytest.raises(ValueError, match="nested too deeply"):
+        read_request(headers_message(subset=deep).SerializeToString())
+    for wrong in ("host", "host:", "host:0", ":80", "host:99999"):
+        with pytest.raises(ConfigError, match="HOST:PORT"):
+            Endpoints([wrong])
+
+
+def test_it_is_served_over_grpc_with_health_checks(routers: list[Server]) -> None:
+    async def work() -> None:
+        endpoints = Endpoints([address(routers[0])])
+        async with endpoints.client(60.0) as client:
+            server = grpc.aio.server()
+            PickerService(endpoints, EndpointPicker(endpoints, client, ManualClock(), 60.0)).add_to(server)
+            port = server.add_insecure_port("127.0.0.1:0")
+            await server.start()
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                check = channel.unary_unary(f"/{HEALTH}/Check", None, None)
+
+                async def status(service: str) -> int:
+                    answer = await check(proto("HealthCheckRequest", service=service).SerializeToString(), timeout=60)
+                    return int(parsed("HealthCheckResponse", answer).status)
+
+                names = ("", "liveness", "readiness", PROCESSOR)
+                assert [await status(name) for name in names] == [1, 1, 2, 2], "it knows no endpoint yet"
+                await endpoints.resolve()
+                assert [await status(name) for name in names] == [1, 1, 1, 1]
+                with pytest.raises(grpc.aio.AioRpcError, match="NOT_FOUND"):
+                    await status("other")
+                process = channel.stream_stream(f"/{PROCESSOR}/Process", None, None)
+                sent = [one.SerializeToString() for one in asked(completion())]
+                replies = [parsed("ProcessingResponse", one) async for one in process(iter(sent), timeout=60)]
+                assert chosen(replies) == [address(routers[0])]
+                with pytest.raises(grpc.aio.AioRpcError, match="can't be read"):
+                    async for _ in process(iter([b"\xff"]), timeout=60):
+                        pass
+            await server.stop(None)
+
+    asyncio.run(work())
