@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import signal
 import socket
 import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,10 @@ from twinpool.contracts.json_logs import log
 from twinpool.contracts.outside_data import read_json
 from twinpool.router.api.app import TEXT_KINDS
 from twinpool.router.endpoint_picker.ext_proc_messages import (
+    DESTINATION,
+    HEALTH,
+    METADATA,
+    PROCESSOR,
     BodyMode,
     ImmediateResponse,
     Part,
@@ -50,8 +54,9 @@ from twinpool.router.endpoint_picker.ext_proc_messages import (
     read_health_check,
     read_request,
 )
-from twinpool.router.openai.api_errors import ApiError
+from twinpool.router.openai.api_errors import ApiError, BufferFull
 from twinpool.router.openai.request_headers import PREVIEW_HEADER
+from twinpool.router.service.admission import BodyBuffer
 from twinpool.router.tokenizer_pool.prepare_request import BODY_BYTES_MOST
 
 RESOLVE_S = 5.0
@@ -65,27 +70,16 @@ MOST_NAMED = 3
 NEAR, NEAR_S = 1.25, 0.01
 """Up to so many times the least, and seconds more, times to a first token count as equal: they are predictions."""
 PREFIX_BYTES = 1024
+"""Of a body: its beginning, by which requests ask the same routers."""
 ASKED_HEADERS = ("authorization", "x-api-key", "content-type", "x-slo-ttft-ms", "x-session-id")
 """Headers of a request that its preview has too."""
 TOLD_HEADERS = ("content-type", "retry-after")
 """Headers of a router's refusal that its client gets."""
 ANSWER_BYTES = 64 * 1024
+"""Of a refusal that its client gets."""
 
-DESTINATION = "x-gateway-destination-endpoint"
-SERVED = "x-gateway-destination-endpoint-served"
-SUBSET = "x-gateway-destination-endpoint-subset"
-METADATA, SUBSET_METADATA = "envoy.lb", "envoy.lb.subset_hint"
-"""Name spaces of metadata."""
-PROCESSOR, HEALTH = "envoy.service.ext_proc.v3.ExternalProcessor", "grpc.health.v1.Health"
-HELD_BYTES_MOST = 512 * 2**20
-"""Bytes of bodies that are held for a choice, of all exchanges together; a body beyond them isn't looked at."""
-MOST_EXCHANGES = 8192
-END_S = 25.0
-"""Seconds for which exchanges go on after SIGTERM, less than Kubernetes gives by default."""
-_ECHOED = (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.GRPC)
-_AT_ONCE = (BodyMode.NONE, BodyMode.STREAMED)
-"""How bodies are sent of which nothing is known when the headers have to be answered."""
-Reply = ProcessingResponse | ImmediateResponse
+
+# ---------------------------------------------------------------- the choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +187,9 @@ class EndpointPicker:
             return _by_affinity(able, key.encode())[:MOST_NAMED]  # To where an answer that was begun is kept.
         if not request.is_previewed:
             return self._by_load(self._present(able))[:MOST_NAMED]
-        said = await self._ask(request, self._present(able))
-        if not said and (left := [one for one in able if one not in self._present(able)]):
+        present = self._present(able)
+        said = await self._ask(request, present)
+        if not said and (left := [one for one in able if one not in present]):
             said = await self._ask(request, left)
         return self._chosen(said, able)
 
@@ -202,32 +197,29 @@ class EndpointPicker:
         self, said: Mapping[str, Estimate | RouterRefusal], able: Sequence[str]
     ) -> list[str] | ImmediateResponse:
         """The choice by what routers have said; those that said nothing aren't in it."""
-        takes = {one: told for one, told in said.items() if isinstance(told, Estimate)}
-        if takes:
-            times = [told.first_token_s for told in takes.values() if told.first_token_s is not None]
-            soon = min(times) * NEAR + NEAR_S if len(times) == len(takes) else None
-
-            def cost(one: str) -> tuple[bool, float, int, int]:
-                told = takes[one]
-                later = told.first_token_s if soon is not None and told.first_token_s is not None else 0.0
-                return (
-                    told.waiting > 0,
-                    later if soon is not None and later > soon else 0.0,
-                    told.tokens,
-                    self.open[one],
-                )
-
-            return sorted(takes, key=cost)[:MOST_NAMED]
-        refused = [told for told in said.values() if isinstance(told, RouterRefusal)]
-        if any(not told.for_now for told in refused):  # The request is at fault: its router says so in its own words.
-            return self._by_load([one for one, told in said.items() if isinstance(told, RouterRefusal)])[:1]
+        if takes := {one: told for one, told in said.items() if isinstance(told, Estimate)}:
+            return self._by_cost(takes)[:MOST_NAMED]
+        refused = {one: told for one, told in said.items() if isinstance(told, RouterRefusal)}
+        if at_fault := [one for one, told in refused.items() if not told.for_now]:
+            return self._by_load(at_fault)[:1]  # The router says in its own words what is wrong with the request.
         if refused:
-            best = min(refused, key=lambda told: told.status != 429)
+            best = min(refused.values(), key=lambda told: told.status != 429)
             status = 429 if best.status == 429 else 503
             return ImmediateResponse(status, best.body, best.headers, "all_endpoints_refuse")
         if self._fail_open:
             return self._by_load(able)[:MOST_NAMED]
         return refusal(503, "no endpoint has said what it would do with the request", "no_preview")
+
+    def _by_cost(self, takes: Mapping[str, Estimate]) -> list[str]:
+        """Those that take the request, the best first."""
+        times = {one: told.first_token_s for one, told in takes.items() if told.first_token_s is not None}
+        soon = min(times.values()) * NEAR + NEAR_S if len(times) == len(takes) else math.inf
+
+        def cost(one: str) -> tuple[bool, float, int, int]:
+            told, seconds = takes[one], times.get(one, 0.0)
+            return told.waiting > 0, seconds if seconds > soon else 0.0, told.tokens, self.open[one]
+
+        return sorted(takes, key=cost)
 
     async def _ask(self, request: HttpRequest, able: Sequence[str]) -> dict[str, Estimate | RouterRefusal]:
         """What routers say of a request, each that has said something within the time."""
@@ -238,14 +230,14 @@ class EndpointPicker:
 
     async def _preview(self, request: HttpRequest, endpoint: str) -> Estimate | RouterRefusal | None:
         scheme = "https" if self._endpoints.tls else "http"
-        headers = {name: request.headers[name] for name in ASKED_HEADERS if name in request.headers}
+        given = {name: request.headers[name] for name in ASKED_HEADERS if name in request.headers}
         host = self._endpoints.hosts.get(endpoint, "")
         try:
             async with asyncio.timeout(self._timeout_s):
                 response = await self._client.post(
                     f"{scheme}://{endpoint}{request.path}",
                     content=request.body,
-                    headers={**headers, PREVIEW_HEADER: "1"},
+                    headers=httpx.Headers({**given, PREVIEW_HEADER: "1"}, encoding="latin-1"),
                     extensions={"sni_hostname": host} if self._endpoints.tls else None,
                 )
         except (httpx.HTTPError, TimeoutError, OSError) as error:
@@ -302,23 +294,34 @@ def _address(place: Sequence[object]) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-class HeldBodies:
-    """The count of bytes of bodies that wait for a choice."""
+# ---------------------------------------------------------------- the gRPC server
 
-    def __init__(self, most: int = HELD_BYTES_MOST) -> None:
-        self.most, self.bytes = most, 0
+HELD_BYTES_MOST = 256 * 2**20
+"""Bytes of bodies that are held for a choice, of all exchanges together, each in pieces and as a whole; a body beyond
+them isn't looked at."""
+MOST_EXCHANGES = 8192
+END_S = 25.0
+"""Seconds for which exchanges go on after SIGTERM, less than Kubernetes gives by default."""
+_ECHOED = (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.GRPC)
+"""How bodies are sent that go on only as they are sent back."""
+_AT_ONCE = (BodyMode.NONE, BodyMode.STREAMED)
+"""How bodies are sent of which nothing is known when the headers have to be answered."""
+Reply = ProcessingResponse | ImmediateResponse
 
 
 class GatewayExchange:
     """One exchange of a client through the gateway: what was seen of it, and where it was sent."""
 
-    def __init__(self, picker: EndpointPicker, held: HeldBodies) -> None:
+    def __init__(self, picker: EndpointPicker, held: BodyBuffer) -> None:
+        """`held`: the count of bytes of all exchanges' bodies that wait for a choice."""
         self._picker, self._held = picker, held
         self._headers: dict[str, str] = {}
         self._subset: list[str] | None = None
         self._modes = BodyMode.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUPLEX_STREAMED
         """The protocol asks for these, of a gateway that doesn't say."""
         self._body: list[bytes] = []
+        """The pieces that wait for the choice."""
+        self._booked = 0
         self._destination: str | None = None
         """The value of `DESTINATION`; None: nothing was chosen yet."""
         self._sent_to = ""
@@ -331,96 +334,90 @@ class GatewayExchange:
                 return await self._begin(message)
             case Part.REQUEST_BODY if self._modes[0] in _ECHOED:
                 return await self._piece(message)
-            case Part.REQUEST_BODY:
-                return (
-                    [await self._choose(Part.REQUEST_BODY, message.body)]
-                    if self._destination is None
-                    else [ProcessingResponse(Part.REQUEST_BODY)]
-                )
-            case Part.REQUEST_TRAILERS:
-                last = [] if self._destination is not None else await self._whole(end=False)
-                return [*last, *([ProcessingResponse(Part.REQUEST_TRAILERS)] if self._is_going_on(last) else [])]
+            case Part.REQUEST_BODY if self._destination is None:
+                return [await self._choose(Part.REQUEST_BODY, known=self._hold(message.body))]
+            case Part.REQUEST_TRAILERS if self._destination is None:
+                replies = await self._whole(end=False)
+                return replies if self._destination is None else [*replies, ProcessingResponse(message.part)]
             case Part.RESPONSE_BODY if self._modes[1] in _ECHOED:
                 return [ProcessingResponse(Part.RESPONSE_BODY, chunk=(message.body, message.end_of_stream))]
-            case Part.RESPONSE_HEADERS:
-                self._note_served(message)
+            case Part.RESPONSE_HEADERS if message.served and self._sent_to:
+                self._count_at(message.served)  # The gateway may have tried another one.
         return [ProcessingResponse(message.part)]
 
     def close(self) -> None:
         """End the exchange. Idempotent."""
         self._drop_body()
-        if self._sent_to:
-            self._picker.open[self._sent_to] -= 1
-            self._sent_to = ""
+        self._count_at("")
 
     async def _begin(self, message: ProcessingRequest) -> list[Reply]:
-        self._headers = dict(message.headers)
-        given = message.metadata.get(SUBSET_METADATA, {}).get(SUBSET)
-        if isinstance(given, str):
-            given = given.split(",")
-        if given is not None:
-            self._subset = [one.strip() for one in given if isinstance(one, str)] if isinstance(given, list) else []
+        self._headers, self._subset = dict(message.headers), message.subset
         if message.end_of_stream or self._modes[0] in _AT_ONCE:
-            return [await self._choose(Part.REQUEST_HEADERS, b"" if message.end_of_stream else None)]
+            return [await self._choose(Part.REQUEST_HEADERS, known=message.end_of_stream)]
         return [] if self._modes[0] in _ECHOED else [ProcessingResponse(Part.REQUEST_HEADERS)]
 
     async def _piece(self, message: ProcessingRequest) -> list[Reply]:
         """Take a piece of a body that is sent back in pieces: at once, where a choice was made."""
         if self._destination is not None:
             return [ProcessingResponse(Part.REQUEST_BODY, chunk=(message.body, message.end_of_stream))]
-        self._body.append(message.body)
-        self._held.bytes += len(message.body)
-        if message.end_of_stream:
-            return await self._whole(end=True)
-        if sum(map(len, self._body)) > BODY_BYTES_MOST or self._held.bytes > self._held.most:
-            return await self._whole(end=False, known=False)
-        return []
+        known = self._hold(message.body)
+        if known and not message.end_of_stream:
+            return []
+        return await self._whole(end=message.end_of_stream, known=known)
+
+    def _hold(self, piece: bytes) -> bool:
+        """Hold a piece of the body until the choice; returns whether the body may be looked at: it isn't too large, and
+        there is room for it."""
+        self._body.append(piece)
+        try:
+            self._held.take(len(piece))
+        except BufferFull:
+            return False
+        self._booked += len(piece)
+        return self._booked <= BODY_BYTES_MOST
 
     async def _whole(self, *, end: bool, known: bool = True) -> list[Reply]:
         """Choose by the body that has come, and let it pass. `end`: whether its last piece is the end of the request.
         `known`: whether it is all of the body."""
         pieces = self._body
-        chosen = await self._choose(Part.REQUEST_HEADERS, b"".join(pieces) if known else None)
-        self._drop_body()
+        chosen = await self._choose(Part.REQUEST_HEADERS, known=known)
         if isinstance(chosen, ImmediateResponse):
             return [chosen]
         last = len(pieces) - 1
         chunks = [(piece, end and number == last) for number, piece in enumerate(pieces)]
         return [chosen, *(ProcessingResponse(Part.REQUEST_BODY, chunk=chunk) for chunk in chunks)]
 
-    async def _choose(self, part: Part, body: bytes | None) -> Reply:
-        """Choose, and reply to `part` with the choice."""
-        picked = await self._picker.pick(HttpRequest(self._headers, body), self._subset)
+    async def _choose(self, part: Part, *, known: bool) -> Reply:
+        """Choose, and reply to `part` with the choice. `known`: whether what is held is the whole body."""
+        request = HttpRequest(self._headers, b"".join(self._body) if known else None)
+        picked = await self._picker.pick(request, self._subset)
+        self._drop_body()
         if isinstance(picked, ImmediateResponse):
             log("refused", status=picked.status, details=picked.details, path=self._headers.get(":path", "")[:200])
             return picked
-        self._sent_to, self._destination = picked[0], ",".join(picked)
-        self._picker.open[self._sent_to] += 1
+        self._count_at(picked[0])
+        self._destination = ",".join(picked)
         told = {DESTINATION: self._destination}
         return ProcessingResponse(part, told, {METADATA: told})
 
-    def _note_served(self, message: ProcessingRequest) -> None:
-        """Take in which endpoint has served: where the gateway has tried another one, that has the exchange."""
-        served = message.metadata.get(METADATA, {}).get(SERVED)
-        if isinstance(served, str) and self._sent_to and served != self._sent_to:
+    def _count_at(self, endpoint: str) -> None:
+        """Count the exchange as under way at `endpoint`, and no more where it was; empty: nowhere."""
+        if self._sent_to:
             self._picker.open[self._sent_to] -= 1
-            self._picker.open[served] += 1
-            self._sent_to = served
+        if endpoint:
+            self._picker.open[endpoint] += 1
+        self._sent_to = endpoint
 
     def _drop_body(self) -> None:
-        self._held.bytes -= sum(map(len, self._body))
-        self._body = []
-
-    @staticmethod
-    def _is_going_on(replies: list[Reply]) -> bool:
-        return not any(isinstance(one, ImmediateResponse) for one in replies)
+        self._held.give_back(self._booked)
+        self._body, self._booked = [], 0
 
 
 class PickerService:
     """The services of the picker, as gRPC calls them."""
 
     def __init__(self, endpoints: Endpoints, picker: EndpointPicker) -> None:
-        self._endpoints, self._picker, self._held = endpoints, picker, HeldBodies()
+        self._endpoints, self._picker, self._held = endpoints, picker, BodyBuffer(HELD_BYTES_MOST)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Have a server offer them. Messages are bytes here."""
@@ -441,10 +438,10 @@ class PickerService:
         try:
             async for data in messages:
                 try:
-                    replies = await exchange.take(read_request(data))
+                    message = read_request(data)
                 except ValueError as error:
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"a message can't be read: {error}")
-                for reply in replies:
+                for reply in await exchange.take(message):
                     yield reply.to_bytes()
         finally:
             exchange.close()
@@ -471,17 +468,17 @@ async def serve_picker(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     async with endpoints.client(timeout_s) as client:
-        PickerService(
-            endpoints, EndpointPicker(endpoints, client, SystemClock(), timeout_s, fail_open=fail_open)
-        ).add_to(server)
+        picker = EndpointPicker(endpoints, client, SystemClock(), timeout_s, fail_open=fail_open)
+        PickerService(endpoints, picker).add_to(server)
         port = _listen(server, address, cert, key)
         await endpoints.resolve()
         await server.start()
         log("endpoint picker serves", port=port, endpoints=sorted(endpoints.hosts))
         while not ended.is_set():
-            with suppress(TimeoutError):
+            try:
                 await asyncio.wait_for(ended.wait(), RESOLVE_S)
-            await endpoints.resolve()
+            except TimeoutError:
+                await endpoints.resolve()
         await server.stop(END_S)
 
 

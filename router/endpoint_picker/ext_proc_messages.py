@@ -3,6 +3,8 @@
 They are protobuf. Those fields that an endpoint picker reads or writes are here, by their numbers in Envoy's
 `external_processor.proto`, `base.proto` and `processing_mode.proto`, and protobuf's `struct.proto`; others are passed
 over, as by every reader of protobuf. Bytes that can't be read raise `ValueError`.
+
+The names of headers and of metadata are those of the endpoint picker protocol.
 """
 
 from __future__ import annotations
@@ -13,12 +15,26 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-"""Wire types."""
+PROCESSOR, HEALTH = "envoy.service.ext_proc.v3.ExternalProcessor", "grpc.health.v1.Health"
+"""The services."""
+DESTINATION = "x-gateway-destination-endpoint"
+SERVED = "x-gateway-destination-endpoint-served"
+SUBSET = "x-gateway-destination-endpoint-subset"
+METADATA, SUBSET_METADATA = "envoy.lb", "envoy.lb.subset_hint"
+"""Name spaces of metadata."""
 MAX_DEPTH = 16
 """Values within values of metadata."""
 OVERWRITE = 2
 """`HeaderValueOption.HeaderAppendAction`: in place of what the client has sent under that name."""
+
+
+class _Wire(IntEnum):
+    """How a field is written."""
+
+    VARINT = 0
+    FIXED64 = 1
+    BYTES = 2
+    FIXED32 = 5
 
 
 class BodyMode(IntEnum):
@@ -59,6 +75,22 @@ class ProcessingRequest:
     """How bodies of the request and of the response are sent; None: this message doesn't say, or its sender never
     does."""
 
+    @property
+    def subset(self) -> list[str] | None:
+        """The endpoints that the gateway allows; None: all."""
+        given = self.metadata.get(SUBSET_METADATA, {}).get(SUBSET)
+        if isinstance(given, str):
+            given = given.split(",")
+        if isinstance(given, list):
+            return [one.strip() for one in given if isinstance(one, str)]
+        return None if given is None else []
+
+    @property
+    def served(self) -> str:
+        """The endpoint whose answer this is of; empty where the gateway doesn't say."""
+        given = self.metadata.get(METADATA, {}).get(SERVED)
+        return given if isinstance(given, str) else ""
+
 
 # ---------------------------------------------------------------- reading
 
@@ -72,7 +104,7 @@ def read_request(data: bytes) -> ProcessingRequest:
             case 2 | 3 | 4 | 5 | 6 | 7, bytes():
                 part, content = Part(number), value
             case 8, bytes():
-                metadata |= dict(_map(value, 1))
+                metadata |= _map(value)
             case 11, bytes():
                 given = dict(_fields(value))
                 modes = _mode(given.get(1, 0)), _mode(given.get(2, 0))
@@ -80,7 +112,7 @@ def read_request(data: bytes) -> ProcessingRequest:
         raise ValueError("a message about no part of an exchange")
     if part in (Part.REQUEST_BODY, Part.RESPONSE_BODY):
         body = dict(_fields(content))
-        return ProcessingRequest(part, {}, _bytes(body.get(1, b"")), bool(body.get(2, 0)), metadata, modes)
+        return ProcessingRequest(part, {}, _bytes(body, 1), bool(body.get(2, 0)), metadata, modes)
     headers, end = dict[str, str](), False
     for number, value in _fields(content):
         match number, value:
@@ -93,27 +125,24 @@ def read_request(data: bytes) -> ProcessingRequest:
 
 def read_health_check(data: bytes) -> str:
     """The service that a `HealthCheckRequest` asks about; empty: the server as a whole."""
-    return _bytes(dict(_fields(data)).get(1, b"")).decode()
+    return _bytes(dict(_fields(data)), 1).decode()
 
 
 def _headers(data: bytes) -> dict[str, str]:
     """A `HeaderMap`. Values are in `raw_value` as Envoy sends them, in `value` as some others do."""
-    found = {}
-    for number, value in _fields(data):
-        if number == 1 and isinstance(value, bytes):
-            given = dict(_fields(value))
-            raw = _bytes(given.get(3, b"")) or _bytes(given.get(2, b""))
-            found[_bytes(given.get(1, b"")).decode().lower()] = raw.decode("latin-1")
-    return found
+    entries = [dict(_fields(entry)) for entry in _repeated(data, 1)]
+    return {
+        _bytes(entry, 1).decode().lower(): (_bytes(entry, 3) or _bytes(entry, 2)).decode("latin-1") for entry in entries
+    }
 
 
-def _map(data: bytes, number: int, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Entries of a map from names to `Struct`, or with `depth` above 0 to `Value`."""
-    for found, value in _fields(data):
-        if found == number and isinstance(value, bytes):
-            entry = dict(_fields(value))
-            inner = _bytes(entry.get(2, b""))
-            yield _bytes(entry.get(1, b"")).decode(), _value(inner, depth) if depth else dict(_map(inner, 1, 1))
+def _map(data: bytes, depth: int = 0) -> dict[str, Any]:
+    """A map from names to `Struct`, or with `depth` above 0 to `Value`."""
+    entries = [dict(_fields(entry)) for entry in _repeated(data, 1)]
+    return {
+        _bytes(entry, 1).decode(): _value(_bytes(entry, 2), depth) if depth else _map(_bytes(entry, 2), 1)
+        for entry in entries
+    }
 
 
 def _value(data: bytes, depth: int) -> Any:
@@ -130,20 +159,25 @@ def _value(data: bytes, depth: int) -> Any:
             case 4, int():
                 found = bool(value)
             case 5, bytes():
-                found = dict(_map(value, 1, depth + 1))
+                found = _map(value, depth + 1)
             case 6, bytes():
-                found = [_value(_bytes(one), depth + 1) for inner, one in _fields(value) if inner == 1]
+                found = [_value(one, depth + 1) for one in _repeated(value, 1)]
     return found
 
 
 def _mode(value: int | float | bytes) -> BodyMode:
-    try:
-        return BodyMode(int(value))
-    except ValueError:  # Of a newer gateway: its bodies aren't looked at.
-        return BodyMode.NONE
+    """A mode; one of a newer gateway is none of these, and its bodies aren't looked at."""
+    return next((mode for mode in BodyMode if mode == value), BodyMode.NONE)
 
 
-def _bytes(value: int | float | bytes) -> bytes:
+def _repeated(data: bytes, number: int) -> Iterator[bytes]:
+    """The messages of a repeated field."""
+    return (value for found, value in _fields(data) if found == number and isinstance(value, bytes))
+
+
+def _bytes(fields: Mapping[int, int | float | bytes], number: int) -> bytes:
+    """A field of bytes; empty where it isn't there."""
+    value = fields.get(number, b"")
     if not isinstance(value, bytes):
         raise ValueError("a number where bytes were expected")
     return value
@@ -152,30 +186,32 @@ def _bytes(value: int | float | bytes) -> bytes:
 def _fields(data: bytes) -> Iterator[tuple[int, int | float | bytes]]:
     """Each field's number and value, in order."""
     at = 0
+    value: int | float | bytes
     while at < len(data):
         key, at = _varint(data, at)
         match key & 7:
-            case 0:
+            case _Wire.VARINT:
                 value, at = _varint(data, at)
-                yield key >> 3, value
-                continue
-            case 1:
-                end = at + 8
-            case 2:
+            case _Wire.BYTES:
                 length, at = _varint(data, at)
-                end = at + length
-            case 5:
-                end = at + 4
+                value, at = _taken(data, at, length)
+            case _Wire.FIXED64:
+                taken, at = _taken(data, at, 8)
+                (value,) = struct.unpack("<d", taken)
+            case _Wire.FIXED32:
+                taken, at = _taken(data, at, 4)
+                (value,) = struct.unpack("<f", taken)
             case other:
                 raise ValueError(f"wire type {other}")
-        if end > len(data):
-            raise ValueError("a field ends beyond its message")
-        taken, at = data[at:end], end
-        if key & 7 == _BYTES:
-            yield key >> 3, taken
-        else:
-            (number,) = struct.unpack("<d" if key & 7 == _FIXED64 else "<f", taken)
-            yield key >> 3, float(number)
+        yield key >> 3, value
+
+
+def _taken(data: bytes, at: int, length: int) -> tuple[bytes, int]:
+    """So many bytes, and where what follows them begins."""
+    end = at + length
+    if end > len(data):
+        raise ValueError("a field ends beyond its message")
+    return data[at:end], end
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
@@ -260,8 +296,8 @@ def _entry(name: str, value: bytes) -> bytes:
 def _written(number: int, value: int | bytes) -> bytes:
     """A field: a number of at least 0, or bytes."""
     if isinstance(value, int):
-        return _number(number << 3 | _VARINT) + _number(value)
-    return _number(number << 3 | _BYTES) + _number(len(value)) + value
+        return _number(number << 3 | _Wire.VARINT) + _number(value)
+    return _number(number << 3 | _Wire.BYTES) + _number(len(value)) + value
 
 
 def _number(value: int) -> bytes:

@@ -21,19 +21,22 @@ from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import ConfigError
 from twinpool.router.endpoint_picker.endpoint_picker import (
     AWAY_S,
-    DESTINATION,
-    HEALTH,
+    HELD_BYTES_MOST,
     MOST_ASKED,
-    PROCESSOR,
-    SERVED,
-    SUBSET,
     EndpointPicker,
     Endpoints,
     GatewayExchange,
-    HeldBodies,
     PickerService,
 )
-from twinpool.router.endpoint_picker.ext_proc_messages import read_request
+from twinpool.router.endpoint_picker.ext_proc_messages import (
+    DESTINATION,
+    HEALTH,
+    PROCESSOR,
+    SERVED,
+    SUBSET,
+    read_request,
+)
+from twinpool.router.service.admission import BodyBuffer
 
 FULL_DUPLEX, BUFFERED, STREAMED, NONE = 4, 2, 1, 0
 PROMPT = list(range(5, 69))
@@ -58,8 +61,8 @@ def address(router: Server) -> str:
 class Gateway:
     """A gateway of one picker. `talk` is one exchange."""
 
-    def __init__(self, picker: EndpointPicker, held: HeldBodies | None = None) -> None:
-        self.picker, self._held = picker, held or HeldBodies()
+    def __init__(self, picker: EndpointPicker, held: BodyBuffer | None = None) -> None:
+        self.picker, self._held = picker, held or BodyBuffer(HELD_BYTES_MOST)
 
     async def talk(self, *messages: Any) -> list[Any]:
         """What the picker replies to these; the exchange is over then."""
@@ -71,7 +74,7 @@ class Gateway:
                 assert sum(self.picker.open.values()) <= 1
         finally:
             exchange.close()
-        assert not self._held.bytes
+        assert not self._held.held
         assert not +self.picker.open
         return replies
 
@@ -82,7 +85,9 @@ class Gateway:
 
 def chosen(replies: Sequence[Any]) -> list[str]:
     """The endpoints of the one reply that names some, the same in both places and in place of the client's own."""
-    (reply,) = [one for one in replies if one.HasField("dynamic_metadata")]
+    named = [one for one in replies if one.HasField("dynamic_metadata")]
+    assert len(named) == 1, replies
+    reply = named[0]
     common = (reply.request_headers if reply.HasField("request_headers") else reply.request_body).response
     (header,) = common.header_mutation.set_headers
     assert (header.header.key, header.append_action, common.clear_route_cache) == (DESTINATION, 2, True)
@@ -252,7 +257,9 @@ def test_bodies_come_as_the_gateway_has_them(routers: list[Server]) -> None:
         for path, method in (("/v1/models", "GET"), ("/tokenize", "POST"), ("/v1/files", "POST")):
             got = await gateway.talk(headers_message(method=method, path=path, end=True))
             assert sorted(chosen(got)) == sorted(both)
-        small = Gateway(gateway.picker, HeldBodies(most=len(raw) // 4))
+        small = Gateway(gateway.picker, BodyBuffer(len(raw) // 4))
+        whole = [await small.talk(headers_message(BUFFERED), body_message(raw, True)) for _ in range(2)]
+        assert {chosen(replies)[0] for replies in whole} == set(both), "unseen, so in turns"
         replies = await small.talk(*asked(completion()))
         assert b"".join(r.request_body.response.body_mutation.streamed_response.body for r in replies[1:]) == raw
         assert sorted(chosen(replies)) == sorted(both)
@@ -298,6 +305,60 @@ def test_a_router_that_does_not_answer_is_left_out_and_asked_again_later(routers
         assert asks.count(gone) == 2
 
     picking([gone, there], work, clock)
+
+
+def stand_ins(answer: Callable[[httpx.Request], httpx.Response], work: Callable[[Gateway], Awaitable[None]]) -> None:
+    """Do something with a picker that fails close and whose two routers answer as `answer` does."""
+
+    async def run() -> None:
+        endpoints = Endpoints(TWO)
+        await endpoints.resolve()
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            await work(Gateway(EndpointPicker(endpoints, client, ManualClock(), 60.0, fail_open=False)))
+
+    asyncio.run(run())
+
+
+TWO = ["10.0.0.1:8000", "10.0.0.2:8000"]
+PREVIEW = {"prompt_tokens": 64, "cached_tokens": 0, "queued_tokens": 0, "first_token_s": None, "waiting": 0}
+
+
+def test_one_that_was_left_out_is_asked_where_no_other_answers() -> None:
+    gone = {TWO[0]}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.netloc.decode() in gone:
+            raise httpx.ConnectError("nobody listens")
+        return httpx.Response(200, json=PREVIEW)
+
+    async def work(gateway: Gateway) -> None:
+        assert await gateway.destination(completion()) == [TWO[1]]
+        gone.symmetric_difference_update(TWO)
+        assert await gateway.destination(completion()) == [TWO[0]]
+
+    stand_ins(answer, work)
+
+
+def test_previews_have_their_clients_headers_byte_for_byte() -> None:
+    sessions = list[bytes]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sessions.append(dict(request.headers.raw)[b"x-session-id"])
+        return httpx.Response(200, json=PREVIEW)
+
+    async def work(gateway: Gateway) -> None:
+        assert len(await gateway.destination(completion(), x_session_id="café")) == 2
+        assert sessions == ["café".encode()] * 2
+
+    stand_ins(answer, work)
+
+
+def test_a_wrong_request_goes_to_a_router_that_says_what_is_wrong() -> None:
+    async def work(gateway: Gateway) -> None:
+        for _ in TWO:
+            assert await gateway.destination(completion()) == [TWO[1]]
+
+    stand_ins(lambda request: httpx.Response(429 if request.url.netloc.decode() == TWO[0] else 400), work)
 
 
 @pytest.mark.parametrize("fail_open", [True, False])
