@@ -139,6 +139,10 @@ class WeightsChanges:
         self._save(asleep=change.level, wait_s=wait_s, by_demand=False)
         if change.level:
             return f"an operator has put the cluster to sleep, level {change.level}"
+        for row in _serving(self._table):
+            if row.changes and not _leaves(row) and not self.is_behind(row):  # It was to leave once others had.
+                row.changes = False
+                self._table.saved(row)
         return "a request has woken the cluster" if change.demand else "it was woken"
 
     def _check_settled(self, what: str, *, rolling: bool = False) -> None:
@@ -174,7 +178,7 @@ class WeightsChanges:
             self._tell_all(_serving(self._table), now)
         else:
             self._follow(now)
-        current = {(row.name, row.incarnation) for row in self._table.rows.values()}
+        current = {(row.name, row.incarnation) for row in self._table.rows.values() if row.changes}
         self._told = {key: at for key, at in self._told.items() if key in current}
 
     def _tend(self, pending: WeightsVersion, now: float) -> None:

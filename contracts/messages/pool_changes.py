@@ -129,7 +129,7 @@ class SleepCluster(Message, frozen=True, tag="sleep"):
     wait_s: Finite = 0.0
     """As `ServedWeights.wait_s`."""
     demand: bool = False
-    """Whether a request asks for a wake, or the want of requests for sleep; an operator's sleep isn't ended so."""
+    """Whether a request asks for the wake, which ends no sleep of an operator."""
 
 
 ServingChange = UpdateWeights | FlushCaches | PauseCluster | SleepCluster

@@ -602,6 +602,26 @@ def test_a_wake_in_the_middle_of_a_change_leaves_requests_their_time() -> None:
     assert pools.processes[WorkerName("decode-0")].requests == 3
 
 
+def test_who_was_to_leave_for_a_sleep_that_is_over_serves_on_and_has_all_its_time_at_the_next() -> None:
+    pools, wait_s = Pools(1, 1), 20.0
+    one = pools.processes[WorkerName("decode-0")]
+    one.requests = pools.processes[WorkerName("prefill-0")].requests = 1
+    pools.core.pools.make(SleepCluster(1, wait_s))
+    pools.settle(4)
+    states = {view.record.name: view.status.state for view in pools.core.views()}
+    assert set(states.values()) == {"draining"}, "the decode worker leaves once the prefill worker has"
+    pools.core.pools.make(SleepCluster(0))
+    pools.settle(round(2 * wait_s) + 20)
+    states = {view.record.name: view.status.state for view in pools.core.views()}
+    assert states == dict.fromkeys(map(WorkerName, ("prefill-0", "decode-0")), "ready")
+    assert (one.start.incarnation, one.requests) == (1, 1)
+    pools.core.pools.make(replace(NEW, wait_s=wait_s))
+    pools.settle(8)
+    assert (one.state, one.requests) == ("draining", 1)
+    pools.settle()
+    assert set(pools.numbers.values()) == {1}
+
+
 def test_a_pause_is_told_to_all_workers_and_outlives_the_controller() -> None:
     pools = Pools()
     pools.core.pools.make(PauseCluster())
