@@ -67,7 +67,9 @@ POLL_S, SWEEP_S, DISK_RETRY_S, LOOK_S = 1.0, 60.0, 5.0, 0.05
 BACKOFF_S = (0.5, 30.0)
 """Seconds before a request is tried again, at first and at most."""
 GRACE_S, THREADS = 30.0, 4
-NO_ROOM = frozenset({"queue_full", "tenant_limit", "overloaded", "cancelled", "shutting_down", "body_buffer_full"})
+NO_ROOM = frozenset(
+    {"queue_full", "tenant_limit", "overloaded", "cancelled", "shutting_down", "body_buffer_full", "asleep"}
+)
 """Codes of failures that say nothing of the request: it is asked again, however often."""
 T = TypeVar("T")
 
