@@ -24,13 +24,14 @@ from tests.support.changed_weights import (
     Clients,
     ask,
     greedy_answers,
+    in_one_version,
     make_versions,
     shown,
     update,
-    wait_for,
 )
 from tests.support.changing_cluster import Detached, detached, kill
 from tests.support.chaos_control_plane import CONTROLLER
+from tests.support.served_cluster import until
 
 UPDATES = int(os.environ.get("TWINPOOL_UPDATES", "200"))
 KILL_EVERY, REVERT_EVERY = 4, 9
@@ -113,7 +114,7 @@ class ChangingWeights:
                 kill(self._cluster.one(CONTROLLER))
             else:
                 os.kill(pids[victim], signal.SIGKILL)
-        wait_for(lambda: self._is_one(version, number), f"change {number} to be through", WAIT_S)
+        until(lambda: self._is_one(version, number), f"change {number} to be through", WAIT_S)
         return str(shown(self._cluster)["weights_version"])
 
     def _reaches(self, phase: str, number: int) -> bool:
@@ -139,17 +140,14 @@ class ChangingWeights:
             found = found or seen()
             return found or over()
 
-        wait_for(either, phase, WAIT_S)
+        until(either, phase, WAIT_S)
         return found
 
     def _is_one(self, wanted: str, number: int) -> bool:
         """Whether all workers serve one version: the wanted one, unless a kill had the change given up."""
         now = shown(self._cluster)
-        version = now["weights_version"]
-        alike = {row["weights_version"] for row in now["workers"]} == {version}
-        ready = all(row["state"] == "ready" for row in now["workers"])
-        through = now["tried"] >= number and now["pending"] is None and not now["behind"]
-        return through and alike and ready and (version == wanted or bool(now["failed"]))
+        as_told = now["weights_version"] == wanted or bool(now["failed"])
+        return now["tried"] >= number and in_one_version(now) and as_told
 
     def _look(self, version: str, *, new: bool) -> None:
         """Ask for what only versions before a `new` one have computed: nothing is found, and the answer is this one's;

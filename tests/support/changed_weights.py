@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +114,7 @@ def shown(serving: Serving) -> dict[str, Any]:
     return told
 
 
-def wait_for(so: Callable[[], bool], what: str, within_s: float = 120) -> None:
-    deadline = time.monotonic() + within_s
-    while not so():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
+def in_one_version(told: Mapping[str, Any]) -> bool:
+    """Whether no change is under way, and all workers serve with the cluster's weights. `told`: as of `shown`."""
+    serving = {(row["state"], row["weights_version"]) for row in told["workers"]}
+    return told["pending"] is None and not told["behind"] and serving == {("ready", told["weights_version"])}

@@ -24,12 +24,12 @@ from tests.support.changed_weights import (
     Clients,
     ask,
     greedy_answers,
+    in_one_version,
     make_versions,
     shown,
     update,
-    wait_for,
 )
-from tests.support.served_cluster import Serving, serving
+from tests.support.served_cluster import Serving, serving, until
 
 pytestmark = pytest.mark.slow
 
@@ -93,7 +93,7 @@ def test_weights_change_under_load_and_each_answer_is_of_the_version_that_it_nam
     begun = update(serving, folders["step-2"], "step-2", wait=False)
     second = update(serving, folders["step-3"], "step-3", wait=False)
     assert (begun.status_code, second.status_code) == (202, 409)
-    wait_for(lambda: shown(serving)["weights_version"] == "step-2" and not shown(serving)["behind"], "the change ends")
+    until(lambda: shown(serving)["weights_version"] == "step-2" and not shown(serving)["behind"], "the change ends")
     # The way back to the checkpoint, under the name that it had, and no further.
     for code in (0, 1):
         done = serving.twinpool("weights", "revert")
@@ -182,7 +182,7 @@ def test_pauses_flushes_sleep_and_rolling_changes_by_http_and_by_the_commands(
     assert ask(client, serving.model, 3) == ("step-1", oracle["step-1"][3])
     assert {row["pid"] for row in serving.status().values()} == pids
     assert serving.twinpool("sleep", "--level", "2").returncode == 0
-    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), "processes to end")
+    until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "processes to end")
     post(serving, "wake")
     assert ask(client, serving.model, 4) == ("step-1", oracle["step-1"][4])
     # One worker after the other.
@@ -205,17 +205,9 @@ def test_a_worker_that_is_killed_in_a_change_leaves_the_cluster_in_one_version(
     rows = serving.status()
     assert update(serving, folders["step-2"], "step-2", wait=False).status_code == 202
     if when == "while they follow":
-        wait_for(lambda: shown(serving)["weights"]["version"] == "step-2", "the change")
+        until(lambda: shown(serving)["weights"]["version"] == "step-2", "the change")
     os.kill(rows["decode-0"]["pid"], signal.SIGKILL)
-
-    def settled() -> bool:
-        now = shown(serving)
-        alike = {row["weights_version"] for row in now["workers"]} == {now["weights_version"]}
-        return now["pending"] is None and not now["behind"] and alike and all(
-            row["state"] == "ready" for row in now["workers"]
-        )  # fmt: skip
-
-    wait_for(settled, "one version")
+    until(lambda: in_one_version(shown(serving)), "one version")
     version, tokens = ask(client, serving.model, 6)
     assert version in ("step-1", "step-2")
     assert tokens == oracle[version][6]
