@@ -7,7 +7,9 @@ import fcntl
 import json
 import os
 import random
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,6 +70,7 @@ def opened(folder: Path, total: int) -> AnswerLog:
     return AnswerLog([folder / "out", folder / "err"], "x_", total)
 
 
+@pytest.mark.slow
 def test_a_log_that_was_torn_anywhere_has_each_line_once_after_it_went_on(tmp_path: Path) -> None:
     draw, total = random.Random(7), 12
     for _ in range(60):
@@ -448,6 +451,14 @@ def test_what_is_written_between_two_counts_of_the_folder_counts(tmp_path: Path)
     store.check_room(tmp_path / "tenants" / "two", 500)
     with pytest.raises(StorageFull, match="all files"):
         store.check_room(tmp_path / "tenants" / "two", 1)
+
+
+def test_what_is_written_leaves_the_disk_what_is_to_stay_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    store = store_of(tmp_path, free_bytes=900)
+    store.check_room(tmp_path / "tenants" / "one", 100)
+    with pytest.raises(StorageFull, match="the server's disk"):
+        store.check_room(tmp_path / "tenants" / "one", 101)
 
 
 def test_an_upload_that_can_not_be_shown_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

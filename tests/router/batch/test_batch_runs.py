@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.router.batch.test_batch_files import Wall, line, put, store_of, unsynced
+from tests.router.http_server import eventually
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.errors import ErrorKind, RequestError, TwinpoolError
 from twinpool.contracts.ids import RequestId, Role
@@ -27,7 +27,7 @@ from twinpool.contracts.messages.worker_events import Done
 from twinpool.router.batch import batch_lines, batch_runner
 from twinpool.router.batch.batch_runner import BatchRun, BatchRunner
 from twinpool.router.batch.batch_store import BatchStore, StorageFull, StoredBatch
-from twinpool.router.openai.api_errors import QueueFull
+from twinpool.router.openai.api_errors import Asleep, QueueFull
 from twinpool.router.service.admission import BodyBuffer
 from twinpool.router.service.open_answers import ClientRequest
 
@@ -100,9 +100,9 @@ class Rig:
         """One turn of the runner that looks for batches, and all that comes of it without time passing."""
         self.runner.look()
         await self.runner.turn()
-        await until(lambda: not any(self._begins(run) for run in self.runner.runs.values()))
+        await eventually(lambda: not any(self._begins(run) for run in self.runner.runs.values()))
         self.runner.begin_lines()
-        await until(lambda: self.runner.asking == len(self.service.open_now))
+        await eventually(lambda: self.runner.asking == len(self.service.open_now))
 
     @staticmethod
     def _begins(run: BatchRun) -> bool:
@@ -122,7 +122,7 @@ class Rig:
             found[:] = [shown]
             return shown.ended
 
-        await until(over)
+        await eventually(over)
         return found[0]
 
     def lines(self, batch: StoredBatch) -> dict[str, Any]:
@@ -134,13 +134,6 @@ class Rig:
                 told += [(one["custom_id"], one) for one in map(json.loads, found[1].read_bytes().splitlines())]
         assert len(dict(told)) == len(told), "a request has two lines"
         return dict(told)
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline, "it never is so"
-        await asyncio.sleep(0)
 
 
 @asynccontextmanager
@@ -170,17 +163,18 @@ async def test_lines_without_a_seed_have_one_each_and_the_same_when_another_rout
     for _ in range(2):
         async with rig(tmp_path) as made:
             batch = batch or made.submit([request(number) for number in range(4)])
-
-            def endless(number: int) -> Answer:
-                answer = Answer()
-                answer.ends.clear()
-                return answer
-
             made.service.script = endless
             await made.turn()
             seeds.append({number: asked.background for number, _, asked in made.service.asked})
     assert seeds[0] == seeds[1]
     assert len(set(seeds[0].values())) == len(seeds[0]) == 4
+
+
+def endless(number: int = 0) -> Answer:
+    """One that ends when its `ends` is set."""
+    answer = Answer()
+    answer.ends.clear()
+    return answer
 
 
 ALWAYS = 99
@@ -191,6 +185,7 @@ ALWAYS = 99
     ("outcome", "times", "asked", "said"),
     [
         (lambda: QueueFull("full"), 4, 5, (200, None)),
+        (Asleep, 4, 5, (200, None)),
         (lambda: failed(ErrorKind.OVERLOADED), 4, 5, (200, None)),
         (lambda: failed(ErrorKind.CANCELLED), 4, 5, (200, None)),
         (lambda: failed(ErrorKind.WORKER), 2, 3, (200, None)),
@@ -220,7 +215,7 @@ async def test_what_says_nothing_of_a_request_is_asked_again_and_what_does_ends_
         made.service.script = script
         for _ in range(asked + 2):
             await made.turn()
-            await until(lambda: made.runner.asking == 0)
+            await eventually(lambda: made.runner.asking == 0)
             made.service.clock.advance(60)
         batch = await made.ended(batch)
         assert len(made.service.asked) == asked
@@ -247,7 +242,7 @@ async def test_a_failed_line_is_asked_ever_later_and_one_without_room_soon(
             for share, asked in ((0.9, number), (0.2, number + 1)):
                 made.service.clock.advance(share * gap)
                 await made.turn()
-                await until(lambda: made.runner.asking == 0)
+                await eventually(lambda: made.runner.asking == 0)
                 assert len(made.service.asked) == asked, f"{gap} s after try {number}"
 
 
@@ -261,9 +256,7 @@ async def test_a_line_has_the_answers_own_time_and_what_it_held_is_given_back(
 
         def slow(number: int) -> Answer:
             held.append(made.service.buffer.held)
-            answer = Answer(timeout_s=60.0)
-            answer.ends.clear()
-            return answer
+            return endless()
 
         made.service.script = slow
         await made.turn()
@@ -328,9 +321,7 @@ async def test_lines_begin_only_where_there_is_idle_capacity(tmp_path: Path) -> 
 async def test_a_router_that_ends_lets_go_of_its_batches_and_takes_none(tmp_path: Path, end: str) -> None:
     async with rig(tmp_path) as made, rig(tmp_path) as other:
         made.submit([request(0)])
-        answer = Answer()
-        answer.ends.clear()
-        made.service.script = lambda number: answer
+        made.service.script = endless
         await made.turn()
         await other.turn()
         assert (made.runner.asking, len(other.runner.runs)) == (1, 0)
@@ -344,12 +335,6 @@ async def test_a_router_that_ends_lets_go_of_its_batches_and_takes_none(tmp_path
 @pytest.mark.asyncio
 async def test_lines_under_way_have_a_bound_and_are_shared_by_tenants_not_by_batches(tmp_path: Path) -> None:
     async with rig(tmp_path, concurrency=6) as made:
-
-        def endless(number: int) -> Answer:
-            answer = Answer()
-            answer.ends.clear()
-            return answer
-
         made.service.script = endless
         for tenant, batches in (("many", 5), ("few", 1)):
             for _ in range(batches):
@@ -376,9 +361,9 @@ async def test_each_request_has_one_line_when_time_is_over_while_the_disk_is_ful
 
         monkeypatch.setattr(BatchStore, "check_room", room)
         await made.turn()
-        await until(lambda: made.run.full_until > 0 and len(made.run.unwritten) == 2)
+        await eventually(lambda: made.run.full_until > 0 and len(made.run.unwritten) == 2)
         made.wall.at += 101
-        await until(lambda: len(made.run.unwritten) == 5)
+        await eventually(lambda: len(made.run.unwritten) == 5)
         full[0] = False
         made.service.clock.advance(10)
         batch = await made.ended(batch)
@@ -387,27 +372,31 @@ async def test_each_request_has_one_line_when_time_is_over_while_the_disk_is_ful
         assert codes == {"n0": None, "n1": None, **dict.fromkeys(("n2", "n3", "n4"), "batch_expired")}
 
 
+async def half_written(made: Rig, monkeypatch: pytest.MonkeyPatch) -> tuple[StoredBatch, Answer, threading.Event]:
+    """A batch of two lines, of which the first is being written until the event is set, and the second is asked."""
+    batch, late = made.submit([request(0), request(1)]), endless()
+    made.service.script = lambda number: late if number else Answer()
+    writes, goes_on, sync = threading.Event(), threading.Event(), os.fdatasync
+
+    def slow(file: int) -> None:
+        writes.set()
+        assert goes_on.wait(60)
+        sync(file)
+
+    monkeypatch.setattr(os, "fdatasync", slow)
+    await made.turn()
+    await eventually(writes.is_set)
+    return batch, late, goes_on
+
+
 @pytest.mark.asyncio
 async def test_what_is_answered_while_lines_are_written_is_written_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with rig(tmp_path) as made:
-        batch = made.submit([request(0), request(1)])
-        late = Answer()
-        late.ends.clear()
-        made.service.script = lambda number: late if number else Answer()
-        writes, goes_on, sync = threading.Event(), threading.Event(), os.fdatasync
-
-        def slow(file: int) -> None:
-            writes.set()
-            assert goes_on.wait(60)
-            sync(file)
-
-        monkeypatch.setattr(os, "fdatasync", slow)
-        await made.turn()
-        await until(writes.is_set)
+        batch, late, goes_on = await half_written(made, monkeypatch)
         late.ends.set()
-        await until(lambda: made.runner.asking == 0)
+        await eventually(lambda: made.runner.asking == 0)
         goes_on.set()
         await made.ended(batch)
         assert set(made.lines(batch)) == {"n0", "n1"}
@@ -418,20 +407,7 @@ async def test_a_batch_is_another_routers_only_when_the_last_write_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with rig(tmp_path) as made, rig(tmp_path) as other:
-        made.submit([request(0), request(1)])
-        late = Answer()
-        late.ends.clear()
-        made.service.script = lambda number: late if number else Answer()
-        writes, goes_on, sync = threading.Event(), threading.Event(), os.fdatasync
-
-        def slow(file: int) -> None:
-            writes.set()
-            assert goes_on.wait(60)
-            sync(file)
-
-        monkeypatch.setattr(os, "fdatasync", slow)
-        await made.turn()
-        await until(writes.is_set)
+        _, _, goes_on = await half_written(made, monkeypatch)
         closing = asyncio.ensure_future(made.runner.close())
         for _ in range(20):
             await asyncio.sleep(0)
@@ -440,7 +416,7 @@ async def test_a_batch_is_another_routers_only_when_the_last_write_is_over(
         goes_on.set()
         await closing
         await other.turn()
-        await until(lambda: bool(other.service.asked))
+        await eventually(lambda: bool(other.service.asked))
         assert [number for number, *_ in other.service.asked] == [1], "the first has its line"
 
 
