@@ -92,7 +92,8 @@ class DemandWake:
     def observe(self) -> None:
         """Note what the cluster does now: let requests go on where it serves, and wake it where some were let in before
         it fell asleep."""
-        served, workers = self._core.workers.served, self._core.workers
+        workers = self._core.workers
+        served = workers.served
         if served.asleep:
             self._slept = served.by_demand
             if not served.by_demand:
@@ -118,7 +119,7 @@ class DemandWake:
 
     def _begin(self) -> None:
         if self._call is None and self._core.workers.served.asleep:
-            self._began = self._clock.now() if self._began is None else self._began
+            self._began = self._clock.now()
             self._call = asyncio.get_running_loop().create_task(self._wake())
 
     async def _wake(self) -> None:
@@ -132,6 +133,8 @@ class DemandWake:
                 await asyncio.sleep(RETRY_S)
         finally:
             self._call = None
+            if self._core.workers.served.asleep:  # It was given up: the next request begins another one.
+                self._began = None
 
     def _end(self, failure: Exception | None) -> None:
         """Let all who wait go on, or fail."""

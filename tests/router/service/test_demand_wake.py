@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,9 +15,13 @@ import pytest
 from msgspec.structs import replace
 
 from tests.router.fake_worker import FakeCluster
-from tests.router.http_server import Server, router_config, serving
+from tests.router.http_server import Server, eventually, router_config, serving
+from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.messages.cluster_view import ServedWeights
 from twinpool.contracts.messages.pool_changes import SleepCluster
+from twinpool.router.openai.api_errors import ClientGone
+from twinpool.router.service import demand_wake
+from twinpool.router.service.demand_wake import DemandWake
 
 COMPLETIONS = "/v1/completions"
 ASK = {"prompt": [5, 6, 7], "max_tokens": 4, "seed": 1}
@@ -183,13 +189,45 @@ def test_one_that_was_let_in_before_it_fell_asleep_wakes_it_too() -> None:
         server.at_rest()
 
 
-def test_a_controller_that_is_away_is_asked_again() -> None:
+def test_a_controller_that_is_away_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demand_wake, "RETRY_S", 0.01)
     with sleeping() as (server, cluster):
         cluster.away = True
         with requests(server, 1) as found:
             waiting(server, 1)
             cluster.away = False
             assert found[0].result(60).status_code == 200
+
+
+@pytest.mark.asyncio
+async def test_how_long_a_wake_took_is_from_its_own_request_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demand_wake, "RETRY_S", 0.0)
+    asked, clock = list[SleepCluster](), ManualClock()
+    workers = SimpleNamespace(served=ServedWeights(asleep=1, by_demand=True), needed=["prefill", "decode"])
+    core: Any = SimpleNamespace(workers=workers, requests=SimpleNamespace(waiting=0), serving=lambda role: [role])
+
+    async def away(change: SleepCluster) -> None:
+        asked.append(change)
+        raise OSError("nobody answers")
+
+    directory: Any = SimpleNamespace(change_pools=away)
+    demand = DemandWake(core, directory, router_config().router, clock)
+    demand.observe()
+    leave: list[Callable[[], object]] = []
+    first = asyncio.ensure_future(demand.awake(leave.append))
+    await eventually(lambda: bool(asked))
+    leave[0]()
+    with pytest.raises(ClientGone):
+        await first
+    await eventually(lambda: len(asyncio.all_tasks()) == 1)  # Nobody waits, so nobody is asked any more.
+    clock.advance(3600.0)
+    before, waits = len(asked), asyncio.ensure_future(demand.awake())
+    await eventually(lambda: len(asked) > before)
+    clock.advance(2.0)
+    workers.served = ServedWeights()
+    demand.observe()
+    await waits
+    assert (demand.wakes, demand.latest_s) == (1, 2.0)
 
 
 def test_the_end_of_the_router_ends_the_wait() -> None:
