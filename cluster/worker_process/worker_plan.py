@@ -124,7 +124,10 @@ def on_card(config: Config, card: int) -> Config:
 
 
 def _cannot_prepare(weights: WeightsVersion) -> str:
-    raise ConfigError("this process has one worker alone, and can't change its weights")
+    raise ConfigError(
+        "its process goes on as no other worker, so its weights can't change: that needs prefill.dp, decode.dp and "
+        "colocate.dp of 1"
+    )
 
 
 class WeightsPreparation:

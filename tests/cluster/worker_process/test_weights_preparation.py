@@ -35,14 +35,14 @@ def weights(number: int) -> WeightsVersion:
 class Reader:
     """What reads weights: each only once it is let go on, and those of `unfit` not at all."""
 
-    def __init__(self) -> None:
+    def __init__(self, preparation: WeightsPreparation | None = None) -> None:
         self.began = {number: threading.Event() for number in range(9)}
         self.goes_on = {number: threading.Event() for number in range(9)}
         self.unfit: dict[int, Exception] = {}
         self.read: list[int] = []
         self.at_once = self.most_at_once = 0
         self.forgotten = threading.Event()
-        self.preparation = WeightsPreparation(self.prepare, self.forgotten.set)
+        self.preparation = preparation or WeightsPreparation(self.prepare, self.forgotten.set)
 
     def prepare(self, version: WeightsVersion) -> str:
         self.at_once += 1
@@ -104,6 +104,13 @@ def test_why_weights_can_not_be_had_is_told_and_the_next_ones_are_read(error: Ex
     reader.ends(1, (1, "", says))
     reader.reads(2)
     reader.ends(2, (2, "digest 2", ""))
+
+
+def test_a_process_that_goes_on_as_no_other_worker_says_which_keys_would_let_it() -> None:
+    reader = Reader(WeightsPreparation())
+    reader.preparation.order(weights(1))
+    words = "so its weights can't change: that needs prefill.dp, decode.dp and colocate.dp of 1"
+    reader.ends(1, (1, "", f"its process goes on as no other worker, {words}"))
 
 
 def test_one_set_is_read_at_a_time_and_one_that_is_wanted_no_more_is_never_told() -> None:
