@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Protocol
@@ -272,6 +272,11 @@ def last_words(path: Path, lines: int = 8, limit_bytes: int = 16_384) -> list[st
     except OSError:
         return []
     return [text for line in raw if (text := _readable(line))]
+
+
+def indented(lines: Sequence[str]) -> str:
+    """Lines as they are appended to an operator's line."""
+    return "".join(f"\n    {line}" for line in lines)
 
 
 def _readable(line: str) -> str:

@@ -21,9 +21,9 @@ from twinpool.cluster.processes.process_ids import same_process
 from twinpool.cluster.processes.run_folder import START_REPORT, KeptFolder, RunFile, new_folder, new_log_folder
 from twinpool.cluster.serve.detached_state import DetachedState
 from twinpool.cluster.serve.preflight import ServePlan
-from twinpool.cluster.serve.serve_cluster import SECRETS, ServeCluster, exit_code
+from twinpool.cluster.serve.serve_cluster import SECRETS, ServeCluster
 from twinpool.cluster.serve.shutdown_signal import handled_signals
-from twinpool.cluster.serve.terminal import take_over_output, urls_of
+from twinpool.cluster.serve.terminal import exit_code, take_over_output, urls_of
 from twinpool.contracts.errors import ConfigError, TwinpoolError
 from twinpool.contracts.json_logs import log_to_stream
 from twinpool.contracts.python_command import module_command, script_command

@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
 
@@ -23,8 +24,9 @@ from twinpool.cluster.assembly.node_shares import CardFacts, cards_of
 from twinpool.cluster.processes.run_folder import RunFolder
 from twinpool.cluster.serve.models_config import places_of
 from twinpool.cluster.serve.preflight import ServeOptions, prepare
-from twinpool.cluster.serve.serve_cluster import ServeCluster, exit_code, signals_of
-from twinpool.cluster.serve.terminal import take_over_output
+from twinpool.cluster.serve.serve_cluster import ServeCluster
+from twinpool.cluster.serve.shutdown_signal import ShutdownSignal
+from twinpool.cluster.serve.terminal import in_terminal
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import load_config
 from twinpool.contracts.errors import ConfigError, TwinpoolError
@@ -93,21 +95,16 @@ def run(options: argparse.Namespace) -> int:
         models=options.models,
     )
     prepared = dataclasses.replace(prepared, options=dataclasses.replace(prepared.options, routers=0))
-    stopping = signals_of(prepared)
-    folder = ModelRun(options.within, options.logs)
-    out = take_over_output(folder.logs / "serve.log")
-    stopping.show_on(out)
 
     def ready(routed: RoutedModel) -> None:
         report(routed, options.report)
         os.write(options.ready_fd, b"ready\n")
         os.close(options.ready_fd)
 
-    try:
-        cluster = ServeCluster(prepared, folder, out, stopping=stopping, on_ready=ready)
-        return exit_code(cluster.run, out, folder.logs)
-    finally:
-        folder.close()
+    def serve(folder: RunFolder, out: TextIO, stopping: ShutdownSignal) -> int:
+        return ServeCluster(prepared, folder, out, stopping=stopping, on_ready=ready).run()
+
+    return in_terminal(prepared.config.cluster.stop_timeout_s, serve, lambda: ModelRun(options.within, options.logs))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,7 +17,6 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from twinpool.cluster.arena.local_agent import ArenaAgents, LocalArenaAgent, NoArenaAgents, wanted
@@ -26,7 +25,7 @@ from twinpool.cluster.controller.controller_actions import EndedProcess, StartWo
 from twinpool.cluster.controller.open_ledger import PASSWORD_VARIABLE
 from twinpool.cluster.controller.supervisor import ControllerAway, ControllerClient, Supervisor
 from twinpool.cluster.processes.process_ids import start_time
-from twinpool.cluster.processes.run_folder import START_REPORT, RunFiles, RunFolder, last_words
+from twinpool.cluster.processes.run_folder import START_REPORT, RunFiles, RunFolder, indented, last_words
 from twinpool.cluster.ray_nodes.ray_facts import NodeDrains, draining_ray_nodes
 from twinpool.cluster.serve.changed_settings import SettingsChanger, digest_of
 from twinpool.cluster.serve.cluster_services import ClusterServices, with_kv_events
@@ -35,8 +34,8 @@ from twinpool.cluster.serve.preflight import ServePlan, adapters_of
 from twinpool.cluster.serve.room_reports import RoomReports
 from twinpool.cluster.serve.security_check import open_ways
 from twinpool.cluster.serve.service import PartFailed, ServiceContext
-from twinpool.cluster.serve.shutdown_signal import ASKED, FAILED, ShutdownSignal
-from twinpool.cluster.serve.terminal import Terminal, show_failure, summary, take_over_output, urls_of, ways_in
+from twinpool.cluster.serve.shutdown_signal import ShutdownSignal, StartStopped, run_until_asked, signals_of
+from twinpool.cluster.serve.terminal import Terminal, in_terminal, summary, urls_of, ways_in
 from twinpool.cluster.worker_process.worker_plan import WorkerPlan, node_name
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.clock import Clock, SystemClock
@@ -44,10 +43,8 @@ from twinpool.contracts.cluster_secret import SECRET_VARIABLE
 from twinpool.contracts.config.plane_choice import why
 from twinpool.contracts.errors import ConfigError, TwinpoolError
 from twinpool.contracts.ids import Role, WorkerName
-from twinpool.contracts.json_logs import log_to_stream
 from twinpool.contracts.messages.router_report import RoutedModel
 from twinpool.contracts.messages.worker_status import WorkerView
-from twinpool.contracts.signal_listener import ServiceManager
 
 if TYPE_CHECKING:
     from twinpool.cluster.ray_nodes.ray_cluster import OwnRay
@@ -63,10 +60,6 @@ ROUTER_END_S = 2.5
 """How long a router may take to end once the answers that ran have ended, or were cut off."""
 HEALTHY_S = 60.0
 """How long the router may take to reach the workers once all have registered."""
-
-
-class StartStopped(Exception):
-    """Raised when the operator asks to end while the cluster is starting."""
 
 
 class ServeCluster:
@@ -92,11 +85,10 @@ class ServeCluster:
         self._prepared = prepared
         self._folder = folder
         self._clock: Clock = SystemClock()
-        self._out = out
         self._terminal = Terminal(
             self._clock, out, began, report=folder.logs / START_REPORT, verbose=prepared.options.verbose
         )
-        self._stopping = stopping or signals_of(prepared)
+        self._stopping = stopping or signals_of(prepared.config.cluster.stop_timeout_s)
         self._stopping.show_on(out)
         self._service_check: Callable[[], None] = lambda: None
         """Raises `PartFailed` where a service that a start needs has ended."""
@@ -110,44 +102,20 @@ class ServeCluster:
             self._secrets = state.secrets
 
     def run(self) -> int:
-        """Serve until asked to stop; returns the exit code. What went wrong is shown before anything is ended: the end
-        may come to its deadline."""
+        """Serve until asked to stop; returns the exit code."""
         self._stopping.install()
-        try:
-            with ExitStack() as stack:
-                return self._life(stack)
-        except (Exception, SystemExit):
-            if not self._stopping.asked:
-                raise
-            log.warning("met while it ended", exc_info=True)
-            return ASKED
+        return run_until_asked(self._serve, self._stopping, self._terminal, self._folder.logs, self._cause)
 
-    def _life(self, stack: ExitStack) -> int:
-        """Start, keep alive, drain; returns the exit code, before what runs is ended with `stack`."""
-        try:
-            self._start(stack)
-            self._keep_alive()
-            self._drain()
-        except (Exception, SystemExit) as error:  # Ray's own handler of SIGTERM raises the latter, until it's replaced.
-            if not self._stopping.asked:
-                return self._failed(error, stack)
-            if not isinstance(error, StartStopped | SystemExit):
-                log.warning("met while it ended", exc_info=True)
-        self._terminal.line("answers have ended" if self._stopping.serving else "stopped while starting")
-        return ASKED
+    def _serve(self, stack: ExitStack) -> None:
+        self._start(stack)
+        self._keep_alive()
+        self._drain()
 
-    def _failed(self, error: BaseException, stack: ExitStack) -> int:
-        """Show an error that nobody has asked for."""
-        if not isinstance(error, Exception):
-            raise error
-        show_failure(self._cause(error), self._out, self._folder.logs)
-        self._stopping.promise(FAILED)
+    def _cause(self, error: Exception, stack: ExitStack) -> Exception:
+        """The end of a service, where that is behind an error of the start: who waits for it meets only its silence.
+        What runs of a detached cluster goes on."""
         if isinstance(error, TwinpoolError) and self._state is not None and self._state.begun:
             stack.pop_all()  # The next such process takes over what runs.
-        return FAILED
-
-    def _cause(self, error: Exception) -> Exception:
-        """The end of a service, where that is behind an error of the start: who waits for it meets only its silence."""
         try:
             self._service_check()
         except PartFailed as cause:
@@ -479,7 +447,7 @@ class ServeCluster:
             raise StartStopped
 
     def _words(self, process: str) -> str:
-        return _words(last_words(self._folder.logs / f"{process}.log"))
+        return indented(last_words(self._folder.logs / f"{process}.log"))
 
     # ------------------------------------------------------------ running
 
@@ -529,47 +497,17 @@ def gone_from_here(views: Iterable[WorkerView]) -> Iterator[EndedProcess]:
             yield EndedProcess(record.name, record.incarnation, "its process is gone")
 
 
-def _words(lines: list[str]) -> str:
-    return "".join(f"\n    {line}" for line in lines)
-
-
-def signals_of(prepared: ServePlan) -> ShutdownSignal:
-    """The signals that end a run, handled from now on. Main thread only."""
-    stopping = ShutdownSignal(prepared.config.cluster.stop_timeout_s, ServiceManager.adopt())
-    stopping.install()
-    return stopping
-
-
-def exit_code(run: Callable[[], int], out: TextIO, logs: Path) -> int:
-    """The exit code of `run`, a cluster's life. Errors are shown on `out`, not raised."""
-    try:
-        return run()
-    except Exception as error:
-        show_failure(error, out, logs)
-    finally:
-        out.flush()
-    return FAILED
-
-
 def serve(prepared: ServePlan, began: float | None = None) -> int:
     """Serve with this process's terminal; returns the exit code. Errors are shown, not raised.
 
     `began` is when the command began, by the system's clock.
     """
-    stopping = signals_of(prepared)  # Before there is anything to remove.
-    folder = RunFolder()
-    out = take_over_output(folder.logs / "serve.log")
-    stopping.show_on(out)
-    log_to_stream("serve")
 
-    def run() -> int:
+    def run(folder: RunFolder, out: TextIO, stopping: ShutdownSignal) -> int:
         if prepared.config.transfer.plane == "local":
             from twinpool.cluster.serve.serve_one_process import ServeOneProcess
 
             return ServeOneProcess(prepared, folder, out, stopping, began).run()
         return ServeCluster(prepared, folder, out, began=began, stopping=stopping).run()
 
-    try:
-        return exit_code(run, out, folder.logs)
-    finally:
-        folder.close()
+    return in_terminal(prepared.config.cluster.stop_timeout_s, run)

@@ -11,7 +11,6 @@ A model that dies too often stays dead, and the others are served on: `/health` 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import secrets
 from collections.abc import Mapping
@@ -24,26 +23,22 @@ import msgspec
 import yaml
 
 from twinpool.cluster.processes.free_port import free_port
-from twinpool.cluster.processes.run_folder import RunFolder, last_words
+from twinpool.cluster.processes.run_folder import RunFolder, indented, last_words
 from twinpool.cluster.serve.models_config import models_of, places_of
 from twinpool.cluster.serve.preflight import ServeOptions, check_flags, with_settings
 from twinpool.cluster.serve.router_services import RouterCommand, RouterServices, RoutersPlan
 from twinpool.cluster.serve.security_check import check_security, open_ways, with_absolute_paths
-from twinpool.cluster.serve.serve_cluster import HEALTHY_S, POLL_S, ROUTER_END_S, SECRETS, StartStopped
+from twinpool.cluster.serve.serve_cluster import HEALTHY_S, POLL_S, ROUTER_END_S, SECRETS
 from twinpool.cluster.serve.service import ROUTER, PartFailed, Service, ServiceContext, ServiceFailed
-from twinpool.cluster.serve.shutdown_signal import ASKED, END_S, FAILED, ShutdownSignal
-from twinpool.cluster.serve.terminal import Terminal, curl_line, show_failure, take_over_output, url_of
+from twinpool.cluster.serve.shutdown_signal import END_S, ShutdownSignal, StartStopped, run_until_asked
+from twinpool.cluster.serve.terminal import Terminal, curl_line, in_terminal, url_of
 from twinpool.contracts.clock import SystemClock
 from twinpool.contracts.cluster_secret import SECRET_VARIABLE
 from twinpool.contracts.config.cluster_config import Config, LaunchConfig
-from twinpool.contracts.errors import ConfigError, TwinpoolError
-from twinpool.contracts.json_logs import log_to_stream
+from twinpool.contracts.errors import ConfigError
 from twinpool.contracts.messages.router_report import RoutedModel
 from twinpool.contracts.python_command import module_command
-from twinpool.contracts.signal_listener import ServiceManager
 from twinpool.router.tracing.otlp_exporter import check_tracing
-
-log = logging.getLogger("twinpool.serve")
 
 MODEL = tuple(module_command("twinpool.cluster.serve.model_cluster"))
 START_S = 1800.0
@@ -90,30 +85,20 @@ class ServeModels:
     def __init__(
         self, plan: ModelsPlan, folder: RunFolder, out: TextIO, stopping: ShutdownSignal, began: float | None = None
     ) -> None:
-        self._plan, self._folder, self._out, self._stopping = plan, folder, out, stopping
+        self._plan, self._folder, self._stopping = plan, folder, stopping
         self._clock = SystemClock()
         self._terminal = Terminal(self._clock, out, began, verbose=plan.options.verbose)
         self._secrets = {name: value for name in SECRETS if (value := os.environ.pop(name, None))}
         self._models: dict[str, Service] = {}
 
     def run(self) -> int:
-        """Serve until asked to stop; returns the exit code. What went wrong is shown before anything is ended."""
-        self._stopping.install()
-        with ExitStack() as stack:
-            try:
-                self._start(stack)
-                self._keep_alive()
-                self._drain()
-            except StartStopped:
-                pass
-            except Exception as error:
-                if not self._stopping.asked:
-                    show_failure(error, self._out, self._folder.logs)
-                    self._stopping.promise(FAILED)
-                    return FAILED
-                log.warning("met while it ended", exc_info=True)
-            self._terminal.line("answers have ended" if self._stopping.serving else "stopped while starting")
-        return ASKED
+        """Serve until asked to stop; returns the exit code."""
+        return run_until_asked(self._serve, self._stopping, self._terminal, self._folder.logs)
+
+    def _serve(self, stack: ExitStack) -> None:
+        self._start(stack)
+        self._keep_alive()
+        self._drain()
 
     # ------------------------------------------------------------ starting
 
@@ -232,7 +217,7 @@ class ServeModels:
         lines = last_words(self._folder.logs / f"{process}.log")
         if process.removeprefix("model-") in self._models:
             lines = [line for line in lines if line.startswith("error")]
-        return "".join(f"\n    {line}" for line in lines)
+        return indented(lines)
 
     # ------------------------------------------------------------ running
 
@@ -266,17 +251,8 @@ class ServeModels:
 def serve_models(plan: ModelsPlan, began: float | None = None) -> int:
     """Serve with this process's terminal; returns the exit code. Errors are shown, not raised. `began`: as of
     `serve_cluster.serve`."""
-    stopping = ShutdownSignal(plan.lead.cluster.stop_timeout_s, ServiceManager.adopt())
-    stopping.install()
-    folder = RunFolder()
-    out = take_over_output(folder.logs / "serve.log")
-    stopping.show_on(out)
-    log_to_stream("serve")
-    try:
+
+    def run(folder: RunFolder, out: TextIO, stopping: ShutdownSignal) -> int:
         return ServeModels(plan, folder, out, stopping, began).run()
-    except TwinpoolError as error:
-        show_failure(error, out, folder.logs)
-        return FAILED
-    finally:
-        out.flush()
-        folder.close()
+
+    return in_terminal(plan.lead.cluster.stop_timeout_s, run)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import secrets
 import signal
@@ -31,8 +30,8 @@ from twinpool.cluster.dashboard.frame_rows import SHOWN, WorkerSample
 from twinpool.cluster.processes.run_folder import START_REPORT, RunFolder
 from twinpool.cluster.serve.preflight import ServePlan, adapters_of
 from twinpool.cluster.serve.security_check import open_ways
-from twinpool.cluster.serve.shutdown_signal import ASKED, FAILED, ShutdownSignal, handled_signals
-from twinpool.cluster.serve.terminal import Terminal, show_failure, summary, urls_of, ways_in
+from twinpool.cluster.serve.shutdown_signal import ShutdownSignal, handled_signals, run_until_asked
+from twinpool.cluster.serve.terminal import Terminal, summary, urls_of, ways_in
 from twinpool.cluster.worker_process.worker_plan import node_name, on_card
 from twinpool.cluster.worker_process.worker_thread import WorkerClosed, WorkerEnd, WorkerThread
 from twinpool.contracts.build_id import build_id
@@ -327,8 +326,6 @@ class LocalDashboard:
         return ClusterState([WorkerSample(view, now) for view in views], deaths=dead, requests=self.recent(SHOWN))
 
 
-log = logging.getLogger("twinpool.serve")
-
 HOST = "127.0.0.1"
 FLUSH_S = 1.5
 HEALTHY_S = 60.0
@@ -415,7 +412,6 @@ class ServeOneProcess:
         self._prepared = prepared
         self._folder = folder
         self._clock = SystemClock()
-        self._out = out
         self._terminal = Terminal(
             self._clock, out, began, report=folder.logs / START_REPORT, verbose=prepared.options.verbose
         )
@@ -423,18 +419,8 @@ class ServeOneProcess:
         self._directory: LocalDirectory | None = None
 
     def run(self) -> int:
-        """Serve until asked to stop; returns the exit code. What went wrong is shown before anything is ended."""
-        with ExitStack() as stack:
-            try:
-                self._serve(stack)
-            except Exception as error:
-                if not self._stopping.asked:
-                    show_failure(error, self._out, self._folder.logs)
-                    self._stopping.promise(FAILED)
-                    return FAILED
-                log.warning("met while it ended", exc_info=True)
-            self._terminal.line("answers have ended" if self._stopping.serving else "stopped while starting")
-        return ASKED
+        """Serve until asked to stop; returns the exit code."""
+        return run_until_asked(self._serve, self._stopping, self._terminal, self._folder.logs)
 
     def _serve(self, stack: ExitStack) -> None:
         """Start, and serve until asked to stop."""

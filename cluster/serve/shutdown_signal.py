@@ -7,20 +7,31 @@ An end that was asked for has the exit code `ASKED`, at whatever moment it was a
 Before `ShutdownSignal` handles the signals there are two steps, because nothing has been made while the first modules
 are imported (`cli.commands`), and what preflight makes (a download's folder, a child that looks at GPUs) is removed by
 unwinding (`EarlyEnd`).
+
+A run until then is `run_until_asked`, whatever it starts and keeps alive.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from twinpool.contracts.clock import Clock, SystemClock
 from twinpool.contracts.signal_listener import ServiceManager, SignalListener
+
+if TYPE_CHECKING:
+    from twinpool.cluster.serve.terminal import Terminal
+
+log = logging.getLogger("twinpool.serve")
 
 ASKED, FAILED = 0, 1
 """Exit codes: of an end that a signal asked for, and of one that nobody asked for."""
@@ -118,6 +129,64 @@ class ShutdownSignal:
         with contextlib.suppress(OSError):
             os.write(self._shown_fd, f"{line}\n".encode())
         _end(code)
+
+
+def signals_of(stop_timeout_s: float) -> ShutdownSignal:
+    """The signals that end a run, handled from now on. `stop_timeout_s`: which running answers have. Main thread
+    only."""
+    stopping = ShutdownSignal(stop_timeout_s, ServiceManager.adopt())
+    stopping.install()
+    return stopping
+
+
+class StartStopped(Exception):
+    """Raised when the operator asks to end while a run is starting."""
+
+
+def run_until_asked(
+    life: Callable[[ExitStack], None],
+    stopping: ShutdownSignal,
+    terminal: Terminal,
+    logs: Path,
+    cause: Callable[[Exception, ExitStack], Exception] = lambda error, stack: error,
+) -> int:
+    """Start, keep alive and drain by `life`, which has its stack end what runs; returns the exit code.
+
+    What went wrong is shown before anything is ended: the end may come to its deadline. `cause` says what that is, of
+    an error that nobody has asked for. Raises what goes wrong unasked while it ends.
+    """
+    try:
+        with ExitStack() as stack:
+            return _lived(life, stack, stopping, terminal, logs, cause)
+    except (Exception, SystemExit):
+        if not stopping.asked:
+            raise
+        log.warning("met while it ended", exc_info=True)
+        return ASKED
+
+
+def _lived(
+    life: Callable[[ExitStack], None],
+    stack: ExitStack,
+    stopping: ShutdownSignal,
+    terminal: Terminal,
+    logs: Path,
+    cause: Callable[[Exception, ExitStack], Exception],
+) -> int:
+    """The exit code of `life`, before its stack ends what runs."""
+    try:
+        life(stack)
+    except (Exception, SystemExit) as error:  # Ray's own handler of SIGTERM raises the latter, until it's replaced.
+        if not stopping.asked:
+            if not isinstance(error, Exception):
+                raise
+            terminal.failure(cause(error, stack), logs)
+            stopping.promise(FAILED)
+            return FAILED
+        if not isinstance(error, StartStopped | SystemExit):
+            log.warning("met while it ended", exc_info=True)
+    terminal.line("answers have ended" if stopping.serving else "stopped while starting")
+    return ASKED
 
 
 def handled_signals() -> tuple[signal.Signals, ...]:

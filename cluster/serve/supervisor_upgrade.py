@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twinpool.cluster.processes.keeper import FAILED, TAKEN_OVER, TRIAL_S, NextSupervisor
-from twinpool.cluster.processes.run_folder import RunFile
+from twinpool.cluster.processes.run_folder import RunFile, indented
 from twinpool.contracts.errors import ConfigError, TwinpoolError
 from twinpool.contracts.outside_data import read_json
 from twinpool.contracts.python_command import module_command
@@ -112,7 +112,7 @@ def replace_supervisor(build: CheckedBuild, run: RunFile, wait: Callable[[float]
             said = output.read_bytes()[shown:].decode(errors="replace").strip().splitlines()[-LAST_LINES:]
             raise UpgradeRefused(
                 f"the supervisor of build {build.build} did not take the cluster over ({how}), and the one before has "
-                f"it again; see {run.logs}" + "".join(f"\n    {line}" for line in said)
+                f"it again; see {run.logs}{indented(said)}"
             )
         if not folder.exists() or waited > TRIAL_S + 30.0:
             raise UpgradeRefused(f"the cluster's keeper does not replace the supervisor; see {run.logs}")

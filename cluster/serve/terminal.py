@@ -17,19 +17,22 @@ import shlex
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TextIO
 
 from twinpool.cluster.assembly.node_shares import NodeShare
 from twinpool.cluster.models import DEMO_NAME
+from twinpool.cluster.processes.run_folder import RunFolder
 from twinpool.cluster.serve.preflight import ServePlan
+from twinpool.cluster.serve.shutdown_signal import FAILED, ShutdownSignal, signals_of
 from twinpool.contracts.checkpoint.gguf.gguf_header import gguf_types, is_gguf
 from twinpool.contracts.checkpoint.tokenizer_files import TOKENIZER, read_checkpoint_text
 from twinpool.contracts.clock import Clock
 from twinpool.contracts.config.plane_choice import on_gpus
 from twinpool.contracts.errors import TwinpoolError
 from twinpool.contracts.ids import Role
+from twinpool.contracts.json_logs import log_to_stream
 from twinpool.contracts.messages.worker_status import WorkerRecord, WorkerView
 
 log = logging.getLogger("twinpool.serve")
@@ -81,6 +84,11 @@ class Terminal:
         self.line()
         said = f"Twinpool is ready: {url}"
         self.line(f"\x1b[1;32m{said}\x1b[0m" if self._out.isatty() else said)
+
+    def failure(self, error: Exception, logs: Path) -> None:
+        """Write why a run has ended."""
+        with self._lock:
+            show_failure(error, self._out, logs)
 
     def nodes(self, prepared: ServePlan) -> None:
         """Report how each node is divided, and the pools of a worker of each role there. Equal nodes share a table."""
@@ -311,6 +319,38 @@ def show_failure(error: Exception, out: TextIO, logs: Path) -> None:
         log.error("serve failed", exc_info=error)
         out.write(f"error: {type(error).__name__}: {error}; see {logs / 'serve.log'}\n")
     out.flush()
+
+
+# ---------------------------------------------------------------- a run with the terminal
+
+
+def in_terminal(
+    stop_timeout_s: float,
+    run: Callable[[RunFolder, TextIO, ShutdownSignal], int],
+    new_folder: Callable[[], RunFolder] = RunFolder,
+) -> int:
+    """Do a run in a folder that it is given, with this process's terminal and signals; returns the exit code. Errors
+    are shown, not raised. `stop_timeout_s`: as of `signals_of`."""
+    stopping = signals_of(stop_timeout_s)  # Before there is anything to remove.
+    folder = new_folder()
+    try:
+        out = take_over_output(folder.logs / "serve.log")
+        stopping.show_on(out)
+        log_to_stream("serve")
+        return exit_code(lambda: run(folder, out, stopping), out, folder.logs)
+    finally:
+        folder.close()
+
+
+def exit_code(run: Callable[[], int], out: TextIO, logs: Path) -> int:
+    """The exit code of `run`. Errors are shown on `out`, not raised."""
+    try:
+        return run()
+    except Exception as error:
+        show_failure(error, out, logs)
+    finally:
+        out.flush()
+    return FAILED
 
 
 DEMO_IS = "a demonstration of 4 MB, whose words make little sense; --model smollm2 answers questions"
