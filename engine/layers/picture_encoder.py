@@ -116,13 +116,12 @@ class PictureEncoder:
 
     @torch.inference_mode()
     def _advance(self, digest: bytes, picture: Picture, needed: Collection[bytes]) -> None:
-        if digest not in self._begun:
-            self._begun[digest] = self._begin(picture)
+        slices = self._begun.pop(digest, None) or self._begin(picture)
         try:
             with using(self._kernels):
-                next(self._begun[digest])
+                next(slices)
+            self._begun[digest] = slices  # One that has failed is over, and the picture begins anew.
         except StopIteration as end:
-            del self._begun[digest]
             self._keep(digest, end.value, needed)
         self.slices += 1
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 
 from tests.support.prefill_parts import PrefillParts
@@ -30,10 +31,15 @@ class CountingTower:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     of: list[int] = field(default_factory=list)
     """By slice, the height of the picture."""
+    failing: int = 0
+    """Which slice fails, once; 0: none."""
 
     def __call__(self, pixels: torch.Tensor, numerics: Numerics) -> Slices:
         rows = len(pixels)
         for _ in range(rows):
+            if self.failing == len(self.of) + 1:
+                self.failing = 0
+                raise RuntimeError("no memory")
             self.of.append(rows)
             yield
         return torch.zeros(rows, 1)
@@ -137,6 +143,19 @@ def test_a_picture_that_was_begun_goes_on_while_there_is_no_room_to_begin_anothe
         assert encoder.compute([begun, new], [kept.digest])
     assert tower.of == [1] + [9] * 6
     assert not encoder.began(new.digest)
+
+
+def test_a_picture_of_which_a_slice_fails_begins_anew() -> None:
+    tower = CountingTower(failing=2)
+    encoder = PictureEncoder(tower, 1 << 20, FAST, None, CpuDevice())
+    wanted = [PlacedRows(Picture(7, 3, 1, 3, bytes(9)), b"it", 0, range(3))]
+    encoder.compute(wanted, ())
+    with pytest.raises(RuntimeError, match="no memory"):
+        encoder.compute(wanted, ())
+    assert not encoder.began(b"it")
+    while not encoder.has(b"it"):
+        assert encoder.compute(wanted, ())
+    assert tower.of == [3] * (1 + 3)
 
 
 def test_what_nobody_waits_for_is_given_up() -> None:
