@@ -347,17 +347,23 @@ class StartQueue:
         able = self._nodes_for(row, self._room)
         if not able and not self._room.grows:
             need = next((node.roles[row.role] for node in self._room.nodes if row.role in node.roles), None)
-            size = f" (about {need.nbytes / 2**20:,.0f} MiB at most)" if need is not None else ""
-            return f"room for a {row.role} worker on {row.only or 'a node'}{size}", True
+            count = self._room.together(row.role)
+            size = f" (about {count * need.nbytes / 2**20:,.0f} MiB at most)" if need is not None else ""
+            who = f"a {row.role} worker" if count == 1 else f"{count} {row.role} workers that share their experts"
+            return f"room for {who} on {row.only or 'a node'}{size}", True
         able = [node for node in able or self._room.nodes if not self._table.nodes.cordoned(node.node)]
         return (TURN if sum(node.starts for node in able) <= self._starting(row, able) else ""), False
 
     def _nodes_for(self, row: WantedWorker, room: ClusterRoom) -> list[NodeRoom]:
-        """The nodes with room for a worker beside all that run, and beside those that served and come back."""
+        """The nodes with room for a worker, and for those that start in its turn, beside all that run, and beside those
+        that served and come back."""
+        group = [self._table.rows.get(name) for name in self._table.sharers(row.name, row.role)]
+        together = [row, *(one for one in group if one is not None and one is not row and self._is_due(one))]
+        names = {one.name for one in together}
         there = [
             occupant(one)
             for one in self._table.rows.values()
-            if one is not row
+            if one.name not in names
             and (
                 one.serves
                 or one.state is WorkerState.STARTING
@@ -367,7 +373,7 @@ class StartQueue:
         ]
         if row.incarnation:  # Its memory was looked at before, and its arenas are kept.
             room = ClusterRoom(tuple(_without_free(node) for node in room.nodes), room.grows)
-        return room.nodes_for(there, occupant(row))
+        return room.nodes_for(there, [occupant(one) for one in together])
 
     def _one_that_served(self, row: WantedWorker) -> WantedWorker | None:
         """A worker of the same role that served, and has yet to be placed: this one could take its place."""

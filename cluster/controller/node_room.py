@@ -166,12 +166,14 @@ class ClusterRoom(Message, frozen=True):
         fit = _place(left, role, names, "")
         return fit, _refusal(before, role, len(names), fit) if fit < len(names) else ""
 
-    def nodes_for(self, there: Iterable[Occupant], one: Occupant) -> list[NodeRoom]:
-        """The nodes that have room for one worker more; all that `there` may still take is taken."""
+    def nodes_for(self, there: Iterable[Occupant], more: Sequence[Occupant]) -> list[NodeRoom]:
+        """The nodes that each have room for all of `more`, which are alike but for their names; all that `there` may
+        still take is taken."""
+        role, only, names = more[0].role, more[0].only, [one.name for one in more]
         return [
             left.room
             for left in self._left(there)
-            if (not one.only or left.room.named(one.only)) and left.fits(one.role, [one.name])
+            if (not only or left.room.named(only)) and left.fits(role, names) == len(names)
         ]
 
     def _left(self, there: Iterable[Occupant]) -> list[_Left]:

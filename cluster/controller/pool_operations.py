@@ -156,22 +156,19 @@ class PoolOperations:
     def restart(self, name: WorkerName) -> None:
         """Have a worker drain, leave and start again as its next incarnation; one that has left or is dead starts. So
         do those that it shares its experts with."""
-        row = self._row(name)
-        for one in self._table.sharers(row.name, row.role):
-            if one in self._table.rows:
-                self._restart(self._table.rows[one])
-
-    def _restart(self, row: WantedWorker) -> None:
-        if row.state is WorkerState.STARTING:
-            self._table.end_start(row, "an operator restarts it")
-        elif row.serves:
-            row.becomes = row.becomes or row.role
-            row.drains = row.drains or row.state is WorkerState.READY
-            self._table.saved(row)
-        else:
-            if not row.wanted:
-                self._check_room([Occupant(row.name, row.role, only=row.only)])
-            self._want(row)
+        named = self._row(name)
+        group = self._table.sharers(named.name, named.role)
+        rows = [self._table.rows[one] for one in group if one in self._table.rows]
+        self._check_room([Occupant(row.name, row.role, only=row.only) for row in rows if not row.wanted])
+        for row in rows:
+            if row.state is WorkerState.STARTING:
+                self._table.end_start(row, "an operator restarts it")
+            elif row.serves:
+                row.becomes = row.becomes or row.role
+                row.drains = row.drains or row.state is WorkerState.READY
+                self._table.saved(row)
+            else:
+                self._want(row)
 
     def change_role(self, name: WorkerName, role: Role, *, empty: bool = False) -> None:
         """Have a worker drain and come back in another role; it must be ready, and not the last that has its role or

@@ -422,3 +422,32 @@ def test_what_a_drain_has_left_of_a_group_is_scaled_away_first() -> None:
     cluster.up()
     cluster.core.pools.drain("decode-1")
     assert cluster.core.pools.scale({Role.DECODE: 2}) == ("decode-0",)
+
+
+def test_workers_that_share_their_experts_wait_for_one_node_with_room_for_all_of_them() -> None:
+    roles: dict[str, RoleRoom] = {Role.PREFILL: RoleRoom(10), Role.DECODE: RoleRoom(10, together=2)}
+    small = NodeRoom(HERE, 20, roles=roles)
+    cluster = Cluster(ClusterRoom((replace(small, memory=60),)), prefill=1, decode=2)
+    cluster.core.set_room(ClusterRoom((small, replace(small, node=THERE, memory=10))))
+    assert cluster.tick() == ["prefill-0"]
+    cluster.up()
+    assert cluster.tick() == [], "each of both nodes has room for one"
+    why = "room for 2 decode workers that share their experts on a node (about 0 MiB at most)"
+    assert cluster.waits() == {"decode-0": why, "decode-1": why}
+    cluster.core.set_room(ClusterRoom((small, replace(small, node=THERE, memory=20))))
+    assert cluster.tick() == ["decode-0", "decode-1"]
+    assert {start.avoid for start in cluster.starting.values()} >= {(HERE.node_id,)}
+
+
+def test_a_refused_restart_of_a_group_has_changed_none_of_it() -> None:
+    cluster = Cluster(sharing(3, starts=9), prefill=1, decode=2)
+    cluster.tick()
+    cluster.up()
+    pools, rows = cluster.core.pools, cluster.core.table.rows
+    for name in ("decode-0", "decode-1"):
+        pools.drain(name)
+    _leave(cluster)
+    pools.add_some(Role.PREFILL, 1)
+    with pytest.raises(ConfigError, match="2 more decode workers would not fit, 1 would"):
+        pools.restart(WorkerName("decode-0"))
+    assert not any(rows[WorkerName(name)].wanted for name in ("decode-0", "decode-1"))
