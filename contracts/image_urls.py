@@ -69,7 +69,7 @@ class UrlRules:
             parts = urlsplit(url)
             scheme, port = parts.scheme.lower(), parts.port
             host = (parts.hostname or "").rstrip(".")
-            host = host if ":" in host else host.encode("idna").decode("ascii").lower()
+            host = host if ":" in host else _ascii(host)
         except ValueError:
             raise RefusedUrl("the URL can't be read") from None
         if scheme not in _PORTS or not host or "%" in host:
@@ -105,15 +105,21 @@ def _parts(text: str) -> list[str]:
 
 def _host_rule(text: str) -> tuple[str, int | None]:
     """A host and a port; without a port those of http and https."""
-    host, colon, port = text.lower().rpartition(":")
+    host, colon, port = text.rpartition(":")
     if not colon:
         host, port = port, ""
-    bare = host.removeprefix("*.") if host != "*" else "any"
-    if not bare or any(char in "*/:@[] " for char in bare) or (colon and not port.isdecimal()):
+    below = "*." if host.startswith("*.") else ""
+    name = host.removeprefix("*.") if host != "*" else "any"
+    if not name or any(char in "*/:@[] " for char in name) or (colon and not port.isdecimal()):
         raise ValueError(f"{text!r:.80} is no host: example.org, *.example.org, example.org:8080, or * for every one")
     if port and not 0 < int(port) < 65536:
         raise ValueError(f"{text!r:.80} has no port between 1 and 65535")
-    return host.rstrip("."), int(port) if port else None
+    return host if host == "*" else below + _ascii(name.rstrip(".")), int(port) if port else None
+
+
+def _ascii(name: str) -> str:
+    """A host's name as it is looked up. Raises `ValueError` for what can't be one."""
+    return name.encode("idna").decode("ascii").lower()
 
 
 def _fits(rule: tuple[str, int | None], host: str, port: int) -> bool:

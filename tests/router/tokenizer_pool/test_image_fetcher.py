@@ -339,6 +339,8 @@ def test_urls_are_fetched_of_hosts_that_the_operator_names() -> None:
     assert rules.check("HTTPS://A.Example./p%20q?x=ü#y").target == "/p%20q?x=%C3%BC"
     assert rules.check("https://x.y.c.example").named_host == "x.y.c.example"
     assert rules.check("http://d.example:8080/").named_host == "d.example:8080"
+    assert rules.check("https://Bücher.example/").host == "xn--bcher-kva.example"
+    assert UrlRules("*.Bücher.example.", "").check("https://xn--a.xn--bcher-kva.example/").host.startswith("xn--a.")
     with pytest.raises(RefusedUrl):
         rules.check("http://d.example/")
     assert not UrlRules("", "")
