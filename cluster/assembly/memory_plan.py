@@ -278,11 +278,11 @@ def step_rows(config: Config, role: Role) -> int:
 
 
 def step_tokens(config: Config, role: Role) -> int:
-    """The most tokens that one step of a worker of `role` computes."""
+    """The most tokens that one step of a worker of `role` computes: those of all that it shares its experts with, as
+    all of them may go to experts of its own."""
     rows, chunk = config.decode.max_batch_tokens, config.prefill.chunk_tokens
-    if role is Role.PREFILL:
-        return chunk
-    return rows + (chunk if config.computes_prompts(role) else 0)
+    own = chunk if role is Role.PREFILL else rows + (chunk if config.computes_prompts(role) else 0)
+    return own * config.dp_for(role)
 
 
 def kept_bytes(rows: int, entries: int, tensors: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tests.engine.native import kernels_or_skip
 from tests.support.adapters import make_adapter
 from tests.support.bare_engine import Twinpool
 from tests.support.live_tensor_bytes import LiveBytes
-from tests.support.model_families import FAMILIES
+from tests.support.model_families import EVERY, FAMILIES
 from tests.support.seeing_models import WRITERS
 from tests.support.worker_pair import pair
 from twinpool.cache.device.cpu_device import CpuDevice
@@ -34,14 +35,19 @@ from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.ids import Role
 from twinpool.contracts.sampling_params import SamplingParams
+from twinpool.engine.layers.moe.expert_group import SpreadStep
+from twinpool.engine.layers.moe.experts import ExpertRoutes
 from twinpool.engine.layers.picture_encoder import KEPT_BYTES
 from twinpool.engine.layers.picture_tower import whole
 from twinpool.engine.models.registry import read_model, unchecked_model
+from twinpool.engine.native.current_kernels import using
 from twinpool.engine.runner.batch import TokenDraw
 from twinpool.engine.runner.graphs.graph_inputs import GraphInputs, GraphSize
+from twinpool.engine.runner.load_model import load_model
 from twinpool.engine.runner.model_runner import ModelRunner
 from twinpool.engine.runner.sampling.sampler import draw_tokens
 from twinpool.engine.tensors.row_exact_linear import FAST
+from twinpool.engine.tensors.shard import Shard
 from twinpool.engine.tensors.weight_loader import Weights
 
 PENALTIES = SamplingParams(max_tokens=40, temperature=1.0, repetition_penalty=1.2, seed=1)
@@ -151,6 +157,29 @@ def test_activations_of_a_chunk_are_no_more_than_planned_and_not_much_less(tmp_p
     spec, planned = of(folder, Role.PREFILL, config)
     assert planned.activations / 8 < live.peak <= planned.activations + planned.logits
     assert widest_product(spec) >= spec.config.size("intermediate_size", 1) or "moe" in family
+
+
+@pytest.mark.slow
+@pytest.mark.every_parameter
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v32"])
+def test_rows_of_all_that_share_their_experts_are_in_the_plan(tmp_path: Path, family: str) -> None:
+    """The mixture of one of four, to whose experts all rows of all go."""
+    tokens, dp = 256, 4
+    folder = EVERY[family](tmp_path)
+    prefill = {"chunk_tokens": tokens, "dp": dp}
+    config = config_from_dict({"prefill": prefill, "engine": {"numerics": "fast", "threads": 1}})
+    _, planned = of(folder, Role.PREFILL, config)
+    model = read_model(folder, config=config.engine)
+    loaded = load_model(model, config.engine, torch.device("cpu"), shard=Shard(dp=dp))
+    mixture: Any = loaded.decoder.mixtures[0]
+    ranks: Any = SimpleNamespace(size=dp, exchange=lambda x, sent, received: x[: sum(received)].clone())
+    top_k, here = 2, len(mixture.held.numbers)
+    routes = ExpertRoutes(torch.arange(top_k).repeat(tokens, 1) % here, torch.ones(tokens, top_k))
+    own = torch.randn(tokens, model.spec.config.size("hidden_size"), dtype=loaded.decoder.dtype)
+    with torch.inference_mode(), using(loaded.decoder.kernels), LiveBytes() as live:
+        SpreadStep(ranks, (tokens,) * dp).sum(own, routes, mixture.held, loaded.numerics)
+    assert planned.activations / 8 < live.peak <= planned.activations
+    assert live.peak > planned.activations / dp, "more than own rows take"
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
