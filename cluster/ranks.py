@@ -181,7 +181,7 @@ def meet_data_parallel(
     `follow`."""
     if rank == 0:
         group = lead(meeting, size, clock, engine, deadline_s=deadline_s, start_s=start_s)
-        others = [(f"data-parallel rank {rank}", watch) for rank, watch in group.line.watches.items()]
+        others = [(f"data-parallel rank {number}", watch) for number, watch in group.line.watches.items()]
         return DataParallelRank(ExpertGroup(group.ranks, LeaderSteps(group.line)), group.line, others)
     follower = follow(meeting, rank, size, engine, deadline_s=deadline_s, start_s=start_s)
     steps = RankSteps(follower.line)
