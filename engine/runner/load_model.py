@@ -165,8 +165,8 @@ def load_model(
     """Load the checkpoint of `model`, or map what another process of this node has loaded.
 
     Each of several `ranks` loads its `shard`, and all must call this at the same time. Sets torch's threads to
-    `config.threads` unless that is 0. Raises `CheckpointError` for a checkpoint that can't be read and `ConfigError` for
-    kernels that can't be had on this device, or for weights that must be shared and can't.
+    `config.threads` unless that is 0. Raises `CheckpointError` for a checkpoint that can't be read and `ConfigError`
+    for kernels that can't be had on this device, or for weights that must be shared and can't.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
