@@ -31,6 +31,23 @@ def running(both: HashColocated, request: RequestId) -> Allocation:
     return next(r for r in table_of(both.worker) if r.submit.request_id == request).held
 
 
+def finish_copies(both: HashColocated) -> None:
+    """Step until nothing is copied between tiers: storage answers in its own time."""
+    for _ in range(100_000):
+        if not manager_of(both.worker).busy:
+            break
+        both.step()
+    assert not manager_of(both.worker).busy
+
+
+def left_to_storage(both: HashColocated) -> None:
+    """Have the worker keep pages nowhere but in storage. What is being copied can't be evicted."""
+    both.settle()
+    finish_copies(both)
+    for tier in (Tier.DEVICE, Tier.HOST):
+        manager_of(both.worker).tree.eviction.evict(tier, "full", 1 << 20)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_kind_of_state_is_handed_over_in_place_and_found_again(name: str) -> None:
     spec, prompt = pool_sets(PAGE)[name], list(range(1, 50))
@@ -75,17 +92,10 @@ def test_what_was_prefetched_for_a_prompt_is_let_go_with_its_hand_over_or_its_en
     storage = {"backend": "memory", "path": uuid.uuid4().hex, "max_bytes": 1 << 28}
     cache = {"host_bytes": 1 << 20, "storage": storage, "prefetch": {"policy": "wait_complete"}}
     with hash_colocated("full", 200, cache=cache) as both:
-        tree, prefetcher = manager_of(both.worker).tree, manager_of(both.worker).tiers.prefetcher
+        prefetcher = manager_of(both.worker).tiers.prefetcher
         (first,) = both.run(both.submit(prompt, greedy(4)))
         assert first.list == recite(spec, prompt, 4)
-        both.settle()
-        for _ in range(100_000):  # Storage takes what was finished in its own time, too.
-            if not manager_of(both.worker).busy:
-                break
-            both.step()
-        assert not manager_of(both.worker).busy
-        for tier in (Tier.DEVICE, Tier.HOST):
-            tree.eviction.evict(tier, "full", 1 << 20)
+        left_to_storage(both)
         again = both.submit([*prompt, 7], greedy(40))
         for _ in range(100_000):  # Storage answers in its own time.
             if both.answers[again].tokens:
@@ -95,16 +105,11 @@ def test_what_was_prefetched_for_a_prompt_is_let_go_with_its_hand_over_or_its_en
         assert (len(prefetcher), prefetcher.locks) == (0, 0)
         (answer,) = both.run(again)
         assert answer.list == recite(spec, [*prompt, 7], 40)
-        both.settle()
-        for tier in (Tier.DEVICE, Tier.HOST):
-            tree.eviction.evict(tier, "full", 1 << 20)
+        left_to_storage(both)
         given_up = both.submit([*prompt, 8], greedy(40))
         assert len(prefetcher) == 1, "it is being read again"
         both.cancel(given_up)
-        for _ in range(100_000):
-            if not manager_of(both.worker).busy:
-                break
-            both.step()
+        finish_copies(both)
         assert (len(prefetcher), prefetcher.locks) == (0, 0)
 
 
