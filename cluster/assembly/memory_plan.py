@@ -34,7 +34,7 @@ import torch
 from twinpool.cache.manager.running_pages import SNAPSHOTS
 from twinpool.cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from twinpool.contracts.checkpoint.model_spec import ModelSpec
-from twinpool.contracts.checkpoint.picture_spec import PICTURE_BYTES, vision_fields
+from twinpool.contracts.checkpoint.picture_spec import PICTURE_BYTES, tower_widths, vision_fields
 from twinpool.contracts.config.cluster_config import Config
 from twinpool.contracts.config.worker_config import EngineConfig
 from twinpool.contracts.ids import Role
@@ -343,7 +343,8 @@ def picture_bytes(spec: ModelSpec, config: Config, role: Role) -> int:
     pixels = min(pixels, max(config.router.max_image_pixels, seen.least), PICTURE_BYTES // 3)
     # A layer's stream before and behind it, normed rows, queries, keys, values, what they mix to, and inner units; of
     # another one that is begun the stream, queries, keys, values and what they mix to.
-    width = (8 + 5 * (AT_ONCE - 1)) * vision.size("hidden_size") + 4 * vision.size("intermediate_size")
+    hidden, inner = tower_widths(vision, seen.family)
+    width = (8 + 5 * (AT_ONCE - 1)) * hidden + 4 * inner
     itemsize = dtype_for(spec, config.engine).itemsize
     shown = vision.peek("deepstack_visual_indexes") if seen.family == "qwen3_vl" else ()
     a_row = (1 + len(shown if isinstance(shown, list) else range(3))) * spec.config.size("hidden_size")

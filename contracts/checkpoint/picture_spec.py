@@ -45,7 +45,8 @@ class PictureSpec:
     """Plain values, which a router's processes send each other."""
 
     family: str
-    """Which tower computes it: ``pixtral``, ``siglip`` (Gemma 3), ``qwen2_5_vl`` or ``qwen3_vl``."""
+    """Which tower computes it: ``pixtral``, ``siglip`` (Gemma 3), or one of Qwen's: ``qwen2_vl``, ``qwen2_5_vl``,
+    ``qwen3_vl``, ``qwen3_5``."""
     token: int
     """The id of the placeholder: a chat template writes one for a picture, a prompt has one for each of its
     positions."""
@@ -83,7 +84,7 @@ class PictureSpec:
     @property
     def turned(self) -> bool:
         """Whether positions are turned (by rope) by their row and column in the picture (M-RoPE, arXiv 2409.12191)."""
-        return self.family in ("qwen2_5_vl", "qwen3_vl")
+        return self.family.startswith("qwen")
 
     def across(self, width: int) -> int:
         """How many positions a row of a picture has that is turned by rows and columns; 0: it isn't."""
@@ -161,6 +162,15 @@ def vision_fields(folder: Path) -> tuple[JsonFields, JsonFields]:
     return JsonFields(path, values), JsonFields(path, JsonFields(path, values).table("vision_config"))
 
 
+def tower_widths(vision: JsonFields, family: str) -> tuple[int, int]:
+    """The hidden size of a family's tower, and how many inner units its feed-forward layers have, by the keys of
+    ``vision_config``. Raises `CheckpointError`."""
+    if family == "qwen2_vl":  # Whose hidden_size is the text's.
+        width = vision.size("embed_dim", 1280)
+        return width, int(width * vision.number("mlp_ratio", 4.0))
+    return vision.size("hidden_size"), vision.size("intermediate_size")
+
+
 def _pixtral(folder: Path) -> PictureSpec:
     config, vision = vision_fields(folder)
     whole, processor = _processor(folder)
@@ -211,7 +221,7 @@ def _siglip(folder: Path) -> PictureSpec:
 
 
 def _qwen(folder: Path, family: str) -> PictureSpec:
-    """Qwen2.5-VL and Qwen3-VL: pictures near to their own size."""
+    """Qwen's: pictures near to their own size."""
     config, vision = vision_fields(folder)
     _, processor = _processor(folder)
     names = _token_names(folder, {"image": "<|image_pad|>"})
@@ -239,9 +249,12 @@ def _qwen(folder: Path, family: str) -> PictureSpec:
 _READERS: dict[str, Callable[[Path], PictureSpec]] = {
     "Mistral3ForConditionalGeneration": _pixtral,
     "Gemma3ForConditionalGeneration": _siglip,
+    "Qwen2VLForConditionalGeneration": partial(_qwen, family="qwen2_vl"),
     "Qwen2_5_VLForConditionalGeneration": partial(_qwen, family="qwen2_5_vl"),
     "Qwen3VLForConditionalGeneration": partial(_qwen, family="qwen3_vl"),
     "Qwen3VLMoeForConditionalGeneration": partial(_qwen, family="qwen3_vl"),
+    "Qwen3_5ForConditionalGeneration": partial(_qwen, family="qwen3_5"),
+    "Qwen3_5MoeForConditionalGeneration": partial(_qwen, family="qwen3_5"),
 }
 """What reads the picture spec of a checkpoint, by its architecture."""
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from twinpool.contracts.checkpoint.picture_spec import PictureSpec, vision_fields
 from twinpool.engine.layers.decoder import Norm
-from twinpool.engine.layers.norm import LayerNorm, gelu_tanh, rms_norm, silu
+from twinpool.engine.layers.norm import LayerNorm, gelu_tanh, rms_norm, sigmoid, silu
 from twinpool.engine.layers.rope import rotate
 from twinpool.engine.tensors.row_exact_linear import Numerics, RowExactLinear
 from twinpool.engine.tensors.weight_loader import Weights
@@ -35,7 +35,12 @@ _SLICE, _SLICE_ON_CARDS = 1 << 32, 1 << 40
 _QUERIES = 64
 """Patches whose attention is computed at once, at the least."""
 Activation = Callable[[Tensor], Tensor]
-ACTIVATIONS: dict[str, Activation] = {"gelu": F.gelu, "gelu_pytorch_tanh": gelu_tanh, "silu": silu}
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "quick_gelu": lambda x: x * sigmoid(1.702 * x),
+    "silu": silu,
+}
 """By their names in `config.json`; each takes and returns float32."""
 Turns = tuple[Tensor, Tensor]
 Slices = Generator[None, None, Tensor]

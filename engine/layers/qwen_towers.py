@@ -1,24 +1,24 @@
-"""The towers of Qwen2.5-VL and Qwen3-VL.
+"""The towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5.
 
-Both take patches in the order of what they are merged into: the four patches of the first position, then those of the
+All take patches in the order of what they are merged into: the four patches of the first position, then those of the
 second, and so on. Patches are turned by their row and column. Qwen2.5-VL's attend within windows of neighbouring
-positions, and in a few layers to all. Qwen3-VL's have a place of their own, between those that were trained, and some
-of its layers are shown to the text as well: what they give is added behind the text's first layers (DeepStack, arXiv
-2406.04334).
+positions, and in a few layers to all. Those of Qwen3-VL and Qwen3.5 have a place of their own, between those that were
+trained, and some of Qwen3-VL's layers are shown to the text as well: what they give is added behind the text's first
+layers (DeepStack, arXiv 2406.04334).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from twinpool.contracts.checkpoint.json_fields import JsonFields
-from twinpool.contracts.checkpoint.picture_spec import PictureSpec, vision_fields
+from twinpool.contracts.checkpoint.picture_spec import PictureSpec, tower_widths, vision_fields
 from twinpool.engine.layers.decoder import Norm
 from twinpool.engine.layers.picture_tower import (
     ACTIVATIONS,
@@ -46,6 +46,36 @@ _THETA = 10_000.0
 
 
 @dataclass(frozen=True)
+class _TowerKind:
+    """In what the families' towers differ."""
+
+    activation: str
+    """Of feed-forward layers, where `config.json` doesn't say."""
+    mlp: tuple[str, ...]
+    """The names of their linear layers; three: a gated one."""
+    norm: Callable[[Weights, str, int, float], Norm] = layer_norm
+    merger: tuple[str, str, str] = ("norm", "linear_fc1", "linear_fc2")
+    """The names of the merger's norm and linear layers."""
+    windowed: bool = False
+    placed: bool = False
+    """Whether something is added at each patch by its place; then the convolution of patches has a bias, too."""
+    stacked: bool = False
+    """Whether layers are shown to the text."""
+
+
+_MERGER = ("ln_q", "mlp.0", "mlp.2")
+_LATER = _TowerKind("gelu_pytorch_tanh", ("linear_fc1", "linear_fc2"), placed=True)
+_TOWER_KINDS = {
+    "qwen2_vl": _TowerKind("quick_gelu", ("fc1", "fc2"), merger=_MERGER),
+    "qwen2_5_vl": _TowerKind("silu", ("gate_proj", "up_proj", "down_proj"), tower_norm, _MERGER, windowed=True),
+    "qwen3_vl": replace(_LATER, stacked=True),
+    "qwen3_5": _LATER,
+}
+QWEN_TOWERS = tuple(_TOWER_KINDS)
+"""The families, by their names in `PictureSpec`."""
+
+
+@dataclass(frozen=True)
 class QwenMerger:
     """What makes one row of the text's hidden size of the patches of a position."""
 
@@ -57,7 +87,7 @@ class QwenMerger:
 
     @classmethod
     def read(
-        cls, weights: Weights, norm: Norm, names: tuple[str, str], wide: int, hidden: int, *, merged_first: bool
+        cls, weights: Weights, norm: Norm, names: Sequence[str], wide: int, hidden: int, *, merged_first: bool
     ) -> QwenMerger:
         first, second = names
         return cls(
@@ -82,7 +112,7 @@ class QwenMerger:
 
 @dataclass
 class QwenTower:
-    """Qwen2.5-VL's tower, or Qwen3-VL's."""
+    """The tower of one of Qwen's families."""
 
     spec: PictureSpec
     colours: Colours
@@ -110,33 +140,25 @@ class QwenTower:
         if tower is None or weights.shard.size > 1:
             return None
         _, vision = vision_fields(weights.spec.path)
-        width, heads, patch = vision.size("hidden_size"), vision.size("num_heads"), spec.patch
-        later = spec.family == "qwen3_vl"
+        (width, inner), heads, patch = tower_widths(vision, spec.family), vision.size("num_heads"), spec.patch
+        kind = _TOWER_KINDS[spec.family]
         kernel = tower.tensor("patch_embed.proj.weight", width, 3, _FRAMES, patch, patch).flatten(1)
-        bias = tower.tensor("patch_embed.proj.bias", width) if later else None
+        bias = tower.tensor("patch_embed.proj.bias", width) if kind.placed else None
         quarter = width // heads // 4
         wide = width * spec.merge**2
-        below = tower.scope("merger.")
-        if later:
-            names = ("linear_fc1", "linear_fc2")
-            merger = QwenMerger.read(
-                below, layer_norm(below, "norm", width, _EPS), names, wide, hidden, merged_first=False
-            )
-        else:
-            norm = tower_norm(below, "ln_q", width, _EPS)
-            merger = QwenMerger.read(below, norm, ("mlp.0", "mlp.2"), wide, hidden, merged_first=False)
-        window = 0 if later else vision.size("window_size", 112) // spec.unit
+        below, (norm, *names) = tower.scope("merger."), kind.merger
+        window = vision.size("window_size", 112) // spec.unit if kind.windowed else 0
         return cls(
             spec,
             Colours.of(spec, weights.device),
             weights.made(kernel, bias_n=bias),
-            [_layer(tower.scope(f"blocks.{n}."), vision, later=later) for n in range(vision.size("depth"))],
+            [_layer(tower.scope(f"blocks.{n}."), vision, kind, width, inner) for n in range(vision.size("depth"))],
             (1.0 / (_THETA ** (torch.arange(quarter, dtype=torch.float32) / quarter))).to(weights.device),
-            merger,
+            QwenMerger.read(below, kind.norm(below, norm, width, _EPS), names, wide, hidden, merged_first=False),
             window,
             frozenset(_numbers(vision, "fullatt_block_indexes", (7, 15, 23, 31))) if window else frozenset(),
-            _places(tower, vision) if later else None,
-            _stacked(tower, vision, wide, hidden) if later else {},
+            _places(tower, vision) if kind.placed else None,
+            _stacked(tower, vision, wide, hidden) if kind.stacked else {},
         )
 
     @property
@@ -213,22 +235,21 @@ def _steps(count: int, side: int, device: torch.device) -> tuple[Tensor, Tensor]
     return before.long(), at - before
 
 
-def _layer(weights: Weights, vision: JsonFields, *, later: bool) -> TowerLayer:
-    width, inner = vision.size("hidden_size"), vision.size("intermediate_size")
-    usual = "gelu_pytorch_tanh" if later else "silu"
-    activation: Activation = ACTIVATIONS[vision.text("hidden_act", usual, tuple(ACTIVATIONS))]
+def _layer(weights: Weights, vision: JsonFields, kind: _TowerKind, width: int, inner: int) -> TowerLayer:
+    activation: Activation = ACTIVATIONS[vision.text("hidden_act", kind.activation, tuple(ACTIVATIONS))]
     attention, mlp = weights.scope("attn."), weights.scope("mlp.")
-    read_norm = layer_norm if later else tower_norm
-    if later:
-        first, second = mlp.linear({"linear_fc1": inner}, width, bias=True), "linear_fc2"
-    else:
-        first, second = mlp.linear({"gate_proj": inner, "up_proj": inner}, width, bias=True), "down_proj"
+    *first, second = kind.mlp
     return TowerLayer(
-        read_norm(weights, "norm1", width, _EPS),
+        kind.norm(weights, "norm1", width, _EPS),
         attention.linear({"qkv": 3 * width}, width, bias=True),
         attention.linear({"proj": width}, width, bias=True),
-        read_norm(weights, "norm2", width, _EPS),
-        TowerMlp(first, mlp.linear({second: width}, inner, bias=True), activation, gated=not later),
+        kind.norm(weights, "norm2", width, _EPS),
+        TowerMlp(
+            mlp.linear(dict.fromkeys(first, inner), width, bias=True),
+            mlp.linear({second: width}, inner, bias=True),
+            activation,
+            gated=len(first) > 1,
+        ),
         vision.size("num_heads"),
     )
 

@@ -124,7 +124,7 @@ KEYS: Mapping[str, ConfigKeys] = {
     "Qwen3": ConfigKeys(_WINDOWS),
     "Qwen3Moe": ConfigKeys(_WINDOWS | _EXPERTS | {"max_window_layers": "its window is of all layers or of none"}),
     "Mistral": ConfigKeys(),
-    "Qwen25VL": ConfigKeys(_WINDOWS),
+    "Qwen2VL": ConfigKeys(_WINDOWS),
     "Qwen3VL": ConfigKeys(_WINDOWS),
     "Qwen3VLMoe": ConfigKeys(_EXPERTS),
     "Mixtral": ConfigKeys(_EXPERTS),

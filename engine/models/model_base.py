@@ -30,7 +30,7 @@ from twinpool.engine.layers.decoder import (
 from twinpool.engine.layers.draft_layers import MtpLayer
 from twinpool.engine.layers.norm import rms_norm
 from twinpool.engine.layers.picture_tower import PictureTower, PixtralTower, SiglipTower
-from twinpool.engine.layers.qwen_towers import QwenTower
+from twinpool.engine.layers.qwen_towers import QWEN_TOWERS, QwenTower
 from twinpool.engine.models.eagle3 import Eagle3
 from twinpool.engine.tensors.shard import WHOLE, Shard
 from twinpool.engine.tensors.weight_loader import Weights
@@ -42,8 +42,7 @@ _SANDWICH = tuple(f"{place}_layernorm" for place in ("input", "post_attention", 
 _TOWERS: dict[str, Callable[[Weights, PictureSpec, int, float], PictureTower | None]] = {
     "pixtral": PixtralTower.read,
     "siglip": SiglipTower.read,
-    "qwen2_5_vl": QwenTower.read,
-    "qwen3_vl": QwenTower.read,
+    **dict.fromkeys(QWEN_TOWERS, QwenTower.read),
 }
 """What reads a checkpoint's tower, by the family of its `PictureSpec`."""
 

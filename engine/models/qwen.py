@@ -5,6 +5,7 @@ The text of Qwen2-VL, Qwen2.5-VL and Qwen3-VL is one of them as well.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -42,29 +43,34 @@ class Qwen2(Llama):
         return qwen_windows(self.config, self.layers)
 
 
+def _turned(rope: RopeSpec, spec: ModelSpec, rope_dim: int, usual: Sequence[int], *, interleaved: bool) -> RopeSpec:
+    """The rope of a text in which positions of pictures are turned by three axes. Of text alone all three are one, so
+    a checkpoint whose pictures aren't taken needs none. `usual`: how many frequencies turn in time, by row and by
+    column, where `config.json` doesn't say. Raises `CheckpointError`."""
+    if spec.pictures is None:
+        return rope
+    config = spec.config
+    raw = config.table("rope_scaling") or config.table("rope_parameters")
+    given = raw.get("mrope_section", usual)
+    if not isinstance(given, list | tuple) or [type(one) for one in given] != [int] * 3 or min(given) < 0:
+        raise config.refuse(f"mrope_section must be three whole numbers, got {given!r}")
+    if sum(given) != rope_dim // 2:
+        raise config.refuse(f"mrope_section {list(given)} must add up to half of the {rope_dim} dimensions that turn")
+    return replace(rope, axes=picture_axes(given, interleaved=interleaved))
+
+
 class _Turned(Llama):
-    """A text in which positions of pictures are turned by three axes. Of text alone all three are one, so a checkpoint
-    whose pictures aren't taken needs none."""
+    """A text in which positions of pictures are turned by three axes."""
 
     sections: tuple[int, ...]
-    """How many frequencies turn in time, by row and by column, where `config.json` doesn't say."""
     interleaved: bool
 
     def read_rope(self) -> RopeSpec:
-        rope = super().read_rope()
-        if self.spec.pictures is None:
-            return rope
-        raw = self.config.table("rope_scaling") or self.config.table("rope_parameters")
-        given = raw.get("mrope_section", self.sections)
-        if not isinstance(given, list | tuple) or [type(one) for one in given] != [int] * 3 or min(given) < 0:
-            raise self.config.refuse(f"mrope_section must be three whole numbers, got {given!r}")
-        if sum(given) != self.head_dim // 2:
-            raise self.config.refuse(f"mrope_section {list(given)} must add up to half of head_dim {self.head_dim}")
-        return replace(rope, axes=picture_axes(given, interleaved=self.interleaved))
+        return _turned(super().read_rope(), self.spec, self.head_dim, self.sections, interleaved=self.interleaved)
 
 
-class Qwen25VL(_Turned, Qwen2):
-    """The text of ``Qwen2_5_VLForConditionalGeneration``."""
+class Qwen2VL(_Turned, Qwen2):
+    """The text of ``Qwen2VLForConditionalGeneration`` and ``Qwen2_5_VLForConditionalGeneration``."""
 
     sections, interleaved = (16, 24, 24), False
 
@@ -182,7 +188,7 @@ class Qwen3Next(Model):
         self.kv_heads = config.size("num_key_value_heads", self.heads)
         self.head_dim = config.size("head_dim", 256)
         self.bias = config.flag("attention_bias")
-        self.rope = read_rope(config, partial=True, default_partial=0.25, context=spec.context)
+        self.rope = self.read_rope()
         self.rope_dim = int(self.head_dim * self.rope.partial)
         every = config.size("full_attention_interval", 4)
         usual = [_KINDS[(i + 1) % every == 0] for i in range(self.layers)]
@@ -199,6 +205,9 @@ class Qwen3Next(Model):
         if "num_experts" in config:
             self.mixture = QwenMixture.of(config, self.hidden, self.layers, top_k=None, normalise=True)
         self._refuse()
+
+    def read_rope(self) -> RopeSpec:
+        return read_rope(self.config, partial=True, default_partial=0.25, context=self.spec.context)
 
     def _refuse(self) -> None:
         config, delta = self.config, self.delta
@@ -269,3 +278,7 @@ class Qwen35(Qwen3Next):
     """
 
     projection: Projection = staticmethod(separate)
+
+    def read_rope(self) -> RopeSpec:
+        rope = super().read_rope()
+        return _turned(rope, self.spec, int(self.head_dim * rope.partial), (11, 11, 10), interleaved=True)

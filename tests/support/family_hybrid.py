@@ -17,7 +17,7 @@ from transformers import FalconH1Config, NemotronHConfig, Qwen3_5MoeTextConfig, 
 
 from tests.support.family_checkpoint import COMMON, published_config, rewrite_tensors, tensors_of, write_family
 
-_DELTA: dict[str, Any] = {
+DELTA: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 4,
@@ -36,7 +36,7 @@ def make_qwen3_next(
     folder: Path, *, dtype: str = "float32", seed: int = 0, published: bool = False, **changes: object
 ) -> Path:
     """Four layers: one with full attention; the feed-forward part of the first is dense."""
-    numbers = _DELTA | {
+    numbers = DELTA | {
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 40,
@@ -59,7 +59,7 @@ def make_qwen3_5(
     """The same with dense layers, or experts where `num_experts` are given; published as the text of a model that sees,
     too."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}
-    numbers = _DELTA | {"rope_parameters": rope}
+    numbers = DELTA | {"rope_parameters": rope}
     config = Qwen3_5MoeTextConfig if "num_experts" in changes else Qwen3_5TextConfig
     write_family(folder, config(**(COMMON | numbers | changes)), dtype=dtype, seed=seed)
     tensors = respread(folder, seed)

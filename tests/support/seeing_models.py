@@ -24,6 +24,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from tests.support.checkpoints import VOCAB, write_tokenizer
 from tests.support.family_checkpoint import COMMON
+from tests.support.family_hybrid import DELTA, respread
 
 TEXT = COMMON | {
     "hidden_size": 64,
@@ -148,6 +149,19 @@ def write_qwen25_vl(folder: Path, *, seed: int = 5, dtype: str = "float32") -> P
     return folder
 
 
+def write_qwen2_vl(folder: Path, *, seed: int = 5, dtype: str = "float32") -> Path:
+    """Write a Qwen2-VL with 8 pixels a side of a position."""
+    tower = {"depth": 3, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2, "num_heads": 2, "patch_size": 4}
+    config = transformers.Qwen2VLConfig(
+        text_config=TEXT | {"rope_parameters": MROPE, "vocab_size": VOCAB + len(QWEN_MARKS)},
+        vision_config=tower,
+        **_QWEN_IDS,
+    )
+    _write_model(folder, transformers.Qwen2VLForConditionalGeneration, config, seed, dtype)
+    _write_qwens(folder, {"min_pixels": QWEN_PIXELS["shortest_edge"], "max_pixels": QWEN_PIXELS["longest_edge"]})
+    return folder
+
+
 def write_qwen3_vl(folder: Path, *, experts: bool = False, seed: int = 5, dtype: str = "float32") -> Path:
     """Write a Qwen3-VL with 8 pixels a side of a position, of whose tower two layers are shown to the text."""
     rope = {"rope_parameters": MROPE | {"mrope_interleaved": True}}
@@ -165,6 +179,24 @@ def write_qwen3_vl(folder: Path, *, experts: bool = False, seed: int = 5, dtype:
     return folder
 
 
+def write_qwen35(folder: Path, *, experts: bool = False, seed: int = 5, dtype: str = "float32") -> Path:
+    """Write a Qwen3.5 with 8 pixels a side of a position, and recurrent layers whose states last."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2]}
+    text = TEXT | DELTA | {"rope_parameters": rope, "vocab_size": VOCAB + len(QWEN_MARKS)}
+    text |= {"layer_types": ["linear_attention", "full_attention"] * 2}  # Each half has one of each kind.
+    name = "Qwen3_5Moe" if experts else "Qwen3_5"
+    if experts:
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+        text |= {"shared_expert_intermediate_size": 48}
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text, vision_config=QWEN_TOWER | {"num_position_embeddings": 25}, **_QWEN_IDS
+    )
+    _write_model(folder, getattr(transformers, f"{name}ForConditionalGeneration"), config, seed, dtype)
+    respread(folder, seed)
+    _write_qwens(folder, {"size": QWEN_PIXELS})
+    return folder
+
+
 _QWEN_IDS = {
     "vision_start_token_id": VOCAB,
     "vision_end_token_id": VOCAB + 1,
@@ -176,8 +208,10 @@ _QWEN_IDS = {
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "mistral3": write_mistral3,
     "gemma3": write_gemma3,
+    "qwen2-vl": write_qwen2_vl,
     "qwen2.5-vl": write_qwen25_vl,
     "qwen3-vl": write_qwen3_vl,
+    "qwen3.5": write_qwen35,
 }
 
 

@@ -20,7 +20,7 @@ from tests.support.stepped_cluster import company, generated
 from tests.support.worker_pair import Answer, Pair, pair
 from tests.support.worker_parts import table_of
 from twinpool.colocate.worker import ColocatedWorker
-from twinpool.contracts.block_hash import in_vocabulary
+from twinpool.contracts.block_hash import PICTURE_KEYS, in_vocabulary
 from twinpool.contracts.checkpoint.model_spec import read_model_spec
 from twinpool.contracts.config.router_config import RouterConfig
 from twinpool.contracts.errors import ErrorKind
@@ -170,6 +170,30 @@ def test_the_same_picture_is_shared_and_another_of_its_size_is_not(seer: Seer) -
         assert cached(chat(1, " or not")) == (16 if seer.whole else 64)
         assert both.prefill.status().counters["pictures_computed"] == 1
         assert cached(chat(2, " and say")) == 0
+        assert both.prefill.status().counters["pictures_computed"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seer", ["qwen3.5"], indirect=True)
+def test_a_recurrent_state_behind_a_picture_is_of_that_picture(seer: Seer) -> None:
+    """A snapshot holds all that was before it, so it has to be found by that alone: the picture lies before it, whole,
+    and nothing behind the picture tells one from the other."""
+
+    def chat(seed: int, question: str) -> Messages:
+        return [asks("see ", png(pattern(24, 24, seed)), " and say what there is to be seen", question)]
+
+    with pair(seer.folder, cache={"page_tokens": 16}, prefill={"chunk_tokens": 32}) as both:
+
+        def cached(messages: Messages) -> int:
+            (answer,) = both.run(seer.submit(both, messages))
+            seer.expect(messages, answer)
+            return answer.progress[Role.PREFILL].cached_tokens
+
+        pictured = [at for at, one in enumerate(seer.prompt(chat(1, "?")).tokens) if one >= PICTURE_KEYS]
+        assert cached(chat(1, "?")) == 0
+        assert cached(chat(2, "?")) == 0
+        assert cached(chat(1, "!")) == 32 > pictured[-1]
+        assert cached(chat(2, "!")) == 32
         assert both.prefill.status().counters["pictures_computed"] == 2
 
 
