@@ -301,7 +301,7 @@ class Decoder:
     """Whether pictures turn positions by three axes, so that ranks are told how."""
     stage: Stage = Stage()
     mixtures: Sequence[Spread] = ()
-    """The layers' mixtures of experts, in the order in which a step computes them."""
+    """The layers' mixtures of experts that workers share, in the order in which a step computes them."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -116,8 +116,9 @@ class MixtureOfExperts:
         self._here = here if len(here) < sizes.experts else None
         whole = ShardAxis(sizes.inner, 0, sizes.inner)
         units = weights.shard.axis(sizes.inner, what="inner units of an expert") if self._here is None else whole
-        self._shared_out = weights.shard.dp > 1
-        self._partial = not self._shared_out and (self._here is not None or units.divided)
+        self.spread = weights.shard.dp > 1
+        """Whether its experts are spread over workers that share them."""
+        self._partial = not self.spread and (self._here is not None or units.divided)
         mine = weights.scope(below)
         experts = [read(mine, number, sizes, units) for number in here]
         self._experts = (_triton if weights.triton else _torch)(weights, experts, activation)
@@ -128,7 +129,7 @@ class MixtureOfExperts:
         """Compute [M, hidden]. `routed_by`: the router's input, where it isn't `h_mh`."""
         routes = self._router(h_mh if routed_by is None else routed_by, ctx)
         real = ExpertRoutes(routes.experts_mk[: ctx.count], routes.weights_mk[: ctx.count])
-        if self._shared_out:
+        if self.spread:
             assert ctx.spread is not None, "experts that others have are computed in a step of all"
             sum_th = ctx.spread.sum(h_mh[: ctx.count], real, self.held, ctx.numerics)
         else:

@@ -194,9 +194,10 @@ class Model(ABC):
         return Decoder(embed, layers, norm, head, draft=draft, tower=tower, turned=turned, adapted=adapted, stage=stage)
 
     def draft_layer(self, whole: Weights) -> DraftLayer:
-        """Build the layer that predicts further tokens, by DeepSeek's names, from the `whole` checkpoint."""
+        """Build the layer that predicts further tokens, by DeepSeek's names, from the `whole` checkpoint. It drafts in
+        steps of its own, which workers that share their experts don't take together: each has its experts."""
         hidden, vocab, below = self.hidden, self.spec.vocab_size, self.mtp.format(self.layers)
-        weights = whole.scope(below)
+        weights = whole.unshared().scope(below)
         if not weights.has("eh_proj.weight"):
             raise self.config.refuse(
                 f"engine.draft_model={self.spec.draft_model}: the checkpoint has no layer that predicts further tokens "

@@ -221,7 +221,7 @@ def _read(model: Model, config: EngineConfig, device: torch.device, shard: Shard
         with current_kernels.using(kernels):
             decoder = model.build(weights)
             check_inputs(config, weights.linears, model.spec.name)
-        decoder.kernels, decoder.mixtures = kernels, weights.mixtures
+        decoder.kernels, decoder.mixtures = kernels, [one for one in weights.mixtures if one.spread]
     finally:
         weights.close()
     return decoder, numerics_for(weights, config, device)

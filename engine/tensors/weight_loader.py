@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -161,6 +161,11 @@ class Weights:
     def scope(self, prefix: str) -> Weights:
         """The tensors whose names begin with `prefix`, e.g. ``model.layers.3.``, below this scope."""
         return Weights(self.spec, self.dtype, self.device, self.shard, prefix=self._prefix + prefix, files=self._files)
+
+    def unshared(self) -> Weights:
+        """The same, of a worker that shares no experts with others."""
+        shard = replace(self.shard, dp=1, dp_rank=0)
+        return Weights(self.spec, self.dtype, self.device, shard, prefix=self._prefix, files=self._files)
 
     def experts(self, count: int) -> range:
         """The experts of a mixture of `count` that this rank holds (`Shard.experts`)."""

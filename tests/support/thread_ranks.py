@@ -107,7 +107,7 @@ def idle_sharers(folder: Path, role: Role, name: WorkerName, config: Config) -> 
         yield None
         return
     meeting, mine = Meeting(size), dp_rank(name, size)[1]
-    model = read_model(folder, config=config.engine)
+    model = read_model(folder, config.engine.context, config.engine.draft_model, config.engine)
     failed: list[BaseException] = []
 
     def live(rank: ThreadRank) -> None:

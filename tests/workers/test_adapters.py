@@ -17,6 +17,7 @@ from msgspec import structs
 
 from tests.support.adapters import make_adapter, merged
 from tests.support.checkpoints import Oracle, compare, make_checkpoint
+from tests.support.model_families import FAMILIES
 from tests.support.served_cluster import until
 from tests.support.stepped_cluster import Company, company
 from tests.support.worker_pair import Answer, Pair, pair
@@ -102,6 +103,20 @@ def test_answers_of_many_adapters_in_one_batch_are_those_of_models_with_each_mer
         for prompt, adapter, answer in zip(asked, chosen, both.run(*requests), strict=True):
             expect(each, adapter, prompt, answer)
             assert answer.progress[Role.DECODE].cached_tokens == 0
+
+
+@pytest.mark.slow
+def test_workers_that_share_their_experts_have_adapters_of_what_is_their_own(tmp_path: Path) -> None:
+    folder = FAMILIES["qwen3_moe"](tmp_path / "model")
+    path = make_adapter(tmp_path / "adapter", folder, 4, without=".experts.")
+    made = Family(folder, (adapter_ref("one", str(path), [str(tmp_path)], 64),), tmp_path)
+    asked = [[token % 90 for token in prompt] for prompt in prompts(5, 40, 17)]
+    sections: dict[str, Any] = {"transfer": {"plane": "shm"}, "prefill": {"dp": 2}, "decode": {"dp": 2}}
+    with pair(folder, adapters={"roots": str(tmp_path)}, **sections) as both:
+        chosen = [*made.adapters, None]
+        requests = [ask(both, prompt, 8, adapter) for prompt, adapter in zip(asked, chosen, strict=True)]
+        for prompt, adapter, answer in zip(asked, chosen, both.run(*requests), strict=True):
+            expect(made, adapter, prompt, answer)
 
 
 def test_pages_of_an_adapter_are_found_by_itself_alone(llama: Family) -> None:

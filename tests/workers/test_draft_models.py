@@ -123,6 +123,7 @@ SCENES: dict[str, dict[str, Any]] = {
     "copied": {"decode": {"cache": {"host_bytes": HOST_BYTES}, "retract": "copy"}, "faults": {"retract_every": 3}},
     "shm": {"transfer": {"plane": "shm"}, "prefill": {"chunk_tokens": 16}},
     "zmq": {"transfer": {"plane": "zmq"}, "prefill": {"chunk_tokens": 16}},
+    "shared experts": {"transfer": {"plane": "shm"}, "decode": {"dp": 2}},
 }
 
 
