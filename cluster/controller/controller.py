@@ -21,6 +21,8 @@ Guarantees:
 - A worker that left by drain, or died while it was draining or had only been told to, is not started again until an
   operator wants it back (`undrain`). A worker that was told to change its role is started in the new role, whether it
   left or died; one that left and says that it has closed keeps its process, which goes on by the plan of that start.
+- Workers that share their experts start together, and come back together: what ends the start of one ends that of the
+  others, and where one is told to leave for a while, so are they.
 - No worker is started that no node has room for, only so many start at once, and who served before comes first
   (`cluster.controller.node_room`).
 - A node that is *cordoned* gets no worker until it is uncordoned: a worker that is only starting there is started
@@ -49,7 +51,7 @@ from twinpool.cluster.controller.controller_actions import (
     StartWorker,
     WorkerKey,
 )
-from twinpool.cluster.controller.controller_table import ControllerTable, RowChange, StartQueue, killing
+from twinpool.cluster.controller.controller_table import ControllerTable, RowChange, StartQueue, keep_together, killing
 from twinpool.cluster.controller.leadership import ControllerLedger
 from twinpool.cluster.controller.node_room import NOWHERE, ClusterRoom, NodePlace
 from twinpool.cluster.controller.pool_operations import PoolOperations
@@ -290,6 +292,7 @@ class Controller:
                 self._wait_for_place(row, now)
             elif row.state is WorkerState.STARTING and now >= row.deadline:
                 self._kill(row, f"not ready after {self._config.start_timeout_s:g} s", silent=True)
+        keep_together(self.table)
         if self.can_start:
             self._start_due(now)
         actions, self.table.actions = self.table.actions, []

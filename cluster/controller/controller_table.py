@@ -264,6 +264,11 @@ class ControllerTable:
         group, kind = dp_rank(name, size)[0], name.rpartition("-")[0]
         return tuple(WorkerName(f"{kind}-{group * size + rank}") for rank in range(size))
 
+    def other_sharers(self, row: WantedWorker) -> list[WantedWorker]:
+        """The rows of the workers that share their experts with this one."""
+        names = self.sharers(row.name, row.role)
+        return [one for name in names if name != row.name and (one := self.rows.get(name)) is not None]
+
     def known_nodes(self) -> str:
         return ", ".join(sorted({node.host for node in self.every_node()})) or "none"
 
@@ -276,6 +281,24 @@ def _adapters(text: str) -> list[AdapterRef]:
 def killing(row: WantedWorker) -> KillWorker:
     record = row.record
     return KillWorker(row.name, row.incarnation, record.pid if record else 0, record.node if record else "")
+
+
+def keep_together(table: ControllerTable) -> None:
+    """Have workers that share their experts start together, and leave together where one leaves to come back: alone it
+    would wait for the others for as long as it may."""
+    if all(table.room.together(role) == 1 for role in Role):
+        return
+    for row in list(table.rows.values()):
+        others = table.other_sharers(row)
+        if row.state is WorkerState.STARTING:
+            missing = [one.name for one in others if one.state in (WorkerState.DEAD, WorkerState.LEFT)]
+            if missing:
+                table.end_start(row, f"{missing[0]}, with which it shares its experts, has to start with it")
+        elif row.state is WorkerState.READY and not row.drains:
+            changing = [one for one in others if one.serves and one.leaves and one.becomes is not None]
+            if changing:
+                row.becomes, row.drains, row.changes = row.role, True, changing[0].changes
+                table.saved(row)
 
 
 TURN = "its turn to start (cluster.starts_at_once)"

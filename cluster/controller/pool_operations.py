@@ -153,12 +153,14 @@ class PoolOperations:
             raise ConfigError(f"{name} is {row.state}: it leaves by drain")
         self._send_away(row)
 
-    def restart(self, name: WorkerName) -> None:
+    def restart(self, name: WorkerName, keep: Iterable[Role] = ()) -> None:
         """Have a worker drain, leave and start again as its next incarnation; one that has left or is dead starts. So
-        do those that it shares its experts with."""
+        do those that it shares its experts with. `keep`: as for `drain`; routers have looked at the one worker."""
         named = self._row(name)
         group = self._table.sharers(named.name, named.role)
         rows = [self._table.rows[one] for one in group if one in self._table.rows]
+        if len(rows) > 1:
+            self._check_left(name, [row for row in rows if row.serves], set(keep))
         self._check_room([Occupant(row.name, row.role, only=row.only) for row in rows if not row.wanted])
         for row in rows:
             if row.state is WorkerState.STARTING:
@@ -206,7 +208,7 @@ class PoolOperations:
                 sizes = ", ".join(f"{role} to {count}" for role, count in change.counts.items())
                 return self.scale(change.counts, empty=change.empty), f"an operator has scaled {sizes}"
             case RestartWorker():
-                self.restart(change.name)
+                self.restart(change.name, change.keep)
                 return (), f"an operator restarts {change.name}"
             case CordonNode():
                 return self.cordon(change.node), f"an operator has cordoned {change.node}"
@@ -268,6 +270,10 @@ class PoolOperations:
         if row is not None:
             if row.wanted and not row.serves:
                 raise ConfigError(f"{target} is not draining; it is {row.state}")
+            if others := [one.name for one in self._table.other_sharers(row) if one.leaves and one.becomes is not None]:
+                raise ConfigError(
+                    f"{target} restarts with {others[0]}, with which it shares its experts: wait for both"
+                )
             return self._take_back([row])
         back = self._take_back(self._table.on_node(self._node(target)))
         self.uncordon(target)

@@ -140,10 +140,14 @@ class WantedWorker:
         return self.served_as is self.role
 
     @property
+    def leaves(self) -> bool:
+        """Whether it is told to drain, or drains."""
+        return self.drains or self.state is WorkerState.DRAINING
+
+    @property
     def stays(self) -> bool:
         """Whether the worker is to go on, or to come back."""
-        leaves = self.drains or self.state is WorkerState.DRAINING
-        return self.wanted and (not leaves or self.becomes is not None)
+        return self.wanted and (not self.leaves or self.becomes is not None)
 
     @property
     def unplaced(self) -> bool:

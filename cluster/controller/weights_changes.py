@@ -140,7 +140,7 @@ class WeightsChanges:
         if change.level:
             return f"an operator has put the cluster to sleep, level {change.level}"
         for row in _serving(self._table):
-            if row.changes and not _leaves(row) and not self.is_behind(row):  # It was to leave once others had.
+            if row.changes and not row.leaves and not self.is_behind(row):  # It was to leave once others had.
                 row.changes = False
                 self._table.saved(row)
         return "a request has woken the cluster" if change.demand else "it was woken"
@@ -230,7 +230,7 @@ class WeightsChanges:
             left = [row.role for row in behind]
             self._tell(max(behind, key=lambda row: (left.count(row.role), row.role is Role.PREFILL)), now)
         for row in behind:
-            if row.changes or (_leaves(row) and row.becomes is row.role):  # An earlier controller has told it.
+            if row.changes or (row.leaves and row.becomes is row.role):  # An earlier controller has told it.
                 self._tell(row, now)
         return None
 
@@ -252,11 +252,10 @@ class WeightsChanges:
         """Have a worker that serves drain, and go on as its next incarnation. One that leaves already goes where it was
         sent: to another role, or for good."""
         self._told.setdefault((row.name, row.incarnation), now)
-        leaves = _leaves(row)
-        if row.changes and leaves:
+        if row.changes and row.leaves:
             return
         row.changes = True
-        if not leaves:
+        if not row.leaves:
             row.becomes, row.drains = row.becomes or row.role, True
         self._table.saved(row)
 
@@ -313,11 +312,6 @@ def _next(served: ServedWeights) -> int:
 
 def _serving(table: ControllerTable) -> list[WantedWorker]:
     return [row for row in table.rows.values() if row.serves]
-
-
-def _leaves(row: WantedWorker) -> bool:
-    """Whether a worker that serves is about to leave."""
-    return row.drains or row.state is WorkerState.DRAINING
 
 
 def _files(record: WorkerRecord | None) -> tuple[str, str]:

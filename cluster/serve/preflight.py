@@ -317,13 +317,10 @@ def _check_data_parallel(config: Config, spec: ModelSpec, role: Role) -> None:
             )
     barred = {
         "transfer.plane=local": config.transfer.plane == "local",
-        "adapters": config.adapters.used,
         "autoscaling.enabled": config.autoscaling.enabled,
         f"engine.device={config.engine.device}": on_gpus(config),
-        f"engine.draft_model={config.engine.draft_model}": bool(config.engine.draft_model),
         "engine.models=transformers": config.engine.models != "native",
         "engine.share_weights=on": config.engine.share_weights == "on",
-        "engine.weight_roots": bool(config.engine.weight_roots),
     }
     for setting in [setting for setting, there in barred.items() if there]:
         raise ConfigError(f"{key}={size} doesn't go with {setting} yet: leave one of them out")

@@ -124,10 +124,7 @@ def on_card(config: Config, card: int) -> Config:
 
 
 def _cannot_prepare(weights: WeightsVersion) -> str:
-    raise ConfigError(
-        "its process goes on as no other worker, so its weights can't change: that needs prefill.dp, decode.dp and "
-        "colocate.dp of 1"
-    )
+    raise ConfigError("its process takes no other weights than it was started with")
 
 
 class WeightsPreparation:

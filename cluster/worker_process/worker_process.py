@@ -161,6 +161,8 @@ class PlannedWorkers:
         if weights.path:  # The checkpoint was served as it is.
             check_finite(spec)
         kept.prepare(model_for(spec, plan.config.engine))
+        if self._dp is not None:  # The worker to come is another process, and reads them itself.
+            kept.forget_prepared()
         _check_unchanged(spec, before)
         return spec.weights.digest if spec.weights is not None else ""
 
@@ -471,9 +473,8 @@ def run_worker(
         )
         while True:
             alone = plan.config.dp_for(plan.role) == 1  # Who shares experts starts with the others, in a new process.
-            outcome = WorkerProcess(
-                plan, workers.build, loop, workers.release if alone else None, preparation if alone else None
-            ).run()
+            release = workers.release if alone else None
+            outcome = WorkerProcess(plan, workers.build, loop, release, preparation).run()
             code = 0 if outcome.end in (WorkerEnd.LEFT, WorkerEnd.STOPPED) else 1
             write_exit(plan, outcome.reason)
             if not outcome.goes_on:

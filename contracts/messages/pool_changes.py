@@ -38,9 +38,11 @@ class ScalePools(Message, frozen=True, tag="scale"):
 
 
 class RestartWorker(Message, frozen=True, tag="restart"):
-    """Have a worker drain, leave and start again."""
+    """Have a worker drain, leave and start again, and with it those that it shares its experts with."""
 
     name: NamedWorker
+    keep: Annotated[tuple[Role, ...], SOME] = ()
+    """Roles that mustn't be without a worker meanwhile."""
 
 
 class CordonNode(Message, frozen=True, tag="cordon"):

@@ -375,12 +375,13 @@ async def _restart(service: RouterService, exchange: HttpExchange) -> None:
     target = find_target(service, name_after(exchange, "/cluster/restart/"), nodes=False)
     if isinstance(target, ApiError):
         return await exchange.fail(target)
-    (entry,) = target.entries
+    (entry,), force = target.entries, asked(exchange, "force")
     if entry.status.state == "ready":
-        if failure := undrainable(service, target, force=asked(exchange, "force"), otherwise="restart it"):
+        if failure := undrainable(service, target, force=force, otherwise="restart it"):
             return await exchange.fail(failure)
         entry.request_drain(service.clock.now())
-    if not await _change(service, exchange, RestartWorker(entry.record.name)):
+    keep = () if force else service.core.workers.needed
+    if not await _change(service, exchange, RestartWorker(entry.record.name, tuple(keep))):
         entry.cancel_drain()
 
 

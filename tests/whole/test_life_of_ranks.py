@@ -6,7 +6,9 @@ from __future__ import annotations
 import random
 import signal
 from pathlib import Path
+from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -87,4 +89,43 @@ def test_decode_workers_that_share_their_experts_come_back_together_when_one_is_
         assert not any(psutil.pid_exists(before[name]["pid"]) for name in names)
         for prompt, answer in zip(prompts, cluster.complete_all(prompts, max_tokens=12), strict=True):
             assert compare(oracle, prompt, answer.tokens).equal
+        cluster.settle()
+
+
+@pytest.mark.slow
+def test_decode_workers_that_share_their_experts_pause_change_their_weights_and_sleep_together(tmp_path: Path) -> None:
+    folders = [FAMILIES["qwen3_moe"](tmp_path / name, seed=seed) for seed, name in enumerate(("first", "second"))]
+    rng = random.Random(7)
+    prompts = [[rng.randrange(90) for _ in range(n)] for n in (1, 40, 150, 90)]
+    sections = {
+        "cache": {"device_tokens": 4096}, "decode": {"dp": 2}, "cluster": {"heartbeat_s": 0.2},
+        "engine": {"weight_roots": str(tmp_path)},
+    }  # fmt: skip
+    with serving(folders[0], tmp_path / "run", "--decode", "2", sections=sections) as cluster:
+
+        def post(name: str, **body: Any) -> None:
+            told = httpx.post(f"{cluster.url}/v1/{name}", json=body, timeout=300)
+            assert told.status_code == 200, told.text
+
+        def check(folder: Path) -> None:
+            oracle = Oracle(folder)
+            for prompt, answer in zip(prompts, cluster.complete_all(prompts, max_tokens=12), strict=True):
+                assert compare(oracle, prompt, answer.tokens).equal
+
+        check(folders[0])
+        post("pause")
+        post("resume")
+        check(folders[0])
+        before = cluster.status()
+        post("weights", path=str(folders[1]), rolling=True)
+        check(folders[1])
+        assert all(cluster.status()[name]["incarnation"] > before[name]["incarnation"] for name in before)
+        post("sleep", level=1)
+        post("wake")
+        check(folders[1])
+        post("weights/revert")
+        check(folders[0])
+        assert cluster.twinpool("restart", "decode-0").returncode != 0, "nobody else decodes"
+        assert cluster.twinpool("restart", "decode-0", "--force").returncode == 0
+        check(folders[0])
         cluster.settle()

@@ -383,6 +383,18 @@ def test_workers_that_share_their_experts_start_in_one_turn_and_come_back_togeth
     assert cluster.tick(5.0) == ["decode-2", "decode-3"]
 
 
+def test_what_ends_the_start_of_one_ends_that_of_those_that_share_its_experts() -> None:
+    cluster = Cluster(sharing(60, starts=9), prefill=1, decode=2)
+    cluster.tick()
+    cluster.core.died(WorkerName("decode-1"), cluster.starting.pop(WorkerName("decode-1")).incarnation, "no memory")
+    started = cluster.tick() + cluster.tick(5.0)
+    assert started == ["decode-0", "decode-1"], "at once, and not when the other's start has taken too long"
+    assert [row.restarts.deaths for row in cluster.core.table.rows.values()] == [0, 0, 1]
+    del cluster.starting[WorkerName("decode-0")]
+    cluster.again()
+    assert cluster.tick() == ["decode-0", "decode-1"], "a launcher that was to start both has started one"
+
+
 def test_one_that_is_not_wanted_holds_up_those_that_share_its_experts_and_they_say_so() -> None:
     cluster = Cluster(sharing(60, starts=9), prefill=1, decode=2)
     cluster.tick()
@@ -411,9 +423,13 @@ def test_pools_of_sharing_workers_change_by_whole_groups() -> None:
     assert pools.add_some(Role.DECODE, 2) == ("decode-4", "decode-5")
     assert set(pools.scale({Role.DECODE: 4})) == {"decode-4", "decode-5"}, "those that don't serve yet"
     assert set(pools.scale({Role.DECODE: 2})) == {"decode-2", "decode-3"}
+    with pytest.raises(ConfigError, match=r"^decode-1 is the last decode worker that stays; --force"):
+        pools.restart(WorkerName("decode-1"), PAIR)
     pools.restart(WorkerName("decode-1"))
     rows = cluster.core.table.rows
     assert all(rows[WorkerName(name)].becomes is Role.DECODE for name in ("decode-0", "decode-1"))
+    with pytest.raises(ConfigError, match="decode-0 restarts with decode-1, with which it shares its experts"):
+        pools.undrain("decode-0")
 
 
 def test_what_a_drain_has_left_of_a_group_is_scaled_away_first() -> None:

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.controller_actions import KillWorker, StartWorker
 from twinpool.cluster.controller.leadership import MemoryLedger
+from twinpool.cluster.controller.node_room import ClusterRoom, NodePlace, NodeRoom, RoleRoom
 from twinpool.contracts.clock import ManualClock
 from twinpool.contracts.config.cluster_config import ClusterConfig
 from twinpool.contracts.errors import ConfigError
@@ -50,7 +51,11 @@ class Process:
 class Pools:
     """Workers of two pools and their controller, driven by hand; the ledger outlives controllers."""
 
-    def __init__(self, prefill: int = 2, decode: int = 2, config: ClusterConfig | None = None) -> None:
+    def __init__(
+        self, prefill: int = 2, decode: int = 2, config: ClusterConfig | None = None, together: int = 1
+    ) -> None:
+        """`together`: so many decode workers share their experts, and leave once all of them have drained."""
+        self.together = together
         self.clock, self.ledger, self.wall = ManualClock(), MemoryLedger(), 5000.0
         self.config = config or ClusterConfig()
         self.slow: set[WorkerName] = set()
@@ -61,6 +66,9 @@ class Pools:
         self.protocol = STREAM_PROTOCOL
         self.began: list[StartWorker] = []
         self.restart()
+        if together > 1:
+            roles: dict[str, RoleRoom] = {Role.PREFILL: RoleRoom(1), Role.DECODE: RoleRoom(1, together=together)}
+            self.core.set_room(ClusterRoom((NodeRoom(NodePlace("", "n"), 100, starts=100, roles=roles),)))
         self.core.pools.add_some(Role.PREFILL, prefill)
         self.core.pools.add_some(Role.DECODE, decode)
         self.settle()
@@ -110,10 +118,22 @@ class Pools:
         one.prepared = one.told.prepare
         one.state = "draining" if one.told.drain else one.state
         one.requests = 0 if one.told.hurry else one.requests
-        if one.state == "draining" and not one.requests:
-            one.waits = self.core.leave(name, incarnation, closed=True)
+        if one.state == "draining" and all(self.drained(other) for other in self.group(name)):
+            one.waits = self.core.leave(name, incarnation, closed=len(self.group(name)) == 1)
             if not one.waits:
                 del self.processes[name]
+
+    def group(self, name: WorkerName) -> tuple[WorkerName, ...]:
+        """The workers that share their experts with this one, itself among them."""
+        kind, _, number = name.rpartition("-")
+        size = self.together if kind == Role.DECODE else 1
+        first = int(number) // size * size
+        return tuple(WorkerName(f"{kind}-{rank}") for rank in range(first, first + size))
+
+    def drained(self, name: WorkerName) -> bool:
+        """Whether a worker drains and has no request, or has left."""
+        one = self.processes.get(name)
+        return one is None or (one.state == "draining" and not one.requests)
 
     def round(self) -> None:
         self.clock.advance(0.5)
@@ -286,6 +306,23 @@ def test_a_worker_that_an_operator_drains_leaves_for_good_whatever_else_changes(
     pools.core.pools.make(SleepCluster(0))
     pools.settle()
     assert (pools.core.table.rows[leaving].state, len(pools.numbers)) == ("left", 4)
+
+
+@pytest.mark.parametrize("rolling", [False, True])
+def test_workers_that_share_their_experts_change_their_weights_together(*, rolling: bool) -> None:
+    pools = Pools(prefill=1, decode=4, together=2)
+    pools.core.pools.make(replace(NEW, rolling=rolling))
+    away = 0
+    for _ in range(80):
+        pools.round()
+        serve = [name for name in pools.numbers if name.startswith("decode")]
+        away = max(away, 4 - len([name for name in serve if pools.processes[name].state == "ready"]))
+    assert away == (2 if rolling else 4)
+    assert (len(pools.numbers), set(pools.numbers.values())) == (5, {1})
+    for change in (FlushCaches(wait_s=5.0), SleepCluster(1, wait_s=5.0), SleepCluster(0)):
+        pools.core.pools.make(change)
+        pools.settle()
+        assert len(pools.numbers) == (0 if change == SleepCluster(1, wait_s=5.0) else 5)
 
 
 def test_a_pool_that_is_scaled_down_during_a_change_stays_so() -> None:
@@ -638,7 +675,7 @@ def test_a_pause_is_told_to_all_workers_and_outlives_the_controller() -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_whoever_dies_in_whichever_phase_the_cluster_ends_in_one_version(seed: int) -> None:
     draw = random.Random(seed)
-    pools = Pools()
+    pools = Pools(together=1 + seed % 2)
     pools.core.pools.make(replace(NEW, rolling=draw.random() < 0.3))
     was_served = False
     for _ in range(draw.randrange(2, 25)):
@@ -646,7 +683,8 @@ def test_whoever_dies_in_whichever_phase_the_cluster_ends_in_one_version(seed: i
             if draw.random() < 0.7:
                 pools.beat(name)
             if draw.random() < 0.05:
-                pools.die(name)
+                for one in pools.group(name):
+                    pools.die(one)
             if draw.random() < 0.2 and name in pools.processes:
                 pools.processes[name].requests = draw.choice([0, 1])
         if draw.random() < 0.15:

@@ -265,8 +265,6 @@ def test_a_bad_folder_fails_in_one_line_before_anything_large_is_imported(tmp_pa
         (("decode.dp=2", "pools.decode=2"), r"decode\.dp=2: this model has no experts; .*: set decode\.dp=1$"),
         (("decode.dp=2", "decode.tp=2"), r"decode\.dp=2 and decode\.tp=2: .*set one of them to 1$"),
         (("prefill.dp=2", "transfer.plane=local"), r"prefill\.dp=2 doesn't go with transfer\.plane=local yet"),
-        (("decode.dp=2", "engine.weight_roots=/w"), r"decode\.dp=2 doesn't go with engine\.weight_roots yet"),
-        (("decode.dp=2", "adapters.roots=/w"), r"decode\.dp=2 doesn't go with adapters yet"),
         (("decode.dp=2", "engine.share_weights=on"), r"decode\.dp=2 doesn't go with engine\.share_weights=on yet"),
         (("decode.pp=2", "decode.tp=2"), r"decode\.pp=2 and decode\.tp=2: .*set one of them to 1$"),
     ],

@@ -106,11 +106,10 @@ def test_why_weights_can_not_be_had_is_told_and_the_next_ones_are_read(error: Ex
     reader.ends(2, (2, "digest 2", ""))
 
 
-def test_a_process_that_goes_on_as_no_other_worker_says_which_keys_would_let_it() -> None:
+def test_a_process_that_takes_no_other_weights_says_so() -> None:
     reader = Reader(WeightsPreparation())
     reader.preparation.order(weights(1))
-    words = "so its weights can't change: that needs prefill.dp, decode.dp and colocate.dp of 1"
-    reader.ends(1, (1, "", f"its process goes on as no other worker, {words}"))
+    reader.ends(1, (1, "", "its process takes no other weights than it was started with"))
 
 
 def test_one_set_is_read_at_a_time_and_one_that_is_wanted_no_more_is_never_told() -> None:

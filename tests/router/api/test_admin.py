@@ -18,7 +18,7 @@ from tests.router.service.fake_dashboard import FakeDashboard
 from twinpool.contracts.build_id import build_id
 from twinpool.contracts.config.load_config import config_from_dict
 from twinpool.contracts.errors import ErrorKind
-from twinpool.contracts.ids import Role, WorkerName
+from twinpool.contracts.ids import PAIR, Role, WorkerName
 from twinpool.contracts.messages.pool_changes import (
     AddWorkers,
     ChangedWorkers,
@@ -607,10 +607,11 @@ def test_a_worker_is_restarted_through_the_controller_but_not_the_last_of_its_ro
         200,
         [{"name": "decode-1", "incarnation": incarnation(server, "decode-1"), "outcome": "leaves and starts again"}],
     )  # fmt: skip
-    assert server.cluster.changes == [RestartWorker(WorkerName("decode-1"))]
+    assert server.cluster.changes == [RestartWorker(WorkerName("decode-1"), keep=PAIR)]
     assert refusal(server, "restart/decode-0")[0] == 409, "decode-1 is on its way out"
     assert len(server.cluster.changes) == 1
     assert operate(server, "restart/decode-0?force=true")[0] == 200
+    assert server.cluster.changes[1:] == [RestartWorker(WorkerName("decode-0"))]
     assert refusal(server, "restart/decode-9") == (
         404, "no worker is named 'decode-9'; there are: decode-0, decode-1, prefill-0, prefill-1"
     )  # fmt: skip
