@@ -683,8 +683,8 @@ def test_whoever_dies_in_whichever_phase_the_cluster_ends_in_one_version(seed: i
             if draw.random() < 0.7:
                 pools.beat(name)
             if draw.random() < 0.05:
-                for one in pools.group(name):
-                    pools.die(one)
+                for mate in pools.group(name):
+                    pools.die(mate)
             if draw.random() < 0.2 and name in pools.processes:
                 pools.processes[name].requests = draw.choice([0, 1])
         if draw.random() < 0.15:
