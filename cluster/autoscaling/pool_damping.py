@@ -17,6 +17,10 @@ A pool is changed at once when it is short (`PoolDamping`), late and by steps wh
   is begun anew waits from the beginning.
 - Bounds hold: a pool below its least grows at once, one above its most shrinks as above.
 
+Workers that share their experts (`decode.dp`) come and go as whole groups: a pool grows by as many groups as hold what
+it is short of, and by one where `grow_step` is less than that; it shrinks by those of which it needs nobody. Their
+roles stay.
+
 At most one of the pools' changes is of roles. A pool that is short grows before any other gives a worker away; where
 both are short and there is no room for both, the one whose pressure is higher comes first.
 """
@@ -25,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from twinpool.cluster.autoscaling.load_window import MeasuredLoad, PoolState
@@ -39,11 +43,17 @@ REGRET, MAX_WINDOWS, FORGIVEN = 3.0, 8.0, 24.0
 """Each in numbers of `shrink_window_s`."""
 
 
+def whole_groups(workers: int, together: int) -> int:
+    """So many of the workers as are whole groups of `together`."""
+    return workers - workers % together
+
+
 class PoolDamping:
     """The memory of one pool. `now`: seconds of a clock that goes on while this lives."""
 
-    def __init__(self, config: AutoscalingConfig, least: int, most: int) -> None:
-        self._config = config
+    def __init__(self, config: AutoscalingConfig, least: int, most: int, together: int = 1) -> None:
+        """`together`: so many workers of the pool share their experts."""
+        self._config, self._together = config, together
         self.least, self.most = least, most
         self._needs: deque[tuple[float, float]] = deque()
         """When, and the most workers that shrinking might have left then."""
@@ -140,8 +150,9 @@ class PoolDamping:
         target = wanted
         if asked > wanted * (1 + self._config.tolerance):
             target = min(math.ceil(asked), self.most)
-        target = max(target, self.least)
-        return min(max(0, target - wanted), self._config.grow_step)
+        short = max(0, max(target, self.least) - wanted)
+        groups = whole_groups(short + self._together - 1, self._together)
+        return min(groups, self._step(self._config.grow_step), self._whole(self.most - wanted))
 
     def _asked_for(self, now: float, need: PoolNeed) -> float:
         """What was needed all the while: by the last two decisions where it is urgent, else within `window_s`."""
@@ -161,7 +172,7 @@ class PoolDamping:
         if self._began is None or now < self._began + self.window_s or not self._needs:
             return 0
         target = max(self.least, min(self.most, self._least_lately(now - self.window_s)))
-        return min(max(0, pool.ready - target), self._config.shrink_step)
+        return min(self._whole(pool.ready - target), self._step(self._config.shrink_step))
 
     def not_wanted(self, now: float, pool: PoolState) -> int:
         """How many starts that wait for a node are no longer wanted: nothing within a window needed them."""
@@ -170,7 +181,14 @@ class PoolDamping:
         if not pool.unplaced or not self._needs or self._needs[0][0] > since:
             return 0
         target = max(self.least, min(self.most, self._least_lately(since)))
-        return min(pool.unplaced, max(0, pool.wanted - target))
+        return self._whole(min(pool.unplaced, pool.wanted - target))
+
+    def _whole(self, workers: int) -> int:
+        return whole_groups(max(0, workers), self._together)
+
+    def _step(self, most: int) -> int:
+        """The most workers by which the pool changes at a time, where `most` are configured: a group at least."""
+        return self._whole(max(self._together, most))
 
     def _least_lately(self, since: float) -> int:
         """The fewest workers that were enough at every time from `since` on."""
@@ -272,11 +290,17 @@ SizingChange = GrowPool | ShrinkPool | CancelStarts | ChangeRole
 class SizingRules:
     """The rules of both pools, and what they remember."""
 
-    def __init__(self, config: AutoscalingConfig, page_tokens: int) -> None:
-        """`page_tokens`: tokens of a page of a decode worker."""
-        self._config, self._page_tokens = config, page_tokens
+    def __init__(
+        self, config: AutoscalingConfig, page_tokens: int, together: Callable[[Role], int] = lambda role: 1
+    ) -> None:
+        """`page_tokens`: tokens of a page of a decode worker. `together`: how many workers of a role share their
+        experts; the bounds of its pool are multiples of it."""
+        self._config, self._page_tokens, self._together = config, page_tokens, together
         bounds = {role: config.bounds(role) for role in PAIR}
-        self.pools = {role: PoolDamping(config, bounds[role].min_workers, bounds[role].max_workers) for role in PAIR}
+        self.pools = {
+            role: PoolDamping(config, bounds[role].min_workers, bounds[role].max_workers, together(role))
+            for role in PAIR
+        }
         self._balance = RoleBalance(config)
         self.needs: dict[Role, PoolNeed] = {}
         """What was needed at the last decision."""
@@ -326,10 +350,10 @@ class SizingRules:
             asked = self.pools[role].growth(now, needs[role], pools[role])
             started = sum(change.count for change in changes if isinstance(change, GrowPool))
             wished = min(asked, self._room(pools) - started)
-            count = min(wished, fits.get(role, wished))
-            if wished > max(0, count):
-                self.unfit[role] = wished - max(0, count)
-            if count > 0:
+            count = whole_groups(max(0, min(wished, fits.get(role, wished))), self._together(role))
+            if wished > count:
+                self.unfit[role] = wished - count
+            if count:
                 short = pools[role].wanted < self.pools[role].least
                 changes.append(GrowPool(role, count, "it has fewer than its least" if short else needs[role].why))
                 self.pools[role].grown(now, needs[role], pools[role])
@@ -352,6 +376,8 @@ class SizingRules:
         needs: Mapping[Role, PoolNeed],
         fits: Mapping[Role, int],
     ) -> SizingChange | None:
+        if any(self._together(role) > 1 for role in PAIR):
+            return None
         full = {role: self._room(pools) <= 0 or fits.get(role, 1) <= 0 for role in PAIR}
         # A change needs a start, so where starts fail there is none either.
         no_more = {

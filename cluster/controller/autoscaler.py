@@ -28,6 +28,7 @@ from twinpool.cluster.autoscaling.pool_damping import (
     ShrinkPool,
     SizingChange,
     SizingRules,
+    whole_groups,
 )
 from twinpool.cluster.controller.controller import Controller
 from twinpool.cluster.controller.wanted_worker import WantedWorker, WorkerState
@@ -66,7 +67,9 @@ class Autoscaler:
         self._config = config.autoscaling
         self._window = LoadWindow(self._config.window_s)
         self._totals = LatencyTotals()
-        self._rules = SizingRules(self._config, config.cache_for(Role.DECODE).page_tokens)
+        self._together = config.dp_for
+        """How many workers of a role share their experts."""
+        self._rules = SizingRules(self._config, config.cache_for(Role.DECODE).page_tokens, self._together)
         self._next = clock.now()
         self._starts: dict[WorkerName, OwnStart] = {}
         self._sent: set[WorkerName] = set()
@@ -139,12 +142,18 @@ class Autoscaler:
         self._settle_starts(now)
         pools = {role: self._pool(role) for role in PAIR}
         load = self._window.take(now, [self._load(row) for row in self._ready()], self._totals.total)
-        room = {role: self._core.pools.more(role, self._config.grow_step) for role in PAIR}
+        room = {role: self._room(role) for role in PAIR}
         fits = {role: fit for role, (fit, why) in room.items() if why}
         for change in self._rules.decide(now, pools, load, held=now < self._held_until, fits=fits):
             self._apply(change, now)
         self._say_no_room({role: why for role, (_, why) in room.items() if why})
         self._keep()
+
+    def _room(self, role: Role) -> tuple[int, str]:
+        """How many workers more of a role there is room for, of as many as it grows by at a time, and why not for all
+        of them."""
+        size = self._together(role)
+        return self._core.pools.more(role, whole_groups(max(size, self._config.grow_step), size))
 
     def _say_no_room(self, short: dict[Role, str]) -> None:
         """Have it seen, once, where a pool needs workers that there is no room for. `short`: the pools that can't grow
@@ -228,6 +237,8 @@ class Autoscaler:
     def _settle_starts(self, now: float) -> None:
         """See which of its own starts have succeeded, failed, or waited for too long."""
         for name, start in list(self._starts.items()):
+            if name not in self._starts:  # It was given up with one that it was to share its experts with.
+                continue
             row = self._table.rows.get(name)
             if row is None or not row.wanted:
                 self._starts.pop(name)
@@ -253,8 +264,10 @@ class Autoscaler:
         role, back = row.role, ""
         pause = self._rules.pools[role].failed(now)
         self._counts["starts_failed"] += 1
-        if row.wanted:
-            self._give_up(row.name)
+        for one in (row, *self._table.other_sharers(row)):  # None of them serves without it.
+            self._starts.pop(one.name, None)
+            if one.wanted and not one.serves:
+                self._give_up(one.name)
         if start.was is not None and start.was is not role:
             back = self._bring_back(row.name, start.was)
         self._decide(f"{role}: the start of {row.name} {why}{back}; it does not grow for {pause:g} s")
@@ -307,9 +320,12 @@ class Autoscaler:
 
     def _cancel(self, change: CancelStarts) -> None:
         rows = self._table.rows.values()
-        waiting = [row for row in rows if _is_placeless(row) and row.role is change.role]
-        own = sorted((row.name for row in waiting if row.name in self._starts), reverse=True)[: change.count]
-        for name in own:
+        waiting = {
+            row.name for row in rows if _is_placeless(row) and row.role is change.role and row.name in self._starts
+        }
+        groups = {self._table.sharers(name, change.role) for name in waiting}
+        whole = sorted((group for group in groups if waiting.issuperset(group)), reverse=True)
+        for name in [name for group in whole for name in group][: change.count]:
             start = self._starts.pop(name)
             self._give_up(name)
             back = ""
@@ -369,7 +385,7 @@ class Autoscaler:
         if damping.backs_off(now):
             why += "; a start has failed, it does not grow yet"
         if role in self._rules.unfit and not self._pause:
-            why += f"; there is no room for more: {self._core.pools.more(role, self._config.grow_step)[1]}"
+            why += f"; there is no room for more: {self._room(role)[1]}"
         workers = need.workers if need is not None and not self._pause else -1.0
         return PoolSizing(role, pool.ready, pool.wanted, damping.least, damping.most, workers, why)
 

@@ -284,11 +284,15 @@ def _copies(left: Sequence[_Left]) -> list[_Left]:
 
 
 def _place(left: Sequence[_Left], role: Role, names: Sequence[WorkerName], only: str) -> int:
-    """Fill nodes with workers, in order; returns how many of them fit."""
+    """Fill nodes with workers, in order; returns how many of them fit. Groups that share their experts are on one node
+    each; one worker may come back to the others of its group alone."""
     placed = 0
     for one in left:
         if placed < len(names) and (not only or one.room.named(only)):
             fit = one.fits(role, names[placed:])
+            together = one.room.roles[role].together if fit else 1
+            if len(names) % together == 0:
+                fit -= fit % together
             if fit:
                 one.add(role, fit)
             placed += fit

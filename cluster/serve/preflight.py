@@ -317,13 +317,17 @@ def _check_data_parallel(config: Config, spec: ModelSpec, role: Role) -> None:
             )
     barred = {
         "transfer.plane=local": config.transfer.plane == "local",
-        "autoscaling.enabled": config.autoscaling.enabled,
         f"engine.device={config.engine.device}": on_gpus(config),
         "engine.models=transformers": config.engine.models != "native",
         "engine.share_weights=on": config.engine.share_weights == "on",
     }
     for setting in [setting for setting, there in barred.items() if there]:
         raise ConfigError(f"{key}={size} doesn't go with {setting} yet: leave one of them out")
+    if config.autoscaling.enabled:
+        bounds = config.autoscaling.bounds(role)
+        for name, count in (("min", bounds.min_workers), ("max", bounds.max_workers)):
+            if refusal := uneven(role, count, size):
+                raise ConfigError(f"autoscaling.{role}.{name}_workers: {refusal}")
     reason = divides(config, spec, 1, dp=size)
     if reason == NO_EXPERTS:
         raise ConfigError(f"{key}={size}: {reason}; dp of a dense model is more workers: set {key}=1")

@@ -11,7 +11,7 @@ from twinpool.contracts.ids import PAIR, Role
 @dataclass(frozen=True, slots=True)
 class PoolBounds:
     min_workers: int = 1
-    """The fewest workers that the autoscaler leaves the pool."""
+    """The fewest workers that the autoscaler leaves the pool; a multiple of its `dp`, as `max_workers`."""
     max_workers: int = 4
     """The most workers that it brings the pool to."""
 
@@ -52,9 +52,10 @@ class AutoscalingConfig:
     shrink_cooldown_s: float = 60.0
     """Seconds from any change of a pool until it shrinks."""
     grow_step: int = 4
-    """The most workers that a pool grows by at a time."""
+    """The most workers that a pool grows by at a time; where workers share their experts (`decode.dp`), whole groups,
+    and one at least."""
     shrink_step: int = 1
-    """The most workers that leave a pool at a time."""
+    """The most workers that leave a pool at a time, as for `grow_step`."""
     role_window_s: float = 60.0
     """A worker changes its role only where every decision within so many seconds would have had it."""
     role_cooldown_s: float = 180.0

@@ -29,8 +29,8 @@ URGENT = PoolNeed(9.0, "a queue", load=1000.0, urgent=True)
 class Pool:
     """One pool whose workers start and leave at once."""
 
-    def __init__(self, ready: int, config: AutoscalingConfig = CONFIG) -> None:
-        self.damping, self.ready, self.now = PoolDamping(config, 1, 20), ready, 0.0
+    def __init__(self, ready: int, config: AutoscalingConfig = CONFIG, together: int = 1) -> None:
+        self.damping, self.ready, self.now = PoolDamping(config, together, 20, together), ready, 0.0
         self.changes: list[tuple[float, int]] = []
 
     def run(self, need: PoolNeed, until_s: float) -> None:
@@ -84,6 +84,14 @@ def test_it_grows_by_steps_with_pauses_between_once_two_decisions_would_have_it(
     pool = Pool(2)
     pool.run(URGENT, 60.0)
     assert pool.changes == [(5.0, 3), (20.0, 3), (35.0, 1)]
+
+
+def test_those_that_share_their_experts_are_as_many_as_are_needed_and_the_rest_of_their_group() -> None:
+    pool = Pool(4, together=4)
+    pool.run(URGENT, 60.0)
+    assert pool.changes == [(5.0, 4), (20.0, 4)], "9 are needed, and a group is more than a step"
+    pool.run(PoolNeed(3.7, "little"), 400.0)
+    assert (pool.changes[2:], pool.ready) == ([(160.0, -4)], 8), "more than four, with a tolerance"
 
 
 def test_what_is_not_urgent_is_needed_for_a_whole_window() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace as replace_fields
+
 import pytest
 from msgspec.structs import replace
 
@@ -24,10 +26,16 @@ WHY = "planted"
 class Site:
     """A controller with two workers in each pool and its autoscaler, whose rules decide what the test says."""
 
-    def __init__(self, ledger: MemoryLedger | None = None) -> None:
-        self.clock, self.ledger, self.config = ManualClock(100.0), ledger or MemoryLedger(), Config()
+    def __init__(self, ledger: MemoryLedger | None = None, together: int = 1) -> None:
+        """`together`: so many decode workers share their experts."""
+        config = Config()
+        config = replace_fields(config, decode=replace_fields(config.decode, dp=together))
+        self.clock, self.ledger, self.config = ManualClock(100.0), ledger or MemoryLedger(), config
         self.core = Controller(self.clock, self.config.cluster, self.ledger)
         self.core.set_nodes([NODE])
+        if together > 1:
+            roles: dict[str, RoleRoom] = {PREFILL: RoleRoom(1), DECODE: RoleRoom(1, together=together)}
+            self.core.set_room(ClusterRoom((NodeRoom(NODE, 100, starts=100, roles=roles),)))
         if ledger is None:
             for role in (PREFILL, DECODE):
                 self.core.pools.add_some(role, 2)
@@ -170,6 +178,21 @@ def test_starts_that_are_no_longer_needed_are_those_of_the_pool_that_still_wait_
     assert site.roles() == {**BEFORE, "decode-2": DECODE, "prefill-2": PREFILL}
     assert (site.count("starts_given_up"), site.count("starts_failed")) == (1, 0)
     assert site.autoscaler.view().held_s == 0.0, "who is gone by its own order was drained by no operator"
+
+
+def test_starts_of_those_that_share_their_experts_are_taken_back_and_fail_together() -> None:
+    site, wait_s = Site(together=2), Config().autoscaling.start_wait_s
+    site.decides(GrowPool(DECODE, 4, WHY))
+    placed = next(start for start in site.tick() if start.name == "decode-3")
+    site.core.placed(placed.name, placed.incarnation, NODE)
+    site.tick(PLACE_S)
+    site.decides(CancelStarts(DECODE, 4, WHY))
+    assert site.roles() == {**BEFORE, "decode-2": DECODE, "decode-3": DECODE}, "decode-3 has a place"
+    assert site.count("starts_given_up") == 2
+    site.core.died(placed.name, placed.incarnation, "no memory")
+    site.tick(site.config.autoscaling.period_s)
+    assert (site.roles(), site.count("starts_failed"), site.backs_off) == (BEFORE, 1, [DECODE])
+    assert site.tick(wait_s) == []
 
 
 def test_who_leaves_by_its_order_is_no_operators_drain_and_whoever_else_leaves_is() -> None:

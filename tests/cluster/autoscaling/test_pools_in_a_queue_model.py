@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -184,6 +185,19 @@ def test_a_pool_is_not_grown_beyond_what_there_is_room_for_and_that_is_said_once
     run.core.set_room(ClusterRoom((NodeRoom(NodePlace("", "n"), 100, roles=roles),)))
     run.run(200.0)
     assert run.size(Role.PREFILL) > 2, "a larger machine"
+
+
+def test_workers_that_share_their_experts_come_and_go_by_whole_groups() -> None:
+    config = scaling(prefill={"min_workers": 2, "max_workers": 6}, grow_step=1)
+    run = model(replace(config, prefill=replace(config.prefill, dp=2)), BURST)
+    roles: dict[str, RoleRoom] = {Role.PREFILL: RoleRoom(10, together=2), Role.DECODE: RoleRoom(10)}
+    run.core.set_room(ClusterRoom((NodeRoom(NodePlace("", "n"), 200, roles=roles),)))
+    run.run(800.0)
+    assert [sizes_at(run, at)[0] for at in (140.0, 300.0, 800.0)] == [2, 6, 2]
+    assert all(prefill % 2 == 0 for _, prefill, _ in run.figures.sizes)
+    view = run.autoscaler.view() if run.autoscaler is not None else None
+    assert view is not None
+    assert view.counters["role_changes"] == 0
 
 
 # ---------------------------------------------------------------- operators

@@ -87,6 +87,15 @@ def test_a_pool_that_fits_after_another_is_refused_by_what_the_other_leaves() ->
     assert "4 more decode workers would not fit, 3 would" in ClusterRoom((room(),)).refusal((), more)
 
 
+def test_those_that_share_their_experts_need_a_node_with_room_for_all_of_them() -> None:
+    decode = RoleRoom(100 * MIB, together=2)
+    cluster = ClusterRoom(tuple(room(memory, node=node, decode=decode) for memory, node in ((300, A), (100, B))))
+    assert cluster.refusal([], workers(Role.DECODE, 2)) == ""
+    assert re.match("4 more decode workers would not fit, 2 would", cluster.refusal([], workers(Role.DECODE, 4)))
+    there = workers(Role.DECODE, 3, A)
+    assert cluster.refusal(there, workers(Role.DECODE, 1, first=3)) == "", "it comes back to the others"
+
+
 def test_where_nodes_may_join_and_where_nothing_is_known_nobody_is_refused() -> None:
     more = workers(Role.DECODE, 500)
     assert ClusterRoom((room(),), grows=True).refusal((), more) == ""

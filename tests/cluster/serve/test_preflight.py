@@ -264,6 +264,10 @@ def test_a_bad_folder_fails_in_one_line_before_anything_large_is_imported(tmp_pa
         (("decode.dp=0",), r"decode\.dp must be above 0"),
         (("decode.dp=2", "pools.decode=2"), r"decode\.dp=2: this model has no experts; .*: set decode\.dp=1$"),
         (("decode.dp=2", "decode.tp=2"), r"decode\.dp=2 and decode\.tp=2: .*set one of them to 1$"),
+        (
+            ("decode.dp=2", "pools.decode=2", "autoscaling.enabled=true", "autoscaling.decode.max_workers=5"),
+            r"^autoscaling\.decode\.min_workers: 1 decode workers can't share .* multiple of it, as 2$",
+        ),
         (("prefill.dp=2", "transfer.plane=local"), r"prefill\.dp=2 doesn't go with transfer\.plane=local yet"),
         (("decode.dp=2", "engine.share_weights=on"), r"decode\.dp=2 doesn't go with engine\.share_weights=on yet"),
         (("decode.pp=2", "decode.tp=2"), r"decode\.pp=2 and decode\.tp=2: .*set one of them to 1$"),
