@@ -53,12 +53,13 @@ mutation-sweep: .venv/.installed-dev ## break hundreds of places one by one, and
 soak: .venv/.installed-dev ## the long tests: the full product of settings, and torture
 	@$(BIN)/python -m pytest -m soak $(ARGS)
 
-pages: .venv/.installed-dev ## write what is made from the source anew: pages of docs/ (configuration, states, api, metrics), the dashboard
+pages: .venv/.installed-dev ## write what is made from the source anew: pages of docs/ (configuration, states, api, metrics, families), the dashboard
 	@mkdir -p build
 	@PYTHONPATH=. $(BIN)/python docs/configuration.py >build/page && mv build/page docs/configuration.md
 	@PYTHONPATH=. $(BIN)/python docs/state_diagrams.py >build/page && mv build/page docs/states.md
 	@PYTHONPATH=. $(BIN)/python docs/api_reference.py >build/page && mv build/page docs/api.md
 	@PYTHONPATH=. $(BIN)/python docs/metrics.py >build/page && mv build/page docs/metrics.md
+	@$(BIN)/python -m tests.repository.family_table >build/page && mv build/page docs/families.md
 	@$(BIN)/python deploy/grafana/dashboard.py >build/page && mv build/page deploy/grafana/dashboards/twinpool.json
 
 demo-model: .venv/.installed-dev ## train the demo checkpoint again from its seed (up to 90 minutes)

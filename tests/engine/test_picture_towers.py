@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.support.seeing_models import WRITERS, SeeingOracle, asks, pattern, png, write_qwen3_vl, write_qwen35
+from tests.support.seeing_models import SEEN, WRITERS, SeeingOracle, asks, pattern, png, write_qwen3_vl
 from twinpool.contracts.block_hash import PICTURE_KEYS
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec
 from twinpool.contracts.checkpoint.picture_spec import PictureSpec, UnfitPicture, read_picture_spec
@@ -54,12 +54,13 @@ class Kept:
         return pixels.view(picture.height, picture.width, 3)
 
 
-@pytest.fixture(scope="module", params=[*WRITERS, "qwen3-vl with experts", "qwen3.5 with experts"])
+@pytest.fixture(scope="module", params=SEEN)
 def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kept:
     folder = tmp_path_factory.mktemp("towers") / "model"
-    if request.param in WRITERS:
-        return Kept(WRITERS[request.param](folder))
-    return Kept((write_qwen35 if "3.5" in request.param else write_qwen3_vl)(folder, experts=True))
+    family, _, experts = request.param.partition(" with ")
+    made = Kept(WRITERS[family](folder, experts=True) if experts else WRITERS[family](folder))
+    assert made.spec.architecture == SEEN[request.param]
+    return made
 
 
 def processed(spec: PictureSpec, picture: Picture, inputs: dict[str, Any]) -> torch.Tensor:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.repository import family_table
 from tests.support.served_cluster import ROOT
 from twinpool.cli import command_line
 from twinpool.contracts.build_id import PACKAGES
@@ -45,6 +46,13 @@ def test_the_page_of_states_is_drawn_from_the_tables() -> None:
 
 def test_the_page_of_what_may_be_imported_is_what_the_source_says() -> None:
     assert printed("api_reference.py") == (ROOT / "docs" / "api.md").read_text(), AGAIN
+
+
+@pytest.mark.slow
+def test_the_page_of_families_is_what_the_parameters_of_tests_are() -> None:
+    assert family_table.page() == (ROOT / "docs" / "families.md").read_text(), AGAIN
+    unshown = [name for name, cells in family_table.table().items() if not cells["equal to"]]
+    assert not unshown, "equal to nothing"
 
 
 def test_what_may_be_imported_can_be_and_is_named_by_its_face() -> None:

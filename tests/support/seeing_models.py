@@ -205,7 +205,18 @@ _QWEN_IDS = {
     "eos_token_id": 0,
     "tie_word_embeddings": False,
 }
-WRITERS: dict[str, Callable[[Path], Path]] = {
+SEEN = {
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "qwen2-vl": "Qwen2VLForConditionalGeneration",
+    "qwen2.5-vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3-vl": "Qwen3VLForConditionalGeneration",
+    "qwen3-vl with experts": "Qwen3VLMoeForConditionalGeneration",
+    "qwen3.5": "Qwen3_5ForConditionalGeneration",
+    "qwen3.5 with experts": "Qwen3_5MoeForConditionalGeneration",
+}
+"""The architectures, by the names that tests have for them."""
+WRITERS: dict[str, Callable[..., Path]] = {
     "mistral3": write_mistral3,
     "gemma3": write_gemma3,
     "qwen2-vl": write_qwen2_vl,

@@ -15,7 +15,7 @@ from msgspec import structs
 from PIL import Image
 
 from tests.support.rank_followers import rank_processes
-from tests.support.seeing_models import WRITERS, SeeingOracle, asks, pattern, png
+from tests.support.seeing_models import SEEN, WRITERS, SeeingOracle, asks, pattern, png
 from tests.support.stepped_cluster import company, generated
 from tests.support.worker_pair import Answer, Pair, pair
 from tests.support.worker_parts import table_of
@@ -42,6 +42,7 @@ class Seer:
         self.oracle = SeeingOracle(self.folder)
         spec = read_model_spec(self.folder)
         assert spec.pictures is not None, spec.warnings
+        assert spec.architecture == SEEN[family]
         self.token, self.whole = spec.pictures.token, spec.pictures.whole
         self._reader = BodyReader(spec, read_model_tokenizer(self.folder, 100_000), RouterConfig())
 
