@@ -107,8 +107,8 @@ deadline, gone = time.monotonic() + 60, []
 while not gone or ray.available_resources().get("twinpool_decode") != before:
     gone += launcher.ended(0.05)
     assert time.monotonic() < deadline, ray.available_resources()
-# Those that share their experts start once all are asked for, and are taken over with their places, which the last gives
-# back. Of a group that was asked for in part nothing is there for the next launcher.
+# Those that share their experts start once all are asked for, and are taken over with their places, which the last
+# gives back. Of a group that was asked for in part nothing is there for the next launcher.
 shared = dataclasses.replace(Config(), decode=dataclasses.replace(Config().decode, dp=2))
 group = [dataclasses.replace(plan(f"decode-{number}"), config=shared) for number in (12, 13, 14)]
 for one in (group[2], *group[:2]):
