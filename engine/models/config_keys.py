@@ -228,6 +228,8 @@ def check_keys(model: str, config: JsonFields) -> tuple[str, ...]:
     would change the arithmetic and isn't supported.
     """
     keys = KEYS.get(model, ConfigKeys())
+    if config.values.get("is_causal") is False:
+        raise config.refuse("is_causal false: a model that sees what follows can't generate, nor embed here")
     for key, only in keys.only.items():
         allowed = config.values.get(only.key) if isinstance(only, SameKey) else only
         if key in config and config.values[key] != allowed:

@@ -17,6 +17,7 @@ from twinpool.contracts.errors import ConfigError
 from twinpool.engine.layers.decoder import (
     FEATURES,
     Decoder,
+    DenseLayer,
     DraftLayer,
     Layer,
     LayerPlace,
@@ -191,7 +192,20 @@ class Model(ABC):
         if self.spec.pictures is not None and draft is None:  # A draft layer would take keys of pictures for tokens.
             pictures = self.spec.pictures
             tower = _TOWERS[pictures.family](weights, pictures, self.hidden, self.eps)
-        return Decoder(embed, layers, norm, head, draft=draft, tower=tower, turned=turned, adapted=adapted, stage=stage)
+        return Decoder(
+            embed, layers, norm, head, draft=draft, tower=tower, turned=turned, adapted=adapted, stage=stage,
+            dense=self.dense_modules(weights),
+        )  # fmt: skip
+
+    def dense_modules(self, weights: Weights) -> list[DenseLayer]:
+        """Build the modules that embeddings go through, in float32 whatever the model is computed in."""
+        layers = []
+        for module in self.spec.pooling.dense:
+            own = weights.of(replace(self.spec, headers=module.headers))
+            weight_nk = own.tensor("linear.weight", module.outputs, module.inputs, dtype=torch.float32)
+            bias_n = own.tensor("linear.bias", module.outputs, dtype=torch.float32) if module.bias else None
+            layers.append(DenseLayer(own.made(weight_nk, bias_n=bias_n), module.tanh))
+        return layers
 
     def draft_layer(self, whole: Weights) -> DraftLayer:
         """Build the layer that predicts further tokens, by DeepSeek's names, from the `whole` checkpoint. It drafts in

@@ -142,7 +142,7 @@ def reranker(folder: Path, *words: str) -> Path:
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = reranker(tmp_path_factory.mktemp("judge") / "demo", " no", "Yes")
-    with serving(FakeCluster(1, 1), spec=demo_spec(path=folder)) as server:
+    with serving(FakeCluster(1, 1), spec=demo_spec(path=folder, pooling=read_pooling(folder))) as server:
         yield server
 
 
@@ -185,7 +185,7 @@ def test_what_a_document_says_can_not_end_the_prompt(judge: Server) -> None:
 
 def test_a_reranker_whose_words_are_no_tokens_is_refused_with_what_to_do(tmp_path: Path) -> None:
     folder = reranker(tmp_path / "demo", "no", "yes")
-    with serving(FakeCluster(1, 1), spec=demo_spec(path=folder)) as server:
+    with serving(FakeCluster(1, 1), spec=demo_spec(path=folder, pooling=read_pooling(folder))) as server:
         error = server.refused("/v1/rerank", RERANK)
         assert (error["param"], "classifier_from_token: 'yes' is 2 tokens" in error["message"]) == ("model", True)
         assert server.post("/v1/embeddings", {"input": "a"}).status_code == 200
