@@ -204,7 +204,22 @@ def test_a_load_that_nobody_waits_for_any_more_keeps_no_others_out(made: Callabl
     assert [store.wants(ref) for ref in refs[:2]] == [False, False]
     until(lambda: store.wants(refs[2]), "the third one to be read")
     assert refs[2].digest in store.loaded
-    assert len(store.loaded) <= 2
+    for ref in (*refs, refs[1]):
+        until(lambda ref=ref: store.wants(ref), "each to be read")  # type: ignore[misc]
+        assert len(store.loaded) <= 2
+
+
+def test_the_least_recently_wanted_makes_way_and_leaves_memory(made: Callable[..., Path], tmp_path: Path) -> None:
+    paths = [make_adapter(tmp_path / str(seed), made("llama"), 4, seed=seed) for seed in range(3)]
+    decoder, settings = Bench(made("llama")).engine.decoder, AdaptersConfig(roots=str(tmp_path), max_loaded=2)
+    store = AdapterStore(settings, decoder.adapted, decoder.dtype, torch.device("cpu"), decoder.kernels)
+    refs = [adapter_ref("a", str(path), [str(tmp_path)], 64) for path in paths]
+    for ref in (refs[0], refs[1], refs[0]):
+        until(lambda ref=ref: store.wants(ref), "each to be read")  # type: ignore[misc]
+    store.held([*store.loaded.values()])  # As a step of both has it.
+    until(lambda: store.wants(refs[2]), "the third one to be read")
+    assert [*store.loaded] == [refs[0].digest, refs[2].digest]
+    assert store.held([]).adapters == (), "what no step has is in no table"
 
 
 def test_an_adapter_that_could_not_be_read_is_read_once_its_folder_is_mended(

@@ -63,6 +63,7 @@ def test_fewer_dimensions_are_cut_and_then_normalised_again(server: Server) -> N
     vector = np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
     np.testing.assert_allclose(vector, unit([5, 6, 7], 3), rtol=1e-6)
     assert abs(float(np.linalg.norm(vector)) - 1) < 1e-6
+    assert server.post(PATH, {"input": [5, 6, 7], "dimensions": 192}).status_code == 200, "as many as the model has"
 
 
 def test_a_request_says_whether_its_vectors_keep_their_length(server: Server) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,12 @@ import pytest
 from tests.router.fake_worker import FakeCluster, embedding
 from tests.router.http_server import DEMO, Server, demo_spec, serving
 from tests.router.stage import Stage
-from twinpool.contracts.checkpoint.model_spec import read_pooling
-from twinpool.contracts.errors import ErrorKind
+from twinpool.contracts.checkpoint.model_spec import Pooling, read_pooling
+from twinpool.contracts.errors import ErrorKind, RequestError
 from twinpool.contracts.ids import Role
 from twinpool.contracts.sampling_params import JUDGED
-from twinpool.router.openai.parse_request import EmbeddingFormat, PairFormat
-from twinpool.router.openai.pooled_answers import PairWriter
+from twinpool.router.openai.parse_request import EmbeddingFormat, GenerateRequest, PairFormat
+from twinpool.router.openai.pooled_answers import PairWriter, read_embeddings, read_rerank, read_score
 
 QUERY, DOCUMENTS = "where do pages go", ["to the other worker", "the old house stood", "where do pages go"]
 
@@ -136,19 +136,29 @@ def test_what_is_wrong_is_refused_by_its_field(
 
 
 def reranker(folder: Path, *words: str) -> Path:
-    """A copy of the demo's files whose configuration says that it chooses between two words."""
+    """A copy of the demo's files whose configuration says that it chooses between two words, and whose texts begin with
+    a special token."""
     folder.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+    for name in ("tokenizer_config.json", "model.safetensors"):
         if (DEMO / name).exists():
             shutil.copy(DEMO / name, folder / name)
+    begins = [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    token = {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
+    processor = {"type": "TemplateProcessing", "single": begins, "pair": begins, "special_tokens": {token["id"]: token}}
+    tokenizer = json.loads((DEMO / "tokenizer.json").read_text()) | {"post_processor": processor}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     config = json.loads((DEMO / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "classifier_from_token": list(words)}))
     return folder
 
 
+WORDS = "Yes", " no"
+"""Against and for a document: the second is the token of the smaller number."""
+
+
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = reranker(tmp_path_factory.mktemp("judge") / "demo", " no", "Yes")
+    folder = reranker(tmp_path_factory.mktemp("judge") / "demo", *WORDS)
     with serving(FakeCluster(1, 1), spec=demo_spec(path=folder, pooling=read_pooling(folder))) as server:
         yield server
 
@@ -166,7 +176,8 @@ def prompt_of(query: str, document: str, instruction: str) -> str:
 @pytest.mark.parametrize("instruction", [None, "Find what contradicts"])
 def test_a_reranker_judges_each_pair_in_one_prompt(judge: Server, instruction: str | None) -> None:
     body = judge.post("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS, "instruction": instruction}).json()
-    no, yes = tokens_of(judge, " no", special=False), tokens_of(judge, "Yes", special=False)
+    no, yes = (tokens_of(judge, word, special=False) for word in WORDS)
+    assert no > yes
     usual = "Given a web search query, retrieve relevant passages that answer the query"
     scores = {}
     for number, text in enumerate(DOCUMENTS):
@@ -198,12 +209,37 @@ def test_logits_that_are_far_apart_are_a_score() -> None:
     assert [one["score"] for one in json.loads(b"".join(writer.whole(None)))["data"]] == [0.0, 1.0]
 
 
-def test_a_reranker_whose_words_are_no_tokens_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    folder = reranker(tmp_path / "demo", "no", "yes")
+@pytest.mark.parametrize(
+    ("words", "says"), [(("no", "yes"), "'yes' is 2 tokens"), ((" no", " no"), "' no' and ' no' are one token")]
+)
+def test_a_reranker_whose_words_are_no_tokens_is_refused_with_what_to_do(
+    tmp_path: Path, words: tuple[str, str], says: str
+) -> None:
+    folder = reranker(tmp_path / "demo", *words)
     with serving(FakeCluster(1, 1), spec=demo_spec(path=folder, pooling=read_pooling(folder))) as server:
         error = server.refused("/v1/rerank", RERANK)
-        assert (error["param"], "classifier_from_token: 'yes' is 2 tokens" in error["message"]) == ("model", True)
+        assert (error["param"], f"classifier_from_token: {says}" in error["message"]) == ("model", True)
         assert server.post("/v1/embeddings", {"input": "a"}).status_code == 200
+
+
+READERS: dict[str, tuple[Callable[..., GenerateRequest], dict[str, Any]]] = {
+    "embeddings": (lambda body, spec, pooling, tokenizer: read_embeddings(body, spec, pooling), {"input": "a"}),
+    "score": (read_score, {"text_1": "a", "text_2": "b"}),
+    "rerank": (read_rerank, RERANK),
+}
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_what_is_said_beside_the_texts_is_heeded_and_a_model_without_embeddings_says_so(
+    server: Server, kind: str
+) -> None:
+    (read, body), tokenizer = READERS[kind], server.service.model_tokenizer
+    said = {"user": "u", "priority": 3, "timeout": 5.0, "cache_salt": "s", "truncate_prompt_tokens": 7}
+    made = read({**body, **said, "add_special_tokens": False}, server.service.spec, Pooling(), tokenizer)
+    heeded = (made.session, made.priority, made.timeout_s, made.salt, made.truncate_prompt_tokens)
+    assert (*heeded, made.add_special_tokens) == ("u", 3, 5.0, "s", 7, False)
+    with pytest.raises(RequestError, match="makes no embeddings here: why"):
+        read(body, server.service.spec, Pooling(refusal="why"), tokenizer)
 
 
 def test_a_rerankers_prompt_is_not_cut(judge: Server) -> None:
