@@ -107,7 +107,7 @@ _LFM2 = {
     "use_pos_enc": "attention has rope",
     "theta": "rope_theta is read",
 }
-_MTP = {"mtp_num_hidden_layers": "layers that predict further tokens are left unused"}
+_MTP = {"mtp_num_hidden_layers": "the tensors of the layer that predicts further tokens are looked for"}
 _COHERE = """
     layer_switch order_of_interleaved_layers position_embedding_type rotary_pct use_embedding_sharing
     use_gated_activation use_parallel_block cache_implementation
