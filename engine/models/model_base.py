@@ -222,8 +222,8 @@ class Model(ABC):
         return layers
 
     def draft_layer(self, whole: Weights) -> DraftLayer:
-        """Build the layer that predicts further tokens, from the `whole` checkpoint. It drafts in steps of its own, which
-        workers that share their experts don't take together: each has its experts."""
+        """Build the layer that predicts further tokens, from the `whole` checkpoint. It drafts in steps of its own,
+        which workers that share their experts don't take together: each has its experts."""
         assert self.mtp is not None, "a model without one was refused"
         names, hidden, vocab = self.mtp, self.hidden, self.spec.vocab_size
         below = names.below.format(self.layers)

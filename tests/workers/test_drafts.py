@@ -35,10 +35,12 @@ SCENES: dict[str, dict[str, Any]] = {
     },
     "small pages": {"decode": DRAFTS, "cache": {"page_tokens": 4}},
 }  # fmt: skip
-LIMITED = [
-    SamplingParams(max_tokens=40, allowed_token_ids=(17, 40, 53), **kind)
-    for kind in ({"temperature": 0.0, "logprobs": 1}, {"temperature": 1.3, "seed": 3}, {"temperature": 0.0})
+_LIMITED: list[dict[str, Any]] = [
+    {"temperature": 0.0, "logprobs": 1},
+    {"temperature": 1.3, "seed": 3},
+    {"temperature": 0.0},
 ]
+LIMITED = [SamplingParams(max_tokens=40, allowed_token_ids=(17, 40, 53), **kind) for kind in _LIMITED]
 
 
 def asks() -> Asked:

@@ -153,9 +153,9 @@ class GraphInputs:
                 assert plan.firsts_b is not None, "tables of windows begin somewhere"
                 _put(firsts_b, plan.firsts_b, sequences, 0)
         for name, slots_b1 in self._states.items():
-            plan = ctx.slots[name]
-            _put(slots_b1, plan.tables_bp, sequences, 0)
-            muted_b = plan.muted_b
+            mine = ctx.slots[name]
+            _put(slots_b1, mine.tables_bp, sequences, 0)
+            muted_b = mine.muted_b
             _put(self._muted_b, muted_b if muted_b is not None else self._muted_b.new_zeros(rows), sequences, 1)
 
     def _padding_pages(self, size: GraphSize) -> int:
