@@ -339,8 +339,7 @@ def picture_bytes(spec: ModelSpec, config: Config, role: Role) -> int:
     if seen is None or not config.computes_prompts(role) or config.no_images(seen.whole_positions):
         return 0
     _, vision = vision_fields(spec.path)
-    pixels = seen.longest if seen.turned else seen.longest**2
-    pixels = min(pixels, max(config.router.max_image_pixels, seen.least), PICTURE_BYTES // 3)
+    pixels = min(seen.most_pixels(config.router.max_image_pixels), PICTURE_BYTES // 3)
     # A layer's stream before and behind it, normed rows, queries, keys, values, what they mix to, and inner units; of
     # another one that is begun the stream, queries, keys, values and what they mix to.
     hidden, inner = tower_widths(vision, seen.family)

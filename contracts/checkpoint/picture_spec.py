@@ -30,6 +30,7 @@ largest picture has that a published processor makes (2^24 pixels, Qwen3-VL's)."
 _PIXTRAL = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
 _CLIP = {"image_mean": (0.48145466, 0.4578275, 0.40821073), "image_std": (0.26862954, 0.26130258, 0.27577711)}
 _HALVES = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
+_AS_THEY_ARE = {"image_mean": (0.0, 0.0, 0.0), "image_std": (1.0, 1.0, 1.0)}
 _BILINEAR, _BICUBIC = 2, 3
 """Pillow's numbers of filters."""
 _NARROWEST = 200
@@ -45,8 +46,8 @@ class PictureSpec:
     """Plain values, which a router's processes send each other."""
 
     family: str
-    """Which tower computes it: ``pixtral``, ``siglip`` (Gemma 3), or one of Qwen's: ``qwen2_vl``, ``qwen2_5_vl``,
-    ``qwen3_vl``, ``qwen3_5``."""
+    """Which tower computes it: ``pixtral``, ``siglip`` (Gemma 3), ``gemma4``, or one of Qwen's: ``qwen2_vl``,
+    ``qwen2_5_vl``, ``qwen3_vl``, ``qwen3_5``."""
     token: int
     """The id of the placeholder: a chat template writes one for a picture, a prompt has one for each of its
     positions."""
@@ -58,7 +59,7 @@ class PictureSpec:
     merge: int
     """Patches of the side of what becomes one position."""
     longest: int
-    """The most pixels of a side; of ``siglip`` those of every side, of Qwen's the most of a picture."""
+    """The most pixels of a side; of ``siglip`` those of every side, of ``gemma4`` and Qwen's the most of a picture."""
     resample: int
     """Pillow's filter by its number."""
     rescale: float
@@ -70,6 +71,8 @@ class PictureSpec:
     """What a chat template writes for a picture, where the processor writes `written` in its place before the text is
     tokenised; empty: it writes the placeholder."""
     written: str = ""
+    ahead: bool = False
+    """Of ``gemma4``: whether positions of a picture see each other."""
 
     @property
     def unit(self) -> int:
@@ -79,7 +82,7 @@ class PictureSpec:
     @property
     def whole(self) -> bool:
         """Whether a picture's positions see each other, those behind them too: one step computes all of them."""
-        return self.family == "siglip"
+        return self.family == "siglip" or self.ahead
 
     @property
     def turned(self) -> bool:
@@ -94,6 +97,8 @@ class PictureSpec:
         """The height and width, in pixels, to which a picture is resized. Raises `UnfitPicture`."""
         if self.family == "siglip":
             return self.longest, self.longest
+        if self.family == "gemma4":
+            return self._filled(height, width)
         if self.turned:
             return self._rounded(height, width)
         ratio = max(height, width) / self.longest
@@ -117,6 +122,25 @@ class PictureSpec:
             down, across = (math.ceil(side * factor / unit) for side in (height, width))
         return down * unit, across * unit
 
+    def _filled(self, height: int, width: int) -> tuple[int, int]:
+        """As many whole units as there may be, beside and below each other as the picture has pixels."""
+        factor = math.sqrt(self.longest / (height * width))
+        down, across = (math.floor(factor * side / self.unit) for side in (height, width))
+        most = self.longest // self.unit**2
+        if not down:
+            down, across = 1, min(width // height, most)
+        elif not across:
+            down, across = min(height // width, most), 1
+        return down * self.unit, across * self.unit
+
+    def most_pixels(self, taken: int) -> int:
+        """The most pixels of a picture that was resized, of ones with no more than `taken`."""
+        if self.family == "siglip":
+            return self.longest**2
+        if self.family == "gemma4":
+            return self.longest
+        return min(self.longest if self.turned else self.longest**2, max(taken, self.least))
+
     def count(self, height: int, width: int) -> int:
         """How many positions a picture of a size that `size` gave has."""
         return height // self.unit * (width // self.unit)
@@ -124,7 +148,7 @@ class PictureSpec:
     @property
     def whole_positions(self) -> int:
         """How many positions a picture has that a step computes as a whole; 0: any step may end within one."""
-        return self.count(self.longest, self.longest) if self.whole else 0
+        return self.most_pixels(0) // self.unit**2 if self.whole else 0
 
     def layout(self, height: int, width: int, keys: list[int]) -> list[int]:
         """The tokens of a picture of such a size in a prompt, with `keys` at its positions."""
@@ -220,6 +244,50 @@ def _siglip(folder: Path) -> PictureSpec:
     return PictureSpec("siglip", token, NONE, NONE, patch, merge, side, *numbers, marker=marker, written=written)
 
 
+def _gemma4(folder: Path) -> PictureSpec:
+    """Gemma 4: each picture is enlarged or made smaller to about the same number of positions."""
+    config, vision = vision_fields(folder)
+    _, processor = _processor(folder)
+    names = _token_names(folder, {"image": "<|image|>", "boi": "<|image>", "eoi": "<image|>"})
+    token = _known_ids(folder, names.values())[names["image"]]
+    if token != config.size("image_token_id", token):
+        raise config.refuse(f"image_token_id is not the id {token} of {names['image']}")
+    shape = []
+    for key, usual in (("patch_size", 16), ("pooling_kernel_size", 3)):
+        shape.append(vision.size(key, usual))
+        if processor.size(key, usual) != shape[-1]:
+            raise processor.refuse(f"{key} must be the {shape[-1]} of vision_config")
+    patch, merge = shape
+    most, text = processor.size("max_soft_tokens", 280), JsonFields(config.path, config.table("text_config"))
+    if most * merge > vision.size("position_embedding_size", 10_240):
+        raise vision.refuse(f"position_embedding_size is less than max_soft_tokens {most} need")
+    heads = vision.size("num_attention_heads")
+    if vision.size("num_key_value_heads", heads) != heads:
+        raise vision.refuse("num_key_value_heads is not num_attention_heads, which is not supported")
+    if vision.text("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
+        raise vision.refuse("hidden_activation is not gelu_pytorch_tanh, which is not supported")
+    ahead = text.peek("use_bidirectional_attention") == "vision"
+    window = text.peek("sliding_window")
+    if ahead and isinstance(window, int) and window < most:
+        raise text.refuse(f"sliding_window {window} is less than the {most} of max_soft_tokens")
+    numbers = _numbers(processor, _AS_THEY_ARE, _BICUBIC, normalised=False)
+    written = f"{names['boi']}{names['image']}{names['eoi']}"
+    longest = most * (patch * merge) ** 2
+    return PictureSpec(
+        "gemma4",
+        token,
+        NONE,
+        NONE,
+        patch,
+        merge,
+        longest,
+        *numbers,
+        marker=names["image"],
+        written=written,
+        ahead=ahead,
+    )
+
+
 def _qwen(folder: Path, family: str) -> PictureSpec:
     """Qwen's: pictures near to their own size."""
     config, vision = vision_fields(folder)
@@ -249,6 +317,7 @@ def _qwen(folder: Path, family: str) -> PictureSpec:
 _READERS: dict[str, Callable[[Path], PictureSpec]] = {
     "Mistral3ForConditionalGeneration": _pixtral,
     "Gemma3ForConditionalGeneration": _siglip,
+    "Gemma4ForConditionalGeneration": _gemma4,
     "Qwen2VLForConditionalGeneration": partial(_qwen, family="qwen2_vl"),
     "Qwen2_5_VLForConditionalGeneration": partial(_qwen, family="qwen2_5_vl"),
     "Qwen3VLForConditionalGeneration": partial(_qwen, family="qwen3_vl"),
@@ -272,15 +341,15 @@ def _processor(folder: Path) -> tuple[JsonFields, JsonFields]:
 
 
 def _numbers(
-    processor: JsonFields, usual_colours: Mapping[str, tuple[float, ...]], resample: int
+    processor: JsonFields, usual_colours: Mapping[str, tuple[float, ...]], resample: int, *, normalised: bool = True
 ) -> tuple[int, float, tuple[float, float, float], tuple[float, float, float]]:
     """The filter, the factor, and the mean and the deviation of each colour."""
-    for key in ("do_resize", "do_rescale", "do_normalize"):
-        if not processor.flag(key, True):
-            raise processor.refuse(f"{key} is false, which is not supported")
+    for key, usual in (("do_resize", True), ("do_rescale", True), ("do_normalize", normalised)):
+        if processor.flag(key, usual) != usual:
+            raise processor.refuse(f"{key} is {str(not usual).lower()}, which is not supported")
     colours: list[tuple[float, float, float]] = []
-    for key, usual in usual_colours.items():
-        given: Any = processor.values.get(key, usual)
+    for key, colour in usual_colours.items():
+        given: Any = processor.values.get(key, colour) if normalised else colour
         if not isinstance(given, list | tuple) or len(given) != 3 or not all(isinstance(n, int | float) for n in given):
             raise processor.refuse(f"{key} must be three numbers, got {given!r}")
         red, green, blue = map(float, given)

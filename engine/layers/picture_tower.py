@@ -1,4 +1,5 @@
-"""Picture towers: from a picture's pixels to what stands at its positions in place of rows of the embedding.
+"""Picture towers: from a picture's pixels to what stands at its positions in place of rows of the embedding; what all
+share, and the towers of Gemma 3 and 4.
 
 A tower computes each picture by itself, so its bits depend on no other picture, and what it gives is kept
 (`engine.layers.picture_encoder`). Within a picture every patch attends to every other.
@@ -20,8 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from twinpool.contracts.checkpoint.json_fields import JsonFields
 from twinpool.contracts.checkpoint.picture_spec import PictureSpec, vision_fields
-from twinpool.engine.layers.decoder import Norm
+from twinpool.engine.layers.decoder import SANDWICH, Norm
 from twinpool.engine.layers.norm import LayerNorm, gelu_tanh, rms_norm, sigmoid, silu
 from twinpool.engine.layers.rope import rotate
 from twinpool.engine.tensors.row_exact_linear import Numerics, RowExactLinear
@@ -29,7 +31,6 @@ from twinpool.engine.tensors.weight_loader import Weights
 
 PREFIXES = ("model.", "")
 """Under what published folders, and those that transformers writes, have towers and projectors."""
-_EPS = 1e-5
 _SLICE, _SLICE_ON_CARDS = 1 << 32, 1 << 40
 """Multiply-adds of a slice, about: less than a second of a CPU, and milliseconds of a GPU, which needs more at once."""
 _QUERIES = 64
@@ -171,125 +172,10 @@ class TowerLayer:
         query, key, value = qkv_mk[:count].view(count, 3, self.heads, -1).unbind(1)
         if turns is not None:
             query, key = (rotate(x.to(turns[0].dtype), *turns).to(x.dtype) for x in (query, key))
-        mixed_thd = yield from _attend(query, key, value, groups)
+        mixed_thd = yield from attend(query, key, value, groups)
         mixed_mh = padded(mixed_thd.flatten(1), len(x_mh))
         cost = cost_of(self.out, self.mlp.first, self.mlp.second)
         return (yield from by_rows(rest, cost, numerics, x_mh, mixed_mh))
-
-
-@dataclass
-class PixtralTower:
-    """Pixtral's tower, with the patch merger and projector of Mistral 3."""
-
-    spec: PictureSpec
-    colours: Colours
-    patches: RowExactLinear
-    """The convolution of patches as a product: [hidden, 3 * patch * patch]."""
-    before: Norm
-    layers: Sequence[TowerLayer]
-    frequencies: Tensor
-    """Angles a row of patches, then those a column, [head_dim / 2] float32."""
-    behind: Norm
-    merge: RowExactLinear
-    projections: tuple[RowExactLinear, RowExactLinear]
-    activation: Activation
-
-    @classmethod
-    def read(cls, weights: Weights, spec: PictureSpec, hidden: int, eps: float) -> PixtralTower | None:
-        """Read a tower for a text model of this hidden size and epsilon; None where the checkpoint has none, or only a
-        rank's part of its tensors is wanted. Raises `CheckpointError`."""
-        scopes = [weights.scope(prefix) for prefix in PREFIXES]
-        found = next((one for one in scopes if one.has("vision_tower.patch_conv.weight")), None)
-        if found is None or weights.shard.size > 1:
-            return None
-        config, vision = vision_fields(weights.spec.path)
-        tower, projector = found.scope("vision_tower."), found.scope("multi_modal_projector.")
-        width, heads = vision.size("hidden_size"), vision.size("num_attention_heads")
-        inner, patch, dim = vision.size("intermediate_size"), spec.patch, vision.size("head_dim", width // heads)
-        activation = ACTIVATIONS[vision.text("hidden_act", "gelu", tuple(ACTIVATIONS))]
-        rope = vision.table("rope_parameters")
-        theta = rope.get("rope_theta", vision.number("rope_theta", 10_000.0))
-        assert isinstance(theta, int | float), "a number"
-        inverse = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
-        bias = config.flag("multimodal_projector_bias")
-        first, second = (
-            projector.linear({f"linear_{n}": hidden}, columns, bias=bias) for n, columns in ((1, width), (2, hidden))
-        )
-        return cls(
-            spec,
-            Colours.of(spec, weights.device),
-            weights.made(tower.tensor("patch_conv.weight", width, 3, patch, patch).flatten(1)),
-            tower_norm(tower, "ln_pre", width, _EPS),
-            [
-                cls._layer(tower.scope(f"transformer.layers.{n}."), width, inner, heads, activation)
-                for n in range(vision.size("num_hidden_layers"))
-            ],
-            torch.cat((inverse[0::2], inverse[1::2])).to(weights.device),
-            tower_norm(projector, "norm", width, eps),
-            projector.linear({"patch_merger.merging_layer": width}, width * spec.merge**2),
-            (first, second),
-            ACTIVATIONS[config.text("projector_hidden_act", "gelu", tuple(ACTIVATIONS))],
-        )
-
-    @staticmethod
-    def _layer(weights: Weights, width: int, inner: int, heads: int, activation: Activation) -> TowerLayer:
-        attention, mlp = weights.scope("attention."), weights.scope("feed_forward.")
-        return TowerLayer(
-            tower_norm(weights, "attention_norm", width, _EPS),
-            attention.linear(dict.fromkeys(("q_proj", "k_proj", "v_proj"), width), width),
-            attention.linear({"o_proj": width}, width),
-            tower_norm(weights, "ffn_norm", width, _EPS),
-            TowerMlp(
-                mlp.linear({"gate_proj": inner, "up_proj": inner}, width),
-                mlp.linear({"down_proj": width}, inner),
-                activation,
-                gated=True,
-            ),
-            heads,
-        )
-
-    @property
-    def device(self) -> torch.device:
-        return self.frequencies.device
-
-    def __call__(self, pixels: Tensor, numerics: Numerics) -> Slices:
-        x_tk, down, across = self.colours.patches(pixels)
-        count = len(x_tk)
-        x_mk = padded(x_tk.to(self.patches.dtype), numerics.padded(count))
-        x_mh = yield from by_rows(
-            lambda x_nk: self.before(numerics.linear(x_nk, self.patches)), cost_of(self.patches), numerics, x_mk
-        )
-        turns = self._turns(down, across, x_mh.dtype)
-        for layer in self.layers:
-            x_mh = yield from layer(x_mh, count, numerics, turns)
-        return (yield from self._projected(x_mh[:count].view(down, across, -1), numerics))
-
-    def _turns(self, down: int, across: int, dtype: torch.dtype) -> Turns:
-        """Cos and signed sin of each patch's row and column, [T, 1, head_dim] each."""
-        half = len(self.frequencies) // 2
-        device = self.frequencies.device
-        rows, columns = (torch.arange(n, dtype=torch.float32, device=device) for n in (down, across))
-        by_row = (rows[:, None] * self.frequencies[:half])[:, None].expand(-1, across, -1)
-        by_column = (columns[:, None] * self.frequencies[half:])[None].expand(down, -1, -1)
-        angles = torch.cat((by_row, by_column), dim=-1).flatten(0, 1)
-        cos, sin = angles.cos(), angles.sin()
-        return tuple(torch.cat(two, dim=-1).to(dtype)[:, None] for two in ((cos, cos), (-sin, sin)))  # type: ignore[return-value]
-
-    def _projected(self, grid: Tensor, numerics: Numerics) -> Slices:
-        down, across, width = grid.shape
-        side = self.spec.merge
-        grid = self.behind(grid.reshape(-1, width)).view(down, across, width)
-        blocks = grid.view(down // side, side, across // side, side, width).permute(0, 2, 4, 1, 3)
-        x_tk = blocks.reshape(down // side * (across // side), -1)
-        count = len(x_tk)
-
-        def projected(x_nk: Tensor) -> Tensor:
-            inner = numerics.linear(numerics.linear(x_nk, self.merge), self.projections[0])
-            return numerics.linear(self.activation(inner.float()).to(inner.dtype), self.projections[1])
-
-        cost = cost_of(self.merge, *self.projections)
-        x_mh = yield from by_rows(projected, cost, numerics, padded(x_tk, numerics.padded(count)))
-        return x_mh[:count]
 
 
 @dataclass
@@ -308,7 +194,8 @@ class SiglipTower:
 
     @classmethod
     def read(cls, weights: Weights, spec: PictureSpec, hidden: int, eps: float) -> SiglipTower | None:
-        """As `PixtralTower.read`."""
+        """Read a tower for a text model of this hidden size and epsilon; None where the checkpoint has none, or only a
+        rank's part of its tensors is wanted. Raises `CheckpointError`."""
         scopes = [weights.scope(a + b) for a in PREFIXES for b in ("vision_tower.vision_model.", "vision_tower.")]
         tower = next((one for one in scopes if one.has("embeddings.patch_embedding.weight")), None)
         projectors = [weights.scope(f"{prefix}multi_modal_projector.") for prefix in PREFIXES]
@@ -371,6 +258,175 @@ class SiglipTower:
         return numerics.linear(padded(pooled_th, numerics.padded(len(pooled_th))), self.projection)[: len(pooled_th)]
 
 
+@dataclass(frozen=True)
+class ClippedLinear:
+    """A product of whose inputs and outputs none is beyond some bounds."""
+
+    linear: RowExactLinear
+    bounds: Sequence[Tensor]
+    """The least and the largest input and output, [] float32 each; none: there are none."""
+
+    @classmethod
+    def read(cls, weights: Weights, rows: int, columns: int, *, clipped: bool) -> ClippedLinear:
+        names = ("input_min", "input_max", "output_min", "output_max") if clipped else ()
+        bounds = [weights.tensor(name, dtype=torch.float32) for name in names]
+        return cls(weights.linear({"linear": rows}, columns), bounds)
+
+    def __call__(self, x_mk: Tensor, numerics: Numerics) -> Tensor:
+        if not self.bounds:
+            return numerics.linear(x_mk, self.linear)
+        out_mn = numerics.linear(torch.clamp(x_mk, self.bounds[0], self.bounds[1]), self.linear)
+        return torch.clamp(out_mn, self.bounds[2], self.bounds[3])
+
+
+@dataclass(frozen=True)
+class Gemma4TowerLayer:
+    """Attention of patches to patches, whose scores aren't scaled, as queries, keys and values are normed by head; then
+    a gated feed-forward layer. Norms are before and behind each."""
+
+    norms: tuple[Norm, Norm, Norm, Norm]
+    head_norms: tuple[Norm, Norm, Norm]
+    """Of queries, keys and values."""
+    qkv: tuple[ClippedLinear, ClippedLinear, ClippedLinear]
+    out: ClippedLinear
+    mlp: tuple[ClippedLinear, ClippedLinear, ClippedLinear]
+    """The gate, what it lets through, and what is made of that."""
+    head_dim: int
+
+    @classmethod
+    def read(cls, weights: Weights, vision: JsonFields, eps: float) -> Gemma4TowerLayer:
+        width, inner = vision.size("hidden_size"), vision.size("intermediate_size")
+        dim, clipped = vision.size("head_dim"), vision.flag("use_clipped_linears")
+        mixed = vision.size("num_attention_heads") * dim
+
+        def product(name: str, rows: int, columns: int) -> ClippedLinear:
+            return ClippedLinear.read(weights.scope(f"{name}."), rows, columns, clipped=clipped)
+
+        def norm(name: str, size: int) -> Norm:
+            return partial(rms_norm, weight=weights.tensor(f"{name}.weight", size, dtype=torch.float32), eps=eps)
+
+        ones_d = torch.ones(dim, device=weights.device)
+        first, second, third, fourth = (norm(name, width) for name in SANDWICH)
+        query, key, value = (product(f"self_attn.{one}_proj", mixed, width) for one in "qkv")
+        return cls(
+            (first, second, third, fourth),
+            (norm("self_attn.q_norm", dim), norm("self_attn.k_norm", dim), partial(rms_norm, weight=ones_d, eps=eps)),
+            (query, key, value),
+            product("self_attn.o_proj", width, mixed),
+            (product("mlp.gate_proj", inner, width), product("mlp.up_proj", inner, width),
+             product("mlp.down_proj", width, inner)),
+            dim,
+        )  # fmt: skip
+
+    def __call__(self, x_mh: Tensor, count: int, numerics: Numerics, turns: Turns) -> Slices:
+        """The residual stream, [M, hidden], of `count` patches and padding. `turns`: cos and signed sin of each patch's
+        column and row, each for half a head: [count, 1, 2, head_dim / 2]."""
+
+        def projected(x_nh: Tensor) -> Tensor:
+            h_nh = self.norms[0](x_nh)
+            return torch.cat([each(h_nh, numerics) for each in self.qkv], dim=1)
+
+        def rest(x_nh: Tensor, mixed_nk: Tensor) -> Tensor:
+            x_nh = x_nh + self.norms[1](self.out(mixed_nk, numerics))
+            h_nh, (gate, up, down) = self.norms[2](x_nh), self.mlp
+            gate_nk = gate(h_nh, numerics)
+            inner_nk = gelu_tanh(gate_nk.float()).to(gate_nk.dtype) * up(h_nh, numerics)
+            return x_nh + self.norms[3](down(inner_nk, numerics))
+
+        qkv_mk = yield from by_rows(projected, cost_of(*(each.linear for each in self.qkv)), numerics, x_mh)
+        by_head = qkv_mk[:count].view(count, 3, -1, self.head_dim).unbind(1)
+        query, key, value = (norm(x_thd) for norm, x_thd in zip(self.head_norms, by_head, strict=True))
+        query, key = (rotate(x_thd.view(*x_thd.shape[:2], 2, -1), *turns).flatten(2) for x_thd in (query, key))
+        mixed_thd = yield from attend(query, key, value, scale=1.0)
+        cost = cost_of(self.out.linear, *(each.linear for each in self.mlp))
+        return (yield from by_rows(rest, cost, numerics, x_mh, padded(mixed_thd.flatten(1), len(x_mh))))
+
+
+@dataclass
+class Gemma4Tower:
+    """Gemma 4's tower: patches with a place of their own by column and row, which turn queries and keys, too."""
+
+    spec: PictureSpec
+    colours: Colours
+    patches: RowExactLinear
+    places_csh: Tensor
+    """What is added at a patch by its column, and by its row: [2, places, hidden]."""
+    layers: Sequence[Gemma4TowerLayer]
+    frequencies: Tensor
+    """Angles a column, and a row: [head_dim / 4] float32."""
+    standard: tuple[Tensor, Tensor] | None
+    """What is subtracted from what patches are pooled to, and the factor on the rest: [hidden] float32 each."""
+    before_projection: Norm
+    projection: RowExactLinear
+
+    @classmethod
+    def read(cls, weights: Weights, spec: PictureSpec, hidden: int, eps: float) -> Gemma4Tower | None:
+        """As `SiglipTower.read`."""
+        scopes = [weights.scope(prefix) for prefix in PREFIXES]
+        found = next((one for one in scopes if one.has("vision_tower.patch_embedder.input_proj.weight")), None)
+        if found is None or weights.shard.size > 1:
+            return None
+        _, vision = vision_fields(weights.spec.path)
+        width, quarter, patch = vision.size("hidden_size"), vision.size("head_dim") // 4, spec.patch
+        eps, tower = vision.number("rms_norm_eps", 1e-6), found.scope("vision_tower.")
+        theta = vision.table("rope_parameters").get("rope_theta", 100.0)
+        assert isinstance(theta, int | float), "a number"
+        # Of each pixel its three colours, where `Colours` has each colour's pixels.
+        kernel = tower.tensor("patch_embedder.input_proj.weight", width, 3 * patch * patch)
+        kernel = kernel.view(width, patch * patch, 3).transpose(1, 2).flatten(1)
+        places = vision.size("position_embedding_size", 10_240)
+        standard = None
+        if vision.flag("standardize"):
+            bias, scale = (tower.tensor(f"std_{part}", width, dtype=torch.float32) for part in ("bias", "scale"))
+            standard = bias, scale
+        return cls(
+            spec,
+            Colours.of(spec, weights.device),
+            weights.made(kernel.contiguous()),
+            tower.tensor("patch_embedder.position_embedding_table", 2, places, width),
+            [
+                Gemma4TowerLayer.read(tower.scope(f"encoder.layers.{n}."), vision, eps)
+                for n in range(vision.size("num_hidden_layers"))
+            ],
+            (1.0 / (theta ** (torch.arange(quarter, dtype=torch.float32) / quarter))).to(weights.device),
+            standard,
+            partial(rms_norm, weight=torch.ones(width, device=weights.device), eps=eps),
+            found.scope("embed_vision.").linear({"embedding_projection": hidden}, width),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.frequencies.device
+
+    def __call__(self, pixels: Tensor, numerics: Numerics) -> Slices:
+        x_tk, down, across = self.colours.patches(pixels)
+        count = len(x_tk)
+        x_mk = padded((2 * (x_tk - 0.5)).to(self.patches.dtype), numerics.padded(count))
+        at_t = torch.arange(count, device=self.device)
+        columns_t, rows_t = at_t % across, at_t // across
+        places_th = self.places_csh[0][columns_t] + self.places_csh[1][rows_t]
+        x_mh = yield from by_rows(
+            lambda x_nk, places_nh: numerics.linear(x_nk, self.patches) + places_nh,
+            cost_of(self.patches), numerics, x_mk, padded(places_th, len(x_mk)),
+        )  # fmt: skip
+        turns = self._turns(torch.stack((columns_t, rows_t), dim=1), x_mh.dtype)
+        for layer in self.layers:
+            x_mh = yield from layer(x_mh, count, numerics, turns)
+        side = self.spec.merge
+        blocks = x_mh[:count].view(down // side, side, across // side, side, -1).float()
+        pooled_ph = blocks.mean((1, 3)).flatten(0, 1).to(x_mh.dtype).float() * x_mh.shape[1] ** 0.5
+        if self.standard is not None:
+            pooled_ph = (pooled_ph - self.standard[0]) * self.standard[1]
+        normed_ph = self.before_projection(pooled_ph.to(x_mh.dtype))
+        return numerics.linear(padded(normed_ph, numerics.padded(len(normed_ph))), self.projection)[: len(normed_ph)]
+
+    def _turns(self, places_tc: Tensor, dtype: torch.dtype) -> Turns:
+        """As `Gemma4TowerLayer` takes them."""
+        angles = places_tc[:, None, :, None].float() * self.frequencies
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
+
+
 def tower_norm(weights: Weights, name: str, size: int, eps: float) -> Norm:
     return partial(rms_norm, weight=weights.tensor(f"{name}.weight", size), eps=eps)
 
@@ -386,24 +442,26 @@ def padded(x_tk: Tensor, rows: int) -> Tensor:
     return torch.cat((x_tk, x_tk.new_zeros(rows - len(x_tk), x_tk.shape[1]))) if rows > len(x_tk) else x_tk
 
 
-def _attend(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, groups: Groups) -> Slices:
-    """Attention of all to all, or within groups, without a table of all pairs: [T, heads, head_dim]."""
+def attend(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, groups: Groups = (), scale: float | None = None) -> Slices:
+    """Attention of all to all, or within groups, without a table of all pairs: [T, heads, head_dim]. `scale`: the
+    factor on scores; None: ``head_dim**-0.5``."""
     pair, limit = 2 * k_thd[0].numel(), _slice(q_thd)
     if not groups:
         queries = max(_QUERIES, limit // (pair * len(k_thd)))
-        return (yield from _joined(partial(_attend_all, part, k_thd, v_thd) for part in torch.split(q_thd, queries)))
+        parts = torch.split(q_thd, queries)
+        return (yield from _joined(partial(_attend_all, part, k_thd, v_thd, scale) for part in parts))
     out_thd = torch.empty_like(v_thd)
     for members in groups:
         for some in torch.split(members, max(1, limit // (pair * members.shape[1] ** 2))):
-            out_thd[some] = _attend_groups(q_thd[some], k_thd[some], v_thd[some])
+            out_thd[some] = _attend_groups(q_thd[some], k_thd[some], v_thd[some], scale)
             yield
     return out_thd
 
 
-def _attend_all(q_nhd: Tensor, k_thd: Tensor, v_thd: Tensor) -> Tensor:
-    return _attend_groups(q_nhd[None], k_thd[None], v_thd[None])[0]
+def _attend_all(q_nhd: Tensor, k_thd: Tensor, v_thd: Tensor, scale: float | None) -> Tensor:
+    return _attend_groups(q_nhd[None], k_thd[None], v_thd[None], scale)[0]
 
 
-def _attend_groups(q_gthd: Tensor, k_gthd: Tensor, v_gthd: Tensor) -> Tensor:
+def _attend_groups(q_gthd: Tensor, k_gthd: Tensor, v_gthd: Tensor, scale: float | None) -> Tensor:
     query, key, value = (x.transpose(1, 2) for x in (q_gthd, k_gthd, v_gthd))
-    return F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
+    return F.scaled_dot_product_attention(query, key, value, scale=scale).transpose(1, 2)

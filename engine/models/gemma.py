@@ -114,12 +114,14 @@ class GemmaAttention:
         owner: bool = True,
         values: bool = True,
         value_norm: bool = False,
+        ahead: bool = True,
     ) -> None:
         """`owner`: the layer keeps keys and values; else it reads those that an earlier layer keeps at `place`. Without
-        `values`, the keys before norm and rope serve as values."""
+        `values`, the keys before norm and rope serve as values. `ahead`: positions of a picture see those behind them,
+        where the model's pictures are such."""
         shard, dim = weights.shard, kind.head_dim
         self._place, self._dim, self._eps = place, dim, model.eps
-        self._scores = ScoreOptions(scale, kind.window)
+        self._scores, self._ahead = ScoreOptions(scale, kind.window), ahead
         self._rope = kind.rope_table(weights)
         q, kv = shard.axis(model.heads, dim), shard.axis(kind.kv_heads, dim, "key-value heads")
         self._heads, self._kv = q.count // dim, kv.count // dim if owner else 0
@@ -151,7 +153,7 @@ class GemmaAttention:
         scales = kv_scales(buffers)
         q, pages = q[: ctx.count], (buffers["k"], buffers["v"])
         out = ctx.attention.attend(q, *pages, plan, self._scores, scales)
-        if ctx.pictured is not None and ctx.pictured.spans:
+        if self._ahead and ctx.pictured is not None and ctx.pictured.spans:
             attend_spans(ctx.pictured.spans, out, q, pages, plan, self._scores, scales)
         return ctx.linear(ctx.padded(out.reshape(ctx.count, -1)), self._out)
 
@@ -268,9 +270,31 @@ class Gemma4(Gemma):
 
     def build(self, weights: Weights) -> Decoder:
         decoder = super().build(weights)
+        pictures, inputs = self.spec.pictures, None
         if self.input_size:
-            decoder.prepare = LayerInputs(self, weights.scope("model."))
+            decoder.prepare = inputs = LayerInputs(self, weights.scope("model."))
+        if pictures is not None:
+            decoder.prepare = Placeholders(decoder, pictures.token, self.config.count("pad_token_id", 0), inputs)
         return decoder
+
+
+class Placeholders:
+    """Placeholders of pictures are padding, as in transformers: by their inputs of each layer, and by their embedding
+    where no picture stands there, as they may be drawn, too."""
+
+    def __init__(self, decoder: Decoder, token: int, pad: int, inputs: LayerInputs | None) -> None:
+        self._embed, self._scale = decoder.embed_vh, decoder.embed_scale or 1.0
+        self._token, self._inputs = token, inputs
+        self._pad_1 = torch.tensor([pad], device=decoder.embed_vh.device)
+
+    def __call__(self, tokens_m: Tensor, x_mh: Tensor, ctx: ForwardContext) -> None:
+        padded_m = tokens_m == self._token
+        tokens_m = torch.where(padded_m, self._pad_1, tokens_m)
+        if ctx.pictured is not None:
+            padded_m = padded_m.index_fill(0, ctx.pictured.places_n, value=False)
+        x_mh.copy_(torch.where(padded_m[:, None], self._embed[self._pad_1] * self._scale, x_mh))
+        if self._inputs is not None:
+            self._inputs(tokens_m, x_mh, ctx)
 
 
 class LayerInputs:
@@ -311,6 +335,7 @@ class Gemma4Layer:
             owner=owner,
             values=not (model.same_values and kind.name == FULL),
             value_norm=True,
+            ahead=kind.name == SLIDING,
         )
         inner = model.inner * (2 if model.wide and not owner else 1)
         self._mlp = GatedMlp(weights.scope("mlp."), model.hidden, inner, activation=gelu_tanh)

@@ -72,6 +72,10 @@ def processed(spec: PictureSpec, picture: Picture, inputs: dict[str, Any]) -> to
         assert (blocks[..., 0, :, :] == blocks[..., 1, :, :]).all(), "two equal frames"
         blocks = blocks[..., 0, :, :].permute(4, 0, 2, 5, 1, 3, 6)
         return blocks.reshape(3, picture.height, picture.width)
+    if spec.family == "gemma4":  # Patch by patch, of each pixel its colours, and padding.
+        down, across, patch = picture.height // spec.patch, picture.width // spec.patch, spec.patch
+        blocks = values[0, : down * across].view(down, across, patch, patch, 3)
+        return blocks.permute(4, 0, 2, 1, 3).reshape(3, picture.height, picture.width)
     return values[0][:, : picture.height, : picture.width]
 
 
@@ -96,7 +100,7 @@ def test_pixels_are_those_of_transformers_processor_bit_for_bit(kept: Kept) -> N
 def test_rows_are_those_of_transformers_tower(kept: Kept) -> None:
     for height, width in SIZES:
         picture, inputs = kept.picture(height, width)
-        names = ("pixel_values", "image_sizes", "image_grid_thw")
+        names = ("pixel_values", "image_sizes", "image_grid_thw", "image_position_ids")
         with torch.inference_mode():
             seen = kept.oracle.model.get_image_features(**{name: inputs[name] for name in names if name in inputs})
             mine = whole(kept.tower(kept.grid(picture), FAST))
@@ -146,6 +150,9 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "other positions": ("gemma3", "processor_config.json", {"image_seq_length": 64}, "image_seq_length"),
     "no square": ("gemma3", "config.json", {"mm_tokens_per_image": 15}, "image_seq_length"),
     "another token": ("gemma3", "config.json", {"image_token_index": 7}, "image_token_index"),
+    "other colours": ("gemma4", "preprocessor_config.json", {"do_normalize": True}, "do_normalize is true"),
+    "other pools": ("gemma4", "preprocessor_config.json", {"pooling_kernel_size": 2}, "pooling_kernel_size"),
+    "too many positions": ("gemma4", "preprocessor_config.json", {"max_soft_tokens": 140}, "position_embedding_size"),
     "one frame": ("qwen3-vl", "preprocessor_config.json", {"temporal_patch_size": 1}, "temporal_patch_size"),
     "other patches": ("qwen2.5-vl", "preprocessor_config.json", {"patch_size": 8}, "patch_size"),
     "no sizes": ("qwen3-vl", "preprocessor_config.json", {"size": {"longest_edge": 0}}, "longest_edge"),

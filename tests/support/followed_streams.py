@@ -19,8 +19,6 @@ class FollowedStream:
     tokens: list[int] = field(default_factory=list)
     at_s: list[float] = field(default_factory=list)
     """When each token arrived."""
-    logprobs: list[float] = field(default_factory=list)
-    """Of each token, where the request asks for them."""
     attempts: int = 1
     migrations: int = 0
     error: str = ""
@@ -48,7 +46,6 @@ class FollowedStream:
             tokens = choice.get("token_ids") or ()
             self.tokens += tokens
             self.at_s += [time.monotonic()] * len(tokens)
-            self.logprobs += (choice.get("logprobs") or {}).get("token_logprobs", ())
         if seen := event.get("twinpool"):
             self.migrations, self.attempts = seen["migrations"], seen["attempts"]
 

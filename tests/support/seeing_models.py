@@ -19,6 +19,7 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer
 from transformers.image_utils import load_image
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -58,6 +59,7 @@ TEMPLATE = PARTS_TEMPLATE.replace("MARK", MARKS[0])
 GEMMA_MARKS = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
 GEMMA_TOKENS, GEMMA_SIDE = 16, 32
 """Positions of each picture, and pixels of its side."""
+GEMMA4_MARKS = ("<|image>", "<image|>", "<|image|>")
 QWEN_MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 QWEN_PIXELS = {"shortest_edge": 256, "longest_edge": 4096}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
@@ -137,6 +139,47 @@ def write_gemma3(folder: Path, *, seed: int = 5, dtype: str = "float32") -> Path
     return folder
 
 
+def write_gemma4(
+    folder: Path, *, small: bool = False, ahead: bool = False, seed: int = 5, dtype: str = "float32"
+) -> Path:
+    """Write a Gemma 4 whose pictures have 12 pixels a side of a position, and up to 70 positions. `small`: with inputs
+    by layer, shared keys and bounds in its tower, as the small ones; `ahead`: with positions of a picture that see each
+    other in layers with a window, as the large ones."""
+    config = transformers.Gemma4Config(
+        text_config=TEXT
+        | {
+            "head_dim": 16, "sliding_window": 80, "vocab_size": VOCAB + len(GEMMA4_MARKS), "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": int(small),
+            "pad_token_id": 5, "global_head_dim": 32, "hidden_size_per_layer_input": 16 * small,
+            "attention_k_eq_v": not small, "vocab_size_per_layer_input": VOCAB + len(GEMMA4_MARKS),
+            "use_bidirectional_attention": "vision" if ahead else None,
+        },
+        vision_config={
+            "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 256,
+            "use_clipped_linears": small, "standardize": True,
+        },
+        audio_config=None,
+        boi_token_id=VOCAB,
+        eoi_token_id=VOCAB + 1,
+        image_token_id=VOCAB + 2,
+        audio_token_id=None,
+        video_token_id=None,
+        eos_token_id=0,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    _write_model(folder, transformers.Gemma4ForConditionalGeneration, config, seed, dtype)
+    names = dict(zip(("boi_token", "eoi_token", "image_token"), GEMMA4_MARKS, strict=True))
+    _write_text(folder, GEMMA4_MARKS, PARTS_TEMPLATE.replace("MARK", GEMMA4_MARKS[2]), **names)
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({
+            "image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "pooling_kernel_size": 3,
+            "max_soft_tokens": 70, "resample": 3, "do_normalize": False, "rescale_factor": 1 / 255,
+        })
+    )  # fmt: skip
+    return folder
+
+
 def write_qwen25_vl(folder: Path, *, seed: int = 5, dtype: str = "float32") -> Path:
     """Write a Qwen2.5-VL with 8 pixels a side of a position, and windows of 2 by 2 positions in its tower."""
     config = transformers.Qwen2_5_VLConfig(
@@ -208,6 +251,7 @@ _QWEN_IDS = {
 SEEN = {
     "mistral3": "Mistral3ForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma4": "Gemma4ForConditionalGeneration",
     "qwen2-vl": "Qwen2VLForConditionalGeneration",
     "qwen2.5-vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3-vl": "Qwen3VLForConditionalGeneration",
@@ -219,6 +263,7 @@ SEEN = {
 WRITERS: dict[str, Callable[..., Path]] = {
     "mistral3": write_mistral3,
     "gemma3": write_gemma3,
+    "gemma4": write_gemma4,
     "qwen2-vl": write_qwen2_vl,
     "qwen2.5-vl": write_qwen25_vl,
     "qwen3-vl": write_qwen3_vl,
@@ -235,6 +280,12 @@ def _write_model(folder: Path, kind: Any, config: Any, seed: int, dtype: str) ->
                 tensor.data.uniform_(0.5, 1.5)
             else:
                 tensor.data.normal_(0.0, 0.6 if "input_projection" in key else 0.2)
+        for (
+            key,
+            tensor,
+        ) in model.named_buffers():  # Of Gemma 4: bounds that cut, and what pooled patches are brought to.
+            if key.endswith(("_min", "_max", "std_bias", "std_scale")):
+                tensor.data.uniform_(0.5, 1.5).mul_(-1.0 if key.endswith("_min") else 1.0)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
 
 
@@ -266,6 +317,7 @@ def _write_qwens(folder: Path, sizes: Mapping[str, Any]) -> None:
 _PROCESSORS: dict[str, Any] = {
     "PixtralImageProcessor": PixtralImageProcessorPil,
     "Gemma3ImageProcessor": Gemma3ImageProcessorPil,
+    "Gemma4ImageProcessor": Gemma4ImageProcessorPil,
     "Qwen2VLImageProcessor": Qwen2VLImageProcessorPil,
 }
 """transformers' image processors by Pillow; the others need torchvision."""
@@ -305,6 +357,12 @@ class SeeingOracle:
             begin, end, token = GEMMA_MARKS
             text = text.replace(begin, f"\n\n{begin}{token * GEMMA_TOKENS}{end}\n\n")
             seen.pop("num_crops", None)
+        elif isinstance(processor, Gemma4ImageProcessorPil):
+            begin, end, token = GEMMA4_MARKS
+            first, *others = text.split(token)
+            for count, after in zip(seen.pop("num_soft_tokens_per_image", ()), others, strict=True):
+                first += f"{begin}{token * int(count)}{end}{after}"
+            text = first
         else:
             token = QWEN_MARKS[2]
             first, *others = text.split(token)

@@ -36,9 +36,8 @@ Messages = Sequence[dict[str, Any]]
 class Seer:
     """A model that sees, transformers' answers with it, and prompts as the router makes them."""
 
-    def __init__(self, folder: Path, family: str) -> None:
-        self.family = family
-        self.folder = WRITERS[family](folder)
+    def __init__(self, folder: Path, family: str, **options: Any) -> None:
+        self.folder = WRITERS[family](folder, **options)
         self.oracle = SeeingOracle(self.folder)
         spec = read_model_spec(self.folder)
         assert spec.pictures is not None, spec.warnings
@@ -196,6 +195,26 @@ def test_a_recurrent_state_behind_a_picture_is_of_that_picture(seer: Seer) -> No
         assert cached(chat(1, "!")) == 32 > pictured[-1]
         assert cached(chat(2, "!")) == 32
         assert both.prefill.status().counters["pictures_computed"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["small", "ahead"])
+def test_pictures_of_small_and_large_models_of_gemma_4_get_the_oracles_answers(tmp_path: Path, kind: str) -> None:
+    """Small ones have inputs by layer, of which a picture's positions have those of padding; in large ones positions of
+    a picture see each other, in layers with a window alone."""
+    seer = Seer(tmp_path / "seer", "gemma4", **{kind: True})
+    chats = [
+        [asks("see ", png(pattern(60, 60)), " and ", png(pattern(16, 63, seed=1)), " then")],
+        [asks("see ", png(pattern(60, 60)), " or not"), asks("it was ", png(pattern(200, 9, seed=2)))],
+    ]
+    decode = {"retract": "copy", "cache": {"host_bytes": 1 << 23}}
+    sections: dict[str, Any] = {"prefill": {"chunk_tokens": 96}, "decode": decode, "faults": {"retract_every": 3}}
+    with pair(seer.folder, cache={"page_tokens": 16}, **sections) as both:
+        for messages in chats:
+            (answer,) = both.run(seer.submit(both, messages))
+            seer.expect(messages, answer)
+        assert both.prefill.status().counters["pictures_computed"] == 3
+        assert both.decode.status().counters["retractions"] > 0
 
 
 @pytest.mark.slow

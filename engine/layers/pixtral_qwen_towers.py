@@ -1,6 +1,6 @@
-"""The towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5.
+"""The towers of Pixtral, Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5.
 
-All take patches in the order of what they are merged into: the four patches of the first position, then those of the
+Qwen's take patches in the order of what they are merged into: the four patches of the first position, then those of the
 second, and so on. Patches are turned by their row and column. Qwen2.5-VL's attend within windows of neighbouring
 positions, and in a few layers to all. Those of Qwen3-VL and Qwen3.5 have a place of their own, between those that were
 trained, and some of Qwen3-VL's layers are shown to the text as well: what they give is added behind the text's first
@@ -39,10 +39,124 @@ from twinpool.engine.layers.picture_tower import (
 from twinpool.engine.tensors.row_exact_linear import Numerics, RowExactLinear
 from twinpool.engine.tensors.weight_loader import Weights
 
-_EPS = 1e-6
+_EPS, _PIXTRALS_EPS = 1e-6, 1e-5
 _FRAMES = 2
 """A picture is a film of two equal frames."""
 _THETA = 10_000.0
+
+
+@dataclass
+class PixtralTower:
+    """Pixtral's tower, with the patch merger and projector of Mistral 3."""
+
+    spec: PictureSpec
+    colours: Colours
+    patches: RowExactLinear
+    """The convolution of patches as a product: [hidden, 3 * patch * patch]."""
+    before: Norm
+    layers: Sequence[TowerLayer]
+    frequencies: Tensor
+    """Angles a row of patches, then those a column, [head_dim / 2] float32."""
+    behind: Norm
+    merge: RowExactLinear
+    projections: tuple[RowExactLinear, RowExactLinear]
+    activation: Activation
+
+    @classmethod
+    def read(cls, weights: Weights, spec: PictureSpec, hidden: int, eps: float) -> PixtralTower | None:
+        """As `SiglipTower.read`."""
+        scopes = [weights.scope(prefix) for prefix in PREFIXES]
+        found = next((one for one in scopes if one.has("vision_tower.patch_conv.weight")), None)
+        if found is None or weights.shard.size > 1:
+            return None
+        config, vision = vision_fields(weights.spec.path)
+        tower, projector = found.scope("vision_tower."), found.scope("multi_modal_projector.")
+        width, heads = vision.size("hidden_size"), vision.size("num_attention_heads")
+        inner, patch, dim = vision.size("intermediate_size"), spec.patch, vision.size("head_dim", width // heads)
+        activation = ACTIVATIONS[vision.text("hidden_act", "gelu", tuple(ACTIVATIONS))]
+        rope = vision.table("rope_parameters")
+        theta = rope.get("rope_theta", vision.number("rope_theta", 10_000.0))
+        assert isinstance(theta, int | float), "a number"
+        inverse = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+        bias = config.flag("multimodal_projector_bias")
+        first, second = (
+            projector.linear({f"linear_{n}": hidden}, columns, bias=bias) for n, columns in ((1, width), (2, hidden))
+        )
+        return cls(
+            spec,
+            Colours.of(spec, weights.device),
+            weights.made(tower.tensor("patch_conv.weight", width, 3, patch, patch).flatten(1)),
+            tower_norm(tower, "ln_pre", width, _PIXTRALS_EPS),
+            [
+                cls._layer(tower.scope(f"transformer.layers.{n}."), width, inner, heads, activation)
+                for n in range(vision.size("num_hidden_layers"))
+            ],
+            torch.cat((inverse[0::2], inverse[1::2])).to(weights.device),
+            tower_norm(projector, "norm", width, eps),
+            projector.linear({"patch_merger.merging_layer": width}, width * spec.merge**2),
+            (first, second),
+            ACTIVATIONS[config.text("projector_hidden_act", "gelu", tuple(ACTIVATIONS))],
+        )
+
+    @staticmethod
+    def _layer(weights: Weights, width: int, inner: int, heads: int, activation: Activation) -> TowerLayer:
+        attention, mlp = weights.scope("attention."), weights.scope("feed_forward.")
+        return TowerLayer(
+            tower_norm(weights, "attention_norm", width, _PIXTRALS_EPS),
+            attention.linear(dict.fromkeys(("q_proj", "k_proj", "v_proj"), width), width),
+            attention.linear({"o_proj": width}, width),
+            tower_norm(weights, "ffn_norm", width, _PIXTRALS_EPS),
+            TowerMlp(
+                mlp.linear({"gate_proj": inner, "up_proj": inner}, width),
+                mlp.linear({"down_proj": width}, inner),
+                activation,
+                gated=True,
+            ),
+            heads,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.frequencies.device
+
+    def __call__(self, pixels: Tensor, numerics: Numerics) -> Slices:
+        x_tk, down, across = self.colours.patches(pixels)
+        count = len(x_tk)
+        x_mk = padded(x_tk.to(self.patches.dtype), numerics.padded(count))
+        x_mh = yield from by_rows(
+            lambda x_nk: self.before(numerics.linear(x_nk, self.patches)), cost_of(self.patches), numerics, x_mk
+        )
+        turns = self._turns(down, across, x_mh.dtype)
+        for layer in self.layers:
+            x_mh = yield from layer(x_mh, count, numerics, turns)
+        return (yield from self._projected(x_mh[:count].view(down, across, -1), numerics))
+
+    def _turns(self, down: int, across: int, dtype: torch.dtype) -> Turns:
+        """Cos and signed sin of each patch's row and column, [T, 1, head_dim] each."""
+        half = len(self.frequencies) // 2
+        device = self.frequencies.device
+        rows, columns = (torch.arange(n, dtype=torch.float32, device=device) for n in (down, across))
+        by_row = (rows[:, None] * self.frequencies[:half])[:, None].expand(-1, across, -1)
+        by_column = (columns[:, None] * self.frequencies[half:])[None].expand(down, -1, -1)
+        angles = torch.cat((by_row, by_column), dim=-1).flatten(0, 1)
+        cos, sin = angles.cos(), angles.sin()
+        return tuple(torch.cat(two, dim=-1).to(dtype)[:, None] for two in ((cos, cos), (-sin, sin)))  # type: ignore[return-value]
+
+    def _projected(self, grid: Tensor, numerics: Numerics) -> Slices:
+        down, across, width = grid.shape
+        side = self.spec.merge
+        grid = self.behind(grid.reshape(-1, width)).view(down, across, width)
+        blocks = grid.view(down // side, side, across // side, side, width).permute(0, 2, 4, 1, 3)
+        x_tk = blocks.reshape(down // side * (across // side), -1)
+        count = len(x_tk)
+
+        def projected(x_nk: Tensor) -> Tensor:
+            inner = numerics.linear(numerics.linear(x_nk, self.merge), self.projections[0])
+            return numerics.linear(self.activation(inner.float()).to(inner.dtype), self.projections[1])
+
+        cost = cost_of(self.merge, *self.projections)
+        x_mh = yield from by_rows(projected, cost, numerics, padded(x_tk, numerics.padded(count)))
+        return x_mh[:count]
 
 
 @dataclass(frozen=True)
@@ -134,7 +248,7 @@ class QwenTower:
 
     @classmethod
     def read(cls, weights: Weights, spec: PictureSpec, hidden: int, eps: float) -> QwenTower | None:
-        """As `PixtralTower.read`."""
+        """As `SiglipTower.read`."""
         scopes = [weights.scope(f"{prefix}visual.") for prefix in PREFIXES]
         tower = next((one for one in scopes if one.has("patch_embed.proj.weight")), None)
         if tower is None or weights.shard.size > 1:
