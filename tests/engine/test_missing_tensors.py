@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from tests.support.model_families import EVERY
+from tests.support.model_families import EVERY, FAMILIES
 from twinpool.contracts.checkpoint.model_spec import ModelSpec, read_model_spec
 from twinpool.contracts.errors import CheckpointError
-from twinpool.engine.models.registry import ARCHITECTURES, model_for
+from twinpool.engine.models.registry import ARCHITECTURES, ShapesAlone, model_for
 
 EXPERTS = {
     "num_experts": 4,
@@ -156,3 +161,30 @@ def test_what_is_missing_or_misshapen_is_named_whatever_it_is(spec: ModelSpec) -
 
 def without(spec: ModelSpec, name: str) -> ModelSpec:
     return replace(spec, headers={key: header for key, header in spec.headers.items() if key != name})
+
+
+@pytest.mark.slow
+def test_a_model_is_checked_without_torchs_compiler(tmp_path: Path) -> None:
+    """Which takes a processor more than a second to load, in every `serve` and every worker."""
+    kinds = ("llama", "gpt_oss", "gemma4", "deepseek_v32", "falcon_h1", "qwen3_next", "lfm2")
+    folders = [str(FAMILIES[kind](tmp_path / kind)) for kind in kinds]
+    code = (
+        "import sys; from pathlib import Path; from twinpool.engine.models.registry import read_model\n"
+        "for folder in sys.argv[1:]: read_model(Path(folder)); assert 'torch._dynamo' not in sys.modules, folder"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, *folders], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_shapes_and_dtypes_without_numbers_are_torchs() -> None:
+    a_nk, b_nk = (torch.empty(rows, 4, dtype=torch.bfloat16, device="meta") for rows in (2, 3))
+    whole, wide = torch.empty(3, dtype=torch.int64, device="meta"), torch.empty(5, 1, 4, device="meta")
+    computed: list[Callable[[], Tensor]] = [
+        lambda: torch.cat([a_nk, b_nk]), lambda: torch.cat((a_nk, a_nk), 1), a_nk.exp, lambda: -a_nk,
+        lambda: a_nk + 1.0, lambda: a_nk * 2.0, lambda: whole + 1.0, lambda: a_nk * wide,
+    ]  # fmt: skip
+    for made in computed:
+        want = made()
+        with ShapesAlone():
+            got = made()
+        assert (got.shape, got.dtype, got.device) == (want.shape, want.dtype, want.device)
